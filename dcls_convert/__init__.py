@@ -1,0 +1,75 @@
+"""Convolutions with learnable element positions (DCLS) for any timm or torchvision model.
+
+    import dcls_convert
+    report = dcls_convert.convert_(model, dilated_size=17)
+
+Names resolve on first use, so that the command line answers without importing torch. Importing the package registers
+the architecture `dcls` with timm, at once or as soon as timm is imported.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .timm_entry import register_when_timm_is_imported
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "api": ("convert_",),
+    "checkpoint": ("load_converted", "save_converted"),
+    "errors": (
+        "CheckpointError",
+        "DclsConvertError",
+        "ModelError",
+        "NothingMatchesError",
+        "PlanError",
+        "RuleError",
+    ),
+    "interpolation": ("construct_kernel",),
+    "layers": ("DclsConv1d", "DclsConv2d", "DclsConv3d"),
+    "plan": ("ConversionPlan", "plan_conversion"),
+    "report": ("ConversionReport", "measure_report", "predict_report"),
+    "rules": ("RuleSet", "load_rules"),
+    "sites": ("find_convs",),
+    "surgery": ("apply_plan_", "fold_to_dense_"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = ["__version__", *sorted(_HOME_OF)]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from .api import convert_ as convert_
+    from .checkpoint import load_converted as load_converted
+    from .checkpoint import save_converted as save_converted
+    from .errors import CheckpointError as CheckpointError
+    from .errors import DclsConvertError as DclsConvertError
+    from .errors import ModelError as ModelError
+    from .errors import NothingMatchesError as NothingMatchesError
+    from .errors import PlanError as PlanError
+    from .errors import RuleError as RuleError
+    from .interpolation import construct_kernel as construct_kernel
+    from .layers import DclsConv1d as DclsConv1d
+    from .layers import DclsConv2d as DclsConv2d
+    from .layers import DclsConv3d as DclsConv3d
+    from .plan import ConversionPlan as ConversionPlan
+    from .plan import plan_conversion as plan_conversion
+    from .report import ConversionReport as ConversionReport
+    from .report import measure_report as measure_report
+    from .report import predict_report as predict_report
+    from .rules import RuleSet as RuleSet
+    from .rules import load_rules as load_rules
+    from .sites import find_convs as find_convs
+    from .surgery import apply_plan_ as apply_plan_
+    from .surgery import fold_to_dense_ as fold_to_dense_
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+register_when_timm_is_imported()

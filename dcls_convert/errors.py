@@ -1,0 +1,46 @@
+"""What can go wrong through the user's doing, as exceptions with one-line messages.
+
+A message says where, what was found and what is allowed. The command line prints it and exits with `exit_code`.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class DclsConvertError(ValueError):
+    """A mistake in what the package was given; `str(error)` is one line that says how to mend it."""
+
+    exit_code = 2
+
+
+class NothingMatchesError(DclsConvertError):
+    """No convolution of the model matches the rules. A normal event, with an exit code of its own."""
+
+    exit_code = 3
+
+
+class RuleError(DclsConvertError):
+    """A rule set that cannot be read, or that does not fit the model."""
+
+
+class PlanError(DclsConvertError):
+    """Sizes, counts or a budget that the model's convolutions cannot take."""
+
+
+class ModelError(DclsConvertError):
+    """A model that cannot be found or built."""
+
+
+class CheckpointError(DclsConvertError):
+    """Weights or a checkpoint folder that cannot be read or written."""
+
+
+def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:
+    """`" (did you mean 'a' or 'b'?)"` for the known words closest to `word`; empty where none is close."""
+    close = difflib.get_close_matches(word, list(known), n=limit, cutoff=0.6)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+def one_line(error: BaseException) -> str:
+    """The message of any exception, on one line: what a library said, without its layout."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,18 @@
+"""Names and defaults of the options, for command line, rule files and library alike. Imports nothing heavy."""
+
+from typing import Literal, get_args
+
+Interpolation = Literal["bilinear", "triangle", "gaussian"]
+Scope = Literal["model", "stage", "layer"]
+Tie = Literal["stage", "none"]
+Init = Literal["auto", "random", "largest"]
+Positions = Literal["normal", "uniform"]
+
+INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
+SCOPES: tuple[str, ...] = get_args(Scope)
+TIES: tuple[str, ...] = get_args(Tie)
+INITS: tuple[str, ...] = get_args(Init)
+POSITIONS: tuple[str, ...] = get_args(Positions)
+
+AUTO = "auto"
+DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the parameter count
