@@ -1,0 +1,420 @@
+"""The DCLS layers: convolutions that construct their kernel from a few weighted elements with learnable positions.
+
+Axes: N batch, O output channels, I input channels per group, E kernel elements, A learnt axes.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from .geometry import grown_padding
+from .interpolation import construct_kernel, find_interpolation, learnt_axes, position_limits
+from .warmstart import largest_elements
+
+POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"
+PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+SHARED_PARAMETERS = ("positions", "sigma")  # what layers of a tie group have in common
+
+# The registries of a module's forward and backward hooks. The new layer takes the very dictionaries over: a handle
+# that the user kept for `handle.remove()` points to them.
+_HOOK_REGISTRIES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+
+IntOrTuple = int | Sequence[int]
+
+
+class _DclsConvNd(nn.Module):
+    """What the DCLS layers of 1, 2 and 3 dimensions share.
+
+    Parameters of a layer: `weight` (O, I, E), `positions` (A, O, I, E) in cells from the kernel centre, `sigma` (as
+    positions; triangle and Gaussian only) and `bias` (O). A dense axis of D cells stands before E: (O, I, D, E).
+
+    Args:
+        in_channels, out_channels, stride, padding, dilation, groups, bias, padding_mode, device, dtype: As in
+            `torch.nn.Conv2d`; `dilation` spaces the cells of the dilated kernel itself and is 1 in practice.
+        kernel_count: Weighted elements in one kernel (with dense axes, in each of their cells).
+        dilated_kernel_size: Window in which elements may move, in cells.
+        interpolation: "bilinear", "triangle" or "gaussian", see `construct_kernel`.
+        dense_axes: Spatial axes along which nothing is learnt: all their cells are weighted, as in an ordinary kernel.
+
+    Raises:
+        ValueError: Arguments outside what is allowed; checked here, not at the first forward.
+
+    Source: arXiv:2112.03740. Positions start from N(0, 0.5 cells), weights as in `torch.nn.Conv2d`.
+    """
+
+    dims: ClassVar[int]
+    conv_class: ClassVar[type[_ConvNd]]
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    positions: nn.Parameter
+    sigma: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        kernel_count: int,
+        dilated_kernel_size: IntOrTuple,
+        stride: IntOrTuple = 1,
+        padding: str | IntOrTuple = 0,
+        dilation: IntOrTuple = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        interpolation: str = "bilinear",
+        dense_axes: Sequence[int] = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_count = kernel_count
+        self.dilated_kernel_size = self._per_axis("dilated_kernel_size", dilated_kernel_size, least=1)
+        self.stride = self._per_axis("stride", stride, least=1)
+        self.padding = padding if isinstance(padding, str) else self._per_axis("padding", padding, least=0)
+        self.dilation = self._per_axis("dilation", dilation, least=1)
+        self.padding_mode = padding_mode
+        self.interpolation = interpolation
+        self.dense_axes = tuple(sorted(dense_axes))
+        self._check()
+        # The module on which tied parameters are registered, and their names there. Not through nn.Module's
+        # __setattr__, which would register the owner below the layer as well.
+        self.__dict__["_owner"] = None
+        self._owner_names: dict[str, str] = {}
+        self._register_parameters(bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def _per_axis(self, name: str, value: IntOrTuple, least: int) -> tuple[int, ...]:
+        sizes = (value,) * self.dims if isinstance(value, int) else tuple(value)
+        if len(sizes) != self.dims or any(not isinstance(size, int) or size < least for size in sizes):
+            raise ValueError(f"{name}={value!r} must be an integer of at least {least}, or {self.dims} of them")
+        return sizes
+
+    def _check(self) -> None:
+        for name in ("in_channels", "out_channels"):
+            channels = getattr(self, name)
+            if self.groups < 1 or channels < 1 or channels % self.groups:
+                raise ValueError(f"{name}={channels} must be a positive multiple of groups={self.groups}")
+        if self.kernel_count < 1:
+            raise ValueError(f"kernel_count={self.kernel_count} must be at least 1")
+        if self.padding_mode not in PADDING_MODES:
+            raise ValueError(f"padding_mode={self.padding_mode!r} must be one of {', '.join(PADDING_MODES)}")
+        if isinstance(self.padding, str):
+            if self.padding not in ("same", "valid"):
+                raise ValueError(f"padding={self.padding!r} must be 'same', 'valid' or integers")
+            if self.padding == "same" and any(stride != 1 for stride in self.stride):
+                raise ValueError(f"padding='same' needs stride 1, not {self.stride}")
+        if any(axis not in range(self.dims) for axis in self.dense_axes) or len(self.dense_axes) >= self.dims:
+            raise ValueError(f"dense_axes={self.dense_axes} must be axes below {self.dims}, and leave one to be learnt")
+        find_interpolation(self.interpolation)
+
+    def _register_parameters(self, bias: bool, **factory: Any) -> None:
+        shape = self.weight_shape
+        coordinates = (len(self.learnt_axes), *shape)
+        self.weight = nn.Parameter(torch.empty(shape, **factory))
+        self.register_parameter("bias", nn.Parameter(torch.empty(self.out_channels, **factory)) if bias else None)
+        self.positions = nn.Parameter(torch.empty(coordinates, **factory))
+        has_sigma = find_interpolation(self.interpolation).has_sigma
+        self.register_parameter("sigma", nn.Parameter(torch.empty(coordinates, **factory)) if has_sigma else None)
+
+    @property
+    def learnt_axes(self) -> tuple[int, ...]:
+        """The spatial axes along which the elements move, in the order of `positions`."""
+        return learnt_axes(self.dims, self.dense_axes)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """(O, I, *dense axes, E)."""
+        dense = [self.dilated_kernel_size[axis] for axis in self.dense_axes]
+        return (self.out_channels, self.in_channels // self.groups, *dense, self.kernel_count)
+
+    @property
+    def kernel_size(self) -> tuple[int, ...]:
+        """The size of the convolution that is carried out: the dilated kernel size."""
+        return self.dilated_kernel_size
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Weights and bias as `torch.nn.Conv2d` draws them, positions from N(0, 0.5), sigma at its initial value."""
+        fan_in = self.weight[0].numel()
+        bound = 1 / math.sqrt(fan_in) if fan_in else 0.0  # kaiming_uniform_(a=sqrt(5))
+        nn.init.uniform_(self.weight, -bound, bound, generator=generator)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound, generator=generator)
+        nn.init.normal_(self.positions, 0.0, POSITION_STD, generator=generator)
+        if self.sigma is not None:
+            nn.init.constant_(self.sigma, cast(float, find_interpolation(self.interpolation).initial_sigma))
+        self.clamp_positions_()
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached for tied parameters alone: those of its own are found in the layer.
+        owner_name = self.__dict__.get("_owner_names", {}).get(name)
+        return super().__getattr__(name) if owner_name is None else getattr(self._owner, owner_name)
+
+    def tie_(self, owner: nn.Module, names: dict[str, str]) -> None:
+        """Use `owner`'s parameters from now on, `names["positions"]` for the positions, and drop the layer's own.
+
+        The parameter is registered on the owner alone, so that every tensor has one name in the state dict, and is
+        looked up at each use, so that replacing it there (`to_empty`, `load_state_dict(assign=True)`, FSDP2) counts.
+        """
+        for name, owner_name in names.items():
+            shape = tuple(getattr(owner, owner_name).shape)
+            if shape != (len(self.learnt_axes), *self.weight_shape):
+                raise ValueError(f"the owner's {owner_name} has shape {shape}, which does not fit this layer")
+            del self._parameters[name]
+        self.__dict__["_owner"] = owner
+        self._owner_names = dict(names)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether positions (and sigma) belong to another module."""
+        return self._owner is not None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """With its owner, a layer stays tied to the owner's copy; a layer copied alone gets parameters of its own."""
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        alone = self.is_tied and id(self._owner) not in memo
+        skipped = {"_owner", "_owner_names"} if alone else set()
+        new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in skipped})
+        if alone:
+            new.__dict__["_owner"], new._owner_names = None, {}
+            for name in self._owner_names:
+                shared = getattr(self, name)
+                setattr(new, name, nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
+        return new
+
+    def kernel(self) -> Tensor:
+        """The constructed kernel, (O, I, *dilated_kernel_size), differentiable in weight, positions and sigma."""
+        return construct_kernel(
+            self.weight,
+            self.positions,
+            self.dilated_kernel_size,
+            interpolation=self.interpolation,
+            sigma=self.sigma,
+            dense_axes=self.dense_axes,
+        )
+
+    @torch.no_grad()
+    def clamp_positions_(self) -> None:
+        """Bring positions back into the window, and sigma above its least value. Paper, section 3 "Positions clamping"."""
+        for index, axis in enumerate(self.learnt_axes):
+            self.positions[index].clamp_(*position_limits(self.dilated_kernel_size[axis]))
+        if self.sigma is not None:
+            self.sigma.clamp_(min=find_interpolation(self.interpolation).min_sigma)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, in_channels, *spatial) -> (N, out_channels, *spatial), as the convolution with `kernel()` does it."""
+        if self.training:
+            self.clamp_positions_()
+        return self._convolve(input, self.kernel(), self.bias)
+
+    def _convolve(self, input: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+        raise AssertionError("defined by the subclasses")
+
+    def _padded(self, input: Tensor) -> tuple[Tensor, str | tuple[int, ...]]:
+        """The input and the padding left to the convolution, which knows zeros only."""
+        if self.padding_mode == "zeros":
+            return input, self.padding
+        widths: list[int] = []
+        for axis in reversed(range(self.dims)):
+            if isinstance(self.padding, str):
+                total = self.dilation[axis] * (self.kernel_size[axis] - 1) if self.padding == "same" else 0
+                widths += [total // 2, total - total // 2]
+            else:
+                widths += [self.padding[axis]] * 2
+        return F.pad(input, widths, mode=self.padding_mode), (0,) * self.dims
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if not self.positions.is_meta:
+            self.clamp_positions_()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    @classmethod
+    def from_conv(
+        cls,
+        conv: _ConvNd,
+        *,
+        kernel_count: int,
+        dilated_kernel_size: IntOrTuple,
+        interpolation: str = "bilinear",
+        dense_axes: Sequence[int] = (),
+    ) -> Self:
+        """The DCLS layer in place of `conv`: same stride, groups, bias, padding mode, dtype, device, hooks, and output size.
+
+        Its elements are the `kernel_count` cells of the old kernel with the largest weights, at their old places, so
+        that with as many elements as the kernel has cells, bilinear interpolation gives the same layer. The bias is
+        the same parameter, not a copy.
+
+        Raises:
+            ValueError: Window and old kernel of different parity, or a window smaller than the kernel: the output
+                would change its size.
+        """
+        layer = cls._like(conv, kernel_count, dilated_kernel_size, interpolation, dense_axes)
+        weight, positions = largest_elements(
+            [conv.weight.detach()],
+            kernel_count=kernel_count,
+            dilation=cast(tuple[int, ...], conv.dilation),
+            size=layer.dilated_kernel_size,
+            dense_axes=layer.dense_axes,
+        )
+        with torch.no_grad():
+            layer.weight.copy_(weight[0])
+            layer.positions.copy_(positions)
+        return layer
+
+    @classmethod
+    def _like(
+        cls,
+        conv: _ConvNd,
+        kernel_count: int,
+        dilated_kernel_size: IntOrTuple,
+        interpolation: str,
+        dense_axes: Sequence[int],
+    ) -> Self:
+        sizes = (dilated_kernel_size,) * cls.dims if isinstance(dilated_kernel_size, int) else dilated_kernel_size
+        with torch.random.fork_rng(devices=[]):  # every value drawn here is overwritten
+            layer = cls(
+                conv.in_channels,
+                conv.out_channels,
+                kernel_count=kernel_count,
+                dilated_kernel_size=sizes,
+                stride=conv.stride,
+                padding=_grown_padding(conv, sizes),
+                groups=conv.groups,
+                bias=False,
+                padding_mode=conv.padding_mode,
+                interpolation=interpolation,
+                dense_axes=dense_axes,
+                device=conv.weight.device,
+                dtype=conv.weight.dtype,
+            )
+        layer.bias = cast(nn.Parameter | None, conv.bias)
+        _take_over(conv, layer)
+        return layer
+
+    def fuse(self) -> _ConvNd:
+        """The plain convolution with the constructed kernel as its weight: the same outputs, nothing learnable in place.
+
+        `timm.utils.reparameterize_model` calls it.
+        """
+        with torch.random.fork_rng(devices=[]):  # every value drawn here is overwritten
+            conv = self.conv_class(  # type: ignore[call-arg]
+                self.in_channels,
+                self.out_channels,
+                self.dilated_kernel_size,
+                stride=self.stride,
+                padding=self.padding,
+                dilation=self.dilation,
+                groups=self.groups,
+                bias=False,
+                padding_mode=self.padding_mode,
+                device="meta",
+            )
+        kernel = self.kernel().detach().contiguous()
+        conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
+        conv.bias = self.bias
+        _take_over(self, conv)
+        return conv
+
+    def extra_repr(self) -> str:
+        parts = [
+            f"{self.in_channels}, {self.out_channels}",
+            f"kernel_count={self.kernel_count}",
+            f"dilated_kernel_size={self.dilated_kernel_size}",
+            f"stride={self.stride}",
+        ]
+        if self.padding != (0,) * self.dims:
+            parts.append(f"padding={self.padding!r}")
+        if self.dilation != (1,) * self.dims:
+            parts.append(f"dilation={self.dilation}")
+        if self.groups != 1:
+            parts.append(f"groups={self.groups}")
+        if self.bias is None:
+            parts.append("bias=False")
+        if self.padding_mode != "zeros":
+            parts.append(f"padding_mode={self.padding_mode}")
+        if self.dense_axes:
+            parts.append(f"dense_axes={self.dense_axes}")
+        parts.append(f"interpolation={self.interpolation}")
+        if self.is_tied:
+            parts.append("positions=tied")
+        return ", ".join(parts)
+
+
+class DclsConv1d(_DclsConvNd):
+    __doc__ = _DclsConvNd.__doc__
+    dims = 1
+    conv_class = nn.Conv1d
+
+    def _convolve(self, input: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+        input, padding = self._padded(input)
+        return F.conv1d(input, kernel, bias, self.stride, padding, self.dilation, self.groups)  # type: ignore[arg-type]
+
+
+class DclsConv2d(_DclsConvNd):
+    __doc__ = _DclsConvNd.__doc__
+    dims = 2
+    conv_class = nn.Conv2d
+
+    def _convolve(self, input: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+        input, padding = self._padded(input)
+        return F.conv2d(input, kernel, bias, self.stride, padding, self.dilation, self.groups)  # type: ignore[arg-type]
+
+
+class DclsConv3d(_DclsConvNd):
+    __doc__ = _DclsConvNd.__doc__
+    dims = 3
+    conv_class = nn.Conv3d
+
+    def _convolve(self, input: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+        input, padding = self._padded(input)
+        return F.conv3d(input, kernel, bias, self.stride, padding, self.dilation, self.groups)  # type: ignore[arg-type]
+
+
+DCLS_LAYERS: dict[int, type[_DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
+
+
+def _grown_padding(conv: _ConvNd, size: Sequence[int]) -> str | tuple[int, ...]:
+    return grown_padding(conv.padding, conv.kernel_size, conv.dilation, size)
+
+
+def _take_over(old: nn.Module, new: nn.Module) -> None:
+    """Mode, trainability, hooks, and whatever else someone hung on the old module."""
+    new.train(old.training)
+    trainable = bool(old.weight.requires_grad)
+    for name in ("weight", *SHARED_PARAMETERS):
+        parameter = new._parameters.get(name)
+        if parameter is not None:
+            parameter.requires_grad_(trainable)
+    for name in _HOOK_REGISTRIES:
+        new.__dict__[name] = old.__dict__[name]
+    known = _OWN_ATTRIBUTES | new.__dict__.keys()
+    new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in known})
+
+
+# What convolutions and DCLS layers say about themselves, and must not carry over to one another.
+_OWN_ATTRIBUTES = frozenset(
+    nn.Conv2d(1, 1, 1, device="meta").__dict__.keys()
+    | DclsConv2d(1, 1, kernel_count=1, dilated_kernel_size=1, device="meta").__dict__.keys()
+)
+
+
+def is_dcls_layer(module: nn.Module) -> bool:
+    return isinstance(module, _DclsConvNd)
