@@ -1,0 +1,463 @@
+"""Sites and rules to a conversion plan: what becomes what, and what is tied. Plain values; nothing is changed here."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from .budget import Budget, BudgetUnit, LayerCost, conv_macs, parse_percent, solve_counts
+from .errors import CheckpointError, NothingMatchesError, PlanError
+from .geometry import check_window, grown_padding, size_text
+from .options import AUTO, DEFAULT_BUDGET, INTERPOLATIONS, SCOPES, TIES, Scope, Tie
+from .rules import Rule, RuleSet, builtin_rules, choose_rules, claim_sites, load_rules
+from .sites import ConvSite, ModelConvs, Skipped
+
+PLAN_FORMAT = 1
+MODEL_UNIT = "model"  # the unit of the budget with scope "model"
+_STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPlan:
+    """One convolution and the DCLS layer that takes its place."""
+
+    __pydantic_config__ = _STRICT
+
+    names: tuple[str, ...]  # every qualified name of the object, the first is canonical
+    stage: str | None
+    kind: str
+    in_channels: int
+    out_channels: int
+    groups: int
+    bias: bool
+    kernel_size: tuple[int, ...]
+    dilation: tuple[int, ...]
+    output_positions: int | None  # spatial positions of all calls for one image
+    dilated_size: tuple[int, ...]
+    dense_axes: tuple[int, ...]
+    interpolation: str
+    kernel_count: int
+    tie_group: str | None  # None: positions of its own
+    rule: str  # what the rule that claimed it is called
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def lines(self) -> int:
+        """Kernel lines: what one more element costs in weights."""
+        dense = [self.dilated_size[axis] for axis in self.dense_axes]
+        return _product([self.out_channels, self.in_channels // self.groups, *dense])
+
+    @property
+    def coordinates(self) -> int:
+        """Learnable coordinates of one element: its position, and sigma where the interpolation has one."""
+        axes = len(self.dilated_size) - len(self.dense_axes)
+        return axes if self.interpolation == "bilinear" else 2 * axes
+
+    @property
+    def dense_weights(self) -> int:
+        return _product([self.out_channels, self.in_channels // self.groups, *self.kernel_size])
+
+    @property
+    def element_weights(self) -> int:
+        return self.lines * self.kernel_count
+
+    @property
+    def position_params(self) -> int:
+        """Parameters for positions and sigma, shared by the tie group."""
+        return self.lines * self.kernel_count * self.coordinates
+
+    def macs(self, size: Sequence[int]) -> int | None:
+        """Multiply-accumulates for one image with a kernel of that size."""
+        if self.output_positions is None:
+            return None
+        return conv_macs(self.output_positions, self.out_channels, self.in_channels // self.groups, size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TieGroup:
+    """Layers that share their positions, and where those are registered."""
+
+    __pydantic_config__ = _STRICT
+
+    name: str
+    owner: str  # qualified name of the lowest module that holds the group; "" is the model itself
+    parameters: dict[str, str]  # "positions" (and "sigma") -> the parameter's name on the owner
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversionPlan:
+    """Everything that the conversion decides; enough to rebuild the converted model from its source."""
+
+    __pydantic_config__ = _STRICT
+
+    format: Literal[1] = PLAN_FORMAT
+    model: str | None  # "timm:convnext_tiny"; None for a module that only its user can build
+    model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments with which it is built
+    input_size: tuple[int, ...] | None
+    rules: str  # file or name
+    scope: Scope
+    tie: Tie
+    share: Fraction  # of the replaced weights that the new parameters may use
+    layers: tuple[LayerPlan, ...]
+    tie_groups: tuple[TieGroup, ...]
+    skipped: tuple[Skipped, ...]
+    budget: tuple[BudgetUnit, ...]
+    params: int  # of the whole model, before
+    macs: int | None  # of the whole model, before
+    macs_note: str | None
+    stages_from: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dict(_ADAPTER.dump_python(self, mode="json"))
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over the canonical JSON."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def group(self, name: str) -> TieGroup:
+        return next(group for group in self.tie_groups if group.name == name)
+
+
+_ADAPTER: TypeAdapter[ConversionPlan] = TypeAdapter(ConversionPlan)
+
+
+def plan_from_json(text: str | bytes, where: str) -> ConversionPlan:
+    """The plan that `to_json` wrote.
+
+    Raises:
+        CheckpointError: Not such a text; names `where` and the place in it.
+    """
+    try:
+        return _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise CheckpointError(f"{where}: {place + ': ' if place else ''}{problem['msg']}") from error
+
+
+def plan_conversion(
+    convs: ModelConvs,
+    rules: RuleSet | str = AUTO,
+    *,
+    dilated_size: int | Sequence[int] | None = None,
+    kernel_count: int | Literal["auto"] = "auto",
+    scope: Scope = "model",
+    tie: Tie = "stage",
+    budget: float | str = DEFAULT_BUDGET,
+    interpolation: str | None = None,
+    strict: bool = False,
+    model: str | None = None,
+    model_args: dict[str, Any] | None = None,
+) -> ConversionPlan:
+    """Decide what becomes of every convolution.
+
+    Args:
+        convs: What `find_convs` found.
+        rules: A rule set, its name or file, or "auto": the depthwise set where it claims anything, else the 3x3 set.
+        dilated_size: Window for rules that state none; an integer leaves sides of 1 in a longer kernel as they are.
+        kernel_count: Elements in a kernel for rules that state none; "auto" solves for the budget.
+        scope: Whether one count is solved for the model, for each stage or for each layer (there with its tie group).
+        tie: "stage" shares positions among layers of one stage and shape, "none" gives every layer its own.
+        budget: Percent of the replaced weights that new weights, positions and sigmas may use.
+        interpolation: For rules that state none; bilinear without it.
+        strict: Refuse where a matching convolution cannot take the size, instead of skipping it.
+        model, model_args: Where the model comes from, so that a checkpoint can be rebuilt.
+
+    Raises:
+        RuleError: A rule that claims no convolution, or an option that all rules overrule.
+        PlanError: Sizes, counts or a budget that do not fit, with what would.
+        NothingMatchesError: No rule claims anything; says what the model has instead.
+    """
+    _check_options(scope, tie, kernel_count, interpolation)
+    share = parse_percent(budget)
+    ruleset = rules if isinstance(rules, RuleSet) else choose_rules(convs.sites) if rules == AUTO else load_rules(rules)
+    rule_of, skipped = _claim(ruleset, convs)
+    _check_overruled(ruleset, dilated_size, kernel_count, interpolation)
+    drafts: list[_Draft] = []
+    refused: list[Skipped] = []
+    for site in convs.sites:
+        if site.name not in rule_of:
+            continue
+        rule = ruleset.rules[rule_of[site.name]]
+        size = rule.dilated_kernel_size or dilated_size or ruleset.defaults.dilated_kernel_size
+        try:
+            window, dense_axes = _window(site, size, rule)
+        except PlanError as error:
+            refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
+            continue
+        stated = rule.kernel_count or kernel_count
+        drafts.append(
+            _Draft(
+                site=site,
+                rule=ruleset.label(rule_of[site.name]),
+                window=window,
+                dense_axes=dense_axes,
+                interpolation=rule.interpolation or interpolation or INTERPOLATIONS[0],
+                given_count=None if stated == AUTO else int(stated),
+            )
+        )
+    _refuse(refused, drafts, strict)
+    groups = _tie_groups(drafts) if tie == "stage" else {}
+    layers, solved = _with_counts(drafts, groups, scope, share)
+    order = {name: index for index, name in enumerate(_all_names(convs))}
+    return ConversionPlan(
+        model=model,
+        model_args=dict(model_args or {}),
+        input_size=convs.input_size,
+        rules=ruleset.source,
+        scope=scope,
+        tie=tie,
+        share=share,
+        layers=layers,
+        tie_groups=_named_owners(groups, layers),
+        skipped=tuple(sorted([*skipped, *refused], key=lambda skip: order[skip.name])),
+        budget=solved.units,
+        params=convs.params,
+        macs=convs.macs,
+        macs_note=convs.macs_note,
+        stages_from=convs.stages_from,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Draft:
+    """A site with everything decided but its count and its tie."""
+
+    site: ConvSite
+    rule: str
+    window: tuple[int, ...]
+    dense_axes: tuple[int, ...]
+    interpolation: str
+    given_count: int | None
+
+    @property
+    def layer(self) -> LayerPlan:
+        site = self.site
+        return LayerPlan(
+            names=site.names,
+            stage=site.stage,
+            kind=site.kind,
+            in_channels=site.in_channels,
+            out_channels=site.out_channels,
+            groups=site.groups,
+            bias=site.bias,
+            kernel_size=site.kernel_size,
+            dilation=site.dilation,
+            output_positions=site.output_positions,
+            dilated_size=self.window,
+            dense_axes=self.dense_axes,
+            interpolation=self.interpolation,
+            kernel_count=self.given_count or 0,
+            tie_group=None,
+            rule=self.rule,
+        )
+
+
+def _check_options(scope: str, tie: str, kernel_count: int | str, interpolation: str | None) -> None:
+    for name, value, allowed in [
+        ("scope", scope, SCOPES),
+        ("tie", tie, TIES),
+        ("interpolation", interpolation or INTERPOLATIONS[0], INTERPOLATIONS),
+    ]:
+        if value not in allowed:
+            raise PlanError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+    if kernel_count != AUTO and (not isinstance(kernel_count, int) or isinstance(kernel_count, bool) or kernel_count < 1):
+        raise PlanError(f"kernel count {kernel_count!r} must be a positive integer, or auto")
+
+
+def _claim(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
+    """Sites to convert with their rule, and everything that stays with the reason."""
+    claims = claim_sites(rules, convs.sites)
+    skipped = list(convs.skipped)
+    rule_of: dict[str, int] = {}
+    for site in convs.sites:
+        index = claims.rule_of.get(site.name)
+        reason = claims.reasons[site.name] if index is None else rules.rules[index].skip
+        if index is None or reason is not None:
+            skipped.append(Skipped(name=site.name, type=site.type, reason=str(reason)))
+        else:
+            rule_of[site.name] = index
+    if not rule_of:
+        raise NothingMatchesError(_nothing_matches(rules, convs))
+    for index, rule in enumerate(rules.rules):
+        if index not in claims.rule_of.values():
+            shadowed = any(rule.match.misses(site) is None for site in convs.sites)
+            why = "earlier rules claim all that it matches" if shadowed else "no convolution of the model matches it"
+            raise RuleError(f"{rules.source}: rule {rules.label(index)!r} claims nothing: {why}")
+    return rule_of, skipped
+
+
+def _nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
+    kinds = Counter(f"{site.kind} {size_text(site.kernel_size)}" for site in convs.sites)
+    kinds += Counter(f"{skip.type} ({skip.reason})" for skip in convs.skipped)
+    has = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4)) or "no convolution at all"
+    message = f"nothing in the model matches rules {rules.source!r}; it has {has}"
+    for name in builtin_rules():
+        claimed = len(claim_sites(load_rules(name), convs.sites).rule_of)
+        if claimed and name != rules.source:
+            message += f"; rules {name!r} would match {claimed}"
+    return message
+
+
+def _check_overruled(
+    rules: RuleSet, dilated_size: object, kernel_count: int | str, interpolation: str | None
+) -> None:
+    """An option that no rule leaves open would be dropped in silence."""
+    converting = [rule for rule in rules.rules if rule.skip is None]
+    options: list[tuple[str, str, object]] = [
+        ("dilated size", "dilated_kernel_size", dilated_size),
+        ("kernel count", "kernel_count", None if kernel_count == AUTO else kernel_count),
+        ("interpolation", "interpolation", interpolation),
+    ]
+    for option, key, value in options:
+        if value is not None and all(getattr(rule, key) is not None for rule in converting):
+            raise RuleError(f"{rules.source}: every rule states its own {key}, so the {option} given has no effect")
+
+
+def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The window that a site gets, and its dense axes; PlanError where it cannot have it."""
+    if size is None:
+        raise PlanError("no dilated size is stated, neither by an option nor by the rules")
+    if isinstance(size, int):
+        flat = {axis for axis, kernel in enumerate(site.kernel_size) if kernel == 1} if max(site.kernel_size) > 1 else set()
+    else:
+        if len(size) != site.dims:
+            raise PlanError(f"the size {size_text(size)} is for {len(size)} dimensions, this convolution has {site.dims}")
+        flat = {axis for axis, side in enumerate(size) if side == 1} if max(size) > 1 else set()
+    dense = {axis for axis in rule.dense_axes or () if axis < site.dims} | flat
+    if len(dense) == site.dims:
+        raise PlanError("all its axes are dense; nothing would be learnt")
+    window = tuple(
+        site.kernel_size[axis] if axis in dense and isinstance(size, int) else sides
+        for axis, sides in enumerate([size] * site.dims if isinstance(size, int) else size)
+    )
+    for axis in sorted(dense):
+        if (window[axis], site.dilation[axis]) != (site.kernel_size[axis], 1):
+            raise PlanError(f"dense axis {axis} must keep its size {site.kernel_size[axis]}, undilated")
+    check_window(site.kernel_size, site.dilation, window)
+    padding = grown_padding(site.padding, site.kernel_size, site.dilation, window)
+    if site.padding_mode in ("reflect", "circular") and site.input_extent is not None:
+        widths = [side // 2 for side in window] if isinstance(padding, str) else padding
+        for width, side in zip(widths, site.input_extent, strict=True):
+            if width > side - (site.padding_mode == "reflect"):
+                raise PlanError(f"{site.padding_mode} padding of {width} does not fit its input of {side}")
+    return window, tuple(sorted(dense))
+
+
+def _refuse(refused: Sequence[Skipped], drafts: Sequence[_Draft], strict: bool) -> None:
+    if refused and (strict or not drafts):
+        first = refused[0]
+        more = f" ({len(refused) - 1} more like it)" if len(refused) > 1 else ""
+        raise PlanError(f"{first.name}: {first.reason}{more}")
+
+
+def _tie_groups(drafts: Sequence[_Draft]) -> dict[str, list[_Draft]]:
+    """Layers of one stage and one shape. The same old kernel too: they are to start from the same grid."""
+    by_key: dict[tuple[object, ...], list[_Draft]] = {}
+    for draft in drafts:
+        site = draft.site
+        shape = (site.out_channels, site.in_channels // site.groups, site.kernel_size, site.dilation)
+        key = (site.stage, *shape, draft.window, draft.dense_axes, draft.interpolation, draft.given_count)
+        if site.stage is not None:
+            by_key.setdefault(key, []).append(draft)
+    groups = [members for members in by_key.values() if len(members) > 1]
+    lone_stage = Counter(members[0].site.stage for members in groups)
+    named: dict[str, list[_Draft]] = {}
+    for members in groups:
+        site = members[0].site
+        name = str(site.stage)
+        if lone_stage[site.stage] > 1:
+            name += f"/{site.out_channels}x{site.in_channels // site.groups}"
+        if name in named:
+            name += f"/{size_text(site.kernel_size)}"
+        number = 2
+        while name in named:
+            name, number = f"{name.removesuffix(f'/{number - 1}')}/{number}", number + 1
+        named[name] = members
+    return named
+
+
+def _with_counts(
+    drafts: Sequence[_Draft], groups: dict[str, list[_Draft]], scope: Scope, share: Fraction
+) -> tuple[tuple[LayerPlan, ...], Budget]:
+    group_of = {draft.site.name: name for name, members in groups.items() for draft in members}
+    costs = []
+    for draft in drafts:
+        layer, tie = draft.layer, group_of.get(draft.site.name)
+        # A tie group has one count: solving per layer, it is one layer with its share of the positions.
+        unit = {"model": MODEL_UNIT, "stage": layer.stage or layer.name, "layer": tie or layer.name}[scope]
+        costs.append(
+            LayerCost(
+                name=layer.name,
+                unit=unit,
+                tie_group=tie,
+                lines=layer.lines,
+                dense_weights=layer.dense_weights,
+                coordinates=layer.coordinates,
+                cells=_product(layer.dilated_size) // _product([layer.dilated_size[axis] for axis in layer.dense_axes]),
+                given_count=draft.given_count,
+            )
+        )
+    solved = solve_counts(costs, share)
+    layers = tuple(
+        replace(draft.layer, kernel_count=solved.counts[draft.site.name], tie_group=group_of.get(draft.site.name))
+        for draft in drafts
+    )
+    return layers, solved
+
+
+def _named_owners(groups: dict[str, list[_Draft]], layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
+    """The lowest module that holds each group, and a name there that no other group has."""
+    taken: Counter[str] = Counter()
+    result = []
+    for name in groups:
+        members = [layer for layer in layers if layer.tie_group == name]
+        owner = common_parent([layer.name for layer in members])
+        taken[owner] += 1
+        suffix = f"_{taken[owner]}" if taken[owner] > 1 else ""
+        shared = ["positions"] if members[0].interpolation == "bilinear" else ["positions", "sigma"]
+        result.append(
+            TieGroup(
+                name=name,
+                owner=owner,
+                parameters={parameter: f"dcls_{parameter}{suffix}" for parameter in shared},
+                layers=tuple(layer.name for layer in members),
+            )
+        )
+    return tuple(result)
+
+
+def common_parent(names: Sequence[str]) -> str:
+    """The lowest module that holds all of these modules."""
+    parents = [name.split(".")[:-1] for name in names]
+    common = []
+    for parts in zip(*parents, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _all_names(convs: ModelConvs) -> list[str]:
+    return [site.name for site in convs.sites] + [skip.name for skip in convs.skipped]
+
+
+def _product(numbers: Iterable[int]) -> int:
+    product = 1
+    for number in numbers:
+        product *= number
+    return product
