@@ -1,0 +1,173 @@
+"""Carry out a plan on a model in place, and fold it back. Nothing is decided here, and nothing is half done."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from .errors import PlanError
+from .interpolation import find_interpolation, position_limits
+from .layers import DCLS_LAYERS, POSITION_STD, SHARED_PARAMETERS, is_dcls_layer
+from .options import INITS, POSITIONS, Init, Positions
+from .plan import ConversionPlan, LayerPlan
+from .sites import CONV_CLASSES
+from .warmstart import largest_elements
+
+TIMM_ARCHITECTURE = "dcls"  # the name under which timm rebuilds a converted model
+
+
+def apply_plan_(
+    model: nn.Module,
+    plan: ConversionPlan,
+    *,
+    init: Init = "auto",
+    positions: Positions = "normal",
+    generator: torch.Generator | None = None,
+) -> None:
+    """Replace every convolution of the plan by its DCLS layer, and register the tied positions on their owners.
+
+    Args:
+        model: The model that the plan was made for; changed in place. May be on the meta device.
+        plan: From `plan_conversion`.
+        init: "largest" keeps of every kernel the cells with the most energy over the tie group, at their places;
+            "random" draws positions, and takes cells of the old kernels as weights, whose distribution thus stays that
+            of the model's own initialisation. "auto" is "largest".
+        positions: For "random": N(0, 0.5 cells) as in the paper, or uniform over the window.
+        generator: Source of all randomness; seeded with 0 without it.
+
+    Raises:
+        PlanError: The model is not the one that was planned for. It is then unchanged.
+    """
+    for name, value, allowed in [("init", init, INITS), ("positions", positions, POSITIONS)]:
+        if value not in allowed:
+            raise PlanError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+    convs = {layer.name: _find_conv(model, layer) for layer in plan.layers}
+    for group in plan.tie_groups:
+        owner = model.get_submodule(group.owner)
+        for parameter in group.parameters.values():
+            if hasattr(owner, parameter):
+                raise PlanError(f"{group.owner or 'the model'} already has a {parameter}; is the model converted?")
+    generator = generator or torch.Generator().manual_seed(0)
+    by_group: dict[str, list[LayerPlan]] = {}
+    for layer in plan.layers:
+        by_group.setdefault(layer.tie_group or f"\0{layer.name}", []).append(layer)
+    with torch.no_grad():
+        for members in by_group.values():
+            _convert_group(model, plan, members, [convs[layer.name] for layer in members], init, positions, generator)
+    _tell_timm(model, plan)
+
+
+def fold_to_dense_(model: nn.Module) -> int:
+    """Replace every DCLS layer by its plain convolution, drop the tied positions, and return how many there were.
+
+    Outputs stay the same; what was learnable in place is then an ordinary dense kernel of the window's size.
+    """
+    layers = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if is_dcls_layer(module)]
+    folded = {module: module.fuse() for module in dict.fromkeys(module for _, module in layers)}  # type: ignore[operator]
+    for name, module in layers:
+        model.set_submodule(name, folded[module]) if name else None
+    for module in folded:
+        if module._owner is not None:
+            for parameter in module._owner_names.values():  # type: ignore[union-attr]
+                module._owner._parameters.pop(parameter, None)  # type: ignore[union-attr]
+    return len(folded)
+
+
+def _find_conv(model: nn.Module, layer: LayerPlan) -> _ConvNd:
+    try:
+        conv = model.get_submodule(layer.name)
+    except AttributeError:
+        raise PlanError(f"{layer.name}: the model has no such module; the plan is for another model") from None
+    if not isinstance(conv, CONV_CLASSES[len(layer.kernel_size)]):
+        raise PlanError(f"{layer.name}: is a {type(conv).__name__}, where the plan has a convolution")
+    for name in ("in_channels", "out_channels", "groups", "kernel_size", "dilation"):
+        if getattr(conv, name) != getattr(layer, name):
+            raise PlanError(f"{layer.name}: {name} is {getattr(conv, name)}, the plan has {getattr(layer, name)}")
+    return conv
+
+
+def _convert_group(
+    model: nn.Module,
+    plan: ConversionPlan,
+    members: Sequence[LayerPlan],
+    convs: Sequence[_ConvNd],
+    init: Init,
+    positions: Positions,
+    generator: torch.Generator,
+) -> None:
+    first = members[0]
+    kernels = [conv.weight.detach() for conv in convs]
+    if init == "random":
+        weights = [_cells_as_elements(kernel, first) for kernel in kernels]
+        places = _random_positions(weights[0], first, positions, generator)
+    else:
+        weights, places = largest_elements(
+            kernels,
+            kernel_count=first.kernel_count,
+            dilation=first.dilation,
+            size=first.dilated_size,
+            dense_axes=first.dense_axes,
+        )
+    layers = []
+    for plan_of, conv, weight in zip(members, convs, weights, strict=True):
+        layer = DCLS_LAYERS[len(first.dilated_size)]._like(
+            conv, plan_of.kernel_count, plan_of.dilated_size, plan_of.interpolation, plan_of.dense_axes
+        )
+        layer.weight.copy_(weight)
+        layer.positions.copy_(places)
+        layers.append(layer)
+    if first.tie_group is not None:
+        _tie(model, plan, first.tie_group, layers)
+    for plan_of, layer in zip(members, layers, strict=True):
+        for name in plan_of.names:
+            model.set_submodule(name, layer)
+
+
+def _tie(model: nn.Module, plan: ConversionPlan, group_name: str, layers: Sequence[nn.Module]) -> None:
+    group = plan.group(group_name)
+    owner = model.get_submodule(group.owner)
+    for name, owner_name in group.parameters.items():
+        shared: nn.Parameter = getattr(layers[0], name)
+        trainable = any(getattr(layer, name).requires_grad for layer in layers)
+        owner.register_parameter(owner_name, shared.requires_grad_(trainable))
+    for layer in layers:
+        layer.tie_(owner, group.parameters)  # type: ignore[operator]
+
+
+def _cells_as_elements(kernel: Tensor, layer: LayerPlan) -> Tensor:
+    """(O, I, *kernel size) -> (O, I, *dense axes, E): the first cells of each line, from the start again if need be."""
+    axes = [2 + axis for axis in range(len(layer.kernel_size)) if axis not in layer.dense_axes]
+    dense = [2 + axis for axis in layer.dense_axes]
+    cells = kernel.permute(0, 1, *dense, *axes).flatten(2 + len(dense))
+    index = torch.arange(layer.kernel_count, device=kernel.device) % cells.shape[-1]
+    return cells[..., index]
+
+
+def _random_positions(weight: Tensor, layer: LayerPlan, positions: Positions, generator: torch.Generator) -> Tensor:
+    """(A, *weight.shape), inside the window."""
+    axes = [axis for axis in range(len(layer.dilated_size)) if axis not in layer.dense_axes]
+    if weight.is_meta:
+        return torch.empty(len(axes), *weight.shape, device="meta")
+    drawn = torch.empty(len(axes), *weight.shape)  # float32 on the CPU, so that a seed means the same everywhere
+    for index, axis in enumerate(axes):
+        low, high = position_limits(layer.dilated_size[axis])
+        if positions == "uniform":
+            drawn[index].uniform_(low, high, generator=generator)
+        else:
+            drawn[index].normal_(0.0, POSITION_STD, generator=generator).clamp_(low, high)
+    return drawn
+
+
+def _tell_timm(model: nn.Module, plan: ConversionPlan) -> None:
+    """Let timm's own savers (`save_for_hf`, `push_to_hf_hub`) write a config that rebuilds the converted model."""
+    config: Any = getattr(model, "pretrained_cfg", None)
+    if isinstance(config, dict) and plan.model is not None:
+        model.pretrained_cfg = model.default_cfg = {**config, "architecture": TIMM_ARCHITECTURE}
+        model._model_args = timm_model_args(plan)
+
+
+def timm_model_args(plan: ConversionPlan) -> dict[str, Any]:
+    """The keyword arguments of the timm entry point `dcls` that rebuild the model of this plan."""
+    return {**plan.model_args, "base": plan.model, "plan": plan.to_dict()}
