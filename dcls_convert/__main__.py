@@ -1,0 +1,5 @@
+"""`python -m dcls_convert`."""
+
+from .cli import main
+
+main()

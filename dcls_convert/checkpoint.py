@@ -1,0 +1,270 @@
+"""A converted model to a folder and back. The folder appears whole or not at all."""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from . import __version__
+from .errors import CheckpointError, DclsConvertError, PlanError, one_line
+from .models import ModelSource, build_model
+from .plan import ConversionPlan, plan_from_json
+from .report import ConversionReport, measure_report
+from .surgery import TIMM_ARCHITECTURE, apply_plan_, timm_model_args
+from .views import report_markdown
+from .weights import alias_names, load_weights_
+
+CHECKPOINT_FORMAT = 1
+WEIGHTS, CONFIG, PLAN, RULES, REPORT, CARD = (
+    "model.safetensors",
+    "config.json",
+    "plan.json",
+    "rules.yaml",
+    "report.json",
+    "README.md",
+)
+FILES = (WEIGHTS, CONFIG, PLAN, RULES, REPORT, CARD)
+METADATA_KEY = "dcls_convert"  # one key alone: safetensors writes several in an order that changes from run to run
+OUTPUT_IN_FOLDER = "."  # what report.json calls its own folder, wherever that is moved
+
+
+def save_converted(
+    model: nn.Module,
+    plan: ConversionPlan,
+    folder: str | Path,
+    *,
+    report: ConversionReport | None = None,
+    rules: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Write a converted model as a checkpoint folder that timm loads once `dcls_convert` is imported.
+
+    Args:
+        model: Converted by `apply_plan_(model, plan)`.
+        plan: The plan that was carried out.
+        folder: Must not exist, unless `force` is set: then a checkpoint folder there is replaced.
+        report: Measured on the model where it is not given.
+        rules: Text of the rule file; the built-in set that the plan names where it is not given.
+        force: Replace an existing checkpoint folder. Anything else that is in the way is never touched.
+
+    Returns:
+        The folder's path.
+
+    Raises:
+        CheckpointError: The folder cannot be written; nothing is left behind.
+    """
+    folder = Path(folder)
+    report = report or measure_report(model, plan)
+    with new_folder(folder, force=force) as partial:
+        _write_weights(model, plan, partial / WEIGHTS)
+        (partial / CONFIG).write_text(json.dumps(_timm_config(model, plan), indent=2) + "\n", encoding="utf-8")
+        (partial / PLAN).write_text(plan.to_json(), encoding="utf-8")
+        (partial / RULES).write_text(_rules_text(plan) if rules is None else rules, encoding="utf-8")
+        (partial / REPORT).write_text(report.with_output(OUTPUT_IN_FOLDER).to_json(), encoding="utf-8")
+        (partial / CARD).write_text(_model_card(report), encoding="utf-8")
+    return folder
+
+
+def load_converted(folder: str | Path, *, model: nn.Module | None = None, device: str | torch.device = "cpu") -> nn.Module:
+    """Rebuild a converted model from its folder, with its weights, in eval mode.
+
+    Args:
+        folder: Written by `save_converted`.
+        model: The unconverted model, for a folder whose model only its user can build; converted in place.
+        device: Where to put it.
+
+    Raises:
+        CheckpointError: Something is missing or damaged in the folder, or belongs to another one.
+    """
+    folder = Path(folder)
+    plan = read_plan(folder)
+    state = _read_state(folder, plan)
+    if model is None:
+        if plan.model is None:
+            raise CheckpointError(f"{folder}: does not say how its model is built; pass the unconverted one as `model`")
+        model = build_model(ModelSource(name=plan.model, args=plan.model_args))
+    try:
+        apply_plan_(model, plan)
+    except PlanError as error:
+        raise CheckpointError(f"{folder / PLAN}: does not fit {plan.model or 'the model'}: {error}") from error
+    load_weights_(model, state, str(folder / WEIGHTS))
+    return model.eval().to(device)
+
+
+def read_plan(folder: Path) -> ConversionPlan:
+    """The plan of a checkpoint folder; CheckpointError where there is none."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: is not a folder")
+    try:
+        text = (folder / PLAN).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder / PLAN}: cannot be read: {one_line(error)}") from error
+    return plan_from_json(text, str(folder / PLAN))
+
+
+def check_output(folder: Path, *, force: bool) -> None:
+    """Refuse an output folder that could not be written in the end, before any work is done.
+
+    Raises:
+        CheckpointError: It exists (with `force`: and is not a checkpoint folder), or its parent cannot be written.
+    """
+    if folder.is_symlink() or folder.exists():
+        if not force:
+            raise CheckpointError(f"output {folder} already exists; --force replaces it, --output names another")
+        foreign = [] if not folder.is_dir() else sorted(set(os.listdir(folder)) - set(FILES))
+        if folder.is_symlink() or not folder.is_dir() or foreign:
+            what = f"holds {foreign[0]!r}" if foreign else "is no folder"
+            raise CheckpointError(f"output {folder} {what}, which is not of a checkpoint; it is left as it is")
+    parent = folder.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise CheckpointError(f"output {folder}: {parent} is not a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise CheckpointError(f"output {folder}: no permission to write in {parent}")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, *, force: bool) -> Iterator[Path]:
+    """A folder to fill, which takes its final name when the block ends well and vanishes when it does not."""
+    check_output(folder, force=force)
+    made: list[Path] = []
+    partial = None
+    try:
+        for parent in [folder.absolute().parent, *folder.absolute().parent.parents]:
+            if parent.exists():
+                break
+            made.append(parent)
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.absolute().parent))
+        yield partial
+        partial.chmod(0o777 & ~_umask())
+        _swap(partial, folder)
+    except BaseException as error:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError | SafetensorError) and not isinstance(error, DclsConvertError):
+            raise CheckpointError(f"output {folder} cannot be written: {one_line(error)}; nothing was left there") from error
+        raise
+
+
+def _swap(partial: Path, folder: Path) -> None:
+    """Give the new folder its name; an old one goes only when the new one stands."""
+    if not folder.exists():
+        partial.rename(folder)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".old", dir=folder.absolute().parent))
+    folder.rename(old / folder.name)
+    try:
+        partial.rename(folder)
+    except BaseException:
+        (old / folder.name).rename(folder)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _write_weights(model: nn.Module, plan: ConversionPlan, path: Path) -> None:
+    """Every tensor once, under its first name."""
+    aliases = alias_names(model)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in state.items():
+        ready = tensor.detach().cpu().contiguous()
+        storage = ready.untyped_storage().data_ptr()
+        tensors[name] = ready.clone() if storage in storages and ready.numel() else ready  # views of one memory
+        storages.add(storage)
+    metadata = {"format": CHECKPOINT_FORMAT, "version": __version__, "plan": plan.hash}
+    save_file(tensors, path, metadata={METADATA_KEY: json.dumps(metadata, sort_keys=True)})
+    path.chmod(0o666 & ~_umask())
+
+
+def _read_state(folder: Path, plan: ConversionPlan) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = json.loads((file.metadata() or {}).get(METADATA_KEY, "null"))
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file: {one_line(error)[:200]}") from error
+    if not isinstance(metadata, dict) or metadata.get("plan") != plan.hash:
+        raise CheckpointError(f"{path}: was not written with the {PLAN} beside it")
+    return state
+
+
+def _timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
+    """timm's config.json: its entry point `dcls` gets `model_args`, and the preprocessing stands in `pretrained_cfg`."""
+    stated = getattr(model, "pretrained_cfg", None)
+    source_keys = {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "custom_load"}
+    config = {
+        key: value
+        for key, value in (stated if isinstance(stated, dict) else {}).items()
+        if key not in source_keys and value is not None
+    }
+    classes = getattr(model, "num_classes", None)
+    if isinstance(classes, int):
+        config["num_classes"] = classes
+    if plan.input_size is not None:
+        config["input_size"] = list(plan.input_size)
+    result: dict[str, Any] = {"architecture": TIMM_ARCHITECTURE}
+    for name in ("num_classes", "num_features"):
+        if isinstance(getattr(model, name, None), int):
+            result[name] = getattr(model, name)
+    return {**result, "model_args": timm_model_args(plan), "pretrained_cfg": config}
+
+
+def _rules_text(plan: ConversionPlan) -> str:
+    from .rules import load_rules
+
+    return load_rules(plan.rules).text
+
+
+def _model_card(report: ConversionReport) -> str:
+    name = report.model or "a model"
+    loading = LOAD_WITH_TIMM if (report.model or "").startswith("timm:") else LOAD_WITHOUT_TIMM
+    return (
+        f"---\nlibrary_name: timm\ntags:\n- image-classification\n- timm\n- dcls\n---\n"
+        f"# {name} with learnable element positions (DCLS)\n\n"
+        f"Convolutions of {name} are replaced by dilated convolutions with learnable spacings "
+        f"([arXiv:2112.03740](https://arxiv.org/abs/2112.03740)): every kernel is a few weighted elements whose positions "
+        f"in a larger window are learnt by backpropagation. Made by dcls-convert {__version__}.\n\n"
+        f"{report_markdown(report)}\n## Loading\n\n"
+        f"Where this folder is `dcls-model` below:\n\n```python\n{loading.format(folder='dcls-model')}```\n\n"
+        f"`plan.json` says what became of every layer, `rules.yaml` by which rules, `report.json` what it costs.\n"
+    )
+
+
+LOAD_WITH_TIMM = """\
+import timm
+import dcls_convert  # registers the architecture with timm
+
+model = timm.create_model("local-dir:{folder}", pretrained=True, num_classes=10)
+"""
+LOAD_WITHOUT_TIMM = """\
+import dcls_convert
+
+model = dcls_convert.load_converted("{folder}")
+"""
+
+

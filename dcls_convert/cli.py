@@ -1,0 +1,282 @@
+"""The command line: read arguments, call the library, print, choose the exit code. Imports no torch by itself."""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from . import __version__
+from .errors import DclsConvertError, one_line
+from .options import AUTO, DEFAULT_BUDGET, Init, Interpolation, Positions, Scope, Tie
+
+EXIT_BUG = 1
+EXIT_MISTAKE = 2
+EXIT_INTERRUPTED = 130
+TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
+DEFAULT_COMMAND = "convert"
+# Whatever the parser finds wrong with an argument; the class's home differs between versions of typer.
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class _DefaultConvert(typer.core.TyperGroup):
+    """`dcls-convert MODEL` is `dcls-convert convert MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        if args and args[0] not in own and args[0] not in self.commands:
+            args = [DEFAULT_COMMAND, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_DefaultConvert,
+    name="dcls-convert",
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Give a network's convolutions learnable element positions (DCLS, arXiv:2112.03740).\n\n"
+    "[bold]dcls-convert convnext_tiny --dilated-size 17[/bold] converts a timm or torchvision model, reports "
+    "parameters and MACs, and writes a checkpoint that timm loads. [bold]convert[/bold] is the default command; "
+    "[bold]dcls-convert convert --help[/bold] lists its options.",
+)
+rules_app = typer.Typer(no_args_is_help=True, help="Show and check rule files, which say what is replaced, and how.")
+app.add_typer(rules_app, name="rules")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dcls-convert {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+_WHAT, _HOW, _WEIGHTS, _OUT = "What is replaced", "Positions and budget", "Model and weights", "Output"
+
+
+@app.command()
+def convert(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, hf-hub:REPO, "
+            "local-dir:FOLDER, or package.module:factory, which imports and runs your own code.",
+        ),
+    ],
+    dilated_size: Annotated[
+        str | None,
+        typer.Option(metavar="N|HxW", help="Window in which elements move; 17 or 17x17.", rich_help_panel=_WHAT),
+    ] = None,
+    kernel_count: Annotated[
+        str, typer.Option(metavar="N|auto", help="Elements in a kernel.", rich_help_panel=_HOW)
+    ] = AUTO,
+    budget: Annotated[
+        str,
+        typer.Option(metavar="PERCENT", help="Of the replaced weights, for the new kernels.", rich_help_panel=_HOW),
+    ] = f"{DEFAULT_BUDGET:g}",
+    scope: Annotated[Scope, typer.Option(help="For what one count is solved.", rich_help_panel=_HOW)] = "model",
+    tie: Annotated[Tie, typer.Option(help="Which layers share their positions.", rich_help_panel=_HOW)] = "stage",
+    interpolation: Annotated[
+        Interpolation | None,
+        typer.Option(help="How an element spreads over cells.  [default: bilinear]", rich_help_panel=_HOW),
+    ] = None,
+    rules: Annotated[
+        str, typer.Option(metavar="FILE|NAME|auto", help="Rule file, or a built-in set.", rich_help_panel=_WHAT)
+    ] = AUTO,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail where a layer cannot take the size.", rich_help_panel=_WHAT)
+    ] = False,
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained", help="Start from timm's or torchvision's weights.", rich_help_panel=_WEIGHTS)
+    ] = False,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Start from a safetensors or torch file.", rich_help_panel=_WEIGHTS),
+    ] = None,
+    init: Annotated[
+        Init,
+        typer.Option(
+            help="Elements: random, or the largest cells of the old kernels. auto: random without weights.",
+            rich_help_panel=_HOW,
+        ),
+    ] = "auto",
+    positions: Annotated[
+        Positions, typer.Option(help="Random positions: N(0, 0.5 cells), or uniform.", rich_help_panel=_HOW)
+    ] = "normal",
+    num_classes: Annotated[
+        int | None, typer.Option(min=0, help="Classes of the model's head.", rich_help_panel=_WEIGHTS)
+    ] = None,
+    in_chans: Annotated[int | None, typer.Option(min=1, help="Input channels.", rich_help_panel=_WEIGHTS)] = None,
+    input_size: Annotated[
+        str | None,
+        typer.Option(metavar="CxHxW", help="For MACs; the model's own without it.", rich_help_panel=_WEIGHTS),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of all random values.", rich_help_panel=_WEIGHTS)] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Checkpoint folder.  [default: ./MODEL-dclsSIZE]", rich_help_panel=_OUT),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace that checkpoint.", rich_help_panel=_OUT)] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Report only: no weights, no download.", rich_help_panel=_OUT)
+    ] = False,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=_OUT)] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="A row for every layer.", rich_help_panel=_OUT)
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress, and no report either.", rich_help_panel=_OUT)
+    ] = False,
+) -> None:
+    """Convert a model: replace its matching convolutions, report, write a checkpoint."""
+    from .commands import ConvertOptions, run_convert
+
+    run_convert(
+        ConvertOptions(
+            model=model,
+            dilated_size=parse_size("--dilated-size", dilated_size),
+            kernel_count=_parse_count(kernel_count),
+            budget=budget,
+            scope=scope,
+            tie=tie,
+            interpolation=interpolation,
+            rules=rules,
+            strict=strict,
+            pretrained=pretrained,
+            checkpoint=checkpoint,
+            init=init,
+            positions=positions,
+            num_classes=num_classes,
+            in_chans=in_chans,
+            input_size=_parse_input_size(input_size),
+            seed=seed,
+            output=output,
+            force=force,
+            dry_run=dry_run,
+            json=json_,
+            verbose=verbose,
+            quiet=quiet,
+        )
+    )
+
+
+@rules_app.command("list")
+def rules_list() -> None:
+    """The built-in rule sets."""
+    from .rules import builtin_rules, load_rules
+
+    for name in builtin_rules():
+        typer.echo(f"{name:12} {load_rules(name).description}")
+
+
+@rules_app.command("show")
+def rules_show(name: Annotated[str, typer.Argument(help="A built-in set, or a file.")]) -> None:
+    """Print a rule set as YAML."""
+    from .rules import load_rules
+
+    typer.echo(load_rules(name).text, nl=False)
+
+
+@rules_app.command("check")
+def rules_check(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A rule file, or a built-in set.")],
+    model: Annotated[str | None, typer.Option(help="Also say what each rule claims in this model.")] = None,
+) -> None:
+    """Check a rule file, and with --model, what it would claim."""
+    from .rules import load_rules
+
+    ruleset = load_rules(file)
+    typer.echo(f"{file}: ok, {len(ruleset.rules)} rule{'s' * (len(ruleset.rules) != 1)}")
+    if model is not None:
+        from .commands import print_claims
+
+        print_claims(ruleset, model)
+
+
+@rules_app.command("schema")
+def rules_schema_() -> None:
+    """Print the JSON Schema of rule files, for an editor."""
+    import json
+
+    from .rules import rules_schema
+
+    typer.echo(json.dumps(rules_schema(), indent=2))
+
+
+def parse_size(option: str, text: str | None) -> int | tuple[int, ...] | None:
+    """ "17" -> 17, "17x9" -> (17, 9)."""
+    if text is None:
+        return None
+    parts = text.lower().split("x")
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts) or len(parts) > 3:
+        raise DclsConvertError(f"{option} {text!r} is not a size; give a positive integer such as 17, or sides such as 17x9")
+    sizes = tuple(map(int, parts))
+    return sizes[0] if len(sizes) == 1 else sizes
+
+
+def _parse_count(text: str) -> int | str:
+    if text == AUTO:
+        return text
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise DclsConvertError(f"--kernel-count {text!r} must be a positive integer, or auto")
+    return int(text)
+
+
+def _parse_input_size(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = text.lower().split("x")
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts) or not 2 <= len(parts) <= 4:
+        raise DclsConvertError(f"--input-size {text!r} must be channels and sides, such as 3x224x224")
+    return tuple(map(int, parts))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script: whatever happens ends in one line and the documented exit code."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+    except _USAGE_ERROR as error:
+        message = getattr(error, "format_message", lambda: str(error))()
+        _fail(f"{one_line(ValueError(message))} Try 'dcls-convert --help'.", EXIT_MISTAKE)
+    except DclsConvertError as error:
+        _fail(one_line(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted; nothing was left behind", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
+        sys.exit(EXIT_BUG)
+    except Exception as error:
+        if os.environ.get(TRACEBACK_VARIABLE):
+            raise
+        _fail(
+            f"this is a bug in dcls-convert: {type(error).__name__}: {one_line(error)[:300]} "
+            f"(set {TRACEBACK_VARIABLE}=1 for a traceback to report)",
+            EXIT_BUG,
+        )
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _interrupt(_signal: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _fail(message: str, code: int) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(f"error: {message}", style="red"))
+    sys.exit(code)

@@ -1,0 +1,239 @@
+"""What the commands do, in the order of things: plan on the meta device, build, convert, measure, write, print."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+from torch import nn
+
+from .checkpoint import LOAD_WITH_TIMM, LOAD_WITHOUT_TIMM, check_output, save_converted
+from .errors import DclsConvertError, PlanError
+from .geometry import size_text
+from .models import ModelSource, build_model, rebuildable_source, resolve_model
+from .options import AUTO, Init, Positions, Scope, Tie
+from .plan import ConversionPlan, plan_conversion
+from .report import ConversionReport, measure_report, predict_report
+from .rules import RuleSet, choose_rules, claim_sites, load_rules
+from .sites import find_convs
+from .surgery import apply_plan_
+from .views import report_view
+from .weights import load_weights_, read_weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertOptions:
+    """The options of `convert`, parsed; see its help."""
+
+    model: str
+    dilated_size: int | tuple[int, ...] | None
+    kernel_count: int | str
+    budget: str
+    scope: Scope
+    tie: Tie
+    interpolation: str | None
+    rules: str
+    strict: bool
+    pretrained: bool
+    checkpoint: Path | None
+    init: Init
+    positions: Positions
+    num_classes: int | None
+    in_chans: int | None
+    input_size: tuple[int, ...] | None
+    seed: int
+    output: Path | None
+    force: bool
+    dry_run: bool
+    json: bool
+    verbose: bool
+    quiet: bool
+
+
+def run_convert(options: ConvertOptions) -> None:
+    """`dcls-convert MODEL`. Everything that can be refused is refused before weights are touched."""
+    _check_conflicts(options)
+    ruleset = None if options.rules == AUTO else load_rules(options.rules)
+    if options.output is not None and not options.dry_run:
+        check_output(options.output, force=options.force)
+    with _steps(options, 2 if options.dry_run else 5) as step:
+        step("planning")
+        source = resolve_model(options.model, num_classes=options.num_classes, in_chans=options.in_chans)
+        twin = build_model(source, device="meta", seed=options.seed, offline=options.dry_run)
+        plan, ruleset = _plan(options, ruleset, twin, source)
+        report = predict_report(plan)
+        output = None
+        if not options.dry_run:
+            output = options.output or Path(default_output(source, plan))
+            check_output(output, force=options.force)
+            report = _carry_out(options, plan, ruleset, source, output, step).with_output(str(output))
+    _print_report(options, report)
+    if output is not None and not options.json:
+        _print_next_steps(options, report, output)
+
+
+def default_output(source: ModelSource, plan: ConversionPlan) -> str:
+    """convnext_tiny-dcls17; convnext_tiny-dcls17x9; without a size where the plan has several."""
+    sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes} or {plan.layers[0].dilated_size}
+    size = "" if len(sizes) > 1 else next(size_text(size) if len(set(size)) > 1 else str(size[0]) for size in sizes)
+    return f"{source.short_name}-dcls{size}"
+
+
+def print_claims(rules: RuleSet, model_name: str) -> None:
+    """`rules check --model`: what every rule claims."""
+    model = build_model(resolve_model(model_name), device="meta", offline=True)
+    convs = find_convs(model)
+    claims = claim_sites(rules, convs.sites)
+    counts = Counter(claims.rule_of.values())
+    for index, rule in enumerate(rules.rules):
+        action = "skips" if rule.skip is not None else "converts"
+        print(f"  {rules.label(index)}: {action} {counts[index]} of {len(convs.sites)} convolutions")
+    print(f"  no rule: {len(claims.reasons)}, cannot be converted: {len(convs.skipped)}")
+
+
+def _check_conflicts(options: ConvertOptions) -> None:
+    conflicts = [
+        (options.pretrained and options.checkpoint is not None, "--pretrained and --checkpoint exclude each other"),
+        (options.dry_run and options.force, "--force has no effect with --dry-run"),
+        (options.dry_run and options.output is not None, "--output has no effect with --dry-run"),
+        (options.quiet and options.verbose, "--quiet and --verbose exclude each other"),
+        (options.json and options.verbose, "--json and --verbose exclude each other; the JSON has every layer"),
+        (options.quiet and options.dry_run and not options.json, "--quiet with --dry-run would print nothing"),
+        (
+            options.init == "largest" and not options.pretrained and options.checkpoint is None,
+            "--init largest needs trained kernels: --pretrained or --checkpoint",
+        ),
+        (
+            options.positions != "normal" and options.init != "random" and _has_weights(options),
+            "--positions is for random positions, and --init auto keeps those of the trained kernels; use --init random",
+        ),
+    ]
+    for conflict, message in conflicts:
+        if conflict:
+            raise DclsConvertError(message)
+    if options.checkpoint is not None and not options.checkpoint.is_file():
+        raise DclsConvertError(f"--checkpoint {options.checkpoint}: there is no such file")
+
+
+def _has_weights(options: ConvertOptions) -> bool:
+    return options.pretrained or options.checkpoint is not None
+
+
+def _plan(
+    options: ConvertOptions, ruleset: RuleSet | None, twin: nn.Module, source: ModelSource
+) -> tuple[ConversionPlan, RuleSet]:
+    rebuild = rebuildable_source(twin, source)
+    convs = find_convs(twin, options.input_size or _default_input_size(twin, source))
+    if convs.macs is None and options.input_size is not None:
+        raise PlanError(f"--input-size {size_text(options.input_size)}: {convs.macs_note}")
+    ruleset = ruleset or choose_rules(convs.sites)
+    plan = plan_conversion(
+        convs,
+        ruleset,
+        dilated_size=options.dilated_size,
+        kernel_count=options.kernel_count,  # type: ignore[arg-type]
+        scope=options.scope,
+        tie=options.tie,
+        budget=options.budget,
+        interpolation=options.interpolation,
+        strict=options.strict,
+        model=rebuild.name,
+        model_args=rebuild.args,
+    )
+    return plan, ruleset
+
+
+def _default_input_size(model: nn.Module, source: ModelSource) -> tuple[int, ...] | None:
+    """timm's models state theirs; torchvision's classifiers are made for 224 pixels."""
+    if source.name.startswith("timm:") or getattr(model, "pretrained_cfg", None):
+        return None
+    return (3, 224, 224)
+
+
+def _carry_out(
+    options: ConvertOptions, plan: ConversionPlan, ruleset: RuleSet, source: ModelSource, output: Path, step: Any
+) -> ConversionReport:
+    state = None
+    if options.checkpoint is not None:
+        step("reading weights")
+        state = read_weights(options.checkpoint)
+    step("building with pretrained weights" if options.pretrained else "building")
+    model = build_model(source, pretrained=options.pretrained, seed=options.seed)
+    if state is not None:
+        kept = load_weights_(
+            model, state, f"checkpoint {options.checkpoint}", new_classifier=options.num_classes is not None
+        )
+        for name in kept:
+            _note(options, f"{name} has another shape in the checkpoint and starts from random values")
+    step("converting")
+    init = options.init if options.init != AUTO else "largest" if _has_weights(options) else "random"
+    generator = torch.Generator().manual_seed(options.seed)
+    apply_plan_(model, plan, init=init, positions=options.positions, generator=generator)
+    step("measuring")
+    report = measure_report(model, plan)
+    if report != predict_report(plan):
+        raise AssertionError(f"{plan.model}: the converted model's counts differ from the plan's")
+    step(f"writing {output}")
+    save_converted(model.eval(), plan, output, report=report, rules=ruleset.text, force=options.force)
+    return report
+
+
+@contextmanager
+def _steps(options: ConvertOptions, total: int) -> Iterator[Any]:
+    """A progress display on stderr: a bar on a terminal, a line a step elsewhere, nothing when quiet."""
+    console = Console(stderr=True, highlight=False)
+    if options.quiet or not console.is_terminal:
+
+        def line(text: str) -> None:
+            if not options.quiet:
+                console.print(Text(f"{options.model}: {text}"), soft_wrap=True)
+
+        yield line
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(options.model, total=total)
+
+        def advance(text: str) -> None:
+            progress.update(task, description=f"{options.model}: {text}", advance=1)
+
+        yield advance
+
+
+def _note(options: ConvertOptions, text: str) -> None:
+    if not options.quiet:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(Text(f"note: {text}", style="yellow"))
+
+
+def _print_report(options: ConvertOptions, report: ConversionReport) -> None:
+    if options.json:
+        sys.stdout.write(report.to_json())
+    elif not options.quiet:
+        console = Console(highlight=False)
+        console.print(report_view(report, verbose=options.verbose))
+
+
+def _print_next_steps(options: ConvertOptions, report: ConversionReport, output: Path) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    if options.quiet:
+        console.print(Text(str(output)))
+        return
+    console.print()
+    if _has_weights(options):
+        start = "trained kernels, each reduced to its largest cells; fine-tune it"
+        start = start if options.init != "random" else "trained weights, but random elements in the new layers"
+    else:
+        start = f"random initialisation (seed {options.seed}), as in the paper; --pretrained or --checkpoint load weights"
+    console.print(Text(f"Wrote {output}, from {start}."))
+    console.print(Text("Fine-tune it:\n", style="bold"))
+    with_timm = (report.model or "").startswith("timm:")
+    lines = (LOAD_WITH_TIMM if with_timm else LOAD_WITHOUT_TIMM).format(folder=output)
+    for line in lines.splitlines():
+        console.print(Text(f"    {line}" if line else ""))

@@ -1,0 +1,135 @@
+"""Rebuild a converted model for timm's factory: base model, plan, weights, and feature extraction."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from .errors import CheckpointError, ModelError
+from .models import ModelSource, build_model
+from .plan import ConversionPlan, LayerPlan, TieGroup, common_parent, plan_from_json
+from .surgery import TIMM_ARCHITECTURE, apply_plan_
+from .weights import alias_names
+
+WRAPPER_PREFIXES = ("", "model.", "body.", "graph_module.")  # where timm's feature extractors keep the model
+
+
+def create_dcls(
+    *,
+    pretrained: bool = False,
+    base: str | None = None,
+    plan: Mapping[str, Any] | None = None,
+    pretrained_cfg: Any = None,
+    pretrained_cfg_overlay: dict[str, Any] | None = None,
+    cache_dir: str | Path | None = None,
+    pretrained_model_args: Mapping[str, Any] | None = None,
+    features_only: bool = False,
+    **kwargs: Any,
+) -> nn.Module:
+    """The model that `config.json` describes; arguments as timm's factory passes them.
+
+    Args:
+        pretrained: Load the weights that stand beside the config.
+        base: The model that was converted, "timm:convnext_tiny".
+        plan: `ConversionPlan.to_dict()`.
+        pretrained_cfg: From the config, with the place of the weights.
+        features_only: Give feature maps, as timm does for the base model.
+        kwargs: For the base model, such as num_classes, in_chans, drop_path_rate, out_indices.
+
+    Raises:
+        ModelError: Called by name instead of for a checkpoint.
+        CheckpointError: Weights that do not belong to the plan.
+    """
+    from timm.models import load_pretrained, resolve_pretrained_cfg
+
+    if base is None or plan is None:
+        raise ModelError('"dcls" is not a model by itself; load a checkpoint: timm.create_model("local-dir:FOLDER")')
+    conversion = plan_from_json(json.dumps(plan), "config.json: model_args.plan")
+    config = resolve_pretrained_cfg(TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay).to_dict()
+    if base.startswith("timm:"):
+        kwargs.setdefault("num_classes", config["num_classes"])
+    elif features_only:
+        raise ModelError(f"features_only is for models that timm builds, not for {base}")
+    # A head of no classes has no random state worth a seed; everything else is seeded for repeatable new heads.
+    source = ModelSource(name=base, args={**kwargs, "features_only": True} if features_only else kwargs)
+    model = build_model(source)
+    if features_only:
+        names = _feature_names(model, conversion)
+        conversion = _plan_for_features(conversion, names)
+    apply_plan_(model, conversion)
+    model.pretrained_cfg = model.default_cfg = {**config, "architecture": TIMM_ARCHITECTURE}
+    if pretrained:
+
+        def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+            if features_only:
+                return _features_state(state, model, config, kwargs.get("in_chans"))
+            return state | {alias: state[name] for alias, name in alias_names(model).items() if name in state}
+
+        load_pretrained(
+            model,
+            pretrained_cfg=config,
+            num_classes=0 if features_only else getattr(model, "num_classes", config["num_classes"]),
+            in_chans=config["input_size"][0] if features_only else kwargs.get("in_chans", config["input_size"][0]),
+            filter_fn=fit,
+            cache_dir=cache_dir,
+        )
+    return model
+
+
+def _flat(name: str) -> str:
+    """timm's feature lists turn "stages.0" into "stages_0"."""
+    return name.replace(".", "_")
+
+
+def _feature_names(model: nn.Module, plan: ConversionPlan) -> dict[str, str]:
+    """Names of the plan's layers -> their names in the feature extractor; those behind the last feature are gone."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    best: dict[str, str] = {}
+    for prefix in WRAPPER_PREFIXES:
+        inside = {_flat(name.removeprefix(prefix)): name for name in modules if name.startswith(prefix)}
+        found = {n: inside[_flat(n)] for layer in plan.layers for n in layer.names if _flat(n) in inside}
+        best = max(best, found, key=len)
+    if not best:
+        raise ModelError(f"none of the {len(plan.layers)} converted layers is found in timm's {type(model).__name__}")
+    return best
+
+
+def _plan_for_features(plan: ConversionPlan, names: Mapping[str, str]) -> ConversionPlan:
+    layers: list[LayerPlan] = []
+    for layer in plan.layers:
+        kept = tuple(names[name] for name in layer.names if name in names)
+        if kept:
+            layers.append(replace(layer, names=kept))
+    groups: list[TieGroup] = []
+    for group in plan.tie_groups:
+        members = tuple(layer.name for layer in layers if layer.tie_group == group.name)
+        if members:
+            groups.append(replace(group, owner=common_parent(members), layers=members))
+    return replace(plan, layers=tuple(layers), tie_groups=tuple(groups))
+
+
+def _features_state(
+    state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any], in_chans: int | None
+) -> dict[str, Tensor]:
+    """The checkpoint's tensors under the names that they have in the feature extractor."""
+    from timm.models import adapt_input_conv
+
+    state = dict(state)
+    first = config.get("first_conv")
+    for name in [first] if isinstance(first, str) else first or ():
+        if in_chans is not None and in_chans != config["input_size"][0]:
+            state[f"{name}.weight"] = adapt_input_conv(in_chans, state[f"{name}.weight"])
+    flat = {_flat(name): tensor for name, tensor in state.items()}
+    best: dict[str, Tensor] = {}
+    own = model.state_dict()
+    for prefix in WRAPPER_PREFIXES:
+        found = {name: flat[key] for name in own if (key := _flat(name.removeprefix(prefix))) in flat}
+        best = max(best, found, key=len)
+    best |= {alias: best[name] for alias, name in alias_names(model).items() if name in best}
+    missing = [name for name in own if name not in best]
+    if missing:
+        raise CheckpointError(f"the weights lack {missing[0]} and {len(missing) - 1} more of timm's feature extractor")
+    return best

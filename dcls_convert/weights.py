@@ -1,0 +1,129 @@
+"""Read a trained network's weights from a file, and put them into the network before it is converted."""
+
+import argparse
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from .errors import CheckpointError, one_line
+
+# What training scripts wrap a state dict in, the one to take first. timm takes averaged weights before plain ones.
+WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
+PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """The state dict in a safetensors file, or in a torch file (read with `weights_only=True`).
+
+    Wrappers (`state_dict`, `model`, `state_dict_ema`) are taken off, and so are the prefixes `module.` and
+    `_orig_mod.`.
+
+    Raises:
+        CheckpointError: No such file, not readable, or nothing in it that looks like a state dict.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {path}: there is no such file" if not path.exists() else f"checkpoint {path}: is not a file")
+    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    state = _unwrapped(content)
+    if state is None:
+        found = f"a mapping with {_some(list(content))}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        raise CheckpointError(f"checkpoint {path}: holds {found}, not a state dict (names to tensors)")
+    return {_stripped(name): tensor for name, tensor in state.items()}
+
+
+def load_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False) -> list[str]:
+    """Copy a state dict into a model, everything or nothing.
+
+    Args:
+        model: Changed in place.
+        state: Must have every parameter and buffer of the model, with its shape, and nothing else.
+        where: What messages call it.
+        new_classifier: The model was built for another number of classes: where the classifier's shape differs, it
+            keeps its initial values.
+
+    Returns:
+        Names that kept their initial values.
+
+    Raises:
+        CheckpointError: Names or shapes that do not fit; the model is then unchanged.
+    """
+    state = dict(state)
+    own = model.state_dict()
+    kept = [name for name in _classifier_names(model, own) if new_classifier and name in state]
+    kept = [name for name in kept if state[name].shape != own[name].shape]
+    for name in kept:
+        del state[name]
+    aliases = alias_names(model)
+    missing = [name for name in own if name not in state and name not in kept and aliases.get(name) not in state]
+    unexpected = [name for name in state if name not in own]
+    if missing or unexpected:
+        parts = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(unexpected)} too many"] * bool(unexpected)
+        raise CheckpointError(f"{where}: does not fit the model: it {' and '.join(parts)}")
+    for name, tensor in state.items():
+        if tensor.shape != own[name].shape:
+            raise CheckpointError(f"{where}: {name} has shape {tuple(tensor.shape)}, the model needs {tuple(own[name].shape)}")
+    model.load_state_dict(state, strict=False)
+    return kept
+
+
+def alias_names(model: nn.Module) -> dict[str, str]:
+    """Names in the state dict whose tensor has an earlier name -> that name: modules that stand in several places."""
+    first: dict[int, str] = {}
+    own = model.state_dict(keep_vars=True)
+    return {name: first[id(tensor)] for name, tensor in own.items() if first.setdefault(id(tensor), name) != name}
+
+
+def _classifier_names(model: nn.Module, own: Mapping[str, Tensor]) -> list[str]:
+    config = getattr(model, "pretrained_cfg", None)
+    stated = (config.get("classifier") if isinstance(config, dict) else None) or ("fc", "classifier", "head")
+    modules = (stated,) if isinstance(stated, str) else tuple(stated)
+    return [name for name in own if name.rpartition(".")[0].startswith(modules)]
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path}: not a readable safetensors file: {one_line(error)[:200]}") from error
+
+
+def _read_torch(path: Path) -> Any:
+    try:
+        # timm's training checkpoints hold their arguments as a Namespace.
+        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+            warnings.simplefilter("ignore")  # old files make torch warn about itself
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"checkpoint {path}: not readable with weights_only=True, it is damaged or holds more than tensors; "
+            "save its state dict alone"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint {path}: not a readable torch file: {one_line(error)[:200]}") from error
+
+
+def _unwrapped(content: Any) -> dict[str, Tensor] | None:
+    if not isinstance(content, Mapping):
+        return None
+    if content and all(isinstance(value, Tensor) for value in content.values()):
+        return {str(name): value for name, value in content.items()}
+    return next((state for key in WRAPPERS if (state := _unwrapped(content.get(key))) is not None), None)
+
+
+def _stripped(name: str) -> str:
+    while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _some(names: list[Any]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(map(str, names[:3])) or "nothing") + more
