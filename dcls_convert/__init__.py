@@ -34,7 +34,7 @@ _HOMES = {
     "surgery": ("apply_plan_", "fold_to_dense_"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-__all__ = ["__version__", *sorted(_HOME_OF)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_HOME_OF)]
 
 if TYPE_CHECKING:
     from .api import convert_ as convert_

@@ -74,7 +74,9 @@ def save_converted(
     return folder
 
 
-def load_converted(folder: str | Path, *, model: nn.Module | None = None, device: str | torch.device = "cpu") -> nn.Module:
+def load_converted(
+    folder: str | Path, *, model: nn.Module | None = None, device: str | torch.device = "cpu"
+) -> nn.Module:
     """Rebuild a converted model from its folder, with its weights, in eval mode.
 
     Args:
@@ -156,7 +158,9 @@ def new_folder(folder: Path, *, force: bool) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError | SafetensorError) and not isinstance(error, DclsConvertError):
-            raise CheckpointError(f"output {folder} cannot be written: {one_line(error)}; nothing was left there") from error
+            raise CheckpointError(
+                f"output {folder} cannot be written: {one_line(error)}; nothing was left there"
+            ) from error
         raise
 
 
@@ -205,7 +209,7 @@ def _read_state(folder: Path, plan: ConversionPlan) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = json.loads((file.metadata() or {}).get(METADATA_KEY, "null"))
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            state = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file: {one_line(error)[:200]}") from error
     if not isinstance(metadata, dict) or metadata.get("plan") != plan.hash:
@@ -214,7 +218,7 @@ def _read_state(folder: Path, plan: ConversionPlan) -> dict[str, Tensor]:
 
 
 def _timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
-    """timm's config.json: its entry point `dcls` gets `model_args`, and the preprocessing stands in `pretrained_cfg`."""
+    """timm's config.json: `model_args` for its entry point `dcls`, and the preprocessing in `pretrained_cfg`."""
     stated = getattr(model, "pretrained_cfg", None)
     source_keys = {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "custom_load"}
     config = {
@@ -247,8 +251,8 @@ def _model_card(report: ConversionReport) -> str:
         f"---\nlibrary_name: timm\ntags:\n- image-classification\n- timm\n- dcls\n---\n"
         f"# {name} with learnable element positions (DCLS)\n\n"
         f"Convolutions of {name} are replaced by dilated convolutions with learnable spacings "
-        f"([arXiv:2112.03740](https://arxiv.org/abs/2112.03740)): every kernel is a few weighted elements whose positions "
-        f"in a larger window are learnt by backpropagation. Made by dcls-convert {__version__}.\n\n"
+        f"([arXiv:2112.03740](https://arxiv.org/abs/2112.03740)): every kernel is a few weighted elements whose "
+        f"positions in a larger window are learnt by backpropagation. Made by dcls-convert {__version__}.\n\n"
         f"{report_markdown(report)}\n## Loading\n\n"
         f"Where this folder is `dcls-model` below:\n\n```python\n{loading.format(folder='dcls-model')}```\n\n"
         f"`plan.json` says what became of every layer, `rules.yaml` by which rules, `report.json` what it costs.\n"
@@ -266,5 +270,3 @@ import dcls_convert
 
 model = dcls_convert.load_converted("{folder}")
 """
-
-

@@ -225,7 +225,9 @@ def parse_size(option: str, text: str | None) -> int | tuple[int, ...] | None:
         return None
     parts = text.lower().split("x")
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts) or len(parts) > 3:
-        raise DclsConvertError(f"{option} {text!r} is not a size; give a positive integer such as 17, or sides such as 17x9")
+        raise DclsConvertError(
+            f"{option} {text!r} is not a size; give a positive integer such as 17, or sides such as 17x9"
+        )
     sizes = tuple(map(int, parts))
     return sizes[0] if len(sizes) == 1 else sizes
 
@@ -253,8 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
     except _USAGE_ERROR as error:
-        message = getattr(error, "format_message", lambda: str(error))()
-        _fail(f"{one_line(ValueError(message))} Try 'dcls-convert --help'.", EXIT_MISTAKE)
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
+        _fail(f"{' '.join(message.split())} Try 'dcls-convert --help'.", EXIT_MISTAKE)
     except DclsConvertError as error:
         _fail(one_line(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):

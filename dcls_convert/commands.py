@@ -112,7 +112,7 @@ def _check_conflicts(options: ConvertOptions) -> None:
         ),
         (
             options.positions != "normal" and options.init != "random" and _has_weights(options),
-            "--positions is for random positions, and --init auto keeps those of the trained kernels; use --init random",
+            "--positions is for random positions, --init auto keeps those of the trained kernels; use --init random",
         ),
     ]
     for conflict, message in conflicts:
@@ -230,7 +230,9 @@ def _print_next_steps(options: ConvertOptions, report: ConversionReport, output:
         start = "trained kernels, each reduced to its largest cells; fine-tune it"
         start = start if options.init != "random" else "trained weights, but random elements in the new layers"
     else:
-        start = f"random initialisation (seed {options.seed}), as in the paper; --pretrained or --checkpoint load weights"
+        start = (
+            f"random initialisation (seed {options.seed}), as in the paper; --pretrained or --checkpoint load weights"
+        )
     console.print(Text(f"Wrote {output}, from {start}."))
     console.print(Text("Fine-tune it:\n", style="bold"))
     with_timm = (report.model or "").startswith("timm:")

@@ -148,7 +148,7 @@ def _bilinear(weight: Tensor, positions: Tensor, _sigma: Tensor | None, size: Se
         for length, (cell, part) in zip(size, choice, strict=True):
             index, share = index * length + cell, share * part
         flat = flat.scatter_add_(-1, index, share)
-    return flat.unflatten(-1, tuple(size))
+    return flat.reshape(*weight.shape[:-1], *size)
 
 
 def _corners(cells: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
@@ -228,10 +228,6 @@ def _separable(weight: Tensor, profiles: Sequence[Tensor]) -> Tensor:
 
 INTERPOLATIONS: dict[str, Interpolation] = {
     "bilinear": Interpolation(construct=_bilinear),
-    "triangle": Interpolation(
-        construct=_triangle, min_sigma=MIN_TRIANGLE_SIGMA, initial_sigma=INITIAL_TRIANGLE_SIGMA
-    ),
-    "gaussian": Interpolation(
-        construct=_gaussian, min_sigma=MIN_GAUSSIAN_SIGMA, initial_sigma=INITIAL_GAUSSIAN_SIGMA
-    ),
+    "triangle": Interpolation(construct=_triangle, min_sigma=MIN_TRIANGLE_SIGMA, initial_sigma=INITIAL_TRIANGLE_SIGMA),
+    "gaussian": Interpolation(construct=_gaussian, min_sigma=MIN_GAUSSIAN_SIGMA, initial_sigma=INITIAL_GAUSSIAN_SIGMA),
 }

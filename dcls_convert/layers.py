@@ -37,7 +37,7 @@ _HOOK_REGISTRIES = (
 IntOrTuple = int | Sequence[int]
 
 
-class _DclsConvNd(nn.Module):
+class DclsConvNd(nn.Module):
     """What the DCLS layers of 1, 2 and 3 dimensions share.
 
     Parameters of a layer: `weight` (O, I, E), `positions` (A, O, I, E) in cells from the kernel centre, `sigma` (as
@@ -64,6 +64,7 @@ class _DclsConvNd(nn.Module):
     bias: nn.Parameter | None
     positions: nn.Parameter
     sigma: nn.Parameter | None
+    _owner: nn.Module | None
 
     def __init__(
         self,
@@ -181,6 +182,12 @@ class _DclsConvNd(nn.Module):
         self.__dict__["_owner"] = owner
         self._owner_names = dict(names)
 
+    def drop_owned_(self) -> None:
+        """Take the shared parameters off their owner, once no layer of the group needs them any more."""
+        if self._owner is not None:
+            for owner_name in self._owner_names.values():
+                self._owner._parameters.pop(owner_name, None)
+
     @property
     def is_tied(self) -> bool:
         """Whether positions (and sigma) belong to another module."""
@@ -213,7 +220,7 @@ class _DclsConvNd(nn.Module):
 
     @torch.no_grad()
     def clamp_positions_(self) -> None:
-        """Bring positions back into the window, and sigma above its least value. Paper, section 3 "Positions clamping"."""
+        """Bring positions back into the window (paper, section 3 "Positions clamping"), sigma above its least."""
         for index, axis in enumerate(self.learnt_axes):
             self.positions[index].clamp_(*position_limits(self.dilated_kernel_size[axis]))
         if self.sigma is not None:
@@ -256,7 +263,7 @@ class _DclsConvNd(nn.Module):
         interpolation: str = "bilinear",
         dense_axes: Sequence[int] = (),
     ) -> Self:
-        """The DCLS layer in place of `conv`: same stride, groups, bias, padding mode, dtype, device, hooks, and output size.
+        """The DCLS layer in place of `conv`: same stride, groups, bias, padding mode, dtype, device, hooks, sizes.
 
         Its elements are the `kernel_count` cells of the old kernel with the largest weights, at their old places, so
         that with as many elements as the kernel has cells, bilinear interpolation gives the same layer. The bias is
@@ -266,11 +273,11 @@ class _DclsConvNd(nn.Module):
             ValueError: Window and old kernel of different parity, or a window smaller than the kernel: the output
                 would change its size.
         """
-        layer = cls._like(conv, kernel_count, dilated_kernel_size, interpolation, dense_axes)
+        layer = cls.like(conv, kernel_count, dilated_kernel_size, interpolation, dense_axes)
         weight, positions = largest_elements(
             [conv.weight.detach()],
             kernel_count=kernel_count,
-            dilation=cast(tuple[int, ...], conv.dilation),
+            dilation=conv.dilation,
             size=layer.dilated_kernel_size,
             dense_axes=layer.dense_axes,
         )
@@ -280,7 +287,7 @@ class _DclsConvNd(nn.Module):
         return layer
 
     @classmethod
-    def _like(
+    def like(
         cls,
         conv: _ConvNd,
         kernel_count: int,
@@ -288,6 +295,7 @@ class _DclsConvNd(nn.Module):
         interpolation: str,
         dense_axes: Sequence[int],
     ) -> Self:
+        """As `from_conv`, with elements that are still to be filled in."""
         sizes = (dilated_kernel_size,) * cls.dims if isinstance(dilated_kernel_size, int) else dilated_kernel_size
         with torch.random.fork_rng(devices=[]):  # every value drawn here is overwritten
             layer = cls(
@@ -310,7 +318,7 @@ class _DclsConvNd(nn.Module):
         return layer
 
     def fuse(self) -> _ConvNd:
-        """The plain convolution with the constructed kernel as its weight: the same outputs, nothing learnable in place.
+        """The plain convolution with the constructed kernel as its weight: same outputs, positions no longer learnt.
 
         `timm.utils.reparameterize_model` calls it.
         """
@@ -324,7 +332,7 @@ class _DclsConvNd(nn.Module):
                 dilation=self.dilation,
                 groups=self.groups,
                 bias=False,
-                padding_mode=self.padding_mode,
+                padding_mode=self.padding_mode,  # type: ignore[arg-type]
                 device="meta",
             )
         kernel = self.kernel().detach().contiguous()
@@ -358,37 +366,37 @@ class _DclsConvNd(nn.Module):
         return ", ".join(parts)
 
 
-class DclsConv1d(_DclsConvNd):
-    __doc__ = _DclsConvNd.__doc__
+class DclsConv1d(DclsConvNd):
+    __doc__ = DclsConvNd.__doc__
     dims = 1
     conv_class = nn.Conv1d
 
     def _convolve(self, input: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         input, padding = self._padded(input)
-        return F.conv1d(input, kernel, bias, self.stride, padding, self.dilation, self.groups)  # type: ignore[arg-type]
+        return F.conv1d(input, kernel, bias, self.stride, padding, self.dilation, self.groups)
 
 
-class DclsConv2d(_DclsConvNd):
-    __doc__ = _DclsConvNd.__doc__
+class DclsConv2d(DclsConvNd):
+    __doc__ = DclsConvNd.__doc__
     dims = 2
     conv_class = nn.Conv2d
 
     def _convolve(self, input: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         input, padding = self._padded(input)
-        return F.conv2d(input, kernel, bias, self.stride, padding, self.dilation, self.groups)  # type: ignore[arg-type]
+        return F.conv2d(input, kernel, bias, self.stride, padding, self.dilation, self.groups)
 
 
-class DclsConv3d(_DclsConvNd):
-    __doc__ = _DclsConvNd.__doc__
+class DclsConv3d(DclsConvNd):
+    __doc__ = DclsConvNd.__doc__
     dims = 3
     conv_class = nn.Conv3d
 
     def _convolve(self, input: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         input, padding = self._padded(input)
-        return F.conv3d(input, kernel, bias, self.stride, padding, self.dilation, self.groups)  # type: ignore[arg-type]
+        return F.conv3d(input, kernel, bias, self.stride, padding, self.dilation, self.groups)
 
 
-DCLS_LAYERS: dict[int, type[_DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
+DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
 
 
 def _grown_padding(conv: _ConvNd, size: Sequence[int]) -> str | tuple[int, ...]:
@@ -414,7 +422,3 @@ _OWN_ATTRIBUTES = frozenset(
     nn.Conv2d(1, 1, 1, device="meta").__dict__.keys()
     | DclsConv2d(1, 1, kernel_count=1, dilated_kernel_size=1, device="meta").__dict__.keys()
 )
-
-
-def is_dcls_layer(module: nn.Module) -> bool:
-    return isinstance(module, _DclsConvNd)

@@ -26,7 +26,9 @@ INSTALL_HINT = "install matching versions together: pip install --upgrade torch 
 class ModelSource:
     """How to build a model again."""
 
-    name: str  # "timm:convnext_tiny", "torchvision:resnet50", "hf-hub:repo", "local-dir:folder", "package.module:factory"
+    name: (
+        str  # "timm:convnext_tiny", "torchvision:resnet50", "hf-hub:repo", "local-dir:folder", "package.module:factory"
+    )
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments for its factory
 
     @property
@@ -47,7 +49,7 @@ def resolve_model(name: str, *, num_classes: int | None = None, in_chans: int | 
     if in_chans is not None:
         args["in_chans"] = in_chans
     prefix, colon, rest = name.partition(":")
-    if not rest and colon or not name.strip():
+    if (not rest and colon) or not name.strip():
         raise ModelError(f"model {name!r} has no name")
     if colon and prefix in FOREIGN_SOURCES:
         return ModelSource(name=name, args=args)
@@ -135,7 +137,9 @@ def _build(source: ModelSource, *, pretrained: bool, offline: bool) -> nn.Module
 def _build_torchvision(name: str, args: dict[str, Any], pretrained: bool) -> nn.Module:
     models = _torchvision_models()
     if pretrained and "num_classes" in args:
-        raise ModelError(f"torchvision:{name}: its pretrained weights have a fixed number of classes; leave --num-classes")
+        raise ModelError(
+            f"torchvision:{name}: its pretrained weights have a fixed number of classes; leave --num-classes"
+        )
     known = inspect.signature(models.get_model_builder(name)).parameters
     options = dict(args)
     if "weights_backbone" in known:
@@ -146,7 +150,9 @@ def _build_torchvision(name: str, args: dict[str, Any], pretrained: bool) -> nn.
 def _build_own(source: ModelSource, pretrained: bool) -> nn.Module:
     module_name, _, attribute = source.name.partition(":")
     if pretrained:
-        raise ModelError(f"{source.name}: --pretrained is for timm and torchvision; let the factory load, or --checkpoint")
+        raise ModelError(
+            f"{source.name}: --pretrained is for timm and torchvision; let the factory load, or --checkpoint"
+        )
     with _folder_on_path(os.getcwd()):
         try:
             module = importlib.import_module(module_name)

@@ -11,13 +11,13 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from .budget import Budget, BudgetUnit, LayerCost, conv_macs, parse_percent, solve_counts
-from .errors import CheckpointError, NothingMatchesError, PlanError
+from .errors import CheckpointError, NothingMatchesError, PlanError, RuleError
 from .geometry import check_window, grown_padding, size_text
 from .options import AUTO, DEFAULT_BUDGET, INTERPOLATIONS, SCOPES, TIES, Scope, Tie
 from .rules import Rule, RuleSet, builtin_rules, choose_rules, claim_sites, load_rules
 from .sites import ConvSite, ModelConvs, Skipped
 
-PLAN_FORMAT = 1
+PLAN_FORMAT: Literal[1] = 1
 MODEL_UNIT = "model"  # the unit of the budget with scope "model"
 _STRICT = ConfigDict(strict=True, extra="forbid")
 
@@ -275,7 +275,9 @@ def _check_options(scope: str, tie: str, kernel_count: int | str, interpolation:
     ]:
         if value not in allowed:
             raise PlanError(f"{name}={value!r} must be one of {', '.join(allowed)}")
-    if kernel_count != AUTO and (not isinstance(kernel_count, int) or isinstance(kernel_count, bool) or kernel_count < 1):
+    if kernel_count != AUTO and (
+        not isinstance(kernel_count, int) or isinstance(kernel_count, bool) or kernel_count < 1
+    ):
         raise PlanError(f"kernel count {kernel_count!r} must be a positive integer, or auto")
 
 
@@ -313,9 +315,7 @@ def _nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
     return message
 
 
-def _check_overruled(
-    rules: RuleSet, dilated_size: object, kernel_count: int | str, interpolation: str | None
-) -> None:
+def _check_overruled(rules: RuleSet, dilated_size: object, kernel_count: int | str, interpolation: str | None) -> None:
     """An option that no rule leaves open would be dropped in silence."""
     converting = [rule for rule in rules.rules if rule.skip is None]
     options: list[tuple[str, str, object]] = [
@@ -333,10 +333,16 @@ def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tup
     if size is None:
         raise PlanError("no dilated size is stated, neither by an option nor by the rules")
     if isinstance(size, int):
-        flat = {axis for axis, kernel in enumerate(site.kernel_size) if kernel == 1} if max(site.kernel_size) > 1 else set()
+        flat = (
+            {axis for axis, kernel in enumerate(site.kernel_size) if kernel == 1}
+            if max(site.kernel_size) > 1
+            else set()
+        )
     else:
         if len(size) != site.dims:
-            raise PlanError(f"the size {size_text(size)} is for {len(size)} dimensions, this convolution has {site.dims}")
+            raise PlanError(
+                f"the size {size_text(size)} is for {len(size)} dimensions, this convolution has {site.dims}"
+            )
         flat = {axis for axis, side in enumerate(size) if side == 1} if max(size) > 1 else set()
     dense = {axis for axis in rule.dense_axes or () if axis < site.dims} | flat
     if len(dense) == site.dims:

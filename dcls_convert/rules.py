@@ -62,7 +62,8 @@ class Match(_Strict):
     kind: Kind | list[Kind] | None = Field(None, description="depthwise, grouped, dense, or a list of them")
     dims: Annotated[int, Field(ge=1, le=3)] | None = Field(None, description="1, 2 or 3 spatial dimensions")
     kernel_size: Size | Range | None = Field(
-        None, description="a positive integer for all sides, a list with one for each, or {min: N, max: N}, largest side"
+        None,
+        description="a positive integer for all sides, a list with one for each, or {min: N, max: N}, largest side",
     )
     stride: Size | None = Field(None, description="a positive integer for all axes, or a list with one for each")
     dilation: Size | None = Field(None, description="a positive integer for all axes, or a list with one for each")
@@ -246,7 +247,9 @@ _FOUND: dict[str, Callable[["ConvSite"], Any]] = {"path": lambda site: site.name
 def _shown(value: Any) -> str:
     """A value as a message shows it."""
     if isinstance(value, Range):
-        return " and ".join(f"{word} {end}" for word, end in [("from", value.min), ("to", value.max)] if end is not None)
+        return " and ".join(
+            f"{word} {end}" for word, end in [("from", value.min), ("to", value.max)] if end is not None
+        )
     if isinstance(value, list | tuple) and value and all(isinstance(size, int) for size in value):
         return size_text(value)
     if isinstance(value, list | tuple):
@@ -260,7 +263,9 @@ def _explain(error: ValidationError) -> str:
     """The first complaint of pydantic as one line: the place in the file, what was found, what is allowed."""
     # A misspelt key comes before the complaint that the right one is missing.
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    place, model, field, owner = "", RuleSet, None, RuleSet
+    place, field = "", None
+    owner: type[BaseModel] = RuleSet  # of the field
+    model: type[BaseModel] | None = RuleSet  # of what the field holds
     for step in problem["loc"]:
         if isinstance(step, int):
             place += f"[{step}]"
@@ -272,7 +277,9 @@ def _explain(error: ValidationError) -> str:
             break  # the name of a union's member, or an unknown key
     if problem["type"] == "extra_forbidden":
         key, known = str(problem["loc"][-1]), list((model or Range).model_fields)
-        return f"{place + ': ' if place else ''}unknown key {key!r}{did_you_mean(key, known)}; known: {', '.join(known)}"
+        return (
+            f"{place + ': ' if place else ''}unknown key {key!r}{did_you_mean(key, known)}; known: {', '.join(known)}"
+        )
     if problem["type"] == "missing":
         return f"{place.rpartition('.')[0] or 'top level'}: {place.rpartition('.')[2]} is missing"
     if problem["type"] == "value_error":

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +57,7 @@ class ConvSite:
         """Multiply-accumulates for one image."""
         if self.output_positions is None:
             return None
-        return conv_macs(
-            self.output_positions, self.out_channels, self.in_channels // self.groups, self.kernel_size
-        )
+        return conv_macs(self.output_positions, self.out_channels, self.in_channels // self.groups, self.kernel_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +109,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         PlanError: `input_size` is not two to four positive integers.
     """
     size = _input_size(model, input_size)
-    names_of: dict[nn.Module, list[str]] = {}
+    names_of: dict[_ConvNd, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _ConvNd):
             names_of.setdefault(module, []).append(name)
@@ -205,7 +203,7 @@ def _input_size(model: nn.Module, given: Sequence[int] | None) -> tuple[int, ...
 
 
 def _trace(
-    model: nn.Module, input_size: tuple[int, ...] | None, convs: Mapping[nn.Module, object]
+    model: nn.Module, input_size: tuple[int, ...] | None, convs: Iterable[nn.Module]
 ) -> tuple[dict[nn.Module, _Calls], int | None, str | None]:
     """Run one image through on the meta device: what each conv saw, the MACs of all, and why there are none."""
     if input_size is None:
@@ -248,7 +246,7 @@ def count_flops(model: nn.Module, input_size: Sequence[int]) -> dict[str, dict[s
     modes = {module: module.training for module in model.modules()}
     hollow: dict[int, torch.Tensor] = {}  # tied tensors stay tied
     stand_ins = {name: hollow.setdefault(id(t), torch.empty_like(t, device="meta")) for name, t in tensors.items()}
-    counter = FlopCounterMode(display=False, depth=None)
+    counter = FlopCounterMode(display=False)
     image = torch.empty(1, *input_size, dtype=dtype, device="meta")
     try:
         model.eval()

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .errors import PlanError
-from .interpolation import find_interpolation, position_limits
-from .layers import DCLS_LAYERS, POSITION_STD, SHARED_PARAMETERS, is_dcls_layer
+from .interpolation import position_limits
+from .layers import DCLS_LAYERS, POSITION_STD, DclsConvNd
 from .options import INITS, POSITIONS, Init, Positions
 from .plan import ConversionPlan, LayerPlan
 from .sites import CONV_CLASSES
@@ -64,14 +64,13 @@ def fold_to_dense_(model: nn.Module) -> int:
 
     Outputs stay the same; what was learnable in place is then an ordinary dense kernel of the window's size.
     """
-    layers = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if is_dcls_layer(module)]
-    folded = {module: module.fuse() for module in dict.fromkeys(module for _, module in layers)}  # type: ignore[operator]
-    for name, module in layers:
-        model.set_submodule(name, folded[module]) if name else None
-    for module in folded:
-        if module._owner is not None:
-            for parameter in module._owner_names.values():  # type: ignore[union-attr]
-                module._owner._parameters.pop(parameter, None)  # type: ignore[union-attr]
+    layers = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, DclsConvNd)]
+    folded = {layer: layer.fuse() for _, layer in layers}
+    for name, layer in layers:
+        if name:
+            model.set_submodule(name, folded[layer])
+    for layer in folded:
+        layer.drop_owned_()
     return len(folded)
 
 
@@ -112,7 +111,7 @@ def _convert_group(
         )
     layers = []
     for plan_of, conv, weight in zip(members, convs, weights, strict=True):
-        layer = DCLS_LAYERS[len(first.dilated_size)]._like(
+        layer = DCLS_LAYERS[len(first.dilated_size)].like(
             conv, plan_of.kernel_count, plan_of.dilated_size, plan_of.interpolation, plan_of.dense_axes
         )
         layer.weight.copy_(weight)
@@ -125,15 +124,15 @@ def _convert_group(
             model.set_submodule(name, layer)
 
 
-def _tie(model: nn.Module, plan: ConversionPlan, group_name: str, layers: Sequence[nn.Module]) -> None:
+def _tie(model: nn.Module, plan: ConversionPlan, group_name: str, layers: Sequence[DclsConvNd]) -> None:
     group = plan.group(group_name)
     owner = model.get_submodule(group.owner)
     for name, owner_name in group.parameters.items():
         shared: nn.Parameter = getattr(layers[0], name)
-        trainable = any(getattr(layer, name).requires_grad for layer in layers)
-        owner.register_parameter(owner_name, shared.requires_grad_(trainable))
+        shared.requires_grad = any(getattr(layer, name).requires_grad for layer in layers)
+        owner.register_parameter(owner_name, shared)
     for layer in layers:
-        layer.tie_(owner, group.parameters)  # type: ignore[operator]
+        layer.tie_(owner, group.parameters)
 
 
 def _cells_as_elements(kernel: Tensor, layer: LayerPlan) -> Tensor:
@@ -162,10 +161,15 @@ def _random_positions(weight: Tensor, layer: LayerPlan, positions: Positions, ge
 
 def _tell_timm(model: nn.Module, plan: ConversionPlan) -> None:
     """Let timm's own savers (`save_for_hf`, `push_to_hf_hub`) write a config that rebuilds the converted model."""
-    config: Any = getattr(model, "pretrained_cfg", None)
+    config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, dict) and plan.model is not None:
-        model.pretrained_cfg = model.default_cfg = {**config, "architecture": TIMM_ARCHITECTURE}
-        model._model_args = timm_model_args(plan)
+        note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
+        vars(model)["_model_args"] = timm_model_args(plan)
+
+
+def note_for_timm(model: nn.Module, config: dict[str, Any]) -> None:
+    """Set the preprocessing config of a model, under both names that timm reads."""
+    vars(model).update(pretrained_cfg=config, default_cfg=config)
 
 
 def timm_model_args(plan: ConversionPlan) -> dict[str, Any]:

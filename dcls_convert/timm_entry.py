@@ -10,7 +10,7 @@ from typing import Any
 
 
 def dcls(pretrained: bool = False, **kwargs: Any) -> Any:
-    """What `timm.create_model("local-dir:FOLDER")` calls for a folder of this package, with its config's `model_args`."""
+    """What `timm.create_model("local-dir:FOLDER")` calls for our folders, with the `model_args` of their config."""
     from .timm_models import create_dcls
 
     return create_dcls(pretrained=pretrained, **kwargs)

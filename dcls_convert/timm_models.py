@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .errors import CheckpointError, ModelError
 from .models import ModelSource, build_model
 from .plan import ConversionPlan, LayerPlan, TieGroup, common_parent, plan_from_json
-from .surgery import TIMM_ARCHITECTURE, apply_plan_
+from .surgery import TIMM_ARCHITECTURE, apply_plan_, note_for_timm
 from .weights import alias_names
 
 WRAPPER_PREFIXES = ("", "model.", "body.", "graph_module.")  # where timm's feature extractors keep the model
@@ -48,7 +48,7 @@ def create_dcls(
     if base is None or plan is None:
         raise ModelError('"dcls" is not a model by itself; load a checkpoint: timm.create_model("local-dir:FOLDER")')
     conversion = plan_from_json(json.dumps(plan), "config.json: model_args.plan")
-    config = resolve_pretrained_cfg(TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay).to_dict()
+    config = resolve_pretrained_cfg(TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay).to_dict()  # type: ignore[no-untyped-call]
     if base.startswith("timm:"):
         kwargs.setdefault("num_classes", config["num_classes"])
     elif features_only:
@@ -60,7 +60,7 @@ def create_dcls(
         names = _feature_names(model, conversion)
         conversion = _plan_for_features(conversion, names)
     apply_plan_(model, conversion)
-    model.pretrained_cfg = model.default_cfg = {**config, "architecture": TIMM_ARCHITECTURE}
+    note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
     if pretrained:
 
         def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

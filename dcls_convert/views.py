@@ -176,9 +176,8 @@ def _short_arrow(macs: Change) -> str:
     """4455531264 and 4970337024 -> "4.456 → 4.97 G"."""
     if macs.before is None or macs.after is None:
         return NOT_COUNTED
-    for unit, name in [(1e9, " G"), (1e6, " M"), (1e3, " k"), (1, "")]:
-        if macs.before >= unit:
-            break
+    units = [(1e9, " G"), (1e6, " M"), (1e3, " k"), (1, "")]
+    unit, name = next((unit for unit in units if macs.before >= unit[0]), units[-1])
     return f"{macs.before / unit:.4g} → {macs.after / unit:.4g}{name}"
 
 

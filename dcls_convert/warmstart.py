@@ -40,7 +40,9 @@ def largest_elements(
     cells = torch.stack([_cells_last(kernel, axes) for kernel in kernels])  # (L, O, I, *D, K)
     energy = cells.double().square().sum(0)  # (O, I, *D, K)
     kept = min(kernel_count, energy.shape[-1])
-    chosen = energy.sort(dim=-1, descending=True, stable=True).indices[..., :kept].sort(dim=-1).values  # (O, I, *D, kept)
+    chosen = (
+        energy.sort(dim=-1, descending=True, stable=True).indices[..., :kept].sort(dim=-1).values
+    )  # (O, I, *D, kept)
     grids = [grid_positions(kernel_size[axis], dilation[axis], size[axis]) for axis in axes]
     places = torch.tensor(list(itertools.product(*grids)), dtype=cells.dtype, device=cells.device)  # (K, A)
     extra = kernel_count - kept

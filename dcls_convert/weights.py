@@ -30,16 +30,22 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     if not path.is_file():
-        raise CheckpointError(f"checkpoint {path}: there is no such file" if not path.exists() else f"checkpoint {path}: is not a file")
+        raise CheckpointError(
+            f"checkpoint {path}: there is no such file" if not path.exists() else f"checkpoint {path}: is not a file"
+        )
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     state = _unwrapped(content)
     if state is None:
-        found = f"a mapping with {_some(list(content))}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        found = (
+            f"a mapping with {_some(list(content))}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        )
         raise CheckpointError(f"checkpoint {path}: holds {found}, not a state dict (names to tensors)")
     return {_stripped(name): tensor for name, tensor in state.items()}
 
 
-def load_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False) -> list[str]:
+def load_weights_(
+    model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
+) -> list[str]:
     """Copy a state dict into a model, everything or nothing.
 
     Args:
@@ -69,7 +75,9 @@ def load_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, 
         raise CheckpointError(f"{where}: does not fit the model: it {' and '.join(parts)}")
     for name, tensor in state.items():
         if tensor.shape != own[name].shape:
-            raise CheckpointError(f"{where}: {name} has shape {tuple(tensor.shape)}, the model needs {tuple(own[name].shape)}")
+            raise CheckpointError(
+                f"{where}: {name} has shape {tuple(tensor.shape)}, the model needs {tuple(own[name].shape)}"
+            )
     model.load_state_dict(state, strict=False)
     return kept
 
