@@ -1,0 +1,19 @@
+"""Models shared by the tests: small, seeded, in eval mode."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before timm is imported: no test reaches a hub
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
+
+
+@pytest.fixture
+def tiny() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return timm.create_model(TINY).eval()
