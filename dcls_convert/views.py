@@ -78,15 +78,15 @@ def _layer_table(layers: Sequence[LayerReport]) -> Table:
 
 def _totals(report: ConversionReport) -> Table:
     table = _table("Whole model", "Before", "After", "Change", "")
-    for name, change in [("Parameters", report.params), ("MACs", report.macs)]:
-        percent = "" if change.percent is None else f"{change.percent:+.2f} %"
-        table.add_row(name, _exact(change.before), _exact(change.after), _signed(change.delta), percent, style="bold")
-    replaced = _params(report.layers)
-    for name, change in [
-        ("  replaced layers", replaced),
-        ("  everything else", Change(before=report.params_untouched, after=report.params_untouched)),
+    untouched = Change(before=report.params_untouched, after=report.params_untouched)
+    for name, change, style in [
+        ("Parameters", report.params, "bold"),
+        ("  replaced layers", _params(report.layers), "dim"),
+        ("  everything else", untouched, "dim"),
+        ("MACs", report.macs, "bold"),
     ]:
-        table.add_row(name, _exact(change.before), _exact(change.after), _signed(change.delta), "", style="dim")
+        percent = "" if change.percent is None or style == "dim" else f"{change.percent:+.2f} %"
+        table.add_row(name, _exact(change.before), _exact(change.after), _signed(change.delta), percent, style=style)
     return table
 
 

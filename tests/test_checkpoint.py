@@ -120,7 +120,9 @@ def test_timm_loads_with_another_head_and_other_input_channels(tmp_path):
     assert outputs(grey, channels=1).shape == (1, 1000)
     torch.testing.assert_close(grey.stem[0].weight, model.stem[0].weight.sum(1, keepdim=True))
     headless = timm.create_model(folder, pretrained=True, num_classes=0)
-    assert torch.equal(headless.forward_features(torch.ones(1, 3, 64, 64)), model.forward_features(torch.ones(1, 3, 64, 64)))
+    assert torch.equal(
+        headless.forward_features(torch.ones(1, 3, 64, 64)), model.forward_features(torch.ones(1, 3, 64, 64))
+    )
 
 
 def test_a_model_built_with_arguments_is_rebuilt_with_them(tmp_path):
@@ -215,9 +217,17 @@ def test_a_module_of_the_users_own_needs_the_module_to_load(tmp_path):
         (lambda f: shutil.rmtree(f), "is not a folder"),
         (lambda f: (f / "plan.json").unlink(), r"plan\.json: cannot be read"),
         (lambda f: (f / "plan.json").write_text("{"), r"plan\.json"),
-        (lambda f: (f / "plan.json").write_text((f / "plan.json").read_text().replace("[\n        9,", "[\n        11,")), "plan"),
+        (
+            lambda f: (f / "plan.json").write_text(
+                (f / "plan.json").read_text().replace("[\n        9,", "[\n        11,")
+            ),
+            "plan",
+        ),
         (lambda f: (f / "model.safetensors").unlink(), "no such file"),
-        (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "not a readable"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
+            "not a readable",
+        ),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "not a readable"),
     ],
 )

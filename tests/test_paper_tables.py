@@ -103,7 +103,9 @@ def test_tables_3_and_4_downstream_backbones(name, input_size, difference):
     assert report.macs.delta / 1e9 == pytest.approx(difference, abs=1)
 
 
-@pytest.mark.parametrize(("name", "params"), [("convnext_tiny", "28.6"), ("convnext_small", "50.2"), ("convnext_base", "88.6")])
+@pytest.mark.parametrize(
+    ("name", "params"), [("convnext_tiny", "28.6"), ("convnext_small", "50.2"), ("convnext_base", "88.6")]
+)
 def test_table_5_robustness_models_have_equal_parameters(name, params):
     report = predict_report(plan_conversion(find_convs(on_meta(name), IMAGE), dilated_size=17))
     assert millions(report.params.before, 1) == millions(report.params.after, 1) == params
