@@ -5,11 +5,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from . import __version__
 from .errors import DclsConvertError, one_line
@@ -20,34 +18,36 @@ EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 DEFAULT_COMMAND = "convert"
+_HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 # Whatever the parser finds wrong with an argument; the class's home differs between versions of typer.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-class _DefaultConvert(typer.core.TyperGroup):
-    """`dcls-convert MODEL` is `dcls-convert convert MODEL`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
-        if args and args[0] not in own and args[0] not in self.commands:
-            args = [DEFAULT_COMMAND, *args]
-        return super().parse_args(ctx, args)
+def _wants_completion() -> bool:
+    """Whether the shell asks for completions, or the user for the options that install them."""
+    return any(name.startswith("_DCLS_CONVERT_") for name in os.environ) or sys.argv[1:2] in (
+        ["--help"],
+        ["-h"],
+        ["--install-completion"],
+        ["--show-completion"],
+    )
 
 
 app = typer.Typer(
-    cls=_DefaultConvert,
     name="dcls-convert",
-    no_args_is_help=True,
-    add_completion=True,
-    rich_markup_mode="rich",
+    # A help without rich, and completion only where it is asked for: each would double the time of every answer.
+    add_completion=_wants_completion(),
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_HELP_OPTIONS,
     help="Give a network's convolutions learnable element positions (DCLS, arXiv:2112.03740).\n\n"
-    "[bold]dcls-convert convnext_tiny --dilated-size 17[/bold] converts a timm or torchvision model, reports "
-    "parameters and MACs, and writes a checkpoint that timm loads. [bold]convert[/bold] is the default command; "
-    "[bold]dcls-convert convert --help[/bold] lists its options.",
+    "\b\n  dcls-convert convnext_tiny --dilated-size 17\n\n"
+    "converts a timm or torchvision model, reports parameters and MACs, and writes a checkpoint that timm loads. "
+    "'convert' is the default command; its options: dcls-convert convert --help",
 )
-rules_app = typer.Typer(no_args_is_help=True, help="Show and check rule files, which say what is replaced, and how.")
+rules_app = typer.Typer(
+    context_settings=_HELP_OPTIONS, help="Show and check rule files, which say what is replaced, and how."
+)
 app.add_typer(rules_app, name="rules")
 
 
@@ -66,9 +66,6 @@ def _main(
     pass
 
 
-_WHAT, _HOW, _WEIGHTS, _OUT = "What is replaced", "Positions and budget", "Model and weights", "Output"
-
-
 @app.command()
 def convert(
     model: Annotated[
@@ -81,70 +78,53 @@ def convert(
     ],
     dilated_size: Annotated[
         str | None,
-        typer.Option(metavar="N|HxW", help="Window in which elements move; 17 or 17x17.", rich_help_panel=_WHAT),
+        typer.Option(metavar="N|HxW", help="Window in which elements move; 17 or 17x17."),
     ] = None,
-    kernel_count: Annotated[
-        str, typer.Option(metavar="N|auto", help="Elements in a kernel.", rich_help_panel=_HOW)
-    ] = AUTO,
+    kernel_count: Annotated[str, typer.Option(metavar="N|auto", help="Elements in a kernel.")] = AUTO,
     budget: Annotated[
         str,
-        typer.Option(metavar="PERCENT", help="Of the replaced weights, for the new kernels.", rich_help_panel=_HOW),
+        typer.Option(metavar="PERCENT", help="Of the replaced weights, for the new kernels."),
     ] = f"{DEFAULT_BUDGET:g}",
-    scope: Annotated[Scope, typer.Option(help="For what one count is solved.", rich_help_panel=_HOW)] = "model",
-    tie: Annotated[Tie, typer.Option(help="Which layers share their positions.", rich_help_panel=_HOW)] = "stage",
+    scope: Annotated[Scope, typer.Option(help="For what one count is solved.")] = "model",
+    tie: Annotated[Tie, typer.Option(help="Which layers share their positions.")] = "stage",
     interpolation: Annotated[
         Interpolation | None,
-        typer.Option(help="How an element spreads over cells.  [default: bilinear]", rich_help_panel=_HOW),
+        typer.Option(help="How an element spreads over cells.  [default: bilinear]"),
     ] = None,
-    rules: Annotated[
-        str, typer.Option(metavar="FILE|NAME|auto", help="Rule file, or a built-in set.", rich_help_panel=_WHAT)
-    ] = AUTO,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Fail where a layer cannot take the size.", rich_help_panel=_WHAT)
-    ] = False,
+    rules: Annotated[str, typer.Option(metavar="FILE|NAME|auto", help="Rule file, or a built-in set.")] = AUTO,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail where a layer cannot take the size.")] = False,
     pretrained: Annotated[
-        bool, typer.Option("--pretrained", help="Start from timm's or torchvision's weights.", rich_help_panel=_WEIGHTS)
+        bool, typer.Option("--pretrained", help="Start from timm's or torchvision's weights.")
     ] = False,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Start from a safetensors or torch file.", rich_help_panel=_WEIGHTS),
+        typer.Option(metavar="FILE", help="Start from a safetensors or torch file."),
     ] = None,
     init: Annotated[
         Init,
         typer.Option(
             help="Elements: random, or the largest cells of the old kernels. auto: random without weights.",
-            rich_help_panel=_HOW,
         ),
     ] = "auto",
-    positions: Annotated[
-        Positions, typer.Option(help="Random positions: N(0, 0.5 cells), or uniform.", rich_help_panel=_HOW)
-    ] = "normal",
-    num_classes: Annotated[
-        int | None, typer.Option(min=0, help="Classes of the model's head.", rich_help_panel=_WEIGHTS)
-    ] = None,
-    in_chans: Annotated[int | None, typer.Option(min=1, help="Input channels.", rich_help_panel=_WEIGHTS)] = None,
+    positions: Annotated[Positions, typer.Option(help="Random positions: N(0, 0.5 cells), or uniform.")] = "normal",
+    num_classes: Annotated[int | None, typer.Option(min=0, help="Classes of the model's head.")] = None,
+    in_chans: Annotated[int | None, typer.Option(min=1, help="Input channels.")] = None,
     input_size: Annotated[
         str | None,
-        typer.Option(metavar="CxHxW", help="For MACs; the model's own without it.", rich_help_panel=_WEIGHTS),
+        typer.Option(metavar="CxHxW", help="For MACs; the model's own without it."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of all random values.", rich_help_panel=_WEIGHTS)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of all random values.")] = 0,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Checkpoint folder.  [default: ./MODEL-dclsSIZE]", rich_help_panel=_OUT),
+        typer.Option(metavar="DIR", help="Checkpoint folder.  [default: ./MODEL-dclsSIZE]"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace that checkpoint.", rich_help_panel=_OUT)] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Report only: no weights, no download.", rich_help_panel=_OUT)
-    ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=_OUT)] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="A row for every layer.", rich_help_panel=_OUT)
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress, and no report either.", rich_help_panel=_OUT)
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace that checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only: no weights, no download.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A row for every layer.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and no report either.")] = False,
 ) -> None:
-    """Convert a model: replace its matching convolutions, report, write a checkpoint."""
+    """Replace a model's convolutions, report, and write a checkpoint."""
     from .commands import ConvertOptions, run_convert
 
     run_convert(
@@ -253,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The console script: whatever happens ends in one line and the documented exit code."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
     except _USAGE_ERROR as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         _fail(f"{' '.join(message.split())} Try 'dcls-convert --help'.", EXIT_MISTAKE)
@@ -275,10 +255,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _run(arguments: list[str]) -> object:
+    """`dcls-convert MODEL` is `dcls-convert convert MODEL`: whatever is no command and no option of the program."""
+    program = typer.main.get_command(app)
+    own = {option for parameter in program.params for option in parameter.opts} | {"--help", "-h"}
+    commands = program.commands  # type: ignore[attr-defined]
+    if arguments in ([], ["rules"]):
+        arguments = [*arguments, "--help"]
+    if arguments[0] in own or "_DCLS_CONVERT_COMPLETE" in os.environ:
+        return program.main(args=arguments, prog_name="dcls-convert", standalone_mode=False)
+    if arguments[0] not in commands:
+        arguments = [DEFAULT_COMMAND, *arguments]
+    name, *rest = arguments
+    return commands[name].main(args=rest, prog_name=f"dcls-convert {name}", standalone_mode=False)
+
+
 def _interrupt(_signal: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
 def _fail(message: str, code: int) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(f"error: {message}", style="red"))
+    typer.secho(f"error: {message}", fg="red", err=True)
     sys.exit(code)

@@ -1,0 +1,43 @@
+"""How long the command line takes to answer, beside what it is made of: python benchmarks/startup.py [RUNS]
+
+Fresh processes, the commands in turn, medians and the ratio pair by pair.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+
+PROGRAM = os.path.join(sysconfig.get_path("scripts"), "dcls-convert")
+FLOOR = [sys.executable, "-c", "import typer, rich"]
+COMMANDS = {
+    "--help": [PROGRAM, "--help"],
+    "--version": [PROGRAM, "--version"],
+    "a bad option": [PROGRAM, "convnext_tiny", "--dilated-sise", "17"],
+}
+
+
+def seconds(command: list[str]) -> float:
+    start = time.perf_counter()
+    subprocess.run(command, capture_output=True, check=False)
+    return time.perf_counter() - start
+
+
+def main(runs: int = 15) -> None:
+    print(f"Python {sys.version.split()[0]}, {os.cpu_count()} CPUs, {runs} runs each after one to warm up")
+    for command in [FLOOR, *COMMANDS.values()]:
+        seconds(command)
+    for name, command in COMMANDS.items():
+        pairs = [(seconds(command), seconds(FLOOR)) for _ in range(runs)]
+        ratios = sorted(ours / floor for ours, floor in pairs)
+        ours, floor = (statistics.median(times) for times in zip(*pairs, strict=True))
+        print(
+            f"{name:13} {ours * 1e3:6.0f} ms, import typer, rich {floor * 1e3:6.0f} ms, "
+            f"ratio {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        )
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,57 @@
+"""README and examples do what they say."""
+
+import re
+import runpy
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+
+from dcls_convert.cli import main
+from dcls_convert.rules import parse_rules
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_first_steps(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["first_steps.py"])
+    runpy.run_path(str(ROOT / "examples" / "first_steps.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert "loaded by timm, outputs equal: True" in out
+
+
+def test_the_picture_is_the_programs_own_output(tmp_path, monkeypatch):
+    def words(path: Path) -> list[str]:
+        texts = xml.etree.ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
+        return " ".join("".join(text.itertext()) for text in texts).replace("\xa0", " ").split()
+
+    monkeypatch.setattr("sys.argv", ["render_report.py", str(tmp_path / "new.svg")])
+    runpy.run_path(str(ROOT / "examples" / "render_report.py"), run_name="__main__")
+    assert words(tmp_path / "new.svg") == words(ROOT / "examples" / "report.svg")
+    assert "28,587,688" in words(ROOT / "examples" / "report.svg")
+
+
+def test_readme_has_one_command_for_the_main_job_and_one_for_the_tests():
+    commands = [line for line in README.splitlines() if "pip install" in line]
+    assert len(commands) == 2
+    assert all(command.startswith("python3 -m venv .venv") for command in commands)
+    assert commands[0].endswith(".venv/bin/dcls-convert convnext_tiny --dilated-size 17")
+
+
+@pytest.mark.parametrize("line", re.findall(r"^dcls-convert (?!mypackage)(.+?)(?: +#.*)?$", README, re.MULTILINE))
+def test_readme_commands_are_accepted(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = [part for part in line.split() if part != "--dry-run"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--dry-run"])
+    assert stopped.value.code == 0
+
+
+def test_readme_rules_are_valid():
+    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert len(parse_rules(text).rules) == 3
