@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .models import known_source
-from .options import AUTO, DEFAULT_BUDGET, Init, Positions, Scope, Tie
+from .options import AUTO, DEFAULT_BUDGET, INTERPOLATIONS, Init, Interpolation, Positions, Scope, Tie
 from .plan import plan_conversion
 from .report import ConversionReport, measure_report
 from .rules import RuleSet
@@ -25,7 +25,7 @@ def convert_(
     scope: Scope = "model",
     tie: Tie = "stage",
     budget: float = DEFAULT_BUDGET,
-    interpolation: str | None = None,
+    interpolation: Interpolation = "bilinear",
     init: Init = "auto",
     positions: Positions = "normal",
     input_size: Sequence[int] | None = None,
@@ -47,7 +47,8 @@ def convert_(
         seed: For random positions. The global generator is not touched.
 
     Returns:
-        The report, measured on the converted model. `report.layers[0].kernel_count`, `report.params.after` and so on.
+        The report, measured on the converted model. `report.layers[0].kernel_count`, `report.params.after` and so on;
+        `save_converted(model, report.plan, folder)` writes a checkpoint.
 
     Raises:
         DclsConvertError: With one line that says what does not fit; the model is then unchanged.
@@ -62,7 +63,7 @@ def convert_(
         scope=scope,
         tie=tie,
         budget=budget,
-        interpolation=interpolation,
+        interpolation=None if interpolation == INTERPOLATIONS[0] else interpolation,  # the default, not a demand
         strict=strict,
         model=source.name if source else None,
         model_args=source.args if source else None,

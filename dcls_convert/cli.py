@@ -166,7 +166,7 @@ def rules_list() -> None:
 
 
 @rules_app.command("show")
-def rules_show(name: Annotated[str, typer.Argument(help="A built-in set, or a file.")]) -> None:
+def rules_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A built-in set, or a file.")]) -> None:
     """Print a rule set as YAML."""
     from .rules import load_rules
 

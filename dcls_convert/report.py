@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -91,6 +91,7 @@ class ConversionReport:
     stages_from: str
     params_untouched: int
     macs_untouched: int | None
+    plan: ConversionPlan = field(repr=False)  # what was carried out; not in the JSON, where plan.json has it
 
     @property
     def weight_params(self) -> int:
@@ -108,7 +109,7 @@ class ConversionReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         layers = [
-            {field: getattr(layer, field) for field in LayerReport.__dataclass_fields__}
+            {name: getattr(layer, name) for name in LayerReport.__dataclass_fields__}
             | {"kernel_size": list(layer.kernel_size), "dilated_size": list(layer.dilated_size)}
             for layer in self.layers
         ]
@@ -223,6 +224,7 @@ def _report(
         stages_from=plan.stages_from,
         params_untouched=plan.params - sum(layer.params_before for layer in layers),
         macs_untouched=untouched_macs,
+        plan=plan,
     )
 
 

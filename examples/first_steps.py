@@ -20,10 +20,8 @@ def main(name: str = "test_convnext", folder: str = "first-steps-dcls") -> None:
     model = timm.create_model(name, num_classes=10)
 
     # Replace the depthwise convolutions: the largest cells of each kernel become elements that can move.
-    convs = dcls_convert.find_convs(model, input_size=(3, 64, 64))
-    plan = dcls_convert.plan_conversion(convs, dilated_size=17, model=f"timm:{name}", model_args={"num_classes": 10})
-    dcls_convert.apply_plan_(model, plan)
-    print(dcls_convert.measure_report(model, plan))
+    report = dcls_convert.convert_(model, dilated_size=17, input_size=(3, 64, 64))
+    print(report)
 
     # Train as ever. The paper uses no weight decay and a five times larger learning rate for positions.
     positions = [p for n, p in model.named_parameters() if n.endswith(("positions", "sigma"))]
@@ -39,7 +37,7 @@ def main(name: str = "test_convnext", folder: str = "first-steps-dcls") -> None:
         optimizer.step()
         print(f"step {step}: loss {loss.item():.4f}")
 
-    dcls_convert.save_converted(model.eval(), plan, folder, force=Path(folder).exists())
+    dcls_convert.save_converted(model.eval(), report.plan, folder, force=Path(folder).exists())
     loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     with torch.no_grad():
         print(f"loaded by timm, outputs equal: {torch.equal(loaded(images), model(images))}")
