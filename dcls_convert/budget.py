@@ -13,6 +13,9 @@ from fractions import Fraction
 
 from .errors import PlanError
 
+LEAST_PERCENT = Decimal("0.0001")  # bounds for arithmetic's sake: fractions are exact, and 1e-999999 has many digits
+MOST_PERCENT = 100_000
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCost:
@@ -70,8 +73,8 @@ def parse_percent(text: str | float | int) -> Fraction:
         percent = Decimal(str(text))
     except InvalidOperation:
         raise PlanError(f"budget {text!r} is not a number; give a percentage above 0, such as 100") from None
-    if not percent.is_finite() or percent <= 0:
-        raise PlanError(f"budget {text} must be a percentage above 0")
+    if not percent.is_finite() or not LEAST_PERCENT <= percent <= MOST_PERCENT:
+        raise PlanError(f"budget {text} must be a percentage from {LEAST_PERCENT} to {MOST_PERCENT}")
     return Fraction(percent) / 100
 
 
@@ -139,15 +142,15 @@ def _refuse_none(units: Sequence[BudgetUnit], needed: Sequence[tuple[Fraction, s
         return
     least = max(need for need, name in needed if name in empty)
     raise PlanError(
-        f"a budget of {percent_text(share)} % admits no element in {empty[0]}"
+        f"a budget of {float(share * 100):.6g} % admits no element in {empty[0]}"
         + (f" and {len(empty) - 1} more" if len(empty) > 1 else "")
-        + f"; the smallest budget that does is {percent_text(least, up=True)} %"
+        + f"; the smallest budget that does is {_percent_rounded_up(least)} %"
     )
 
 
-def percent_text(share: Fraction, *, up: bool = False) -> str:
-    """A share of 1 as a percentage with at most two decimals, rounded up on demand, so that it is enough."""
-    hundredths = math.ceil(share * 10_000) if up else round(share * 10_000)
+def _percent_rounded_up(share: Fraction) -> str:
+    """A share of 1 as a percentage with at most two decimals that is enough."""
+    hundredths = math.ceil(share * 10_000)
     return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".")
 
 

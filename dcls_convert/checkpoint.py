@@ -119,13 +119,21 @@ def check_output(folder: Path, *, force: bool) -> None:
     Raises:
         CheckpointError: It exists (with `force`: and is not a checkpoint folder), or its parent cannot be written.
     """
+    try:
+        _check_output(folder, force)
+    except OSError as error:
+        raise CheckpointError(f"output {str(folder)[:60]}: {error.strerror}") from error
+
+
+def _check_output(folder: Path, force: bool) -> None:
+    if folder.name in ("", ".."):
+        raise CheckpointError(f"output {folder}: name a new folder, not one that is there already")
     if folder.is_symlink() or folder.exists():
         if not force:
             raise CheckpointError(f"output {folder} already exists; --force replaces it, --output names another")
-        foreign = [] if not folder.is_dir() else sorted(set(os.listdir(folder)) - set(FILES))
-        if folder.is_symlink() or not folder.is_dir() or foreign:
-            what = f"holds {foreign[0]!r}" if foreign else "is no folder"
-            raise CheckpointError(f"output {folder} {what}, which is not of a checkpoint; it is left as it is")
+        foreign = _not_of_a_checkpoint(folder)
+        if foreign:
+            raise CheckpointError(f"output {folder} {foreign}, so it is left as it is; --output names another")
     parent = folder.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -133,6 +141,22 @@ def check_output(folder: Path, *, force: bool) -> None:
         raise CheckpointError(f"output {folder}: {parent} is not a folder")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise CheckpointError(f"output {folder}: no permission to write in {parent}")
+
+
+def _not_of_a_checkpoint(folder: Path) -> str | None:
+    """Why an existing path is nothing that `save_converted` wrote, and must not be replaced; None where it is."""
+    if folder.is_symlink():
+        return "is a link, not a folder"
+    if not folder.is_dir():
+        return "is a file, not a folder"
+    entries = sorted(folder.iterdir())
+    for entry in entries:
+        if entry.name not in FILES or entry.is_symlink() or not entry.is_file():
+            return f"holds {entry.name!r}, which is not of a checkpoint"
+    try:
+        return None if not entries or read_plan(folder) else ""
+    except CheckpointError:
+        return f"has no readable {PLAN} and is not of this program"
 
 
 @contextlib.contextmanager
@@ -170,12 +194,13 @@ def _swap(partial: Path, folder: Path) -> None:
         partial.rename(folder)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".old", dir=folder.absolute().parent))
-    folder.rename(old / folder.name)
     try:
-        partial.rename(folder)
-    except BaseException:
-        (old / folder.name).rename(folder)
-        raise
+        folder.rename(old / folder.name)
+        try:
+            partial.rename(folder)
+        except BaseException:
+            (old / folder.name).rename(folder)
+            raise
     finally:
         shutil.rmtree(old, ignore_errors=True)
 

@@ -107,13 +107,13 @@ def convert(
         ),
     ] = "auto",
     positions: Annotated[Positions, typer.Option(help="Random positions: N(0, 0.5 cells), or uniform.")] = "normal",
-    num_classes: Annotated[int | None, typer.Option(min=0, help="Classes of the model's head.")] = None,
-    in_chans: Annotated[int | None, typer.Option(min=1, help="Input channels.")] = None,
+    num_classes: Annotated[str | None, typer.Option(metavar="N", help="Classes of the model's head.")] = None,
+    in_chans: Annotated[str | None, typer.Option(metavar="N", help="Input channels.")] = None,
     input_size: Annotated[
         str | None,
         typer.Option(metavar="CxHxW", help="For MACs; the model's own without it."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of all random values.")] = 0,
+    seed: Annotated[str, typer.Option(metavar="N", help="Of all random values.")] = "0",
     output: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Checkpoint folder.  [default: ./MODEL-dclsSIZE]"),
@@ -131,7 +131,7 @@ def convert(
         ConvertOptions(
             model=model,
             dilated_size=parse_size("--dilated-size", dilated_size),
-            kernel_count=_parse_count(kernel_count),
+            kernel_count=AUTO if kernel_count == AUTO else _parse_count(kernel_count),
             budget=budget,
             scope=scope,
             tie=tie,
@@ -142,10 +142,10 @@ def convert(
             checkpoint=checkpoint,
             init=init,
             positions=positions,
-            num_classes=num_classes,
-            in_chans=in_chans,
+            num_classes=_parse_integer("--num-classes", num_classes, least=0, most=_MOST_CHANNELS),
+            in_chans=_parse_integer("--in-chans", in_chans, least=1, most=_MOST_CHANNELS),
             input_size=_parse_input_size(input_size),
-            seed=seed,
+            seed=_parse_integer("--seed", seed, least=0, most=_MOST_SEED) or 0,
             output=output,
             force=force,
             dry_run=dry_run,
@@ -199,51 +199,80 @@ def rules_schema_() -> None:
     typer.echo(json.dumps(rules_schema(), indent=2))
 
 
+_MOST_SIDE = 9_999  # cells or pixels; beyond it a kernel or an image is a slip of the keyboard
+_MOST_CHANNELS = 10**9
+_MOST_SEED = 2**63 - 1  # torch.Generator
+
+
 def parse_size(option: str, text: str | None) -> int | tuple[int, ...] | None:
     """ "17" -> 17, "17x9" -> (17, 9)."""
     if text is None:
         return None
-    parts = text.lower().split("x")
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts) or len(parts) > 3:
+    sizes = [_integer(part) for part in text.lower().split("x")]
+    if not 1 <= len(sizes) <= 3 or not all(size and size <= _MOST_SIDE for size in sizes):
         raise DclsConvertError(
-            f"{option} {text!r} is not a size; give a positive integer such as 17, or sides such as 17x9"
+            f"{option} {_quoted(text)} is not a size; give an integer from 1 to {_MOST_SIDE} such as 17, "
+            "or sides such as 17x9"
         )
-    sizes = tuple(map(int, parts))
-    return sizes[0] if len(sizes) == 1 else sizes
+    return sizes[0] if len(sizes) == 1 else tuple(size or 0 for size in sizes)
 
 
-def _parse_count(text: str) -> int | str:
-    if text == AUTO:
-        return text
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise DclsConvertError(f"--kernel-count {text!r} must be a positive integer, or auto")
-    return int(text)
+def _parse_count(text: str) -> int:
+    count = _integer(text)
+    if not count or count > _MOST_CHANNELS:
+        raise DclsConvertError(f"--kernel-count {_quoted(text)} must be a positive integer, or auto")
+    return count
+
+
+def _parse_integer(option: str, text: str | None, *, least: int, most: int) -> int | None:
+    if text is None:
+        return None
+    number = _integer(text)
+    if number is None or not least <= number <= most:
+        raise DclsConvertError(f"{option} {_quoted(text)} must be an integer from {least} to {most}")
+    return number
 
 
 def _parse_input_size(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    parts = text.lower().split("x")
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts) or not 2 <= len(parts) <= 4:
-        raise DclsConvertError(f"--input-size {text!r} must be channels and sides, such as 3x224x224")
-    return tuple(map(int, parts))
+    sizes = [_integer(part) for part in text.lower().split("x")]
+    if not 2 <= len(sizes) <= 4 or not all(size and size <= _MOST_SIDE for size in sizes):
+        raise DclsConvertError(
+            f"--input-size {_quoted(text)} must be channels and sides, each from 1 to {_MOST_SIDE}, such as 3x224x224"
+        )
+    return tuple(size or 0 for size in sizes)
+
+
+def _integer(text: str) -> int | None:
+    """Digits and nothing else: int() takes underscores, spaces and digits of other scripts."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script: whatever happens ends in one line and the documented exit code."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), _interrupt)
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
     except _USAGE_ERROR as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
-        _fail(f"{' '.join(message.split())} Try 'dcls-convert --help'.", EXIT_MISTAKE)
+        _fail(f"{' '.join(message.split()).rstrip('.')}. Try 'dcls-convert --help'.", EXIT_MISTAKE)
     except DclsConvertError as error:
         _fail(one_line(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; nothing was left behind", EXIT_INTERRUPTED)
+        code = EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
         sys.exit(EXIT_BUG)
+    except OSError as error:  # the disk, a permission, a name that no file system takes: not ours to mend
+        about = f"{_quoted(str(error.filename))}: " if error.filename else ""
+        _fail(f"{about}{error.strerror or one_line(error)}", EXIT_MISTAKE)
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
@@ -252,6 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"(set {TRACEBACK_VARIABLE}=1 for a traceback to report)",
             EXIT_BUG,
         )
+    if code == EXIT_INTERRUPTED:  # typer makes this code of a KeyboardInterrupt
+        _fail("interrupted; nothing was left behind", EXIT_INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 from torch import nn
 
+from .budget import parse_percent
 from .checkpoint import LOAD_WITH_TIMM, LOAD_WITHOUT_TIMM, check_output, save_converted
 from .errors import DclsConvertError, PlanError
 from .geometry import size_text
@@ -25,7 +26,7 @@ from .rules import RuleSet, choose_rules, claim_sites, load_rules
 from .sites import find_convs
 from .surgery import apply_plan_
 from .views import report_view
-from .weights import load_weights_, read_weights
+from .weights import check_weights_file, load_weights_, read_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +64,15 @@ def run_convert(options: ConvertOptions) -> None:
     ruleset = None if options.rules == AUTO else load_rules(options.rules)
     if options.output is not None and not options.dry_run:
         check_output(options.output, force=options.force)
-    with _steps(options, 2 if options.dry_run else 5) as step:
+    # What models and their loaders print is progress, and must not get into the results.
+    with redirect_stdout(sys.stderr), _steps(options, 2 if options.dry_run else 5) as step:
         step("planning")
-        source = resolve_model(options.model, num_classes=options.num_classes, in_chans=options.in_chans)
+        source = resolve_model(
+            options.model,
+            num_classes=options.num_classes,
+            in_chans=options.in_chans,
+            pretrained=options.pretrained,
+        )
         twin = build_model(source, device="meta", seed=options.seed, offline=options.dry_run)
         plan, ruleset = _plan(options, ruleset, twin, source)
         report = predict_report(plan)
@@ -114,12 +121,16 @@ def _check_conflicts(options: ConvertOptions) -> None:
             options.positions != "normal" and options.init != "random" and _has_weights(options),
             "--positions is for random positions, --init auto keeps those of the trained kernels; use --init random",
         ),
+        (
+            options.kernel_count != AUTO and (options.scope != "model" or parse_percent(options.budget) != 1),
+            "--kernel-count states the count, so --budget and --scope would have no effect",
+        ),
     ]
     for conflict, message in conflicts:
         if conflict:
             raise DclsConvertError(message)
-    if options.checkpoint is not None and not options.checkpoint.is_file():
-        raise DclsConvertError(f"--checkpoint {options.checkpoint}: there is no such file")
+    if options.checkpoint is not None:
+        check_weights_file(options.checkpoint)
 
 
 def _has_weights(options: ConvertOptions) -> bool:

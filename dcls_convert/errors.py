@@ -37,7 +37,7 @@ class CheckpointError(DclsConvertError):
 
 def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:
     """`" (did you mean 'a' or 'b'?)"` for the known words closest to `word`; empty where none is close."""
-    close = difflib.get_close_matches(word, list(known), n=limit, cutoff=0.6)
+    close = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=limit, cutoff=0.6)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 

@@ -21,6 +21,9 @@ def check_window(kernel_size: Sequence[int], dilation: Sequence[int], window: Se
     Raises:
         PlanError: The window is smaller than the kernel's extent, or of the other parity; says which would do.
     """
+    if len(window) != len(kernel_size):
+        sides = "side" if len(window) == 1 else "sides"
+        raise PlanError(f"window {size_text(window)} has {len(window)} {sides}, the kernel has {len(kernel_size)}")
     for axis, (kernel, spacing, size) in enumerate(zip(kernel_size, dilation, window, strict=True)):
         old = extent(kernel, spacing)
         where = "" if len(window) == 1 else f" (axis {axis} of {size_text(window)})"

@@ -73,12 +73,16 @@ def construct_kernel(
     Raises:
         ValueError: Shapes that do not belong together, an unknown interpolation, sigma missing or superfluous.
     """
+    if len(set(dense_axes)) != len(dense_axes) or not set(dense_axes) <= set(range(len(size))):
+        raise ValueError(f"dense_axes={tuple(dense_axes)} must be different axes from 0 to {len(size) - 1}")
     axes = learnt_axes(len(size), dense_axes)
     learnt = [size[axis] for axis in axes]
     method = find_interpolation(interpolation)
     _check_shapes(weight, positions, size, axes, sigma, method, interpolation)
+    dtype = torch.promote_types(_at_least_float32(weight), _at_least_float32(positions))
     with _full_precision(weight.device.type):
-        kernel = method.construct(_widen(weight), _widen(positions), None if sigma is None else _widen(sigma), learnt)
+        spread = None if sigma is None else sigma.to(dtype)
+        kernel = method.construct(weight.to(dtype), positions.to(dtype), spread, learnt)
     order = [axis for axis in range(len(size)) if axis not in axes] + list(axes)
     spatial = [2 + order.index(axis) for axis in range(len(size))]
     return kernel.permute(0, 1, *spatial).to(weight.dtype)  # (O, I, *size)
@@ -119,9 +123,9 @@ def _check_shapes(
         raise ValueError(f"sigma has shape {tuple(sigma.shape)}; for this weight it must be {wanted_shape}")
 
 
-def _widen(tensor: Tensor) -> Tensor:
-    """At least float32: at 8 cells from the centre, bfloat16 positions are a sixteenth of a cell apart."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    """The dtype to compute in: at 8 cells from the centre, bfloat16 positions are a sixteenth of a cell apart."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _full_precision(device_type: str) -> AbstractContextManager[object]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from .convs import why_not_replaceable
 from .geometry import grown_padding
 from .interpolation import construct_kernel, find_interpolation, learnt_axes, position_limits
 from .warmstart import largest_elements
@@ -93,7 +94,7 @@ class DclsConvNd(nn.Module):
         self.dilation = self._per_axis("dilation", dilation, least=1)
         self.padding_mode = padding_mode
         self.interpolation = interpolation
-        self.dense_axes = tuple(sorted(dense_axes))
+        self.dense_axes = _dense_axes(dense_axes, self.dims)
         self._check()
         # The module on which tied parameters are registered, and their names there. Not through nn.Module's
         # __setattr__, which would register the owner below the layer as well.
@@ -103,18 +104,18 @@ class DclsConvNd(nn.Module):
         self.reset_parameters()
 
     def _per_axis(self, name: str, value: IntOrTuple, least: int) -> tuple[int, ...]:
-        sizes = (value,) * self.dims if isinstance(value, int) else tuple(value)
-        if len(sizes) != self.dims or any(not isinstance(size, int) or size < least for size in sizes):
+        sizes = tuple(value) if isinstance(value, Sequence) else (value,) * self.dims
+        if len(sizes) != self.dims or not all(_is_integer(size) and size >= least for size in sizes):
             raise ValueError(f"{name}={value!r} must be an integer of at least {least}, or {self.dims} of them")
         return sizes
 
     def _check(self) -> None:
         for name in ("in_channels", "out_channels"):
-            channels = getattr(self, name)
-            if self.groups < 1 or channels < 1 or channels % self.groups:
-                raise ValueError(f"{name}={channels} must be a positive multiple of groups={self.groups}")
-        if self.kernel_count < 1:
-            raise ValueError(f"kernel_count={self.kernel_count} must be at least 1")
+            channels, groups = getattr(self, name), self.groups
+            if not (_is_integer(channels) and _is_integer(groups)) or min(channels, groups) < 1 or channels % groups:
+                raise ValueError(f"{name}={channels!r} must be a positive multiple of groups={groups!r}")
+        if not _is_integer(self.kernel_count) or self.kernel_count < 1:
+            raise ValueError(f"kernel_count={self.kernel_count!r} must be an integer of at least 1")
         if self.padding_mode not in PADDING_MODES:
             raise ValueError(f"padding_mode={self.padding_mode!r} must be one of {', '.join(PADDING_MODES)}")
         if isinstance(self.padding, str):
@@ -122,8 +123,6 @@ class DclsConvNd(nn.Module):
                 raise ValueError(f"padding={self.padding!r} must be 'same', 'valid' or integers")
             if self.padding == "same" and any(stride != 1 for stride in self.stride):
                 raise ValueError(f"padding='same' needs stride 1, not {self.stride}")
-        if any(axis not in range(self.dims) for axis in self.dense_axes) or len(self.dense_axes) >= self.dims:
-            raise ValueError(f"dense_axes={self.dense_axes} must be axes below {self.dims}, and leave one to be learnt")
         find_interpolation(self.interpolation)
 
     def _register_parameters(self, bias: bool, **factory: Any) -> None:
@@ -159,9 +158,12 @@ class DclsConvNd(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound, generator=generator)
         nn.init.normal_(self.positions, 0.0, POSITION_STD, generator=generator)
+        self._reset_sigma_()
+        self.clamp_positions_()
+
+    def _reset_sigma_(self) -> None:
         if self.sigma is not None:
             nn.init.constant_(self.sigma, cast(float, find_interpolation(self.interpolation).initial_sigma))
-        self.clamp_positions_()
 
     def __getattr__(self, name: str) -> Any:
         # Reached for tied parameters alone: those of its own are found in the layer.
@@ -173,11 +175,24 @@ class DclsConvNd(nn.Module):
 
         The parameter is registered on the owner alone, so that every tensor has one name in the state dict, and is
         looked up at each use, so that replacing it there (`to_empty`, `load_state_dict(assign=True)`, FSDP2) counts.
+
+        Args:
+            owner: A module that holds the layer, so that copies of it hold the layer's copy.
+            names: "positions" (and "sigma", where the layer has one) -> the parameter's name on the owner.
+
+        Raises:
+            ValueError: The names or shapes do not fit, or the layer is tied; it is then unchanged.
         """
-        for name, owner_name in names.items():
+        if self.is_tied:
+            raise ValueError("the layer is tied already")
+        own = {name for name in SHARED_PARAMETERS if self._parameters.get(name) is not None}
+        if names.keys() != own:
+            raise ValueError(f"names must say where to find {' and '.join(sorted(own))}, not {sorted(names)}")
+        for owner_name in names.values():
             shape = tuple(getattr(owner, owner_name).shape)
             if shape != (len(self.learnt_axes), *self.weight_shape):
                 raise ValueError(f"the owner's {owner_name} has shape {shape}, which does not fit this layer")
+        for name in names:
             del self._parameters[name]
         self.__dict__["_owner"] = owner
         self._owner_names = dict(names)
@@ -271,8 +286,10 @@ class DclsConvNd(nn.Module):
 
         Raises:
             ValueError: Window and old kernel of different parity, or a window smaller than the kernel: the output
-                would change its size.
+                would change its size. Or an object that is more than a convolution of torch.nn, with the reason.
         """
+        if reason := why_not_replaceable(conv) or (None if isinstance(conv, cls.conv_class) else "other dimension"):
+            raise ValueError(f"{type(conv).__name__} cannot become a {cls.__name__}: {reason}")
         layer = cls.like(conv, kernel_count, dilated_kernel_size, interpolation, dense_axes)
         weight, positions = largest_elements(
             [conv.weight.detach()],
@@ -296,23 +313,26 @@ class DclsConvNd(nn.Module):
         dense_axes: Sequence[int],
     ) -> Self:
         """As `from_conv`, with elements that are still to be filled in."""
-        sizes = (dilated_kernel_size,) * cls.dims if isinstance(dilated_kernel_size, int) else dilated_kernel_size
-        with torch.random.fork_rng(devices=[]):  # every value drawn here is overwritten
-            layer = cls(
-                conv.in_channels,
-                conv.out_channels,
-                kernel_count=kernel_count,
-                dilated_kernel_size=sizes,
-                stride=conv.stride,
-                padding=_grown_padding(conv, sizes),
-                groups=conv.groups,
-                bias=False,
-                padding_mode=conv.padding_mode,
-                interpolation=interpolation,
-                dense_axes=dense_axes,
-                device=conv.weight.device,
-                dtype=conv.weight.dtype,
-            )
+        layer = cls(
+            conv.in_channels,
+            conv.out_channels,
+            kernel_count=kernel_count,
+            dilated_kernel_size=dilated_kernel_size,
+            stride=conv.stride,
+            groups=conv.groups,
+            bias=False,
+            padding_mode=conv.padding_mode,
+            interpolation=interpolation,
+            dense_axes=dense_axes,
+            device="meta",  # draws nothing from any generator
+            dtype=conv.weight.dtype,
+        )
+        layer.padding = grown_padding(conv.padding, conv.kernel_size, conv.dilation, layer.dilated_kernel_size)
+        for axis in layer.dense_axes:
+            if (layer.dilated_kernel_size[axis], 1) != (conv.kernel_size[axis], conv.dilation[axis]):
+                raise ValueError(f"dense axis {axis} must keep its size {conv.kernel_size[axis]}, undilated")
+        layer.to_empty(device=conv.weight.device)
+        layer._reset_sigma_()
         layer.bias = cast(nn.Parameter | None, conv.bias)
         _take_over(conv, layer)
         return layer
@@ -322,19 +342,18 @@ class DclsConvNd(nn.Module):
 
         `timm.utils.reparameterize_model` calls it.
         """
-        with torch.random.fork_rng(devices=[]):  # every value drawn here is overwritten
-            conv = self.conv_class(  # type: ignore[call-arg]
-                self.in_channels,
-                self.out_channels,
-                self.dilated_kernel_size,
-                stride=self.stride,
-                padding=self.padding,
-                dilation=self.dilation,
-                groups=self.groups,
-                bias=False,
-                padding_mode=self.padding_mode,  # type: ignore[arg-type]
-                device="meta",
-            )
+        conv = self.conv_class(  # type: ignore[call-arg]
+            self.in_channels,
+            self.out_channels,
+            self.dilated_kernel_size,
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            groups=self.groups,
+            bias=False,
+            padding_mode=self.padding_mode,  # type: ignore[arg-type]
+            device="meta",  # draws nothing from any generator
+        )
         kernel = self.kernel().detach().contiguous()
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
         conv.bias = self.bias
@@ -399,8 +418,15 @@ class DclsConv3d(DclsConvNd):
 DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
 
 
-def _grown_padding(conv: _ConvNd, size: Sequence[int]) -> str | tuple[int, ...]:
-    return grown_padding(conv.padding, conv.kernel_size, conv.dilation, size)
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _dense_axes(axes: Sequence[int], dims: int) -> tuple[int, ...]:
+    given = tuple(axes) if isinstance(axes, Sequence) else (axes,)
+    if not set(given) < set(range(dims)) or len(set(given)) != len(given):
+        raise ValueError(f"dense_axes={axes!r} must be different axes below {dims}, and leave one to be learnt")
+    return tuple(sorted(given))
 
 
 def _take_over(old: nn.Module, new: nn.Module) -> None:

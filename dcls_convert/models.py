@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import inspect
+import json
 import os
 import sys
 import warnings
@@ -37,11 +38,13 @@ class ModelSource:
         return self.name.rpartition(":")[2].rstrip("/").rpartition("/")[2]
 
 
-def resolve_model(name: str, *, num_classes: int | None = None, in_chans: int | None = None) -> ModelSource:
+def resolve_model(
+    name: str, *, num_classes: int | None = None, in_chans: int | None = None, pretrained: bool = False
+) -> ModelSource:
     """Find out what a MODEL of the command line means: timm first, then torchvision.
 
     Raises:
-        ModelError: No such model, with the closest names.
+        ModelError: No such model, with the closest names; or options that it cannot have.
     """
     args: dict[str, Any] = {}
     if num_classes is not None:
@@ -61,10 +64,16 @@ def resolve_model(name: str, *, num_classes: int | None = None, in_chans: int | 
     if prefix == "torchvision" or not colon:
         wanted = rest if colon else name
         if wanted in _torchvision_models().list_models():
+            if pretrained and num_classes is not None:
+                raise ModelError(
+                    f"torchvision:{wanted}: its pretrained weights have a fixed number of classes; leave --num-classes"
+                )
             if in_chans is not None:
                 raise ModelError(f"torchvision:{wanted} has a fixed number of input channels; --in-chans is for timm")
             return ModelSource(name=f"torchvision:{wanted}", args=args)
     if colon and prefix not in ("timm", "torchvision"):
+        if pretrained:
+            raise ModelError(f"{name}: --pretrained is for timm and torchvision; let the factory load, or --checkpoint")
         return ModelSource(name=name, args=args)
     raise ModelError(f"no model {name!r}{did_you_mean(rest if colon else name, _known_models(prefix, colon), 3)}")
 
@@ -90,7 +99,10 @@ def build_model(
             with contextlib.suppress(ModelError), torch.device("meta"):
                 return _build(source, pretrained=False, offline=offline)
         torch.manual_seed(seed)
-        return _build(source, pretrained=pretrained, offline=offline)
+        model = _build(source, pretrained=pretrained, offline=offline)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError(f"{source.name}: was built on the meta device, without weights; build it on the CPU")
+    return model
 
 
 def rebuildable_source(model: nn.Module, source: ModelSource) -> ModelSource:
@@ -118,14 +130,18 @@ def _build(source: ModelSource, *, pretrained: bool, offline: bool) -> nn.Module
         if kind == "timm" or kind in FOREIGN_SOURCES:
             if kind == "hf-hub" and offline:
                 _check_cached(name)
+            if kind == "local-dir":
+                _check_folder(Path(name))
             target = name if kind == "timm" else source.name
             model = _timm().create_model(target, pretrained=pretrained, **source.args)
         elif kind == "torchvision":
             model = _build_torchvision(name, source.args, pretrained)
         else:
-            model = _build_own(source, pretrained)
+            model = _build_own(source)
     except DclsConvertError:
         raise
+    except SystemExit as error:
+        raise ModelError(f"{source.name}: its factory leaves the program (SystemExit {error.code})") from error
     except Exception as error:  # what timm, torchvision, the hub or the user's factory raise has no common base
         what = "its pretrained weights cannot be had" if pretrained else "cannot be built"
         raise ModelError(f"{source.name}: {what}: {type(error).__name__}: {one_line(error)[:300]}") from error
@@ -136,10 +152,6 @@ def _build(source: ModelSource, *, pretrained: bool, offline: bool) -> nn.Module
 
 def _build_torchvision(name: str, args: dict[str, Any], pretrained: bool) -> nn.Module:
     models = _torchvision_models()
-    if pretrained and "num_classes" in args:
-        raise ModelError(
-            f"torchvision:{name}: its pretrained weights have a fixed number of classes; leave --num-classes"
-        )
     known = inspect.signature(models.get_model_builder(name)).parameters
     options = dict(args)
     if "weights_backbone" in known:
@@ -147,17 +159,16 @@ def _build_torchvision(name: str, args: dict[str, Any], pretrained: bool) -> nn.
     return models.get_model(name, weights="DEFAULT" if pretrained else None, **options)  # type: ignore[no-any-return]
 
 
-def _build_own(source: ModelSource, pretrained: bool) -> nn.Module:
+def _build_own(source: ModelSource) -> nn.Module:
     module_name, _, attribute = source.name.partition(":")
-    if pretrained:
-        raise ModelError(
-            f"{source.name}: --pretrained is for timm and torchvision; let the factory load, or --checkpoint"
-        )
     with _folder_on_path(os.getcwd()):
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
-            raise ModelError(f"{source.name}: module {module_name!r} cannot be imported: {one_line(error)}") from error
+            raise ModelError(
+                f"{source.name}: module {module_name!r} cannot be imported: {one_line(error)}"
+                + did_you_mean(module_name, ("timm", "torchvision", *FOREIGN_SOURCES))
+            ) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise ModelError(f"{source.name}: module {module_name!r} has no function {attribute!r}")
@@ -172,9 +183,21 @@ def _check_cached(repository: str) -> None:
         raise ModelError(f"hf-hub:{repository}: its config is not in the local cache, and a dry run downloads nothing")
 
 
+def _check_folder(folder: Path) -> None:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"local-dir:{folder}: {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"local-dir:{folder}: {path} is not JSON: {one_line(error)}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
+        raise ModelError(f"local-dir:{folder}: {path} names no architecture; it is not a config of timm")
+
+
 def _check_tag(name: str) -> None:
-    architecture, _, tag = name.partition(".")
-    if tag:
+    architecture, dot, tag = name.partition(".")
+    if dot:
         tags = [known.partition(".")[2] for known in _timm().list_pretrained(architecture + ".*")]
         if tag not in tags:
             raise ModelError(f"timm:{architecture} has no weights tagged {tag!r}; tags: {', '.join(tags) or 'none'}")

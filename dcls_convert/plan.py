@@ -14,7 +14,7 @@ from .budget import Budget, BudgetUnit, LayerCost, conv_macs, parse_percent, sol
 from .errors import CheckpointError, NothingMatchesError, PlanError, RuleError
 from .geometry import check_window, grown_padding, size_text
 from .options import AUTO, DEFAULT_BUDGET, INTERPOLATIONS, SCOPES, TIES, Scope, Tie
-from .rules import Rule, RuleSet, builtin_rules, choose_rules, claim_sites, load_rules
+from .rules import Claims, Rule, RuleSet, builtin_rules, choose_rules, claim_sites, load_rules
 from .sites import ConvSite, ModelConvs, Skipped
 
 PLAN_FORMAT: Literal[1] = 1
@@ -293,8 +293,10 @@ def _claim(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skip
             skipped.append(Skipped(name=site.name, type=site.type, reason=str(reason)))
         else:
             rule_of[site.name] = index
+    if claims.rule_of and not rule_of:
+        raise NothingMatchesError(f"{rules.source}: its rules skip all that they match; nothing would be converted")
     if not rule_of:
-        raise NothingMatchesError(_nothing_matches(rules, convs))
+        raise NothingMatchesError(_nothing_matches(rules, convs, claims))
     for index, rule in enumerate(rules.rules):
         if index not in claims.rule_of.values():
             shadowed = any(rule.match.misses(site) is None for site in convs.sites)
@@ -303,8 +305,8 @@ def _claim(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skip
     return rule_of, skipped
 
 
-def _nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
-    kinds = Counter(f"{site.kind} {size_text(site.kernel_size)}" for site in convs.sites)
+def _nothing_matches(rules: RuleSet, convs: ModelConvs, claims: Claims) -> str:
+    kinds = Counter(f"{site.kind} {size_text(site.kernel_size)}" + " in the stem" * site.stem for site in convs.sites)
     kinds += Counter(f"{skip.type} ({skip.reason})" for skip in convs.skipped)
     has = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4)) or "no convolution at all"
     message = f"nothing in the model matches rules {rules.source!r}; it has {has}"
@@ -340,9 +342,7 @@ def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tup
         )
     else:
         if len(size) != site.dims:
-            raise PlanError(
-                f"the size {size_text(size)} is for {len(size)} dimensions, this convolution has {site.dims}"
-            )
+            raise PlanError(f"the size {size_text(size)} is for {len(size)}-D, this convolution is {site.dims}-D")
         flat = {axis for axis, side in enumerate(size) if side == 1} if max(size) > 1 else set()
     dense = {axis for axis in rule.dense_axes or () if axis < site.dims} | flat
     if len(dense) == site.dims:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from .errors import RuleError, did_you_mean
+from .errors import RuleError, did_you_mean, one_line
 from .geometry import size_text
 from .options import AUTO, INTERPOLATIONS, Interpolation
 
@@ -47,7 +47,7 @@ class Range(_Strict):
 
 Number = Positive | Range
 Size = Positive | Annotated[list[Positive], Field(min_length=1, max_length=3)]
-Globs = str | list[str]
+Globs = str | Annotated[list[str], Field(min_length=1)]
 
 _GLOB = "a pattern with * and ?, or a list of such patterns"
 _NUMBER = "a positive integer, or {min: N, max: N}"
@@ -59,7 +59,12 @@ class Match(_Strict):
     path: Globs | None = Field(None, description=f"{_GLOB}, for the module's qualified name")
     stage: Globs | None = Field(None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem")
     type: Globs | None = Field(None, description=f"{_GLOB}, for the class name")
-    kind: Kind | list[Kind] | None = Field(None, description="depthwise, grouped, dense, or a list of them")
+    stem: bool | None = Field(
+        None, description="true or false: whether it belongs to the stem, or takes the image itself"
+    )
+    kind: Kind | Annotated[list[Kind], Field(min_length=1)] | None = Field(
+        None, description="depthwise, grouped, dense, or a list of them"
+    )
     dims: Annotated[int, Field(ge=1, le=3)] | None = Field(None, description="1, 2 or 3 spatial dimensions")
     kernel_size: Size | Range | None = Field(
         None,
@@ -115,7 +120,10 @@ class Rule(Layer):
 class RuleSet(_Strict):
     """A rule file."""
 
-    format: Literal[1] = Field(description=f"{RULES_FORMAT}, the version of this format")
+    # Not Literal[1]: to Python, True and 1.0 are 1.
+    format: Annotated[int, Field(ge=RULES_FORMAT, le=RULES_FORMAT)] = Field(
+        description=f"{RULES_FORMAT}, the version of this format"
+    )
     description: str = Field("", description="a text")
     defaults: Defaults = Field(Defaults(), description="a mapping with the size for rules that state none")
     rules: list[Rule] = Field(min_length=1, description="a list of at least one rule")
@@ -157,15 +165,21 @@ def load_rules(source: str | Path) -> RuleSet:
         RuleError: No such rule set, or anything in it that this version does not know; one line with the place.
     """
     path = builtin_rules().get(str(source), Path(source))
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except OSError as error:
+        raise RuleError(f"rules {str(source)[:60]!r}: {error.strerror}") from error
+    if not found:
         known = [*builtin_rules(), AUTO]
         raise RuleError(
             f"rules {str(source)!r} are neither a file nor one of {', '.join(known)}{did_you_mean(str(source), known)}"
         )
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RuleError(f"{source}: cannot be read as a UTF-8 text: {error}") from error
+    except OSError as error:
+        raise RuleError(f"{source}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RuleError(f"{source}: is not a UTF-8 text: {error}") from error
     return parse_rules(text, source=str(source))
 
 
@@ -173,13 +187,17 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
     """As `load_rules`, from the YAML text itself; `source` is what messages call it."""
     try:
         data = yaml.load(text, Loader=_UniqueKeyLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except Exception as error:  # PyYAML's constructors raise whatever Python does: KeyError, AttributeError, ...
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}:" if mark else ""
-        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        problem = getattr(error, "problem", None) or f"{type(error).__name__}: {one_line(error)}"
         raise RuleError(f"{source}:{place} not valid YAML: {problem}") from error
     if not isinstance(data, dict):
-        raise RuleError(f"{source}: must be a mapping with {', '.join(RuleSet.model_fields)}, not {_shown(data)}")
+        kinds = {list: "a list", str: "a text", type(None): "empty"}
+        kind = kinds.get(type(data), f"of type {type(data).__name__}")
+        raise RuleError(f"{source}: is {kind}, but must be a mapping with {', '.join(RuleSet.model_fields)}")
+    if odd := [key for key in data if not isinstance(key, str)]:
+        raise RuleError(f"{source}: unknown key {odd[0]!r}; known: {', '.join(RuleSet.model_fields)}")
     try:
         rules = RuleSet.model_validate(data)
     except ValidationError as error:
@@ -233,6 +251,7 @@ _PREDICATES: dict[str, Callable[[Any, "ConvSite"], bool]] = {
     "path": lambda wanted, site: any(_globs(wanted, name) for name in site.names),
     "stage": lambda wanted, site: _globs(wanted, site.stage),
     "type": lambda wanted, site: _globs(wanted, site.type),
+    "stem": lambda wanted, site: site.stem == wanted,
     "kind": lambda wanted, site: site.kind in ([wanted] if isinstance(wanted, str) else wanted),
     "dims": lambda wanted, site: site.dims == wanted,
     "kernel_size": lambda wanted, site: _sizes(wanted, site.kernel_size),
@@ -261,8 +280,10 @@ def _shown(value: Any) -> str:
 
 def _explain(error: ValidationError) -> str:
     """The first complaint of pydantic as one line: the place in the file, what was found, what is allowed."""
-    # A misspelt key comes before the complaint that the right one is missing.
-    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    # A misspelt key says more than the complaint that the right one is missing, and a sentence of our own more than
+    # what the other members of a union have to say.
+    telling = {"extra_forbidden": 0, "value_error": 1}
+    problem = min(error.errors(), key=lambda problem: telling.get(problem["type"], 2))
     place, field = "", None
     owner: type[BaseModel] = RuleSet  # of the field
     model: type[BaseModel] | None = RuleSet  # of what the field holds
@@ -284,7 +305,10 @@ def _explain(error: ValidationError) -> str:
         return f"{place.rpartition('.')[0] or 'top level'}: {place.rpartition('.')[2]} is missing"
     if problem["type"] == "value_error":
         return f"{place}: {problem['ctx']['error']}"
-    allowed = field.description if field is not None else ", ".join(owner.model_fields)
+    if model is not None and place.endswith("]"):
+        allowed = f"a mapping with {', '.join(model.model_fields)}"
+    else:
+        allowed = str(field.description) if field is not None else ", ".join(owner.model_fields)
     return f"{place}: found {_found_text(problem['input'])}; allowed is {allowed}"
 
 
@@ -302,10 +326,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
-            if key_node.value in seen and isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key_node.value!r} stands twice", key_node.start_mark
-                )
             if isinstance(key_node, yaml.ScalarNode):
+                if key_node.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {key_node.value!r} stands twice", key_node.start_mark
+                    )
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep)

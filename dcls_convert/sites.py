@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.utils import parametrize
+from torch.nn.modules.conv import _ConvNd
 
 from .budget import conv_macs
+from .convs import why_not_replaceable
 from .errors import PlanError, one_line
+from .geometry import size_text
+from .layers import DclsConvNd
 
-CONV_CLASSES: dict[int, type[_ConvNd]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+IMAGE_CHANNELS = 3  # where no input size is known
 KINDS = ("depthwise", "grouped", "dense")
 
 
@@ -26,6 +28,7 @@ class ConvSite:
     type: str  # class name
     kind: str  # one of KINDS
     stage: str | None  # "stages.2"; None where the model has no stages, or outside them
+    stem: bool  # in the stem, by timm's word or because it takes the image itself
     in_channels: int
     out_channels: int
     groups: int
@@ -106,25 +109,32 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
             be run so, they are None.
 
     Raises:
-        PlanError: `input_size` is not two to four positive integers.
+        PlanError: `input_size` is not positive integers for as many dimensions as the convolutions have, or the model
+            has DCLS layers already.
     """
-    size = _input_size(model, input_size)
+    converted = sum(isinstance(module, DclsConvNd) for module in model.modules())
+    if converted:
+        raise PlanError(f"the model is converted already: it has {converted} DCLS layers")
     names_of: dict[_ConvNd, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _ConvNd):
             names_of.setdefault(module, []).append(name)
-    stage_of, stages_from = stage_finder(model)
+    size = _input_size(model, input_size, max((len(conv.kernel_size) for conv in names_of), default=2))
+    stages = find_stages(model)
     calls, macs, note = _trace(model, size, names_of)
     shared = _shared_weights(model)
     sites: list[ConvSite] = []
     skipped: list[Skipped] = []
     for module, names in names_of.items():
-        reason = _cannot_convert(module, shared)
+        reason = why_not_replaceable(module)
+        if reason is None and id(module.weight) in shared:
+            reason = f"its weight is shared with {shared[id(module.weight)]}"
         if reason is not None:
             skipped.append(Skipped(name=names[0], type=type(module).__name__, reason=reason))
         else:
             known = calls.get(module, _Calls()) if macs is not None else None
-            sites.append(_site(module, tuple(names), stage_of(names[0]), known))
+            stem = stages.in_stem(names[0]) or module.in_channels == (size[0] if size else IMAGE_CHANNELS)
+            sites.append(_site(module, tuple(names), stages.stage_of(names[0]), stem, known))
     return ModelConvs(
         sites=tuple(sites),
         skipped=tuple(skipped),
@@ -132,17 +142,18 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         macs=macs,
         input_size=size,
         macs_note=note,
-        stages_from=stages_from,
+        stages_from=stages.source,
     )
 
 
-def _site(conv: _ConvNd, names: tuple[str, ...], stage: str | None, calls: _Calls | None) -> ConvSite:
+def _site(conv: _ConvNd, names: tuple[str, ...], stage: str | None, stem: bool, calls: _Calls | None) -> ConvSite:
     depthwise = conv.groups == conv.in_channels and conv.groups > 1
     return ConvSite(
         names=names,
         type=type(conv).__name__,
         kind="depthwise" if depthwise else "grouped" if conv.groups > 1 else "dense",
         stage=stage,
+        stem=stem,
         in_channels=conv.in_channels,
         out_channels=conv.out_channels,
         groups=conv.groups,
@@ -158,29 +169,6 @@ def _site(conv: _ConvNd, names: tuple[str, ...], stage: str | None, calls: _Call
     )
 
 
-def _cannot_convert(conv: _ConvNd, shared: Mapping[int, str]) -> str | None:
-    """Why this object cannot be replaced, whatever the rules say; None where it can."""
-    kind = type(conv).__name__
-    if isinstance(conv, _ConvTransposeNd):
-        return "transposed convolution"
-    if parametrize.is_parametrized(conv):
-        return f"its {', '.join(conv.parametrizations)} is parametrised (torch.nn.utils.parametrize)"  # type: ignore[arg-type]
-    if set(conv._parameters) != {"weight", "bias"}:
-        return f"its weight is computed from other parameters ({', '.join(sorted(conv._parameters))})"
-    if isinstance(conv.weight, nn.parameter.UninitializedParameter):
-        return "lazy convolution that has not seen an input yet"
-    base = next((base for base in CONV_CLASSES.values() if isinstance(conv, base)), None)
-    if base is None or any(
-        getattr(type(conv), method) is not getattr(base, method) for method in ("forward", "_conv_forward", "__call__")
-    ):
-        return f"{kind} has a forward of its own that is not known here"
-    if conv._modules or conv._buffers:
-        return f"{kind} holds {', '.join([*conv._modules, *conv._buffers])}, which would be lost"
-    if id(conv.weight) in shared:
-        return f"its weight is shared with {shared[id(conv.weight)]}"
-    return None
-
-
 def _shared_weights(model: nn.Module) -> dict[int, str]:
     """id of each parameter that several modules hold -> the names of those modules."""
     holders: dict[int, list[str]] = {}
@@ -191,7 +179,7 @@ def _shared_weights(model: nn.Module) -> dict[int, str]:
     return {key: " and ".join(names) for key, names in holders.items() if len(names) > 1}
 
 
-def _input_size(model: nn.Module, given: Sequence[int] | None) -> tuple[int, ...] | None:
+def _input_size(model: nn.Module, given: Sequence[int] | None, dims: int) -> tuple[int, ...] | None:
     if given is None:
         stated = getattr(model, "pretrained_cfg", None) or {}
         given = stated.get("input_size") if isinstance(stated, Mapping) else None
@@ -199,7 +187,11 @@ def _input_size(model: nn.Module, given: Sequence[int] | None) -> tuple[int, ...
         return (channels or given[0], *given[1:]) if given else None
     if not 2 <= len(given) <= 4 or any(not isinstance(size, int) or size < 1 for size in given):
         raise PlanError(f"input size {given!r} must be channels and spatial sizes, such as (3, 224, 224)")
-    return (3, *given) if len(given) == 2 else tuple(given)
+    if len(given) == dims:
+        return (IMAGE_CHANNELS, *given)
+    if len(given) != dims + 1:
+        raise PlanError(f"input size {size_text(given)} must be channels and {dims} sides, the model is {dims}-D")
+    return tuple(given)
 
 
 def _trace(
@@ -276,8 +268,17 @@ def _tensor_slots(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, tensor
 
 
-def stage_finder(model: nn.Module) -> tuple[Callable[[str], str | None], str]:
-    """A function from module name to stage name, and where the stages come from.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """Which stage a module belongs to, by its qualified name."""
+
+    source: str  # how the stages were found
+    stage_of: Callable[[str], str | None]
+    in_stem: Callable[[str], bool]
+
+
+def find_stages(model: nn.Module) -> Stages:
+    """The stages of a model.
 
     timm's models say what their stages are (`group_matcher(coarse=True)`); elsewhere the stage is the module path up
     to its first number: "layer1" for "layer1.0.conv2", "features.3" for "features.3.1.block.0".
@@ -285,17 +286,22 @@ def stage_finder(model: nn.Module) -> tuple[Callable[[str], str | None], str]:
     matcher = getattr(model, "group_matcher", None)
     if matcher is not None:
         try:
-            patterns = list(_stage_patterns(matcher(coarse=True)))
+            groups = matcher(coarse=True)
+            blocks, stems = list(_patterns(groups, stem=False)), list(_patterns(groups, stem=True))
         except Exception:  # a model's own code; those without a usable matcher have a structure all the same
-            patterns = []
-        if patterns:
-            return functools.partial(_stage_from_patterns, patterns), "timm's group_matcher"
-    return _stage_from_path, "module path"
+            blocks, stems = [], []
+        if blocks:
+            return Stages(
+                source="timm's group_matcher",
+                stage_of=functools.partial(_stage_from_patterns, blocks),
+                in_stem=lambda name: any(pattern.match(name + ".") for pattern in stems),
+            )
+    return Stages(source="module path", stage_of=_stage_from_path, in_stem=lambda name: False)
 
 
-def _stage_patterns(groups: Mapping[str, Any]) -> Iterator[re.Pattern[str]]:
+def _patterns(groups: Mapping[str, Any], *, stem: bool) -> Iterator[re.Pattern[str]]:
     for name, specs in groups.items():
-        if name.startswith("stem"):
+        if name.startswith("stem") != stem:
             continue
         for spec in [specs] if isinstance(specs, str) else specs:
             pattern, ordinal = (spec, None) if isinstance(spec, str) else spec

@@ -16,6 +16,7 @@ from .errors import CheckpointError, one_line
 
 # What training scripts wrap a state dict in, the one to take first. timm takes averaged weights before plain ones.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
+MOST_WRAPPERS = 3  # one in the other; a mapping can hold itself
 PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
 
@@ -29,18 +30,37 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         CheckpointError: No such file, not readable, or nothing in it that looks like a state dict.
     """
     path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(
-            f"checkpoint {path}: there is no such file" if not path.exists() else f"checkpoint {path}: is not a file"
-        )
+    check_weights_file(path)
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    state = _unwrapped(content)
-    if state is None:
-        found = (
+    where = f"checkpoint {path}"
+    unwrapped = _unwrapped(content)
+    if unwrapped is None:
+        kind = (
             f"a mapping with {_some(list(content))}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
         )
-        raise CheckpointError(f"checkpoint {path}: holds {found}, not a state dict (names to tensors)")
-    return {_stripped(name): tensor for name, tensor in state.items()}
+        raise CheckpointError(f"{where}: holds {kind}, not a state dict (names to tensors)")
+    state: dict[str, Tensor] = {}
+    for name, value in unwrapped.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{where}: entry {name!r} is a {type(value).__name__}, not a tensor")
+        if value.layout != torch.strided or value.is_meta or value.is_quantized:
+            kind = "without data (meta)" if value.is_meta else "quantized" if value.is_quantized else str(value.layout)
+            raise CheckpointError(f"{where}: {name} is {kind}; weights must be ordinary dense tensors")
+        stripped = _stripped(str(name))
+        if stripped in state:
+            raise CheckpointError(f"{where}: {name} is there twice, with and without the prefix of a wrapper")
+        state[stripped] = value
+    return state
+
+
+def check_weights_file(path: Path) -> None:
+    """Refuse what cannot be a file of weights; CheckpointError says why."""
+    try:
+        if not path.is_file():
+            missing = "there is no such file" if not path.exists() else "is not a file"
+            raise CheckpointError(f"checkpoint {path}: {missing}")
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path}: {error.strerror}") from error
 
 
 def load_weights_(
@@ -74,6 +94,8 @@ def load_weights_(
         parts = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(unexpected)} too many"] * bool(unexpected)
         raise CheckpointError(f"{where}: does not fit the model: it {' and '.join(parts)}")
     for name, tensor in state.items():
+        if tensor.is_complex() != own[name].is_complex():
+            raise CheckpointError(f"{where}: {name} is {tensor.dtype}, the model needs {own[name].dtype}")
         if tensor.shape != own[name].shape:
             raise CheckpointError(
                 f"{where}: {name} has shape {tuple(tensor.shape)}, the model needs {tuple(own[name].shape)}"
@@ -109,21 +131,21 @@ def _read_torch(path: Path) -> Any:
         with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
             warnings.simplefilter("ignore")  # old files make torch warn about itself
             return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # what unpickling damaged bytes raises has no bounds: struct.error, IndexError, ...
+        what = "is damaged or holds more than tensors" if isinstance(error, pickle.UnpicklingError) else "is damaged"
         raise CheckpointError(
-            f"checkpoint {path}: not readable with weights_only=True, it is damaged or holds more than tensors; "
-            "save its state dict alone"
+            f"checkpoint {path}: {what}, or is no file of torch.save; it is read with weights_only=True, so save its "
+            f"state dict alone ({type(error).__name__})"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {path}: not a readable torch file: {one_line(error)[:200]}") from error
 
 
-def _unwrapped(content: Any) -> dict[str, Tensor] | None:
-    if not isinstance(content, Mapping):
+def _unwrapped(content: Any, depth: int = 0) -> Mapping[Any, Any] | None:
+    """What a training script put its state dict into, taken off; None where there are no tensors anywhere."""
+    if not isinstance(content, Mapping) or depth > MOST_WRAPPERS:
         return None
-    if content and all(isinstance(value, Tensor) for value in content.values()):
-        return {str(name): value for name, value in content.items()}
-    return next((state for key in WRAPPERS if (state := _unwrapped(content.get(key))) is not None), None)
+    inner = (_unwrapped(content.get(key), depth + 1) for key in WRAPPERS)
+    own = content if any(isinstance(value, Tensor) for value in content.values()) else None
+    return next((state for state in inner if state is not None), own)
 
 
 def _stripped(name: str) -> str:
