@@ -203,3 +203,20 @@ def test_closed_pipe_is_no_traceback():
     done = subprocess.run(f"{PROGRAM} {TINY} --dry-run --verbose | head -1", shell=True, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
     assert "Broken" not in done.stderr
+
+
+def test_torch_and_torchvision_that_do_not_fit_are_one_line(capsys, monkeypatch):
+    import importlib
+
+    real = importlib.import_module
+
+    def import_module(name, *rest):
+        if name == "timm":
+            raise RuntimeError("operator torchvision::nms does not exist")
+        return real(name, *rest)
+
+    monkeypatch.setattr("dcls_convert.models.importlib.import_module", import_module)
+    run(TINY, code=2)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: timm cannot be imported: operator torchvision::nms does not exist; install matching")
+    assert "pip install --upgrade torch torchvision timm" in last
