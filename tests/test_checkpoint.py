@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import timm
@@ -15,6 +14,7 @@ from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversio
 from dcls_convert.checkpoint import FILES, check_output
 from dcls_convert.errors import CheckpointError
 from dcls_convert.models import ModelSource, build_model
+from dcls_convert.rules import builtin_rules
 
 from .conftest import TINY
 
@@ -68,7 +68,7 @@ def test_folder_holds_what_the_design_says(tmp_path):
     assert config["pretrained_cfg"]["mean"] == list(model.pretrained_cfg["mean"])
     report = json.loads((folder / "report.json").read_text())
     assert report == predict_report(plan).with_output(".").to_dict()
-    assert (folder / "rules.yaml").read_text() == Path("rules/depthwise.yaml").read_text()
+    assert (folder / "rules.yaml").read_text() == builtin_rules()["depthwise"].read_text()
     card = (folder / "README.md").read_text()
     assert f"{report['params']['after']:,}" in card
     assert "timm.create_model(" in card
