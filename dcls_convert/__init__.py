@@ -27,7 +27,8 @@ _HOMES = {
     ),
     "interpolation": ("construct_kernel",),
     "layers": ("DclsConv1d", "DclsConv2d", "DclsConv3d"),
-    "plan": ("ConversionPlan", "plan_conversion"),
+    "plan": ("plan_conversion",),
+    "plan_data": ("ConversionPlan",),
     "report": ("ConversionReport", "measure_report", "predict_report"),
     "rules": ("RuleSet", "load_rules"),
     "sites": ("find_convs",),
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
     from .layers import DclsConv1d as DclsConv1d
     from .layers import DclsConv2d as DclsConv2d
     from .layers import DclsConv3d as DclsConv3d
-    from .plan import ConversionPlan as ConversionPlan
     from .plan import plan_conversion as plan_conversion
+    from .plan_data import ConversionPlan as ConversionPlan
     from .report import ConversionReport as ConversionReport
     from .report import measure_report as measure_report
     from .report import predict_report as predict_report

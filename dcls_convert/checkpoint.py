@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import __version__
 from .errors import CheckpointError, DclsConvertError, PlanError, one_line
 from .models import ModelSource, build_model
-from .plan import ConversionPlan, plan_from_json
+from .plan_data import ConversionPlan, plan_from_json
 from .report import ConversionReport, measure_report
 from .surgery import TIMM_ARCHITECTURE, apply_plan_, timm_model_args
 from .views import report_markdown

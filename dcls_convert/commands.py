@@ -20,7 +20,8 @@ from .errors import DclsConvertError, PlanError
 from .geometry import size_text
 from .models import ModelSource, build_model, rebuildable_source, resolve_model
 from .options import AUTO, Init, Positions, Scope, Tie
-from .plan import ConversionPlan, plan_conversion
+from .plan import plan_conversion
+from .plan_data import ConversionPlan
 from .report import ConversionReport, measure_report, predict_report
 from .rules import RuleSet, choose_rules, claim_sites, load_rules
 from .sites import find_convs

@@ -1,10 +1,25 @@
-"""Which convolution objects can be replaced without losing anything of them. Imports nothing of the package."""
+"""Which convolution objects can be replaced, and what must be carried over. Imports nothing of the package."""
+
+from collections.abc import Collection
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
 CONV_CLASSES: dict[int, type[_ConvNd]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+# The registries of a module's forward and backward hooks. The new layer takes the very dictionaries over: a handle
+# that the user kept for `handle.remove()` points to them.
+_HOOK_REGISTRIES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
 
 
 def why_not_replaceable(conv: nn.Module) -> str | None:
@@ -26,3 +41,20 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     if conv._modules or conv._buffers:
         return f"{kind} holds {', '.join([*conv._modules, *conv._buffers])}, which would be lost"
     return None
+
+
+def carry_over(old: nn.Module, new: nn.Module, *, known: Collection[str]) -> None:
+    """Give `new` the mode, trainability and hooks of `old`, and whatever else someone hung on it.
+
+    Args:
+        old, new: A convolution and the layer that takes its place, or the other way round.
+        known: Names of the attributes with which the two describe themselves.
+    """
+    new.train(old.training)
+    for name, parameter in new._parameters.items():
+        if parameter is not None and name != "bias":  # the bias is the old one itself
+            parameter.requires_grad_(bool(old.weight.requires_grad))
+    for name in _HOOK_REGISTRIES:
+        new.__dict__[name] = old.__dict__[name]
+    more = {name: value for name, value in old.__dict__.items() if name not in known and name not in new.__dict__}
+    new.__dict__.update(more)

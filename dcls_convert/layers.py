@@ -5,7 +5,7 @@ Axes: N batch, O output channels, I input channels per group, E kernel elements,
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from .convs import why_not_replaceable
+from .convs import carry_over, why_not_replaceable
 from .geometry import grown_padding
 from .interpolation import construct_kernel, find_interpolation, learnt_axes, position_limits
 from .warmstart import largest_elements
@@ -21,19 +21,6 @@ from .warmstart import largest_elements
 POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 SHARED_PARAMETERS = ("positions", "sigma")  # what layers of a tie group have in common
-
-# The registries of a module's forward and backward hooks. The new layer takes the very dictionaries over: a handle
-# that the user kept for `handle.remove()` points to them.
-_HOOK_REGISTRIES = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-)
 
 IntOrTuple = int | Sequence[int]
 
@@ -60,6 +47,7 @@ class DclsConvNd(nn.Module):
 
     dims: ClassVar[int]
     conv_class: ClassVar[type[_ConvNd]]
+    conv_function: ClassVar[Callable[..., Tensor]]
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -245,10 +233,8 @@ class DclsConvNd(nn.Module):
         """(N, in_channels, *spatial) -> (N, out_channels, *spatial), as the convolution with `kernel()` does it."""
         if self.training:
             self.clamp_positions_()
-        return self._convolve(input, self.kernel(), self.bias)
-
-    def _convolve(self, input: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-        raise AssertionError("defined by the subclasses")
+        input, padding = self._padded(input)
+        return self.conv_function(input, self.kernel(), self.bias, self.stride, padding, self.dilation, self.groups)
 
     def _padded(self, input: Tensor) -> tuple[Tensor, str | tuple[int, ...]]:
         """The input and the padding left to the convolution, which knows zeros only."""
@@ -334,7 +320,7 @@ class DclsConvNd(nn.Module):
         layer.to_empty(device=conv.weight.device)
         layer._reset_sigma_()
         layer.bias = cast(nn.Parameter | None, conv.bias)
-        _take_over(conv, layer)
+        carry_over(conv, layer, known=_OWN_ATTRIBUTES)
         return layer
 
     def fuse(self) -> _ConvNd:
@@ -357,7 +343,7 @@ class DclsConvNd(nn.Module):
         kernel = self.kernel().detach().contiguous()
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
         conv.bias = self.bias
-        _take_over(self, conv)
+        carry_over(self, conv, known=_OWN_ATTRIBUTES)
         return conv
 
     def extra_repr(self) -> str:
@@ -387,32 +373,17 @@ class DclsConvNd(nn.Module):
 
 class DclsConv1d(DclsConvNd):
     __doc__ = DclsConvNd.__doc__
-    dims = 1
-    conv_class = nn.Conv1d
-
-    def _convolve(self, input: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-        input, padding = self._padded(input)
-        return F.conv1d(input, kernel, bias, self.stride, padding, self.dilation, self.groups)
+    dims, conv_class, conv_function = 1, nn.Conv1d, staticmethod(F.conv1d)
 
 
 class DclsConv2d(DclsConvNd):
     __doc__ = DclsConvNd.__doc__
-    dims = 2
-    conv_class = nn.Conv2d
-
-    def _convolve(self, input: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-        input, padding = self._padded(input)
-        return F.conv2d(input, kernel, bias, self.stride, padding, self.dilation, self.groups)
+    dims, conv_class, conv_function = 2, nn.Conv2d, staticmethod(F.conv2d)
 
 
 class DclsConv3d(DclsConvNd):
     __doc__ = DclsConvNd.__doc__
-    dims = 3
-    conv_class = nn.Conv3d
-
-    def _convolve(self, input: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-        input, padding = self._padded(input)
-        return F.conv3d(input, kernel, bias, self.stride, padding, self.dilation, self.groups)
+    dims, conv_class, conv_function = 3, nn.Conv3d, staticmethod(F.conv3d)
 
 
 DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
@@ -427,20 +398,6 @@ def _dense_axes(axes: Sequence[int], dims: int) -> tuple[int, ...]:
     if not set(given) < set(range(dims)) or len(set(given)) != len(given):
         raise ValueError(f"dense_axes={axes!r} must be different axes below {dims}, and leave one to be learnt")
     return tuple(sorted(given))
-
-
-def _take_over(old: nn.Module, new: nn.Module) -> None:
-    """Mode, trainability, hooks, and whatever else someone hung on the old module."""
-    new.train(old.training)
-    trainable = bool(old.weight.requires_grad)
-    for name in ("weight", *SHARED_PARAMETERS):
-        parameter = new._parameters.get(name)
-        if parameter is not None:
-            parameter.requires_grad_(trainable)
-    for name in _HOOK_REGISTRIES:
-        new.__dict__[name] = old.__dict__[name]
-    known = _OWN_ATTRIBUTES | new.__dict__.keys()
-    new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in known})
 
 
 # What convolutions and DCLS layers say about themselves, and must not carry over to one another.

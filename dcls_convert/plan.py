@@ -1,152 +1,21 @@
 """Sites and rules to a conversion plan: what becomes what, and what is tied. Plain values; nothing is changed here."""
 
-import hashlib
-import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-from .budget import Budget, BudgetUnit, LayerCost, conv_macs, parse_percent, solve_counts
-from .errors import CheckpointError, NothingMatchesError, PlanError, RuleError
+from .budget import Budget, LayerCost, parse_percent, solve_counts
+from .errors import NothingMatchesError, PlanError, RuleError
 from .geometry import check_window, grown_padding, size_text
+from .interpolation import find_interpolation
 from .options import AUTO, DEFAULT_BUDGET, INTERPOLATIONS, SCOPES, TIES, Scope, Tie
+from .plan_data import ConversionPlan, LayerPlan, TieGroup
 from .rules import Claims, Rule, RuleSet, builtin_rules, choose_rules, claim_sites, load_rules
 from .sites import ConvSite, ModelConvs, Skipped
 
-PLAN_FORMAT: Literal[1] = 1
 MODEL_UNIT = "model"  # the unit of the budget with scope "model"
-_STRICT = ConfigDict(strict=True, extra="forbid")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerPlan:
-    """One convolution and the DCLS layer that takes its place."""
-
-    __pydantic_config__ = _STRICT
-
-    names: tuple[str, ...]  # every qualified name of the object, the first is canonical
-    stage: str | None
-    kind: str
-    in_channels: int
-    out_channels: int
-    groups: int
-    bias: bool
-    kernel_size: tuple[int, ...]
-    dilation: tuple[int, ...]
-    output_positions: int | None  # spatial positions of all calls for one image
-    dilated_size: tuple[int, ...]
-    dense_axes: tuple[int, ...]
-    interpolation: str
-    kernel_count: int
-    tie_group: str | None  # None: positions of its own
-    rule: str  # what the rule that claimed it is called
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def lines(self) -> int:
-        """Kernel lines: what one more element costs in weights."""
-        dense = [self.dilated_size[axis] for axis in self.dense_axes]
-        return _product([self.out_channels, self.in_channels // self.groups, *dense])
-
-    @property
-    def coordinates(self) -> int:
-        """Learnable coordinates of one element: its position, and sigma where the interpolation has one."""
-        axes = len(self.dilated_size) - len(self.dense_axes)
-        return axes if self.interpolation == "bilinear" else 2 * axes
-
-    @property
-    def dense_weights(self) -> int:
-        return _product([self.out_channels, self.in_channels // self.groups, *self.kernel_size])
-
-    @property
-    def element_weights(self) -> int:
-        return self.lines * self.kernel_count
-
-    @property
-    def position_params(self) -> int:
-        """Parameters for positions and sigma, shared by the tie group."""
-        return self.lines * self.kernel_count * self.coordinates
-
-    def macs(self, size: Sequence[int]) -> int | None:
-        """Multiply-accumulates for one image with a kernel of that size."""
-        if self.output_positions is None:
-            return None
-        return conv_macs(self.output_positions, self.out_channels, self.in_channels // self.groups, size)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TieGroup:
-    """Layers that share their positions, and where those are registered."""
-
-    __pydantic_config__ = _STRICT
-
-    name: str
-    owner: str  # qualified name of the lowest module that holds the group; "" is the model itself
-    parameters: dict[str, str]  # "positions" (and "sigma") -> the parameter's name on the owner
-    layers: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConversionPlan:
-    """Everything that the conversion decides; enough to rebuild the converted model from its source."""
-
-    __pydantic_config__ = _STRICT
-
-    format: Literal[1] = PLAN_FORMAT
-    model: str | None  # "timm:convnext_tiny"; None for a module that only its user can build
-    model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments with which it is built
-    input_size: tuple[int, ...] | None
-    rules: str  # file or name
-    scope: Scope
-    tie: Tie
-    share: Fraction  # of the replaced weights that the new parameters may use
-    layers: tuple[LayerPlan, ...]
-    tie_groups: tuple[TieGroup, ...]
-    skipped: tuple[Skipped, ...]
-    budget: tuple[BudgetUnit, ...]
-    params: int  # of the whole model, before
-    macs: int | None  # of the whole model, before
-    macs_note: str | None
-    stages_from: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dict(_ADAPTER.dump_python(self, mode="json"))
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2) + "\n"
-
-    @property
-    def hash(self) -> str:
-        """SHA-256 over the canonical JSON."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
-
-    def group(self, name: str) -> TieGroup:
-        return next(group for group in self.tie_groups if group.name == name)
-
-
-_ADAPTER: TypeAdapter[ConversionPlan] = TypeAdapter(ConversionPlan)
-
-
-def plan_from_json(text: str | bytes, where: str) -> ConversionPlan:
-    """The plan that `to_json` wrote.
-
-    Raises:
-        CheckpointError: Not such a text; names `where` and the place in it.
-    """
-    try:
-        return _ADAPTER.validate_json(text)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
-        raise CheckpointError(f"{where}: {place + ': ' if place else ''}{problem['msg']}") from error
 
 
 def plan_conversion(
@@ -190,18 +59,17 @@ def plan_conversion(
     drafts: list[_Draft] = []
     refused: list[Skipped] = []
     for site in convs.sites:
-        if site.name not in rule_of:
-            continue
-        rule = ruleset.rules[rule_of[site.name]]
-        size = rule.dilated_kernel_size or dilated_size or ruleset.defaults.dilated_kernel_size
-        try:
-            window, dense_axes = _window(site, size, rule)
-        except PlanError as error:
-            refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
-            continue
-        stated = rule.kernel_count or kernel_count
-        drafts.append(
-            _Draft(
+        if site.name in rule_of:
+            rule = ruleset.rules[rule_of[site.name]]
+            stated = rule.kernel_count or kernel_count
+            try:
+                window, dense_axes = _window(
+                    site, rule.dilated_kernel_size or dilated_size or ruleset.defaults.dilated_kernel_size, rule
+                )
+            except PlanError as error:
+                refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
+                continue
+            draft = _Draft(
                 site=site,
                 rule=ruleset.label(rule_of[site.name]),
                 window=window,
@@ -209,7 +77,7 @@ def plan_conversion(
                 interpolation=rule.interpolation or interpolation or INTERPOLATIONS[0],
                 given_count=None if stated == AUTO else int(stated),
             )
-        )
+            drafts.append(draft)
     _refuse(refused, drafts, strict)
     groups = _tie_groups(drafts) if tie == "stage" else {}
     layers, solved = _with_counts(drafts, groups, scope, share)
@@ -414,7 +282,7 @@ def _with_counts(
                 lines=layer.lines,
                 dense_weights=layer.dense_weights,
                 coordinates=layer.coordinates,
-                cells=_product(layer.dilated_size) // _product([layer.dilated_size[axis] for axis in layer.dense_axes]),
+                cells=layer.cells,
                 given_count=draft.given_count,
             )
         )
@@ -435,7 +303,7 @@ def _named_owners(groups: dict[str, list[_Draft]], layers: Sequence[LayerPlan]) 
         owner = common_parent([layer.name for layer in members])
         taken[owner] += 1
         suffix = f"_{taken[owner]}" if taken[owner] > 1 else ""
-        shared = ["positions"] if members[0].interpolation == "bilinear" else ["positions", "sigma"]
+        shared = ["positions", "sigma"] if find_interpolation(members[0].interpolation).has_sigma else ["positions"]
         result.append(
             TieGroup(
                 name=name,
@@ -460,10 +328,3 @@ def common_parent(names: Sequence[str]) -> str:
 
 def _all_names(convs: ModelConvs) -> list[str]:
     return [site.name for site in convs.sites] + [skip.name for skip in convs.skipped]
-
-
-def _product(numbers: Iterable[int]) -> int:
-    product = 1
-    for number in numbers:
-        product *= number
-    return product

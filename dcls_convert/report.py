@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from .budget import BudgetUnit
-from .plan import ConversionPlan, LayerPlan
+from .plan_data import ConversionPlan, LayerPlan
 from .sites import Skipped, count_flops
 
 REPORT_FORMAT = 1

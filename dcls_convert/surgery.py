@@ -12,7 +12,7 @@ from .errors import PlanError
 from .interpolation import position_limits
 from .layers import DCLS_LAYERS, POSITION_STD, DclsConvNd
 from .options import INITS, POSITIONS, Init, Positions
-from .plan import ConversionPlan, LayerPlan
+from .plan_data import ConversionPlan, LayerPlan
 from .warmstart import largest_elements
 
 TIMM_ARCHITECTURE = "dcls"  # the name under which timm rebuilds a converted model

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from .errors import CheckpointError, ModelError
 from .models import ModelSource, build_model
-from .plan import ConversionPlan, LayerPlan, TieGroup, common_parent, plan_from_json
+from .plan import common_parent
+from .plan_data import ConversionPlan, LayerPlan, TieGroup, plan_from_json
 from .surgery import TIMM_ARCHITECTURE, apply_plan_, note_for_timm
 from .weights import alias_names
 

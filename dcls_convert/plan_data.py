@@ -1,0 +1,152 @@
+"""A conversion plan as data: what becomes what, what is tied; to and from JSON."""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from .budget import BudgetUnit, conv_macs
+from .errors import CheckpointError
+from .interpolation import find_interpolation
+from .options import Scope, Tie
+from .sites import Skipped
+
+PLAN_FORMAT: Literal[1] = 1
+_STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPlan:
+    """One convolution and the DCLS layer that takes its place."""
+
+    __pydantic_config__ = _STRICT
+
+    names: tuple[str, ...]  # every qualified name of the object, the first is canonical
+    stage: str | None
+    kind: str
+    in_channels: int
+    out_channels: int
+    groups: int
+    bias: bool
+    kernel_size: tuple[int, ...]
+    dilation: tuple[int, ...]
+    output_positions: int | None  # spatial positions of all calls for one image
+    dilated_size: tuple[int, ...]
+    dense_axes: tuple[int, ...]
+    interpolation: str
+    kernel_count: int
+    tie_group: str | None  # None: positions of its own
+    rule: str  # what the rule that claimed it is called
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def lines(self) -> int:
+        """Kernel lines: what one more element costs in weights."""
+        dense = [self.dilated_size[axis] for axis in self.dense_axes]
+        return math.prod([self.out_channels, self.in_channels // self.groups, *dense])
+
+    @property
+    def cells(self) -> int:
+        """Cells of the window along the learnt axes."""
+        return math.prod(side for axis, side in enumerate(self.dilated_size) if axis not in self.dense_axes)
+
+    @property
+    def coordinates(self) -> int:
+        """Learnable coordinates of one element: its position, and sigma where the interpolation has one."""
+        axes = len(self.dilated_size) - len(self.dense_axes)
+        return 2 * axes if find_interpolation(self.interpolation).has_sigma else axes
+
+    @property
+    def dense_weights(self) -> int:
+        return math.prod([self.out_channels, self.in_channels // self.groups, *self.kernel_size])
+
+    @property
+    def element_weights(self) -> int:
+        return self.lines * self.kernel_count
+
+    @property
+    def position_params(self) -> int:
+        """Parameters for positions and sigma, shared by the tie group."""
+        return self.lines * self.kernel_count * self.coordinates
+
+    def macs(self, size: Sequence[int]) -> int | None:
+        """Multiply-accumulates for one image with a kernel of that size."""
+        if self.output_positions is None:
+            return None
+        return conv_macs(self.output_positions, self.out_channels, self.in_channels // self.groups, size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TieGroup:
+    """Layers that share their positions, and where those are registered."""
+
+    __pydantic_config__ = _STRICT
+
+    name: str
+    owner: str  # qualified name of the lowest module that holds the group; "" is the model itself
+    parameters: dict[str, str]  # "positions" (and "sigma") -> the parameter's name on the owner
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversionPlan:
+    """Everything that the conversion decides; enough to rebuild the converted model from its source."""
+
+    __pydantic_config__ = _STRICT
+
+    format: Literal[1] = PLAN_FORMAT
+    model: str | None  # "timm:convnext_tiny"; None for a module that only its user can build
+    model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments with which it is built
+    input_size: tuple[int, ...] | None
+    rules: str  # file or name
+    scope: Scope
+    tie: Tie
+    share: Fraction  # of the replaced weights that the new parameters may use
+    layers: tuple[LayerPlan, ...]
+    tie_groups: tuple[TieGroup, ...]
+    skipped: tuple[Skipped, ...]
+    budget: tuple[BudgetUnit, ...]
+    params: int  # of the whole model, before
+    macs: int | None  # of the whole model, before
+    macs_note: str | None
+    stages_from: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dict(_ADAPTER.dump_python(self, mode="json"))
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over the canonical JSON."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def group(self, name: str) -> TieGroup:
+        return next(group for group in self.tie_groups if group.name == name)
+
+
+_ADAPTER: TypeAdapter[ConversionPlan] = TypeAdapter(ConversionPlan)
+
+
+def plan_from_json(text: str | bytes, where: str) -> ConversionPlan:
+    """The plan that `to_json` wrote.
+
+    Raises:
+        CheckpointError: Not such a text; names `where` and the place in it.
+    """
+    try:
+        return _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise CheckpointError(f"{where}: {place + ': ' if place else ''}{problem['msg']}") from error
