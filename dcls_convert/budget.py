@@ -67,14 +67,14 @@ def parse_percent(text: str | float | int) -> Fraction:
     """A percentage as an exact fraction of 1: "99.5" -> 199/200.
 
     Raises:
-        PlanError: Not a number, or not above 0.
+        PlanError: Not a number, or out of bounds.
     """
     try:
         percent = Decimal(str(text))
     except InvalidOperation:
-        raise PlanError(f"budget {text!r} is not a number; give a percentage above 0, such as 100") from None
+        percent = Decimal("nan")
     if not percent.is_finite() or not LEAST_PERCENT <= percent <= MOST_PERCENT:
-        raise PlanError(f"budget {text} must be a percentage from {LEAST_PERCENT} to {MOST_PERCENT}")
+        raise PlanError(f"budget {str(text)!r} must be a percentage from {LEAST_PERCENT} to {MOST_PERCENT}")
     return Fraction(percent) / 100
 
 

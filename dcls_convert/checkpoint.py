@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from . import __version__
-from .errors import CheckpointError, DclsConvertError, PlanError, one_line
+from .errors import CheckpointError, DclsConvertError, PlanError, one_line, shortened
 from .models import ModelSource, build_model
 from .plan_data import ConversionPlan, plan_from_json
 from .report import ConversionReport, measure_report
@@ -122,7 +122,7 @@ def check_output(folder: Path, *, force: bool) -> None:
     try:
         _check_output(folder, force)
     except OSError as error:
-        raise CheckpointError(f"output {str(folder)[:60]}: {error.strerror}") from error
+        raise CheckpointError(f"output {shortened(folder)}: {error.strerror}") from error
 
 
 def _check_output(folder: Path, force: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .errors import DclsConvertError, one_line
+from .errors import DclsConvertError, one_line, shortened
 from .options import AUTO, DEFAULT_BUDGET, Init, Interpolation, Positions, Scope, Tie
 
 EXIT_BUG = 1
@@ -131,7 +131,7 @@ def convert(
         ConvertOptions(
             model=model,
             dilated_size=parse_size("--dilated-size", dilated_size),
-            kernel_count=AUTO if kernel_count == AUTO else _parse_count(kernel_count),
+            kernel_count=_parse_count(kernel_count),
             budget=budget,
             scope=scope,
             tie=tie,
@@ -211,17 +211,10 @@ def parse_size(option: str, text: str | None) -> int | tuple[int, ...] | None:
     sizes = [_integer(part) for part in text.lower().split("x")]
     if not 1 <= len(sizes) <= 3 or not all(size and size <= _MOST_SIDE for size in sizes):
         raise DclsConvertError(
-            f"{option} {_quoted(text)} is not a size; give an integer from 1 to {_MOST_SIDE} such as 17, "
+            f"{option} {shortened(text)!r} is not a size; give an integer from 1 to {_MOST_SIDE} such as 17, "
             "or sides such as 17x9"
         )
     return sizes[0] if len(sizes) == 1 else tuple(size or 0 for size in sizes)
-
-
-def _parse_count(text: str) -> int:
-    count = _integer(text)
-    if not count or count > _MOST_CHANNELS:
-        raise DclsConvertError(f"--kernel-count {_quoted(text)} must be a positive integer, or auto")
-    return count
 
 
 def _parse_integer(option: str, text: str | None, *, least: int, most: int) -> int | None:
@@ -229,8 +222,15 @@ def _parse_integer(option: str, text: str | None, *, least: int, most: int) -> i
         return None
     number = _integer(text)
     if number is None or not least <= number <= most:
-        raise DclsConvertError(f"{option} {_quoted(text)} must be an integer from {least} to {most}")
+        raise DclsConvertError(f"{option} {shortened(text)!r} must be an integer from {least} to {most}")
     return number
+
+
+def _parse_count(text: str) -> int | str:
+    try:
+        return AUTO if text == AUTO else _parse_integer("--kernel-count", text, least=1, most=_MOST_CHANNELS) or AUTO
+    except DclsConvertError as error:
+        raise DclsConvertError(f"{error}, or {AUTO}") from None
 
 
 def _parse_input_size(text: str | None) -> tuple[int, ...] | None:
@@ -239,7 +239,8 @@ def _parse_input_size(text: str | None) -> tuple[int, ...] | None:
     sizes = [_integer(part) for part in text.lower().split("x")]
     if not 2 <= len(sizes) <= 4 or not all(size and size <= _MOST_SIDE for size in sizes):
         raise DclsConvertError(
-            f"--input-size {_quoted(text)} must be channels and sides, each from 1 to {_MOST_SIDE}, such as 3x224x224"
+            f"--input-size {shortened(text)!r} must be channels and sides, each from 1 to {_MOST_SIDE}, "
+            "such as 3x224x224"
         )
     return tuple(size or 0 for size in sizes)
 
@@ -247,10 +248,6 @@ def _parse_input_size(text: str | None) -> tuple[int, ...] | None:
 def _integer(text: str) -> int | None:
     """Digits and nothing else: int() takes underscores, spaces and digits of other scripts."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
-
-
-def _quoted(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -271,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
         sys.exit(EXIT_BUG)
     except OSError as error:  # the disk, a permission, a name that no file system takes: not ours to mend
-        about = f"{_quoted(str(error.filename))}: " if error.filename else ""
+        about = f"{shortened(error.filename)!r}: " if error.filename else ""
         _fail(f"{about}{error.strerror or one_line(error)}", EXIT_MISTAKE)
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE):

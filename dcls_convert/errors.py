@@ -41,6 +41,12 @@ def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
+def shortened(text: object, limit: int = 60) -> str:
+    """What a message shows of a text that may be long."""
+    text = str(text)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 def one_line(error: BaseException) -> str:
     """The message of any exception, on one line: what a library said, without its layout."""
     return " ".join(str(error).split()) or type(error).__name__

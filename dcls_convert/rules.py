@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from .errors import RuleError, did_you_mean, one_line
+from .errors import RuleError, did_you_mean, one_line, shortened
 from .geometry import size_text
 from .options import AUTO, INTERPOLATIONS, Interpolation
 
@@ -168,7 +168,7 @@ def load_rules(source: str | Path) -> RuleSet:
     try:
         found = path.is_file()
     except OSError as error:
-        raise RuleError(f"rules {str(source)[:60]!r}: {error.strerror}") from error
+        raise RuleError(f"rules {shortened(source)!r}: {error.strerror}") from error
     if not found:
         known = [*builtin_rules(), AUTO]
         raise RuleError(
@@ -309,15 +309,10 @@ def _explain(error: ValidationError) -> str:
         allowed = f"a mapping with {', '.join(model.model_fields)}"
     else:
         allowed = str(field.description) if field is not None else ", ".join(owner.model_fields)
-    return f"{place}: found {_found_text(problem['input'])}; allowed is {allowed}"
+    return f"{place}: found {shortened(repr(problem['input']))}; allowed is {allowed}"
 
 
 _NESTED: dict[str, type[BaseModel]] = {"rules": Rule, "match": Match, "defaults": Defaults}
-
-
-def _found_text(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

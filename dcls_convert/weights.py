@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from .errors import CheckpointError, one_line
+from .errors import CheckpointError, one_line, shortened
 
 # What training scripts wrap a state dict in, the one to take first. timm takes averaged weights before plain ones.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
@@ -60,7 +60,7 @@ def check_weights_file(path: Path) -> None:
             missing = "there is no such file" if not path.exists() else "is not a file"
             raise CheckpointError(f"checkpoint {path}: {missing}")
     except OSError as error:
-        raise CheckpointError(f"checkpoint {path}: {error.strerror}") from error
+        raise CheckpointError(f"checkpoint {shortened(path)}: {error.strerror}") from error
 
 
 def load_weights_(
