@@ -30,6 +30,8 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     base = next((base for base in CONV_CLASSES.values() if isinstance(conv, base)), None)
     if base is None:
         return f"{kind} is no convolution of torch.nn"
+    if "forward" in vars(conv):
+        return f"{kind} has a forward of its own, set on this very object"
     if parametrize.is_parametrized(conv):
         return f"its {', '.join(conv.parametrizations)} is parametrised (torch.nn.utils.parametrize)"  # type: ignore[arg-type]
     if set(conv._parameters) != {"weight", "bias"}:

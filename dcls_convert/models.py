@@ -121,7 +121,12 @@ def known_source(model: nn.Module) -> ModelSource | None:
     architecture = config.get("architecture") if isinstance(config, dict) else None
     if not architecture or not _timm().is_model(architecture):
         return None
-    return ModelSource(name=f"timm:{architecture}", args=dict(getattr(model, "_model_args", {})))
+    args = dict(getattr(model, "_model_args", {}))
+    try:
+        json.dumps(args)
+    except (TypeError, ValueError):  # a layer class as an argument, say: only its user can build the model again
+        return None
+    return ModelSource(name=f"timm:{architecture}", args=args)
 
 
 def _build(source: ModelSource, *, pretrained: bool, offline: bool) -> nn.Module:

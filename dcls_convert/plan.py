@@ -1,5 +1,6 @@
 """Sites and rules to a conversion plan: what becomes what, and what is tied. Plain values; nothing is changed here."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,6 @@ from typing import Any, Literal
 from .budget import Budget, LayerCost, parse_percent, solve_counts
 from .errors import NothingMatchesError, PlanError, RuleError
 from .geometry import check_window, grown_padding, size_text
-from .interpolation import find_interpolation
 from .options import AUTO, DEFAULT_BUDGET, INTERPOLATIONS, SCOPES, TIES, Scope, Tie
 from .plan_data import ConversionPlan, LayerPlan, TieGroup
 from .rules import Claims, Rule, RuleSet, builtin_rules, choose_rules, claim_sites, load_rules
@@ -51,8 +51,9 @@ def plan_conversion(
         PlanError: Sizes, counts or a budget that do not fit, with what would.
         NothingMatchesError: No rule claims anything; says what the model has instead.
     """
-    _check_options(scope, tie, kernel_count, interpolation)
+    _check_options(scope, tie, kernel_count, interpolation, dilated_size)
     share = parse_percent(budget)
+    arguments = _json_arguments(model_args or {})
     ruleset = rules if isinstance(rules, RuleSet) else choose_rules(convs.sites) if rules == AUTO else load_rules(rules)
     rule_of, skipped = _claim(ruleset, convs)
     _check_overruled(ruleset, dilated_size, kernel_count, interpolation)
@@ -84,7 +85,7 @@ def plan_conversion(
     order = {name: index for index, name in enumerate(_all_names(convs))}
     return ConversionPlan(
         model=model,
-        model_args=dict(model_args or {}),
+        model_args=arguments,
         input_size=convs.input_size,
         rules=ruleset.source,
         scope=scope,
@@ -135,7 +136,12 @@ class _Draft:
         )
 
 
-def _check_options(scope: str, tie: str, kernel_count: int | str, interpolation: str | None) -> None:
+def _check_options(
+    scope: str, tie: str, kernel_count: int | str, interpolation: str | None, size: int | Sequence[int] | None
+) -> None:
+    sides = size if isinstance(size, Sequence) else () if size is None else (size,)
+    if (isinstance(size, Sequence) and not size) or any(type(side) is not int or side < 1 for side in sides):
+        raise PlanError(f"dilated size {size!r} must be a positive integer, or one for each side")
     for name, value, allowed in [
         ("scope", scope, SCOPES),
         ("tie", tie, TIES),
@@ -149,12 +155,24 @@ def _check_options(scope: str, tie: str, kernel_count: int | str, interpolation:
         raise PlanError(f"kernel count {kernel_count!r} must be a positive integer, or auto")
 
 
+def _json_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as they come back from plan.json."""
+    try:
+        return dict(json.loads(json.dumps(arguments)))
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"model_args cannot be kept in a JSON file: {error}") from error
+
+
 def _claim(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
     """Sites to convert with their rule, and everything that stays with the reason."""
     claims = claim_sites(rules, convs.sites)
     skipped = list(convs.skipped)
     rule_of: dict[str, int] = {}
     for site in convs.sites:
+        if not site.name:
+            raise PlanError(
+                "the model is itself a convolution, which cannot be replaced in place; use DclsConv2d.from_conv"
+            )
         index = claims.rule_of.get(site.name)
         reason = claims.reasons[site.name] if index is None else rules.rules[index].skip
         if index is None or reason is not None:
@@ -220,7 +238,8 @@ def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tup
         for axis, sides in enumerate([size] * site.dims if isinstance(size, int) else size)
     )
     for axis in sorted(dense):
-        if (window[axis], site.dilation[axis]) != (site.kernel_size[axis], 1):
+        dilated = site.kernel_size[axis] > 1 and site.dilation[axis] > 1
+        if window[axis] != site.kernel_size[axis] or dilated:
             raise PlanError(f"dense axis {axis} must keep its size {site.kernel_size[axis]}, undilated")
     check_window(site.kernel_size, site.dilation, window)
     padding = grown_padding(site.padding, site.kernel_size, site.dilation, window)
@@ -303,12 +322,11 @@ def _named_owners(groups: dict[str, list[_Draft]], layers: Sequence[LayerPlan]) 
         owner = common_parent([layer.name for layer in members])
         taken[owner] += 1
         suffix = f"_{taken[owner]}" if taken[owner] > 1 else ""
-        shared = ["positions", "sigma"] if find_interpolation(members[0].interpolation).has_sigma else ["positions"]
         result.append(
             TieGroup(
                 name=name,
                 owner=owner,
-                parameters={parameter: f"dcls_{parameter}{suffix}" for parameter in shared},
+                parameters={parameter: f"dcls_{parameter}{suffix}" for parameter in members[0].shared_parameters},
                 layers=tuple(layer.name for layer in members),
             )
         )

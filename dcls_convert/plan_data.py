@@ -6,17 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from .budget import BudgetUnit, conv_macs
-from .errors import CheckpointError
+from .errors import CheckpointError, PlanError
+from .geometry import check_window
 from .interpolation import find_interpolation
 from .options import Scope, Tie
 from .sites import Skipped
 
-PLAN_FORMAT: Literal[1] = 1
+PLAN_FORMAT = 1
 _STRICT = ConfigDict(strict=True, extra="forbid")
 
 
@@ -59,10 +60,22 @@ class LayerPlan:
         return math.prod(side for axis, side in enumerate(self.dilated_size) if axis not in self.dense_axes)
 
     @property
+    def shared_parameters(self) -> tuple[str, ...]:
+        """What layers of a tie group have in common."""
+        return ("positions", "sigma") if find_interpolation(self.interpolation).has_sigma else ("positions",)
+
+    @property
+    def position_shape(self) -> tuple[int, ...]:
+        """(A, O, I, *dense axes, E)."""
+        dense = [self.dilated_size[axis] for axis in self.dense_axes]
+        axes = len(self.dilated_size) - len(dense)
+        return (axes, self.out_channels, self.in_channels // self.groups, *dense, self.kernel_count)
+
+    @property
     def coordinates(self) -> int:
         """Learnable coordinates of one element: its position, and sigma where the interpolation has one."""
         axes = len(self.dilated_size) - len(self.dense_axes)
-        return 2 * axes if find_interpolation(self.interpolation).has_sigma else axes
+        return axes * len(self.shared_parameters)
 
     @property
     def dense_weights(self) -> int:
@@ -102,7 +115,7 @@ class ConversionPlan:
 
     __pydantic_config__ = _STRICT
 
-    format: Literal[1] = PLAN_FORMAT
+    format: Annotated[int, Field(ge=PLAN_FORMAT, le=PLAN_FORMAT)] = PLAN_FORMAT  # not Literal[1]: true is 1 to Python
     model: str | None  # "timm:convnext_tiny"; None for a module that only its user can build
     model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments with which it is built
     input_size: tuple[int, ...] | None
@@ -133,6 +146,53 @@ class ConversionPlan:
 
     def group(self, name: str) -> TieGroup:
         return next(group for group in self.tie_groups if group.name == name)
+
+
+def check_plan(plan: ConversionPlan) -> None:
+    """Refuse a plan that contradicts itself, as one that was edited by hand can.
+
+    Raises:
+        PlanError: Names the layer or the group, and what is wrong with it.
+    """
+    for layer in plan.layers:
+        _check_layer(layer)
+    members: dict[str, list[LayerPlan]] = {}
+    for layer in plan.layers:
+        if layer.tie_group is not None:
+            members.setdefault(layer.tie_group, []).append(layer)
+    groups = {group.name: group for group in plan.tie_groups}
+    if len(groups) != len(plan.tie_groups) or groups.keys() != members.keys():
+        raise PlanError(f"the plan's tie groups are {sorted(groups)}, its layers are in {sorted(members)}")
+    for name, group in groups.items():
+        if group.layers != tuple(layer.name for layer in members[name]):
+            raise PlanError(f"tie group {name}: lists {len(group.layers)} layers, other than those that name it")
+        shapes = {(layer.position_shape, layer.dilated_size, layer.interpolation) for layer in members[name]}
+        if len(shapes) > 1:
+            raise PlanError(f"tie group {name}: its layers have {len(shapes)} different shapes")
+        if group.parameters.keys() != set(members[name][0].shared_parameters):
+            raise PlanError(f"tie group {name}: must say where {' and '.join(members[name][0].shared_parameters)} are")
+
+
+def _check_layer(layer: LayerPlan) -> None:
+    try:
+        if not layer.names:
+            raise PlanError("has no name")
+        dims = len(layer.kernel_size)
+        find_interpolation(layer.interpolation)
+        if not set(layer.dense_axes) < set(range(dims)):
+            raise PlanError(
+                f"dense axes {layer.dense_axes} are not axes of a {dims}-D kernel, or leave none to be learnt"
+            )
+        check_window(layer.kernel_size, layer.dilation, layer.dilated_size)
+        for axis in layer.dense_axes:
+            if layer.dilated_size[axis] != layer.kernel_size[axis]:
+                raise PlanError(f"dense axis {axis} must keep its size {layer.kernel_size[axis]}")
+        if not 1 <= layer.kernel_count <= layer.cells:
+            raise PlanError(
+                f"kernel count {layer.kernel_count} must be from 1 to the {layer.cells} cells of its window"
+            )
+    except ValueError as error:
+        raise PlanError(f"{layer.names[0] if layer.names else 'a layer'}: {error}") from error
 
 
 _ADAPTER: TypeAdapter[ConversionPlan] = TypeAdapter(ConversionPlan)

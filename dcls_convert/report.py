@@ -10,7 +10,8 @@ from torch import nn
 
 from .budget import BudgetUnit
 from .plan_data import ConversionPlan, LayerPlan
-from .sites import Skipped, count_flops
+from .sites import Skipped
+from .tracing import trace
 
 REPORT_FORMAT = 1
 MACS_SENTENCE = (
@@ -169,7 +170,7 @@ def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
     flops: dict[str, dict[str, int]] = {}
     total = None
     if plan.macs is not None and plan.input_size is not None:
-        flops = count_flops(model, plan.input_size)
+        flops = trace(model, plan.input_size).flops
         names = {name for layer in plan.layers for name in layer.names}
         construction = sum(
             count for name in names for operator, count in flops.get(name, {}).items() if operator != "convolution"

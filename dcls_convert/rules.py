@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from .errors import RuleError, did_you_mean, one_line, shortened
 from .geometry import size_text
@@ -25,6 +26,14 @@ _CHECKOUT = Path(__file__).parent.parent / "rules"
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _has_a_value(cls, value: Any) -> Any:
+        """`skip:` with nothing behind it is a slip, and not the same as no `skip` at all."""
+        if value is None:
+            raise PydanticCustomError("no_value", "has no value")
+        return value
 
 
 class Range(_Strict):
@@ -107,7 +116,9 @@ class Rule(Layer):
 
     name: str | None = Field(None, description="a text")
     match: Match = Field(Match(), description="a mapping of predicates; without it, the rule claims everything")
-    skip: str | None = Field(None, description="a text with the reason; the convolution stays as it is")
+    skip: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="a text with the reason; the convolution stays as it is"
+    )
 
     @model_validator(mode="after")
     def _skips_or_converts(self) -> Self:

@@ -2,11 +2,10 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -15,6 +14,7 @@ from .convs import why_not_replaceable
 from .errors import PlanError, one_line
 from .geometry import size_text
 from .layers import DclsConvNd
+from .tracing import Calls, Trace, trace
 
 IMAGE_CHANNELS = 3  # where no input size is known
 KINDS = ("depthwise", "grouped", "dense")
@@ -90,15 +90,6 @@ class ModelConvs:
         yield self.skipped
 
 
-@dataclass(slots=True)
-class _Calls:
-    """What a convolution saw in the meta forward."""
-
-    output_size: tuple[int, ...] | None = None
-    input_extent: tuple[int, ...] | None = None
-    output_positions: int = 0
-
-
 def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> ModelConvs:
     """Every convolution object of `model`, once, under all its names.
 
@@ -121,32 +112,36 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
             names_of.setdefault(module, []).append(name)
     size = _input_size(model, input_size, max((len(conv.kernel_size) for conv in names_of), default=2))
     stages = find_stages(model)
-    calls, macs, note = _trace(model, size, names_of)
+    traced, note = _traced(model, size)
     shared = _shared_weights(model)
     sites: list[ConvSite] = []
     skipped: list[Skipped] = []
-    for module, names in names_of.items():
-        reason = why_not_replaceable(module)
-        if reason is None and id(module.weight) in shared:
-            reason = f"its weight is shared with {shared[id(module.weight)]}"
+    for conv, names in names_of.items():
+        reason = why_not_replaceable(conv)
+        if reason is None and id(conv.weight) in shared:
+            reason = f"its weight is shared with {shared[id(conv.weight)]}"
         if reason is not None:
-            skipped.append(Skipped(name=names[0], type=type(module).__name__, reason=reason))
-        else:
-            known = calls.get(module, _Calls()) if macs is not None else None
-            stem = stages.in_stem(names[0]) or module.in_channels == (size[0] if size else IMAGE_CHANNELS)
-            sites.append(_site(module, tuple(names), stages.stage_of(names[0]), stem, known))
+            skipped.append(Skipped(name=names[0], type=type(conv).__name__, reason=reason))
+            continue
+        calls = traced.calls.get(names[0]) if traced else None
+        first = calls.takes_image if calls else traced is None and not sites
+        image = conv.in_channels == (size[0] if size else IMAGE_CHANNELS) and first
+        stem = stages.in_stem(names[0]) or image
+        sites.append(_site(conv, tuple(names), stages.stage_of(names[0]), stem, calls, traced is not None))
     return ModelConvs(
         sites=tuple(sites),
         skipped=tuple(skipped),
-        params=sum(parameter.numel() for parameter in model.parameters()),
-        macs=macs,
+        params=sum(p.numel() for p in model.parameters() if not isinstance(p, nn.parameter.UninitializedParameter)),
+        macs=traced.macs if traced else None,
         input_size=size,
         macs_note=note,
         stages_from=stages.source,
     )
 
 
-def _site(conv: _ConvNd, names: tuple[str, ...], stage: str | None, stem: bool, calls: _Calls | None) -> ConvSite:
+def _site(
+    conv: _ConvNd, names: tuple[str, ...], stage: str | None, stem: bool, calls: Calls | None, traced: bool
+) -> ConvSite:
     depthwise = conv.groups == conv.in_channels and conv.groups > 1
     return ConvSite(
         names=names,
@@ -165,7 +160,7 @@ def _site(conv: _ConvNd, names: tuple[str, ...], stage: str | None, stem: bool, 
         bias=conv.bias is not None,
         output_size=calls.output_size if calls else None,
         input_extent=calls.input_extent if calls else None,
-        output_positions=calls.output_positions if calls else None,
+        output_positions=calls.output_positions if calls else 0 if traced else None,  # 0: never called
     )
 
 
@@ -185,7 +180,11 @@ def _input_size(model: nn.Module, given: Sequence[int] | None, dims: int) -> tup
         given = stated.get("input_size") if isinstance(stated, Mapping) else None
         channels = getattr(model, "_model_args", {}).get("in_chans")  # what timm was asked for; its config says 3 still
         return (channels or given[0], *given[1:]) if given else None
-    if not 2 <= len(given) <= 4 or any(not isinstance(size, int) or size < 1 for size in given):
+    if (
+        not isinstance(given, Sequence)
+        or not 2 <= len(given) <= 4
+        or any(not isinstance(size, int) or size < 1 for size in given)
+    ):
         raise PlanError(f"input size {given!r} must be channels and spatial sizes, such as (3, 224, 224)")
     if len(given) == dims:
         return (IMAGE_CHANNELS, *given)
@@ -194,78 +193,14 @@ def _input_size(model: nn.Module, given: Sequence[int] | None, dims: int) -> tup
     return tuple(given)
 
 
-def _trace(
-    model: nn.Module, input_size: tuple[int, ...] | None, convs: Iterable[nn.Module]
-) -> tuple[dict[nn.Module, _Calls], int | None, str | None]:
-    """Run one image through on the meta device: what each conv saw, the MACs of all, and why there are none."""
+def _traced(model: nn.Module, input_size: tuple[int, ...] | None) -> tuple[Trace | None, str | None]:
+    """What one image's way shows, or why there is nothing to show."""
     if input_size is None:
-        return {}, None, "no input size is known; state one"
-    calls: dict[nn.Module, _Calls] = {}
-
-    def record(module: nn.Module, inputs: Any, output: Any) -> None:
-        seen = calls.setdefault(module, _Calls())
-        spatial = tuple(output.shape[2:])
-        entering = tuple(inputs[0].shape[2:])
-        seen.output_size = seen.output_size or spatial
-        seen.input_extent = tuple(map(min, seen.input_extent or entering, entering))
-        seen.output_positions += functools.reduce(int.__mul__, spatial, output.shape[0])
-
-    handles = [module.register_forward_hook(record) for module in convs]
+        return None, "no input size is known; state one"
     try:
-        return calls, sum(count_flops(model, input_size)[""].values()) // 2, None
+        return trace(model, input_size), None
     except Exception as error:  # any model code may run here, and a model that cannot be traced can still be converted
-        return {}, None, f"the model does not run on the meta device at {input_size}: {one_line(error)[:200]}"
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def count_flops(model: nn.Module, input_size: Sequence[int]) -> dict[str, dict[str, int]]:
-    """Floating-point operations of one image through `model`, by torch's flop counter on the meta device.
-
-    Args:
-        model: Left as it is, whatever device it is on; run in eval mode.
-        input_size: (channels, *spatial).
-
-    Returns:
-        Qualified module name ("" for the whole model) -> operator ("convolution", "mm", ...) -> operations, two for a
-        multiply-accumulate. What the counter does not know counts nothing.
-    """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    tensors = dict(_tensor_slots(model))
-    dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
-    modes = {module: module.training for module in model.modules()}
-    hollow: dict[int, torch.Tensor] = {}  # tied tensors stay tied
-    stand_ins = {name: hollow.setdefault(id(t), torch.empty_like(t, device="meta")) for name, t in tensors.items()}
-    counter = FlopCounterMode(display=False)
-    image = torch.empty(1, *input_size, dtype=dtype, device="meta")
-    try:
-        model.eval()
-        with torch.no_grad(), torch.device("meta"), counter:
-            torch.func.functional_call(model, stand_ins, (image,), tie_weights=False)
-    finally:
-        for module, training in modes.items():
-            module.training = training
-    prefix = type(model).__name__ + "."
-    counts = counter.get_flop_counts()
-    counts[prefix] = counts.pop("Global", {})
-    return {
-        path.removeprefix(prefix): {str(operator).rpartition(".")[2]: int(count) for operator, count in found.items()}
-        for path, found in counts.items()
-    }
-
-
-def _tensor_slots(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every place that holds a parameter or buffer, once.
-
-    Not `named_parameters(remove_duplicate=False)`: that names the slots of a shared module several times, and
-    `functional_call` then restores its own stand-ins into them.
-    """
-    for prefix, module in model.named_modules():
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                yield f"{prefix}.{name}" if prefix else name, tensor
+        return None, f"the model does not run on the meta device at {input_size}: {one_line(error)[:200]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

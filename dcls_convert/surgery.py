@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from .convs import CONV_CLASSES
+from .convs import CONV_CLASSES, why_not_replaceable
 from .errors import PlanError
 from .interpolation import position_limits
 from .layers import DCLS_LAYERS, POSITION_STD, DclsConvNd
 from .options import INITS, POSITIONS, Init, Positions
-from .plan_data import ConversionPlan, LayerPlan
+from .plan_data import ConversionPlan, LayerPlan, TieGroup, check_plan
 from .warmstart import largest_elements
 
 TIMM_ARCHITECTURE = "dcls"  # the name under which timm rebuilds a converted model
@@ -43,12 +43,10 @@ def apply_plan_(
     for name, value, allowed in [("init", init, INITS), ("positions", positions, POSITIONS)]:
         if value not in allowed:
             raise PlanError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+    check_plan(plan)
     convs = {layer.name: _find_conv(model, layer) for layer in plan.layers}
     for group in plan.tie_groups:
-        owner = model.get_submodule(group.owner)
-        for parameter in group.parameters.values():
-            if hasattr(owner, parameter):
-                raise PlanError(f"{group.owner or 'the model'} already has a {parameter}; is the model converted?")
+        _check_owner(model, group)
     generator = generator or torch.Generator().manual_seed(0)
     by_group: dict[str, list[LayerPlan]] = {}
     for layer in plan.layers:
@@ -63,28 +61,56 @@ def fold_to_dense_(model: nn.Module) -> int:
     """Replace every DCLS layer by its plain convolution, drop the tied positions, and return how many there were.
 
     Outputs stay the same; what was learnable in place is then an ordinary dense kernel of the window's size.
+
+    Raises:
+        PlanError: The model is itself a DCLS layer.
     """
+    if isinstance(model, DclsConvNd):
+        raise PlanError("the model is itself a DCLS layer, which cannot be replaced in place; use its fuse()")
+    inside = set(model.modules())
     layers = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, DclsConvNd)]
     folded = {layer: layer.fuse() for _, layer in layers}
     for name, layer in layers:
-        if name:
-            model.set_submodule(name, folded[layer])
+        model.set_submodule(name, folded[layer])
     for layer in folded:
-        layer.drop_owned_()
+        if layer._owner in inside:  # then all layers of its group are, and none needs the positions any more
+            layer.drop_owned_()
     return len(folded)
 
 
 def _find_conv(model: nn.Module, layer: LayerPlan) -> _ConvNd:
+    """The convolution of the plan, if it is that under all its names and can be replaced without loss."""
     try:
-        conv = model.get_submodule(layer.name)
-    except AttributeError:
-        raise PlanError(f"{layer.name}: the model has no such module; the plan is for another model") from None
-    if not isinstance(conv, CONV_CLASSES[len(layer.kernel_size)]):
+        conv, *others = [model.get_submodule(name) for name in layer.names]
+    except AttributeError as error:
+        raise PlanError(f"{layer.name}: the plan is for another model: {error}") from error
+    if not isinstance(conv, CONV_CLASSES[len(layer.kernel_size)]) or not layer.name:
         raise PlanError(f"{layer.name}: is a {type(conv).__name__}, where the plan has a convolution")
+    if any(other is not conv for other in others):
+        raise PlanError(f"{layer.name}: the plan says that it also stands at {', '.join(layer.names[1:])}; it does not")
+    if reason := why_not_replaceable(conv):
+        raise PlanError(f"{layer.name}: {reason}")
     for name in ("in_channels", "out_channels", "groups", "kernel_size", "dilation"):
         if getattr(conv, name) != getattr(layer, name):
             raise PlanError(f"{layer.name}: {name} is {getattr(conv, name)}, the plan has {getattr(layer, name)}")
+    if (conv.bias is not None) != layer.bias:
+        raise PlanError(f"{layer.name}: has {'a' if conv.bias is not None else 'no'} bias, other than the plan says")
     return conv
+
+
+def _check_owner(model: nn.Module, group: TieGroup) -> None:
+    try:
+        owner = model.get_submodule(group.owner)
+        inside = [model.get_submodule(name) for name in group.layers]
+    except AttributeError as error:
+        raise PlanError(f"tie group {group.name}: the plan is for another model: {error}") from error
+    if not set(inside) <= set(owner.modules()):
+        raise PlanError(f"tie group {group.name}: {group.owner} does not hold all its layers")
+    for parameter in group.parameters.values():
+        if hasattr(owner, parameter):
+            raise PlanError(f"{group.owner or 'the model'} already has a {parameter}; is the model converted?")
+        if not parameter.isidentifier():
+            raise PlanError(f"tie group {group.name}: {parameter!r} is no name for a parameter")
 
 
 def _convert_group(

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from dcls_convert import find_convs, fold_to_dense_, plan_conversion, predict_report
-from dcls_convert.sites import count_flops
 from dcls_convert.surgery import apply_plan_
+from dcls_convert.tracing import trace
 
 IMAGE = (3, 224, 224)
 COCO = (3, 1280, 800)  # caption of the COCO table
@@ -28,7 +28,7 @@ def giga(macs: int, digits: int) -> str:
 
 
 def params_and_macs(model: nn.Module) -> tuple[int, int]:
-    return sum(p.numel() for p in model.parameters()), sum(count_flops(model, IMAGE)[""].values()) // 2
+    return sum(p.numel() for p in model.parameters()), trace(model, IMAGE).macs
 
 
 @pytest.mark.parametrize(
