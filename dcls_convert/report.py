@@ -14,10 +14,6 @@ from .sites import Skipped
 from .tracing import trace
 
 REPORT_FORMAT = 1
-MACS_SENTENCE = (
-    "MACs rise although parameters do not: every window cell is multiplied, empty or not. Folding the kernels into "
-    "plain convolutions keeps the outputs and these MACs, saves the construction, and stores window-sized kernels."
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

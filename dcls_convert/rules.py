@@ -284,8 +284,8 @@ def _shown(value: Any) -> str:
         return size_text(value)
     if isinstance(value, list | tuple):
         return " or ".join(map(_shown, value))
-    if value is None:
-        return "none"
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
     return value if isinstance(value, str) and value else repr(value)
 
 

@@ -10,10 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from .geometry import size_text
-from .report import MACS_SENTENCE, Change, ConversionReport, LayerReport
+from .report import Change, ConversionReport, LayerReport
 
 OUTSIDE = "(no stage)"
 NOT_COUNTED = "n/a"
+MACS_SENTENCE = (
+    "every window cell is multiplied, empty or not. Folding the kernels into plain convolutions keeps the outputs and "
+    "these MACs, saves the construction, and stores window-sized kernels."
+)
 
 
 def report_view(report: ConversionReport, *, verbose: bool = False) -> RenderableType:
@@ -106,7 +110,10 @@ def _sentences(report: ConversionReport) -> list[str]:
     if report.macs_note:
         lines.append(f"MACs were not counted: {report.macs_note}.")
     else:
-        lines.append(MACS_SENTENCE)
+        held = (report.params.delta or 0) <= 0
+        lines.append(
+            ("MACs rise although parameters do not: " if held else "MACs rise with the window: ") + MACS_SENTENCE
+        )
     return lines
 
 

@@ -93,6 +93,7 @@ def test_several_counts_and_an_exceeded_budget_are_said():
     assert "40" in text
     over = printed(report_of("convnext_tiny", kernel_count=40))
     assert "OVER BUDGET by 55,584" in " ".join(over.split())
+    assert "MACs rise with the window" in over
 
 
 def test_missing_macs_are_said_and_not_made_up():
