@@ -34,12 +34,12 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
         return f"{kind} has a forward of its own, set on this very object"
     if parametrize.is_parametrized(conv):
         return f"its {', '.join(conv.parametrizations)} is parametrised (torch.nn.utils.parametrize)"  # type: ignore[arg-type]
-    if set(conv._parameters) != {"weight", "bias"}:
-        return f"its weight is computed from other parameters ({', '.join(sorted(conv._parameters))})"
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
         return "lazy convolution that has not seen an input yet"
     if any(getattr(type(conv), name) is not getattr(base, name) for name in ("forward", "_conv_forward", "__call__")):
         return f"{kind} has a forward of its own that is not known here"
+    if set(conv._parameters) != {"weight", "bias"}:
+        return f"its weight is computed from other parameters ({', '.join(sorted(conv._parameters))})"
     if conv._modules or conv._buffers:
         return f"{kind} holds {', '.join([*conv._modules, *conv._buffers])}, which would be lost"
     return None

@@ -230,7 +230,9 @@ def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tup
         if len(size) != site.dims:
             raise PlanError(f"the size {size_text(size)} is for {len(size)}-D, this convolution is {site.dims}-D")
         flat = {axis for axis, side in enumerate(size) if side == 1} if max(size) > 1 else set()
-    dense = {axis for axis in rule.dense_axes or () if axis < site.dims} | flat
+    if any(axis >= site.dims for axis in rule.dense_axes or ()):
+        raise PlanError(f"the rule's dense axes {rule.dense_axes} are not all axes of a {site.dims}-D convolution")
+    dense = {*(rule.dense_axes or ()), *flat}
     if len(dense) == site.dims:
         raise PlanError("all its axes are dense; nothing would be learnt")
     window = tuple(

@@ -83,11 +83,15 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
 
 
 def _hollow_twin(model: nn.Module) -> nn.Module:
-    """A copy in eval mode whose parameters and buffers are on the meta device, without the user's forward hooks."""
+    """A copy in eval mode whose tensors are on the meta device, without the user's forward hooks.
+
+    Tensors that are plain attributes are hollow too: what is computed from parameters (weight_norm, pruning) or cached
+    need not be a leaf, and copy.deepcopy refuses such.
+    """
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for tensor in [*module._parameters.values(), *module._buffers.values()]:
-            if tensor is not None and id(tensor) not in memo:
+        for tensor in [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]:
+            if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 hollow = torch.empty_like(tensor, device="meta", requires_grad=False)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(hollow, tensor.requires_grad) if is_parameter else hollow

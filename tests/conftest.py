@@ -11,6 +11,8 @@ from torch import nn
 
 TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
 
+torch.set_num_threads(1)  # the tensors are small, and on a busy machine two threads wait for one another
+
 
 @pytest.fixture
 def tiny() -> nn.Module:

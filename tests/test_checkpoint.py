@@ -42,14 +42,19 @@ def outputs(model: nn.Module, channels: int = 3) -> torch.Tensor:
         return model.eval()(torch.randn(1, channels, 64, 64, generator=torch.Generator().manual_seed(0)))
 
 
+def assert_equal_states(first: nn.Module, second: nn.Module) -> None:
+    ours, theirs = first.state_dict(), second.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 @pytest.mark.parametrize(("name", "size"), FAMILIES)
 def test_loaded_model_is_the_saved_one(tmp_path, name, size):
     args = {"img_size": 64} if "coat" in name else {}
     model, plan = converted(name, size, **args)
     save_converted(model, plan, tmp_path / "out")
     loaded = load_converted(tmp_path / "out")
-    assert list(loaded.state_dict()) == list(model.state_dict())
-    assert all(torch.equal(loaded.state_dict()[key], value) for key, value in model.state_dict().items())
+    assert_equal_states(loaded, model)
     assert torch.equal(outputs(loaded), outputs(model))
     by_timm = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
     assert torch.equal(outputs(by_timm), outputs(model))
@@ -104,8 +109,7 @@ def test_channels_last_weights_are_saved_and_loaded(tmp_path):
     model, plan = converted("timm:resnet18", 7)
     model = model.to(memory_format=torch.channels_last)
     save_converted(model, plan, tmp_path / "out")
-    loaded = load_converted(tmp_path / "out").state_dict()
-    assert all(torch.equal(loaded[key], value) for key, value in model.state_dict().items())
+    assert_equal_states(load_converted(tmp_path / "out"), model)
 
 
 def test_timm_loads_with_another_head_and_other_input_channels(tmp_path):
@@ -208,7 +212,7 @@ def test_a_module_of_the_users_own_needs_the_module_to_load(tmp_path):
     with pytest.raises(CheckpointError, match="pass the unconverted one"):
         load_converted(folder)
     loaded = load_converted(folder, model=build())
-    assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in model.state_dict().items())
+    assert_equal_states(loaded, model)
 
 
 @pytest.mark.parametrize(
