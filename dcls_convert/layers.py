@@ -224,14 +224,20 @@ class DclsConvNd(nn.Module):
     @torch.no_grad()
     def clamp_positions_(self) -> None:
         """Bring positions back into the window (paper, section 3 "Positions clamping"), sigma above its least."""
-        for index, axis in enumerate(self.learnt_axes):
-            self.positions[index].clamp_(*position_limits(self.dilated_kernel_size[axis]))
+        limits = [position_limits(self.dilated_kernel_size[axis]) for axis in self.learnt_axes]
+        if len(set(limits)) == 1:
+            self.positions.clamp_(*limits[0])
+        else:  # in one operation on the parameter: views of it cannot be changed in place in a compiled graph
+            low, high = self.positions.new_tensor(limits).T.reshape(2, -1, *[1] * self.weight.dim())
+            self.positions.clamp_(low, high)
         if self.sigma is not None:
             self.sigma.clamp_(min=find_interpolation(self.interpolation).min_sigma)
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, in_channels, *spatial) -> (N, out_channels, *spatial), as the convolution with `kernel()` does it."""
-        if self.training:
+        # An exported program changes no parameters. (To dynamo, torch 2.8 says that it exports where it compiles.)
+        exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+        if self.training and not exporting:
             self.clamp_positions_()
         input, padding = self._padded(input)
         return self.conv_function(input, self.kernel(), self.bias, self.stride, padding, self.dilation, self.groups)
