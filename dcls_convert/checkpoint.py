@@ -43,7 +43,6 @@ def save_converted(
     folder: str | Path,
     *,
     report: ConversionReport | None = None,
-    rules: str | None = None,
     force: bool = False,
 ) -> Path:
     """Write a converted model as a checkpoint folder that timm loads once `dcls_convert` is imported.
@@ -53,7 +52,6 @@ def save_converted(
         plan: The plan that was carried out.
         folder: Must not exist, unless `force` is set: then a checkpoint folder there is replaced.
         report: Measured on the model where it is not given.
-        rules: Text of the rule file; the built-in set that the plan names where it is not given.
         force: Replace an existing checkpoint folder. Anything else that is in the way is never touched.
 
     Returns:
@@ -68,7 +66,7 @@ def save_converted(
         _write_weights(model, plan, partial / WEIGHTS)
         (partial / CONFIG).write_text(json.dumps(_timm_config(model, plan), indent=2) + "\n", encoding="utf-8")
         (partial / PLAN).write_text(plan.to_json(), encoding="utf-8")
-        (partial / RULES).write_text(_rules_text(plan) if rules is None else rules, encoding="utf-8")
+        (partial / RULES).write_text(plan.rules_text, encoding="utf-8")
         (partial / REPORT).write_text(report.with_output(OUTPUT_IN_FOLDER).to_json(), encoding="utf-8")
         (partial / CARD).write_text(_model_card(report), encoding="utf-8")
     return folder
@@ -261,12 +259,6 @@ def _timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
         if isinstance(getattr(model, name, None), int):
             result[name] = getattr(model, name)
     return {**result, "model_args": timm_model_args(plan), "pretrained_cfg": config}
-
-
-def _rules_text(plan: ConversionPlan) -> str:
-    from .rules import load_rules
-
-    return load_rules(plan.rules).text
 
 
 def _model_card(report: ConversionReport) -> str:

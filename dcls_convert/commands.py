@@ -23,7 +23,7 @@ from .options import AUTO, Init, Positions, Scope, Tie
 from .plan import plan_conversion
 from .plan_data import ConversionPlan
 from .report import ConversionReport, measure_report, predict_report
-from .rules import RuleSet, choose_rules, claim_sites, load_rules
+from .rules import RuleSet, claim_sites, load_rules
 from .sites import find_convs
 from .surgery import apply_plan_
 from .views import report_view
@@ -75,13 +75,13 @@ def run_convert(options: ConvertOptions) -> None:
             pretrained=options.pretrained,
         )
         twin = build_model(source, device="meta", seed=options.seed, offline=options.dry_run)
-        plan, ruleset = _plan(options, ruleset, twin, source)
+        plan = _plan(options, ruleset, twin, source)
         report = predict_report(plan)
         output = None
         if not options.dry_run:
             output = options.output or Path(default_output(source, plan))
             check_output(output, force=options.force)
-            report = _carry_out(options, plan, ruleset, source, output, step).with_output(str(output))
+            report = _carry_out(options, plan, source, output, step).with_output(str(output))
     _print_report(options, report)
     if output is not None and not options.json:
         _print_next_steps(options, report, output)
@@ -138,17 +138,14 @@ def _has_weights(options: ConvertOptions) -> bool:
     return options.pretrained or options.checkpoint is not None
 
 
-def _plan(
-    options: ConvertOptions, ruleset: RuleSet | None, twin: nn.Module, source: ModelSource
-) -> tuple[ConversionPlan, RuleSet]:
+def _plan(options: ConvertOptions, ruleset: RuleSet | None, twin: nn.Module, source: ModelSource) -> ConversionPlan:
     rebuild = rebuildable_source(twin, source)
     convs = find_convs(twin, options.input_size or _default_input_size(twin, source))
     if convs.macs is None and options.input_size is not None:
         raise PlanError(f"--input-size {size_text(options.input_size)}: {convs.macs_note}")
-    ruleset = ruleset or choose_rules(convs.sites)
-    plan = plan_conversion(
+    return plan_conversion(
         convs,
-        ruleset,
+        ruleset or AUTO,
         dilated_size=options.dilated_size,
         kernel_count=options.kernel_count,  # type: ignore[arg-type]
         scope=options.scope,
@@ -159,7 +156,6 @@ def _plan(
         model=rebuild.name,
         model_args=rebuild.args,
     )
-    return plan, ruleset
 
 
 def _default_input_size(model: nn.Module, source: ModelSource) -> tuple[int, ...] | None:
@@ -170,7 +166,7 @@ def _default_input_size(model: nn.Module, source: ModelSource) -> tuple[int, ...
 
 
 def _carry_out(
-    options: ConvertOptions, plan: ConversionPlan, ruleset: RuleSet, source: ModelSource, output: Path, step: Any
+    options: ConvertOptions, plan: ConversionPlan, source: ModelSource, output: Path, step: Any
 ) -> ConversionReport:
     state = None
     if options.checkpoint is not None:
@@ -193,7 +189,7 @@ def _carry_out(
     if report != predict_report(plan):
         raise AssertionError(f"{plan.model}: the converted model's counts differ from the plan's")
     step(f"writing {output}")
-    save_converted(model.eval(), plan, output, report=report, rules=ruleset.text, force=options.force)
+    save_converted(model.eval(), plan, output, report=report, force=options.force)
     return report
 
 

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from .plan_data import ConversionPlan, LayerPlan, TieGroup
 from .rules import Claims, Rule, RuleSet, builtin_rules, choose_rules, claim_sites, load_rules
 from .sites import ConvSite, ModelConvs, Skipped
 
+UNSOLVED = 0  # a kernel count that is still to be solved for
 MODEL_UNIT = "model"  # the unit of the budget with scope "model"
 
 
@@ -57,28 +58,15 @@ def plan_conversion(
     ruleset = rules if isinstance(rules, RuleSet) else choose_rules(convs.sites) if rules == AUTO else load_rules(rules)
     rule_of, skipped = _claim(ruleset, convs)
     _check_overruled(ruleset, dilated_size, kernel_count, interpolation)
-    drafts: list[_Draft] = []
+    drafts: list[LayerPlan] = []
     refused: list[Skipped] = []
     for site in convs.sites:
         if site.name in rule_of:
-            rule = ruleset.rules[rule_of[site.name]]
-            stated = rule.kernel_count or kernel_count
+            index = rule_of[site.name]
             try:
-                window, dense_axes = _window(
-                    site, rule.dilated_kernel_size or dilated_size or ruleset.defaults.dilated_kernel_size, rule
-                )
+                drafts.append(_draft(site, ruleset, index, dilated_size, kernel_count, interpolation))
             except PlanError as error:
                 refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
-                continue
-            draft = _Draft(
-                site=site,
-                rule=ruleset.label(rule_of[site.name]),
-                window=window,
-                dense_axes=dense_axes,
-                interpolation=rule.interpolation or interpolation or INTERPOLATIONS[0],
-                given_count=None if stated == AUTO else int(stated),
-            )
-            drafts.append(draft)
     _refuse(refused, drafts, strict)
     groups = _tie_groups(drafts) if tie == "stage" else {}
     layers, solved = _with_counts(drafts, groups, scope, share)
@@ -88,6 +76,7 @@ def plan_conversion(
         model_args=arguments,
         input_size=convs.input_size,
         rules=ruleset.source,
+        rules_text=ruleset.text,
         scope=scope,
         tie=tie,
         share=share,
@@ -102,38 +91,37 @@ def plan_conversion(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Draft:
-    """A site with everything decided but its count and its tie."""
-
-    site: ConvSite
-    rule: str
-    window: tuple[int, ...]
-    dense_axes: tuple[int, ...]
-    interpolation: str
-    given_count: int | None
-
-    @property
-    def layer(self) -> LayerPlan:
-        site = self.site
-        return LayerPlan(
-            names=site.names,
-            stage=site.stage,
-            kind=site.kind,
-            in_channels=site.in_channels,
-            out_channels=site.out_channels,
-            groups=site.groups,
-            bias=site.bias,
-            kernel_size=site.kernel_size,
-            dilation=site.dilation,
-            output_positions=site.output_positions,
-            dilated_size=self.window,
-            dense_axes=self.dense_axes,
-            interpolation=self.interpolation,
-            kernel_count=self.given_count or 0,
-            tie_group=None,
-            rule=self.rule,
-        )
+def _draft(
+    site: ConvSite,
+    rules: RuleSet,
+    index: int,
+    dilated_size: int | Sequence[int] | None,
+    kernel_count: int | str,
+    interpolation: str | None,
+) -> LayerPlan:
+    """A layer with everything decided but its tie, and its count where that is to be solved: UNSOLVED until then."""
+    rule = rules.rules[index]
+    size = rule.dilated_kernel_size or dilated_size or rules.defaults.dilated_kernel_size
+    window, dense_axes = _window(site, size, rule)
+    stated = rule.kernel_count or kernel_count
+    return LayerPlan(
+        names=site.names,
+        stage=site.stage,
+        kind=site.kind,
+        in_channels=site.in_channels,
+        out_channels=site.out_channels,
+        groups=site.groups,
+        bias=site.bias,
+        kernel_size=site.kernel_size,
+        dilation=site.dilation,
+        output_positions=site.output_positions,
+        dilated_size=window,
+        dense_axes=dense_axes,
+        interpolation=rule.interpolation or interpolation or INTERPOLATIONS[0],
+        kernel_count=UNSOLVED if stated == AUTO else int(stated),
+        tie_group=None,
+        rule=rules.label(index),
+    )
 
 
 def _check_options(
@@ -253,69 +241,65 @@ def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tup
     return window, tuple(sorted(dense))
 
 
-def _refuse(refused: Sequence[Skipped], drafts: Sequence[_Draft], strict: bool) -> None:
+def _refuse(refused: Sequence[Skipped], drafts: Sequence[LayerPlan], strict: bool) -> None:
     if refused and (strict or not drafts):
         first = refused[0]
         more = f" ({len(refused) - 1} more like it)" if len(refused) > 1 else ""
         raise PlanError(f"{first.name}: {first.reason}{more}")
 
 
-def _tie_groups(drafts: Sequence[_Draft]) -> dict[str, list[_Draft]]:
+def _tie_groups(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
     """Layers of one stage and one shape. The same old kernel too: they are to start from the same grid."""
-    by_key: dict[tuple[object, ...], list[_Draft]] = {}
+    by_key: dict[tuple[object, ...], list[LayerPlan]] = {}
     for draft in drafts:
-        site = draft.site
-        shape = (site.out_channels, site.in_channels // site.groups, site.kernel_size, site.dilation)
-        key = (site.stage, *shape, draft.window, draft.dense_axes, draft.interpolation, draft.given_count)
-        if site.stage is not None:
+        if draft.stage is not None:
+            old = (draft.kernel_size, draft.dilation)
+            key = (draft.stage, draft.position_shape, draft.dilated_size, draft.dense_axes, draft.interpolation, *old)
             by_key.setdefault(key, []).append(draft)
     groups = [members for members in by_key.values() if len(members) > 1]
-    lone_stage = Counter(members[0].site.stage for members in groups)
-    named: dict[str, list[_Draft]] = {}
+    in_stage = Counter(members[0].stage for members in groups)
+    named: dict[str, list[LayerPlan]] = {}
     for members in groups:
-        site = members[0].site
-        name = str(site.stage)
-        if lone_stage[site.stage] > 1:
-            name += f"/{site.out_channels}x{site.in_channels // site.groups}"
+        first = members[0]
+        name = str(first.stage)
+        if in_stage[first.stage] > 1:
+            name += f"/{first.out_channels}x{first.in_channels // first.groups}"
         if name in named:
-            name += f"/{size_text(site.kernel_size)}"
-        number = 2
-        while name in named:
-            name, number = f"{name.removesuffix(f'/{number - 1}')}/{number}", number + 1
-        named[name] = members
+            name += f"/{size_text(first.kernel_size)}"
+        alike = sum(other == name or other.startswith(f"{name}/") for other in named)
+        named[f"{name}/{alike + 1}" if alike else name] = members
     return named
 
 
 def _with_counts(
-    drafts: Sequence[_Draft], groups: dict[str, list[_Draft]], scope: Scope, share: Fraction
+    drafts: Sequence[LayerPlan], groups: dict[str, list[LayerPlan]], scope: Scope, share: Fraction
 ) -> tuple[tuple[LayerPlan, ...], Budget]:
-    group_of = {draft.site.name: name for name, members in groups.items() for draft in members}
+    group_of = {draft.name: name for name, members in groups.items() for draft in members}
     costs = []
     for draft in drafts:
-        layer, tie = draft.layer, group_of.get(draft.site.name)
+        tie = group_of.get(draft.name)
         # A tie group has one count: solving per layer, it is one layer with its share of the positions.
-        unit = {"model": MODEL_UNIT, "stage": layer.stage or layer.name, "layer": tie or layer.name}[scope]
+        unit = {"model": MODEL_UNIT, "stage": draft.stage or draft.name, "layer": tie or draft.name}[scope]
         costs.append(
             LayerCost(
-                name=layer.name,
+                name=draft.name,
                 unit=unit,
                 tie_group=tie,
-                lines=layer.lines,
-                dense_weights=layer.dense_weights,
-                coordinates=layer.coordinates,
-                cells=layer.cells,
-                given_count=draft.given_count,
+                lines=draft.lines,
+                dense_weights=draft.dense_weights,
+                coordinates=draft.coordinates,
+                cells=draft.cells,
+                given_count=None if draft.kernel_count == UNSOLVED else draft.kernel_count,
             )
         )
     solved = solve_counts(costs, share)
     layers = tuple(
-        replace(draft.layer, kernel_count=solved.counts[draft.site.name], tie_group=group_of.get(draft.site.name))
-        for draft in drafts
+        replace(draft, kernel_count=solved.counts[draft.name], tie_group=group_of.get(draft.name)) for draft in drafts
     )
     return layers, solved
 
 
-def _named_owners(groups: dict[str, list[_Draft]], layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
+def _named_owners(groups: dict[str, list[LayerPlan]], layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
     """The lowest module that holds each group, and a name there that no other group has."""
     taken: Counter[str] = Counter()
     result = []

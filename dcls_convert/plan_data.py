@@ -120,6 +120,7 @@ class ConversionPlan:
     model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments with which it is built
     input_size: tuple[int, ...] | None
     rules: str  # file or name
+    rules_text: str  # the rules as they were given
     scope: Scope
     tie: Tie
     share: Fraction  # of the replaced weights that the new parameters may use

@@ -148,7 +148,7 @@ class RuleSet(_Strict):
 
     @property
     def text(self) -> str:
-        return self._text
+        return self._text or yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False)
 
     def label(self, index: int) -> str:
         """How messages call a rule: its name, or its place."""

@@ -14,7 +14,7 @@ from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversio
 from dcls_convert.checkpoint import FILES, check_output
 from dcls_convert.errors import CheckpointError
 from dcls_convert.models import ModelSource, build_model
-from dcls_convert.rules import builtin_rules
+from dcls_convert.rules import builtin_rules, parse_rules
 
 from .conftest import TINY
 
@@ -260,3 +260,11 @@ def test_output_in_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="not a folder"):
         check_output(tmp_path / "file" / "out", force=False)
+
+
+def test_rules_given_as_an_object_are_kept_in_the_folder(tmp_path):
+    text = "# mine\nformat: 1\nrules:\n- match: {kind: depthwise}\n  dilated_kernel_size: 9\n"
+    model = timm.create_model(TINY)
+    report = dcls_convert.convert_(model, rules=parse_rules(text))
+    folder = save_converted(model, report.plan, tmp_path / "out")
+    assert (folder / "rules.yaml").read_text() == text
