@@ -5,6 +5,7 @@ Axes: O output channels, I input channels per group, E kernel elements, A learnt
 `size // 2` for odd and even sizes alike. Paper: Dilated convolution with learnable spacings, arXiv:2112.03740.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -170,15 +171,6 @@ def _corners(cells: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
     return [(index, 1 - fraction), (index + 1, fraction)]
 
 
-def _triangle(weight: Tensor, positions: Tensor, sigma: Tensor | None, size: Sequence[int]) -> Tensor:
-    assert sigma is not None
-    profiles = [
-        _triangle_profile(_cells(positions[axis], length), clamped(sigma[axis], MIN_TRIANGLE_SIGMA, math.inf), length)
-        for axis, length in enumerate(size)
-    ]
-    return _separable(weight, profiles)
-
-
 def _triangle_profile(cells: Tensor, sigma: Tensor, size: int) -> Tensor:
     """relu(sigma - |u - cell|) for all u of the window: (*C, E) -> (*C, E, size).
 
@@ -199,19 +191,27 @@ def _triangle_profile(cells: Tensor, sigma: Tensor, size: int) -> Tensor:
     return value + slope * (centre - fixed_centre) + widening * (spread - fixed_spread)
 
 
-def _gaussian(weight: Tensor, positions: Tensor, sigma: Tensor | None, size: Sequence[int]) -> Tensor:
-    assert sigma is not None
-    profiles = [
-        _gaussian_profile(_cells(positions[axis], length), clamped(sigma[axis], MIN_GAUSSIAN_SIGMA, math.inf), length)
-        for axis, length in enumerate(size)
-    ]
-    return _separable(weight, profiles)
-
-
 def _gaussian_profile(cells: Tensor, sigma: Tensor, size: int) -> Tensor:
     """exp(-((u - cell) / sigma)^2 / 2) for all u of the window: (*C, E) -> (*C, E, size)."""
     grid = torch.arange(size, device=cells.device, dtype=cells.dtype)
     return (-0.5 * ((grid - cells.unsqueeze(-1)) / sigma.unsqueeze(-1)) ** 2).exp()
+
+
+def _by_profiles(
+    profile: Callable[[Tensor, Tensor, int], Tensor],
+    min_sigma: float,
+    weight: Tensor,
+    positions: Tensor,
+    sigma: Tensor | None,
+    size: Sequence[int],
+) -> Tensor:
+    """Construction from one profile an axis: weight (*C, E), positions and sigma (A, *C, E) -> (*C, *size)."""
+    assert sigma is not None
+    profiles = [
+        profile(_cells(positions[axis], length), clamped(sigma[axis], min_sigma, math.inf), length)
+        for axis, length in enumerate(size)
+    ]
+    return _separable(weight, profiles)
 
 
 def _separable(weight: Tensor, profiles: Sequence[Tensor]) -> Tensor:
@@ -232,6 +232,14 @@ def _separable(weight: Tensor, profiles: Sequence[Tensor]) -> Tensor:
 
 INTERPOLATIONS: dict[str, Interpolation] = {
     "bilinear": Interpolation(construct=_bilinear),
-    "triangle": Interpolation(construct=_triangle, min_sigma=MIN_TRIANGLE_SIGMA, initial_sigma=INITIAL_TRIANGLE_SIGMA),
-    "gaussian": Interpolation(construct=_gaussian, min_sigma=MIN_GAUSSIAN_SIGMA, initial_sigma=INITIAL_GAUSSIAN_SIGMA),
+    "triangle": Interpolation(
+        construct=functools.partial(_by_profiles, _triangle_profile, MIN_TRIANGLE_SIGMA),
+        min_sigma=MIN_TRIANGLE_SIGMA,
+        initial_sigma=INITIAL_TRIANGLE_SIGMA,
+    ),
+    "gaussian": Interpolation(
+        construct=functools.partial(_by_profiles, _gaussian_profile, MIN_GAUSSIAN_SIGMA),
+        min_sigma=MIN_GAUSSIAN_SIGMA,
+        initial_sigma=INITIAL_GAUSSIAN_SIGMA,
+    ),
 }
