@@ -208,13 +208,13 @@ def parse_size(option: str, text: str | None) -> int | tuple[int, ...] | None:
     """ "17" -> 17, "17x9" -> (17, 9)."""
     if text is None:
         return None
-    sizes = [_integer(part) for part in text.lower().split("x")]
-    if not 1 <= len(sizes) <= 3 or not all(size and size <= _MOST_SIDE for size in sizes):
+    sides = _sides(text)
+    if sides is None or len(sides) > 3:
         raise DclsConvertError(
             f"{option} {shortened(text)!r} is not a size; give an integer from 1 to {_MOST_SIDE} such as 17, "
             "or sides such as 17x9"
         )
-    return sizes[0] if len(sizes) == 1 else tuple(size or 0 for size in sizes)
+    return sides[0] if len(sides) == 1 else sides
 
 
 def _parse_integer(option: str, text: str | None, *, least: int, most: int) -> int | None:
@@ -236,13 +236,20 @@ def _parse_count(text: str) -> int | str:
 def _parse_input_size(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    sizes = [_integer(part) for part in text.lower().split("x")]
-    if not 2 <= len(sizes) <= 4 or not all(size and size <= _MOST_SIDE for size in sizes):
+    sizes = _sides(text)
+    if sizes is None or not 2 <= len(sizes) <= 4:
         raise DclsConvertError(
             f"--input-size {shortened(text)!r} must be channels and sides, each from 1 to {_MOST_SIDE}, "
             "such as 3x224x224"
         )
-    return tuple(size or 0 for size in sizes)
+    return sizes
+
+
+def _sides(text: str) -> tuple[int, ...] | None:
+    """ "17x9" -> (17, 9); None where a part is no integer from 1 to _MOST_SIDE."""
+    numbers = [_integer(part) for part in text.lower().split("x")]
+    sides = tuple(number for number in numbers if number is not None and 1 <= number <= _MOST_SIDE)
+    return sides if len(sides) == len(numbers) else None
 
 
 def _integer(text: str) -> int | None:
