@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from . import __version__
+from .arguments import HELP_OPTIONS, MOST_CHANNELS, MOST_SEED, parse_count, parse_input_size, parse_integer, parse_size
+from .cli_rules import rules_app
 from .errors import DclsConvertError, one_line, shortened
 from .options import AUTO, DEFAULT_BUDGET, Init, Interpolation, Positions, Scope, Tie
 
@@ -18,7 +20,6 @@ EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 DEFAULT_COMMAND = "convert"
-_HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 # Whatever the parser finds wrong with an argument; the class's home differs between versions of typer.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -39,14 +40,11 @@ app = typer.Typer(
     add_completion=_wants_completion(),
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings=_HELP_OPTIONS,
+    context_settings=HELP_OPTIONS,
     help="Give a network's convolutions learnable element positions (DCLS, arXiv:2112.03740).\n\n"
     "\b\n  dcls-convert convnext_tiny --dilated-size 17\n\n"
     "converts a timm or torchvision model, reports parameters and MACs, and writes a checkpoint that timm loads. "
     "'convert' is the default command; its options: dcls-convert convert --help",
-)
-rules_app = typer.Typer(
-    context_settings=_HELP_OPTIONS, help="Show and check rule files, which say what is replaced, and how."
 )
 app.add_typer(rules_app, name="rules")
 
@@ -131,7 +129,7 @@ def convert(
         ConvertOptions(
             model=model,
             dilated_size=parse_size("--dilated-size", dilated_size),
-            kernel_count=_parse_count(kernel_count),
+            kernel_count=parse_count(kernel_count),
             budget=budget,
             scope=scope,
             tie=tie,
@@ -142,10 +140,10 @@ def convert(
             checkpoint=checkpoint,
             init=init,
             positions=positions,
-            num_classes=_parse_integer("--num-classes", num_classes, least=0, most=_MOST_CHANNELS),
-            in_chans=_parse_integer("--in-chans", in_chans, least=1, most=_MOST_CHANNELS),
-            input_size=_parse_input_size(input_size),
-            seed=_parse_integer("--seed", seed, least=0, most=_MOST_SEED) or 0,
+            num_classes=parse_integer("--num-classes", num_classes, least=0, most=MOST_CHANNELS),
+            in_chans=parse_integer("--in-chans", in_chans, least=1, most=MOST_CHANNELS),
+            input_size=parse_input_size(input_size),
+            seed=parse_integer("--seed", seed, least=0, most=MOST_SEED) or 0,
             output=output,
             force=force,
             dry_run=dry_run,
@@ -154,107 +152,6 @@ def convert(
             quiet=quiet,
         )
     )
-
-
-@rules_app.command("list")
-def rules_list() -> None:
-    """The built-in rule sets."""
-    from .rules import builtin_rules, load_rules
-
-    for name in builtin_rules():
-        typer.echo(f"{name:12} {load_rules(name).description}")
-
-
-@rules_app.command("show")
-def rules_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A built-in set, or a file.")]) -> None:
-    """Print a rule set as YAML."""
-    from .rules import load_rules
-
-    typer.echo(load_rules(name).text, nl=False)
-
-
-@rules_app.command("check")
-def rules_check(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A rule file, or a built-in set.")],
-    model: Annotated[str | None, typer.Option(help="Also say what each rule claims in this model.")] = None,
-) -> None:
-    """Check a rule file, and with --model, what it would claim."""
-    from .rules import load_rules
-
-    ruleset = load_rules(file)
-    typer.echo(f"{file}: ok, {len(ruleset.rules)} rule{'s' * (len(ruleset.rules) != 1)}")
-    if model is not None:
-        from .commands import print_claims
-
-        print_claims(ruleset, model)
-
-
-@rules_app.command("schema")
-def rules_schema_() -> None:
-    """Print the JSON Schema of rule files, for an editor."""
-    import json
-
-    from .rules import rules_schema
-
-    typer.echo(json.dumps(rules_schema(), indent=2))
-
-
-_MOST_SIDE = 9_999  # cells or pixels; beyond it a kernel or an image is a slip of the keyboard
-_MOST_CHANNELS = 10**9
-_MOST_SEED = 2**63 - 1  # torch.Generator
-
-
-def parse_size(option: str, text: str | None) -> int | tuple[int, ...] | None:
-    """ "17" -> 17, "17x9" -> (17, 9)."""
-    if text is None:
-        return None
-    sides = _sides(text)
-    if sides is None or len(sides) > 3:
-        raise DclsConvertError(
-            f"{option} {shortened(text)!r} is not a size; give an integer from 1 to {_MOST_SIDE} such as 17, "
-            "or sides such as 17x9"
-        )
-    return sides[0] if len(sides) == 1 else sides
-
-
-def _parse_integer(option: str, text: str | None, *, least: int, most: int) -> int | None:
-    if text is None:
-        return None
-    number = _integer(text)
-    if number is None or not least <= number <= most:
-        raise DclsConvertError(f"{option} {shortened(text)!r} must be an integer from {least} to {most}")
-    return number
-
-
-def _parse_count(text: str) -> int | str:
-    try:
-        return AUTO if text == AUTO else _parse_integer("--kernel-count", text, least=1, most=_MOST_CHANNELS) or AUTO
-    except DclsConvertError as error:
-        raise DclsConvertError(f"{error}, or {AUTO}") from None
-
-
-def _parse_input_size(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    sizes = _sides(text)
-    if sizes is None or not 2 <= len(sizes) <= 4:
-        raise DclsConvertError(
-            f"--input-size {shortened(text)!r} must be channels and sides, each from 1 to {_MOST_SIDE}, "
-            "such as 3x224x224"
-        )
-    return sizes
-
-
-def _sides(text: str) -> tuple[int, ...] | None:
-    """ "17x9" -> (17, 9); None where a part is no integer from 1 to _MOST_SIDE."""
-    numbers = [_integer(part) for part in text.lower().split("x")]
-    sides = tuple(number for number in numbers if number is not None and 1 <= number <= _MOST_SIDE)
-    return sides if len(sides) == len(numbers) else None
-
-
-def _integer(text: str) -> int | None:
-    """Digits and nothing else: int() takes underscores, spaces and digits of other scripts."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -88,6 +88,7 @@ def plan_conversion(
         macs=convs.macs,
         macs_note=convs.macs_note,
         stages_from=convs.stages_from,
+        folded=False,
     )
 
 

@@ -132,6 +132,7 @@ class ConversionPlan:
     macs: int | None  # of the whole model, before
     macs_note: str | None
     stages_from: str
+    folded: bool  # whether plain convolutions with the constructed kernels stand in the layers' places
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -37,6 +37,8 @@ def apply_plan_(
         positions: For "random": N(0, 0.5 cells) as in the paper, or uniform over the window.
         generator: Source of all randomness; seeded with 0 without it.
 
+    A plan that says that it is folded leaves plain convolutions of the windows' sizes, as `fold_to_dense_` does.
+
     Raises:
         PlanError: The model is not the one that was planned for. It is then unchanged.
     """
@@ -54,6 +56,8 @@ def apply_plan_(
     with torch.no_grad():
         for members in by_group.values():
             _convert_group(model, plan, members, [convs[layer.name] for layer in members], init, positions, generator)
+    if plan.folded:
+        fold_to_dense_(model)
     _tell_timm(model, plan)
 
 

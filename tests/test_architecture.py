@@ -22,6 +22,7 @@ PACKAGE = Path(dcls_convert.__file__).parent
 ALLOWED = {
     "errors": set(),
     "options": {"errors"},
+    "arguments": {"errors", "options"},
     "geometry": {"errors"},
     "interpolation": {"errors"},
     "budget": {"errors"},
@@ -45,12 +46,15 @@ FOREIGN = {
     "timm": {"models", "timm_models", "timm_entry"},
     "torchvision": {"models", "timm_models", "timm_entry"},
     "safetensors": {"checkpoint", "weights"},
-    "typer": {"cli"},
+    "typer": {"cli", "cli_rules"},
 }
 # A command line that answers at once imports these.
 LIGHT = [
     "dcls_convert",
-    *(f"dcls_convert.{name}" for name in ("cli", "errors", "options", "geometry", "budget", "rules")),
+    *(
+        f"dcls_convert.{name}"
+        for name in ("cli", "cli_rules", "arguments", "errors", "options", "geometry", "budget", "rules")
+    ),
 ]
 
 
