@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "api": ("convert_",),
     "checkpoint": ("load_converted", "save_converted"),
+    "convs": ("register_conv",),
     "errors": (
         "CheckpointError",
         "DclsConvertError",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from .api import convert_ as convert_
     from .checkpoint import load_converted as load_converted
     from .checkpoint import save_converted as save_converted
+    from .convs import register_conv as register_conv
     from .errors import CheckpointError as CheckpointError
     from .errors import DclsConvertError as DclsConvertError
     from .errors import ModelError as ModelError

@@ -1,12 +1,16 @@
-"""Which convolution objects can be replaced, and what must be carried over. Imports nothing of the package."""
+"""Which convolutions can be replaced, what their forward does beside convolving, and what must be carried over."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
+from .geometry import DYNAMIC_SAME, Padding
+
 CONV_CLASSES: dict[int, type[_ConvNd]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_CALLED = ("forward", "_conv_forward", "__call__")  # what decides how a convolution computes
 
 # The registries of a module's forward and backward hooks. The new layer takes the very dictionaries over: a handle
 # that the user kept for `handle.remove()` points to them.
@@ -22,13 +26,97 @@ _HOOK_REGISTRIES = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvForm:
+    """What the forward of a subclass of convolution does beside convolving; see `register_conv`."""
+
+    weight: Callable[[nn.Module, Tensor], Tensor] | None = None
+    parameters: tuple[str, ...] = ()
+    same_padding: Callable[[nn.Module], bool] | bool = False
+    adapt: Callable[[nn.Module, nn.Module], None] | None = None
+
+    def pads_same(self, conv: nn.Module) -> bool:
+        """Whether this object pads its input by itself, by the SAME rule."""
+        return self.same_padding(conv) if callable(self.same_padding) else self.same_padding
+
+    def effective_weight(self, conv: nn.Module, weight: Tensor) -> Tensor:
+        """What `weight` is convolved as."""
+        return weight if self.weight is None else self.weight(conv, weight)
+
+
+PLAIN = ConvForm()
+_FORMS: dict[type[nn.Module], ConvForm] = {}
+
+
+def register_conv(
+    cls: type[nn.Module],
+    *,
+    weight: Callable[[nn.Module, Tensor], Tensor] | None = None,
+    parameters: Collection[str] = (),
+    same_padding: Callable[[nn.Module], bool] | bool = False,
+    adapt: Callable[[nn.Module, nn.Module], None] | None = None,
+) -> None:
+    """Say what the forward of a convolution class of your own does, so that its objects can be converted.
+
+    A class without a `forward` of its own needs no word: it is treated as its base. timm's `Conv2dSame`, `StdConv2d`,
+    `StdConv2dSame`, `ScaledStdConv2d` and `ScaledStdConv2dSame` are known. Folding a converted layer gives a plain
+    convolution with the transformed kernel.
+
+    Args:
+        cls: A subclass of `torch.nn.Conv1d`, `Conv2d` or `Conv3d`.
+        weight: `weight(conv, tensor)` gives what `tensor` is convolved as, in its shape (out, in/groups, ...). After
+            conversion it is called with the DCLS layer and its elements, before the kernel is constructed, so it must
+            not depend on how many cells there are; attributes of the old convolution are found on the layer.
+        parameters: Names of the parameters beside weight and bias that `weight` needs; the layer takes them over.
+        same_padding: Whether `forward` pads its input by TensorFlow's SAME rule; or a function of the convolution. For
+            2-D only.
+        adapt: `adapt(conv, layer)` sets attributes of the new layer that depend on the number of cells.
+
+    Raises:
+        TypeError: `cls` is no such subclass, or has the forward of its base.
+
+    Example:
+        A convolution that removes the mean of each filter::
+
+            class CentredConv(nn.Conv2d):
+                def forward(self, input):
+                    return self._conv_forward(input, centred(self, self.weight), self.bias)
+
+            def centred(conv, weight):
+                return weight - weight.mean(dim=tuple(range(1, weight.dim())), keepdim=True)
+
+            dcls_convert.register_conv(CentredConv, weight=centred)
+    """
+    base = _base_of(cls)
+    if base is None or issubclass(cls, _ConvTransposeNd):
+        raise TypeError(f"{cls.__name__} is no subclass of torch.nn.Conv1d, Conv2d or Conv3d")
+    if cls.forward is base.forward:
+        raise TypeError(f"{cls.__name__} has the forward of {base.__name__}, and is treated as such already")
+    _FORMS[cls] = ConvForm(weight=weight, parameters=tuple(parameters), same_padding=same_padding, adapt=adapt)
+
+
+def find_form(conv: nn.Module) -> ConvForm | None:
+    """What is known about the class of this convolution; None where its forward is its own and not registered."""
+    base = _base_of(type(conv))
+    if base is not None and _computes_as(type(conv), base):
+        return PLAIN
+    return next((form for cls, form in reversed(_FORMS.items()) if _computes_as(type(conv), cls)), None)
+
+
+def padding_of(conv: _ConvNd) -> Padding:
+    """The padding of a convolution that can be replaced, `DYNAMIC_SAME` where it pads by itself."""
+    form = find_form(conv)
+    if form is not None and form.pads_same(conv):
+        return DYNAMIC_SAME
+    return conv.padding if isinstance(conv.padding, str) else tuple(conv.padding)
+
+
 def why_not_replaceable(conv: nn.Module) -> str | None:
     """Why this object cannot be replaced, whatever the rules say; None where it can."""
     kind = type(conv).__name__
     if isinstance(conv, _ConvTransposeNd):
         return "transposed convolution"
-    base = next((base for base in CONV_CLASSES.values() if isinstance(conv, base)), None)
-    if base is None:
+    if _base_of(type(conv)) is None:
         return f"{kind} is no convolution of torch.nn"
     if "forward" in vars(conv):
         return f"{kind} has a forward of its own, set on this very object"
@@ -36,9 +124,10 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
         return f"its {', '.join(conv.parametrizations)} is parametrised (torch.nn.utils.parametrize)"  # type: ignore[arg-type]
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
         return "lazy convolution that has not seen an input yet"
-    if any(getattr(type(conv), name) is not getattr(base, name) for name in ("forward", "_conv_forward", "__call__")):
-        return f"{kind} has a forward of its own that is not known here"
-    if set(conv._parameters) != {"weight", "bias"}:
+    form = find_form(conv)
+    if form is None:
+        return f"{kind} has a forward of its own that is not known here (register_conv teaches it)"
+    if set(conv._parameters) != {"weight", "bias", *form.parameters}:
         return f"its weight is computed from other parameters ({', '.join(sorted(conv._parameters))})"
     if conv._modules or conv._buffers:
         return f"{kind} holds {', '.join([*conv._modules, *conv._buffers])}, which would be lost"
@@ -54,9 +143,18 @@ def carry_over(old: nn.Module, new: nn.Module, *, known: Collection[str]) -> Non
     """
     new.train(old.training)
     for name, parameter in new._parameters.items():
-        if parameter is not None and name != "bias":  # the bias is the old one itself
+        if parameter is not None and parameter is not old._parameters.get(name):
             parameter.requires_grad_(bool(old.weight.requires_grad))
     for name in _HOOK_REGISTRIES:
         new.__dict__[name] = old.__dict__[name]
     more = {name: value for name, value in old.__dict__.items() if name not in known and name not in new.__dict__}
     new.__dict__.update(more)
+
+
+def _base_of(cls: type[nn.Module]) -> type[_ConvNd] | None:
+    return next((base for base in CONV_CLASSES.values() if issubclass(cls, base)), None)
+
+
+def _computes_as(cls: type[nn.Module], other: type[nn.Module]) -> bool:
+    """Whether a subclass of `other` leaves alone what decides how `other` computes."""
+    return issubclass(cls, other) and all(getattr(cls, name) is getattr(other, name) for name in _CALLED)

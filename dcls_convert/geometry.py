@@ -4,6 +4,10 @@ from collections.abc import Sequence
 
 from .errors import PlanError
 
+# TensorFlow's SAME padding, which depends on the input's size: timm's Conv2dSame and its like pad so in their forward.
+DYNAMIC_SAME = "dynamic_same"
+Padding = str | tuple[int, ...]  # "same", "valid", DYNAMIC_SAME, or cells on either side of each axis
+
 
 def extent(kernel_size: int, dilation: int) -> int:
     """Cells from the first to the last element of a dilated kernel."""
@@ -40,20 +44,49 @@ def check_window(kernel_size: Sequence[int], dilation: Sequence[int], window: Se
 
 
 def grown_padding(
-    padding: str | Sequence[int], kernel_size: Sequence[int], dilation: Sequence[int], window: Sequence[int]
-) -> str | tuple[int, ...]:
-    """The padding with which the window gives the output size that the old kernel gave.
+    padding: str | Sequence[int],
+    kernel_size: Sequence[int],
+    dilation: Sequence[int],
+    window: Sequence[int],
+    stride: Sequence[int],
+) -> Padding:
+    """The padding with which the window gives the output size that the old kernel gave, and the old kernel's centre.
 
-    'same' stays 'same': torch pads the odd cell at the end, before and after.
+    'same' stays 'same': torch pads the odd cell at the end, before and after. So does dynamic SAME padding.
+
+    Raises:
+        PlanError: The window does not fit the kernel.
     """
     check_window(kernel_size, dilation, window)
-    if padding == "same":
-        return padding
+    if padding == DYNAMIC_SAME:
+        for kernel, spacing, step in zip(kernel_size, dilation, stride, strict=True):
+            if extent(kernel, spacing) < step:  # then it may cut cells off instead of padding, where a window would not
+                raise PlanError(f"dynamic SAME padding needs a kernel of at least the stride {step}, not {kernel}")
+    if padding in ("same", DYNAMIC_SAME):
+        return str(padding)
     old = [0] * len(window) if isinstance(padding, str) else padding  # 'valid' is no padding
     return tuple(
         pad + (size - extent(kernel, spacing)) // 2
         for pad, kernel, spacing, size in zip(old, kernel_size, dilation, window, strict=True)
     )
+
+
+def padded_cells(
+    padding: Padding, input_size: Sequence[int], extents: Sequence[int], stride: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Cells to add before and after each axis of an input for a kernel of those extents."""
+    if padding == "valid":
+        return [(0, 0)] * len(extents)
+    if padding == "same":
+        return [_halves(window - 1) for window in extents]
+    if padding == DYNAMIC_SAME:  # so many that there are ceil(size / stride) outputs
+        sizes = zip(input_size, extents, stride, strict=True)
+        return [_halves(max((-(-size // step) - 1) * step + window - size, 0)) for size, window, step in sizes]
+    return [(int(cells), int(cells)) for cells in padding]
+
+
+def _halves(total: int) -> tuple[int, int]:
+    return total // 2, total - total // 2
 
 
 def grid_positions(kernel_size: int, dilation: int, window: int) -> list[int]:

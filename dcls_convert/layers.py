@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from .convs import carry_over, why_not_replaceable
-from .geometry import grown_padding
+from .convs import PLAIN, ConvForm, carry_over, find_form, padding_of, why_not_replaceable
+from .geometry import DYNAMIC_SAME, Padding, extent, grown_padding, padded_cells
 from .interpolation import construct_kernel, find_interpolation, learnt_axes, position_limits
+from .timm_convs import same_padded_conv
 from .warmstart import largest_elements
 
 POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"
@@ -34,6 +35,7 @@ class DclsConvNd(nn.Module):
     Args:
         in_channels, out_channels, stride, padding, dilation, groups, bias, padding_mode, device, dtype: As in
             `torch.nn.Conv2d`; `dilation` spaces the cells of the dilated kernel itself and is 1 in practice.
+            `padding="dynamic_same"` is TensorFlow's rule, which depends on the input's size (2-D only).
         kernel_count: Weighted elements in one kernel (with dense axes, in each of their cells).
         dilated_kernel_size: Window in which elements may move, in cells.
         interpolation: "bilinear", "triangle" or "gaussian", see `construct_kernel`.
@@ -53,6 +55,8 @@ class DclsConvNd(nn.Module):
     bias: nn.Parameter | None
     positions: nn.Parameter
     sigma: nn.Parameter | None
+    padding: Padding
+    form: ConvForm  # what the class of the old convolution does to its weight
     _owner: nn.Module | None
 
     def __init__(
@@ -83,6 +87,7 @@ class DclsConvNd(nn.Module):
         self.padding_mode = padding_mode
         self.interpolation = interpolation
         self.dense_axes = _dense_axes(dense_axes, self.dims)
+        self.form = PLAIN
         self._check()
         # The module on which tied parameters are registered, and their names there. Not through nn.Module's
         # __setattr__, which would register the owner below the layer as well.
@@ -107,8 +112,10 @@ class DclsConvNd(nn.Module):
         if self.padding_mode not in PADDING_MODES:
             raise ValueError(f"padding_mode={self.padding_mode!r} must be one of {', '.join(PADDING_MODES)}")
         if isinstance(self.padding, str):
-            if self.padding not in ("same", "valid"):
-                raise ValueError(f"padding={self.padding!r} must be 'same', 'valid' or integers")
+            if self.padding not in ("same", "valid", DYNAMIC_SAME):
+                raise ValueError(f"padding={self.padding!r} must be 'same', 'valid', {DYNAMIC_SAME!r} or integers")
+            if self.padding == DYNAMIC_SAME and (self.dims != 2 or self.padding_mode != "zeros"):
+                raise ValueError(f"padding={self.padding!r} is for 2-D with zeros")
             if self.padding == "same" and any(stride != 1 for stride in self.stride):
                 raise ValueError(f"padding='same' needs stride 1, not {self.stride}")
         find_interpolation(self.interpolation)
@@ -213,7 +220,7 @@ class DclsConvNd(nn.Module):
     def kernel(self) -> Tensor:
         """The constructed kernel, (O, I, *dilated_kernel_size), differentiable in weight, positions and sigma."""
         return construct_kernel(
-            self.weight,
+            self.form.effective_weight(self, self.weight),
             self.positions,
             self.dilated_kernel_size,
             interpolation=self.interpolation,
@@ -242,18 +249,15 @@ class DclsConvNd(nn.Module):
         input, padding = self._padded(input)
         return self.conv_function(input, self.kernel(), self.bias, self.stride, padding, self.dilation, self.groups)
 
-    def _padded(self, input: Tensor) -> tuple[Tensor, str | tuple[int, ...]]:
-        """The input and the padding left to the convolution, which knows zeros only."""
-        if self.padding_mode == "zeros":
+    def _padded(self, input: Tensor) -> tuple[Tensor, Padding]:
+        """The input and the padding left to the convolution, which knows fixed numbers of zeros only."""
+        if self.padding_mode == "zeros" and self.padding != DYNAMIC_SAME:
             return input, self.padding
-        widths: list[int] = []
-        for axis in reversed(range(self.dims)):
-            if isinstance(self.padding, str):
-                total = self.dilation[axis] * (self.kernel_size[axis] - 1) if self.padding == "same" else 0
-                widths += [total // 2, total - total // 2]
-            else:
-                widths += [self.padding[axis]] * 2
-        return F.pad(input, widths, mode=self.padding_mode), (0,) * self.dims
+        extents = [extent(size, spacing) for size, spacing in zip(self.kernel_size, self.dilation, strict=True)]
+        sides = padded_cells(self.padding, input.shape[-self.dims :], extents, self.stride)
+        widths = [cells for axis in reversed(sides) for cells in axis]
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return F.pad(input, widths, mode=mode), (0,) * self.dims
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if not self.positions.is_meta:
@@ -285,6 +289,7 @@ class DclsConvNd(nn.Module):
         layer = cls.like(conv, kernel_count, dilated_kernel_size, interpolation, dense_axes)
         weight, positions = largest_elements(
             [conv.weight.detach()],
+            effective=[layer.form.effective_weight(conv, conv.weight.detach())],
             kernel_count=kernel_count,
             dilation=conv.dilation,
             size=layer.dilated_kernel_size,
@@ -319,14 +324,21 @@ class DclsConvNd(nn.Module):
             device="meta",  # draws nothing from any generator
             dtype=conv.weight.dtype,
         )
-        layer.padding = grown_padding(conv.padding, conv.kernel_size, conv.dilation, layer.dilated_kernel_size)
+        layer.padding = grown_padding(
+            padding_of(conv), conv.kernel_size, conv.dilation, layer.dilated_kernel_size, conv.stride
+        )
         for axis in layer.dense_axes:
             if (layer.dilated_kernel_size[axis], 1) != (conv.kernel_size[axis], conv.dilation[axis]):
                 raise ValueError(f"dense axis {axis} must keep its size {conv.kernel_size[axis]}, undilated")
         layer.to_empty(device=conv.weight.device)
         layer._reset_sigma_()
         layer.bias = cast(nn.Parameter | None, conv.bias)
+        layer.form = find_form(conv) or PLAIN
+        for name in layer.form.parameters:
+            layer.register_parameter(name, conv._parameters[name])
         carry_over(conv, layer, known=_OWN_ATTRIBUTES)
+        if layer.form.adapt is not None:
+            layer.form.adapt(conv, layer)
         return layer
 
     def fuse(self) -> _ConvNd:
@@ -334,18 +346,12 @@ class DclsConvNd(nn.Module):
 
         `timm.utils.reparameterize_model` calls it.
         """
-        conv = self.conv_class(  # type: ignore[call-arg]
-            self.in_channels,
-            self.out_channels,
-            self.dilated_kernel_size,
-            stride=self.stride,
-            padding=self.padding,
-            dilation=self.dilation,
-            groups=self.groups,
-            bias=False,
-            padding_mode=self.padding_mode,  # type: ignore[arg-type]
-            device="meta",  # draws nothing from any generator
-        )
+        shape: dict[str, Any] = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups, "bias": False}
+        make: Callable[..., _ConvNd] = same_padded_conv
+        if self.padding != DYNAMIC_SAME:
+            make, shape = self.conv_class, {**shape, "padding": self.padding, "padding_mode": self.padding_mode}
+        # On the meta device nothing is drawn from any generator.
+        conv = make(self.in_channels, self.out_channels, self.dilated_kernel_size, **shape, device="meta")
         kernel = self.kernel().detach().contiguous()
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
         conv.bias = self.bias

@@ -233,7 +233,7 @@ def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tup
         if window[axis] != site.kernel_size[axis] or dilated:
             raise PlanError(f"dense axis {axis} must keep its size {site.kernel_size[axis]}, undilated")
     check_window(site.kernel_size, site.dilation, window)
-    padding = grown_padding(site.padding, site.kernel_size, site.dilation, window)
+    padding = grown_padding(site.padding, site.kernel_size, site.dilation, window, site.stride)
     if site.padding_mode in ("reflect", "circular") and site.input_extent is not None:
         widths = [side // 2 for side in window] if isinstance(padding, str) else padding
         for width, side in zip(widths, site.input_extent, strict=True):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from .budget import conv_macs
-from .convs import why_not_replaceable
+from .convs import padding_of, why_not_replaceable
 from .errors import PlanError, one_line
 from .geometry import size_text
 from .layers import DclsConvNd
@@ -154,7 +154,7 @@ def _site(
         groups=conv.groups,
         kernel_size=tuple(conv.kernel_size),
         stride=tuple(conv.stride),
-        padding=conv.padding if isinstance(conv.padding, str) else tuple(conv.padding),
+        padding=padding_of(conv),
         dilation=tuple(conv.dilation),
         padding_mode=conv.padding_mode,
         bias=conv.bias is not None,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from .convs import CONV_CLASSES, why_not_replaceable
+from .convs import CONV_CLASSES, PLAIN, find_form, why_not_replaceable
 from .errors import PlanError
 from .interpolation import position_limits
 from .layers import DCLS_LAYERS, POSITION_STD, DclsConvNd
@@ -134,6 +134,7 @@ def _convert_group(
     else:
         weights, places = largest_elements(
             kernels,
+            effective=[_effective(conv) for conv in convs],
             kernel_count=first.kernel_count,
             dilation=first.dilation,
             size=first.dilated_size,
@@ -152,6 +153,11 @@ def _convert_group(
     for plan_of, layer in zip(members, layers, strict=True):
         for name in plan_of.names:
             model.set_submodule(name, layer)
+
+
+def _effective(conv: _ConvNd) -> Tensor:
+    """The kernel as it is convolved."""
+    return (find_form(conv) or PLAIN).effective_weight(conv, conv.weight.detach())
 
 
 def _tie(model: nn.Module, plan: ConversionPlan, group_name: str, layers: Sequence[DclsConvNd]) -> None:

@@ -1,4 +1,4 @@
-"""The entry point `dcls` in timm's registry, without importing timm or torch before they are needed."""
+"""The entry point `dcls` in timm's registry, and timm's convolutions in ours, without importing timm or torch early."""
 
 import importlib.abc
 import importlib.machinery
@@ -30,6 +30,9 @@ def register_when_timm_is_imported() -> None:
 def _register() -> None:
     from timm.models import is_model, register_model
 
+    from .timm_convs import register_timm_convs
+
+    register_timm_convs()
     if not is_model(dcls.__name__):
         register_model(dcls)
 

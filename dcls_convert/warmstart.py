@@ -21,6 +21,7 @@ def largest_elements(
     dilation: Sequence[int],
     size: Sequence[int],
     dense_axes: Sequence[int] = (),
+    effective: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """The cells with the most energy over all layers of the group, at their old places.
 
@@ -30,6 +31,7 @@ def largest_elements(
         dilation: Of the old convolutions, one entry a spatial axis.
         size: Dilated kernel size.
         dense_axes: Spatial axes along which every cell keeps elements of its own.
+        effective: The kernels as they are convolved, where that is not as they are: their energy decides.
 
     Returns:
         For each layer its weights (O, I, *D, E), and the positions (A, O, I, *D, E) that they share. Elements stand
@@ -38,7 +40,8 @@ def largest_elements(
     axes = learnt_axes(len(size), dense_axes)
     kernel_size = kernels[0].shape[2:]
     cells = torch.stack([_cells_last(kernel, axes) for kernel in kernels])  # (L, O, I, *D, K)
-    energy = cells.double().square().sum(0)  # (O, I, *D, K)
+    deciding = cells if effective is None else torch.stack([_cells_last(kernel, axes) for kernel in effective])
+    energy = deciding.double().square().sum(0)  # (O, I, *D, K)
     kept = min(kernel_count, energy.shape[-1])
     chosen = (
         energy.sort(dim=-1, descending=True, stable=True).indices[..., :kept].sort(dim=-1).values

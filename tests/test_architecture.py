@@ -28,10 +28,11 @@ ALLOWED = {
     "budget": {"errors"},
     "models": {"errors"},
     "weights": {"errors"},
-    "convs": set(),
+    "convs": {"geometry"},
+    "timm_convs": {"convs"},
     "rules": {"errors", "geometry", "options", "sites"},
     "warmstart": {"errors", "geometry", "interpolation"},
-    "layers": {"errors", "geometry", "convs", "interpolation", "warmstart"},
+    "layers": {"errors", "geometry", "convs", "interpolation", "timm_convs", "warmstart"},
     "tracing": {"errors", "layers"},
     "sites": {"errors", "geometry", "budget", "convs", "layers", "tracing"},
     "plan_data": {"errors", "options", "geometry", "interpolation", "budget", "sites"},
@@ -43,7 +44,7 @@ ALLOWED = {
 # rich asks the record itself for its view, so the report must know the views, which format it.
 DEFERRED_BACK = {("report", "views")}
 FOREIGN = {
-    "timm": {"models", "timm_models", "timm_entry"},
+    "timm": {"models", "timm_models", "timm_entry", "timm_convs"},
     "torchvision": {"models", "timm_models", "timm_entry"},
     "safetensors": {"checkpoint", "weights"},
     "typer": {"cli", "cli_rules"},

@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame
+from timm.layers.conv2d_same import Conv2dSameExport
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
@@ -235,11 +235,7 @@ def replaced_forward(conv):
 OWN = "has a forward of its own"
 ODD = {
     "transposed": (lambda: nn.ConvTranspose2d(4, 4, 3, padding=1), "transposed convolution"),
-    "timm Conv2dSame": (lambda: Conv2dSame(4, 4, 3, padding=1), OWN),
-    "timm StdConv2d": (lambda: StdConv2d(4, 4, 3, padding=1), OWN),
-    "timm StdConv2dSame": (lambda: StdConv2dSame(4, 4, 3), OWN),
-    "timm ScaledStdConv2d": (lambda: ScaledStdConv2d(4, 4, 3, padding=1), OWN),
-    "timm ScaledStdConv2dSame": (lambda: ScaledStdConv2dSame(4, 4, 3), OWN),
+    "timm Conv2dSameExport": (lambda: Conv2dSameExport(4, 4, 3, padding=1), OWN),
     "own forward": (lambda: OwnForward(4, 4, 3, padding=1), OWN),
     "own _conv_forward": (lambda: OwnConvForward(4, 4, 3, padding=1), OWN),
     "own __call__": (lambda: OwnCall(4, 4, 3, padding=1), OWN),
