@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 from torch import nn
 
+from .errors import PlanError
 from .models import known_source
-from .options import AUTO, DEFAULT_BUDGET, INTERPOLATIONS, Init, Interpolation, Positions, Scope, Tie
+from .options import AUTO, DEFAULT_BUDGET, EXACT, INTERPOLATIONS, SCOPES, Init, Interpolation, Positions, Scope, Tie
 from .plan import plan_conversion
 from .report import ConversionReport, measure_report
 from .rules import RuleSet
@@ -41,7 +42,8 @@ def convert_(
         kernel_count, scope, tie, budget, interpolation, strict: As in `plan_conversion`.
         rules: A rule set, its name or its file.
         init: "largest" (also "auto") keeps the cells of every kernel with the most energy over its tie group; "random"
-            starts from random positions, as the paper trains from scratch.
+            starts from random positions, as the paper trains from scratch; "exact" gives every kernel as many elements
+            as it had cells, at their places, so that the model's outputs stay as they are at more parameters.
         positions: For "random": "normal" is N(0, 0.5 cells), "uniform" is over the window.
         input_size: (channels, rows, columns) for MACs; without it, the size that a timm model states.
         seed: For random positions. The global generator is not touched.
@@ -53,13 +55,17 @@ def convert_(
     Raises:
         DclsConvertError: With one line that says what does not fit; the model is then unchanged.
     """
+    if init == EXACT and (kernel_count != AUTO or scope != SCOPES[0] or budget != DEFAULT_BUDGET):
+        raise PlanError(
+            "init='exact' takes as many elements as the old kernels have cells: leave kernel_count, scope and budget"
+        )
     source = known_source(model)
     convs = find_convs(model, input_size)
     plan = plan_conversion(
         convs,
         str(rules) if isinstance(rules, Path) else rules,
         dilated_size=dilated_size,
-        kernel_count=kernel_count,
+        kernel_count="exact" if init == EXACT else kernel_count,
         scope=scope,
         tie=tie,
         budget=budget,

@@ -101,7 +101,8 @@ def convert(
     init: Annotated[
         Init,
         typer.Option(
-            help="Elements: random, or the largest cells of the old kernels. auto: random without weights.",
+            help="Elements: random, the largest cells of the old kernels, or all of them (exact: the same outputs, at "
+            "more parameters). auto: random without weights, else largest.",
         ),
     ] = "auto",
     positions: Annotated[Positions, typer.Option(help="Random positions: N(0, 0.5 cells), or uniform.")] = "normal",

@@ -19,7 +19,7 @@ from .checkpoint import LOAD_WITH_TIMM, LOAD_WITHOUT_TIMM, check_output, save_co
 from .errors import DclsConvertError, PlanError
 from .geometry import size_text
 from .models import ModelSource, build_model, rebuildable_source, resolve_model
-from .options import AUTO, Init, Positions, Scope, Tie
+from .options import AUTO, EXACT, Init, Positions, Scope, Tie
 from .plan import plan_conversion
 from .plan_data import ConversionPlan
 from .report import ConversionReport, measure_report, predict_report
@@ -119,12 +119,19 @@ def _check_conflicts(options: ConvertOptions) -> None:
             "--init largest needs trained kernels: --pretrained or --checkpoint",
         ),
         (
-            options.positions != "normal" and options.init != "random" and _has_weights(options),
-            "--positions is for random positions, --init auto keeps those of the trained kernels; use --init random",
+            options.positions != "normal"
+            and options.init != "random"
+            and (_has_weights(options) or options.init == EXACT),
+            "--positions is for random positions, --init auto or exact keeps those of old kernels; use --init random",
         ),
         (
             options.kernel_count != AUTO and (options.scope != "model" or parse_percent(options.budget) != 1),
             "--kernel-count states the count, so --budget and --scope would have no effect",
+        ),
+        (
+            options.init == EXACT
+            and (options.kernel_count != AUTO or options.scope != "model" or parse_percent(options.budget) != 1),
+            "--init exact takes an element for each cell of the old kernels: leave --kernel-count, --budget, --scope",
         ),
     ]
     for conflict, message in conflicts:
@@ -147,7 +154,7 @@ def _plan(options: ConvertOptions, ruleset: RuleSet | None, twin: nn.Module, sou
         convs,
         ruleset or AUTO,
         dilated_size=options.dilated_size,
-        kernel_count=options.kernel_count,  # type: ignore[arg-type]
+        kernel_count=EXACT if options.init == EXACT else options.kernel_count,  # type: ignore[arg-type]
         scope=options.scope,
         tie=options.tie,
         budget=options.budget,
@@ -234,7 +241,10 @@ def _print_next_steps(options: ConvertOptions, report: ConversionReport, output:
         console.print(Text(str(output)))
         return
     console.print()
-    if _has_weights(options):
+    weights = "the trained weights" if _has_weights(options) else f"random initialisation (seed {options.seed})"
+    if options.init == EXACT:
+        start = f"{weights}; every old cell is an element at its place, so that the outputs are the old ones"
+    elif _has_weights(options):
         start = "trained kernels, each reduced to its largest cells; fine-tune it"
         start = start if options.init != "random" else "trained weights, but random elements in the new layers"
     else:

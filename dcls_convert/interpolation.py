@@ -28,6 +28,7 @@ class Interpolation:
     construct: Callable[[Tensor, Tensor, Tensor | None, Sequence[int]], Tensor]
     min_sigma: float | None = None  # cells; None: the interpolation has no sigma
     initial_sigma: float | None = None  # cells
+    exact_on_cells: bool = False  # whether an element in the middle of a cell starts in that cell alone
 
     @property
     def has_sigma(self) -> bool:
@@ -231,11 +232,12 @@ def _separable(weight: Tensor, profiles: Sequence[Tensor]) -> Tensor:
 
 
 INTERPOLATIONS: dict[str, Interpolation] = {
-    "bilinear": Interpolation(construct=_bilinear),
+    "bilinear": Interpolation(construct=_bilinear, exact_on_cells=True),
     "triangle": Interpolation(
         construct=functools.partial(_by_profiles, _triangle_profile, MIN_TRIANGLE_SIGMA),
         min_sigma=MIN_TRIANGLE_SIGMA,
         initial_sigma=INITIAL_TRIANGLE_SIGMA,
+        exact_on_cells=True,
     ),
     "gaussian": Interpolation(
         construct=functools.partial(_by_profiles, _gaussian_profile, MIN_GAUSSIAN_SIGMA),

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 Interpolation = Literal["bilinear", "triangle", "gaussian"]
 Scope = Literal["model", "stage", "layer"]
 Tie = Literal["stage", "none"]
-Init = Literal["auto", "random", "largest"]
+Init = Literal["auto", "random", "largest", "exact"]
 Positions = Literal["normal", "uniform"]
 
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
@@ -15,4 +15,5 @@ INITS: tuple[str, ...] = get_args(Init)
 POSITIONS: tuple[str, ...] = get_args(Positions)
 
 AUTO = "auto"
+EXACT = "exact"  # as many elements as the old kernel has cells, at their places: the same function
 DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the parameter count

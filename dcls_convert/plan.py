@@ -1,6 +1,7 @@
 """Sites and rules to a conversion plan: what becomes what, and what is tied. Plain values; nothing is changed here."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,10 +11,12 @@ from typing import Any, Literal
 from .budget import Budget, LayerCost, parse_percent, solve_counts
 from .errors import NothingMatchesError, PlanError, RuleError
 from .geometry import check_window, grown_padding, size_text
-from .options import AUTO, DEFAULT_BUDGET, INTERPOLATIONS, SCOPES, TIES, Scope, Tie
+from .interpolation import find_interpolation
+from .options import AUTO, DEFAULT_BUDGET, EXACT, INTERPOLATIONS, SCOPES, TIES, Scope, Tie
 from .plan_data import ConversionPlan, LayerPlan, TieGroup
-from .rules import Claims, Rule, RuleSet, builtin_rules, choose_rules, claim_sites, load_rules
+from .rules import AUTO_RULES, Claims, Rule, RuleSet, choose_rules, claim_sites, load_rules
 from .sites import ConvSite, ModelConvs, Skipped
+from .stages import stage_by_pattern
 
 UNSOLVED = 0  # a kernel count that is still to be solved for
 MODEL_UNIT = "model"  # the unit of the budget with scope "model"
@@ -24,7 +27,7 @@ def plan_conversion(
     rules: RuleSet | str = AUTO,
     *,
     dilated_size: int | Sequence[int] | None = None,
-    kernel_count: int | Literal["auto"] = "auto",
+    kernel_count: int | Literal["auto", "exact"] = "auto",
     scope: Scope = "model",
     tie: Tie = "stage",
     budget: float | str = DEFAULT_BUDGET,
@@ -39,7 +42,8 @@ def plan_conversion(
         convs: What `find_convs` found.
         rules: A rule set, its name or file, or "auto": the depthwise set where it claims anything, else the 3x3 set.
         dilated_size: Window for rules that state none; an integer leaves sides of 1 in a longer kernel as they are.
-        kernel_count: Elements in a kernel for rules that state none; "auto" solves for the budget.
+        kernel_count: Elements in a kernel for rules that state none; "auto" solves for the budget, "exact" takes as
+            many as the old kernel has cells, whatever the budget, so that the layers can start as the same function.
         scope: Whether one count is solved for the model, for each stage or for each layer (there with its tie group).
         tie: "stage" shares positions among layers of one stage and shape, "none" gives every layer its own.
         budget: Percent of the replaced weights that new weights, positions and sigmas may use.
@@ -58,6 +62,8 @@ def plan_conversion(
     ruleset = rules if isinstance(rules, RuleSet) else choose_rules(convs.sites) if rules == AUTO else load_rules(rules)
     rule_of, skipped = _claim(ruleset, convs)
     _check_overruled(ruleset, dilated_size, kernel_count, interpolation)
+    if kernel_count == EXACT:
+        _check_exact(ruleset, interpolation)
     drafts: list[LayerPlan] = []
     refused: list[Skipped] = []
     for site in convs.sites:
@@ -87,7 +93,7 @@ def plan_conversion(
         params=convs.params,
         macs=convs.macs,
         macs_note=convs.macs_note,
-        stages_from=convs.stages_from,
+        stages_from=_stages_from(convs, ruleset),
         folded=False,
     )
 
@@ -104,10 +110,11 @@ def _draft(
     rule = rules.rules[index]
     size = rule.dilated_kernel_size or dilated_size or rules.defaults.dilated_kernel_size
     window, dense_axes = _window(site, size, rule)
-    stated = rule.kernel_count or kernel_count
+    stated = rule.kernel_count or (_cells(site, dense_axes) if kernel_count == EXACT else kernel_count)
+    stage = stage_by_pattern(rule.stage_pattern, site.name) if rule.stage_pattern else None
     return LayerPlan(
         names=site.names,
-        stage=site.stage,
+        stage=stage or site.stage,
         kind=site.kind,
         in_channels=site.in_channels,
         out_channels=site.out_channels,
@@ -125,6 +132,32 @@ def _draft(
     )
 
 
+def _cells(site: ConvSite, dense_axes: Sequence[int]) -> int:
+    """Cells of the old kernel along the learnt axes."""
+    return math.prod(side for axis, side in enumerate(site.kernel_size) if axis not in dense_axes)
+
+
+def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
+    for index, rule in enumerate(rules.rules):
+        if rule.kernel_count not in (None, AUTO):
+            raise RuleError(
+                f"{rules.source}: rule {rules.label(index)!r} states kernel_count {rule.kernel_count}, "
+                "but an exact start needs as many elements as the old kernel has cells"
+            )
+        used = rule.interpolation or interpolation or INTERPOLATIONS[0]
+        if rule.skip is None and not find_interpolation(used).exact_on_cells:
+            exact = [name for name in INTERPOLATIONS if find_interpolation(name).exact_on_cells]
+            raise PlanError(
+                f"{used} interpolation spreads an element over several cells, wherever it lies; "
+                f"an exact start needs {' or '.join(exact)}"
+            )
+
+
+def _stages_from(convs: ModelConvs, rules: RuleSet) -> str:
+    patterned = [rules.label(index) for index, rule in enumerate(rules.rules) if rule.stage_pattern]
+    return ", ".join([convs.stages_from, *(f"the pattern of rule {label!r}" for label in patterned)])
+
+
 def _check_options(
     scope: str, tie: str, kernel_count: int | str, interpolation: str | None, size: int | Sequence[int] | None
 ) -> None:
@@ -138,10 +171,10 @@ def _check_options(
     ]:
         if value not in allowed:
             raise PlanError(f"{name}={value!r} must be one of {', '.join(allowed)}")
-    if kernel_count != AUTO and (
+    if kernel_count not in (AUTO, EXACT) and (
         not isinstance(kernel_count, int) or isinstance(kernel_count, bool) or kernel_count < 1
     ):
-        raise PlanError(f"kernel count {kernel_count!r} must be a positive integer, or auto")
+        raise PlanError(f"kernel count {kernel_count!r} must be a positive integer, auto or exact")
 
 
 def _json_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +218,7 @@ def _nothing_matches(rules: RuleSet, convs: ModelConvs, claims: Claims) -> str:
     kinds += Counter(f"{skip.type} ({skip.reason})" for skip in convs.skipped)
     has = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4)) or "no convolution at all"
     message = f"nothing in the model matches rules {rules.source!r}; it has {has}"
-    for name in builtin_rules():
+    for name in AUTO_RULES:
         claimed = len(claim_sites(load_rules(name), convs.sites).rule_of)
         if claimed and name != rules.source:
             message += f"; rules {name!r} would match {claimed}"
@@ -197,7 +230,7 @@ def _check_overruled(rules: RuleSet, dilated_size: object, kernel_count: int | s
     converting = [rule for rule in rules.rules if rule.skip is None]
     options: list[tuple[str, str, object]] = [
         ("dilated size", "dilated_kernel_size", dilated_size),
-        ("kernel count", "kernel_count", None if kernel_count == AUTO else kernel_count),
+        ("kernel count", "kernel_count", None if kernel_count in (AUTO, EXACT) else kernel_count),
         ("interpolation", "interpolation", interpolation),
     ]
     for option, key, value in options:

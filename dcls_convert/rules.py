@@ -1,6 +1,7 @@
 """YAML to a strict, frozen rule set; which rule claims a convolution, and why none does."""
 
 import fnmatch
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .sites import ConvSite  # which imports torch
 
 RULES_FORMAT = 1
+AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
 Kind = Literal["depthwise", "grouped", "dense"]
 Positive = Annotated[int, Field(ge=1)]
 _SHIPPED = Path(__file__).parent / "rules"  # in a wheel
@@ -116,13 +118,27 @@ class Rule(Layer):
 
     name: str | None = Field(None, description="a text")
     match: Match = Field(Match(), description="a mapping of predicates; without it, the rule claims everything")
+    stage_pattern: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="a regular expression for module names; those in which it finds the same are one stage, which "
+        "bears the name of the named group that matches, else what the groups or the whole pattern find",
+    )
     skip: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="a text with the reason; the convolution stays as it is"
     )
 
+    @field_validator("stage_pattern")
+    @classmethod
+    def _compiles(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"{shortened(value)!r} is not a regular expression: {error}") from error
+        return value
+
     @model_validator(mode="after")
     def _skips_or_converts(self) -> Self:
-        stated = [key for key in Layer.model_fields if getattr(self, key) is not None]
+        stated = [key for key in (*Layer.model_fields, "stage_pattern") if getattr(self, key) is not None]
         if self.skip is not None and stated:
             raise ValueError(f"a rule that skips cannot also state {', '.join(stated)}")
         return self
@@ -218,9 +234,9 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
 
 
 def choose_rules(sites: Sequence["ConvSite"]) -> RuleSet:
-    """`auto`: the depthwise rule set where the model has such convolutions, else the 3x3 set."""
-    depthwise = load_rules("depthwise")
-    return depthwise if claim_sites(depthwise, sites).rule_of else load_rules("dense3x3")
+    """`auto`: the depthwise rule set where the model has such convolutions, else 3x3, else 3-D ones."""
+    candidates = [load_rules(name) for name in AUTO_RULES]
+    return next((rules for rules in candidates if claim_sites(rules, sites).rule_of), candidates[1])
 
 
 def claim_sites(rules: RuleSet, sites: Sequence["ConvSite"]) -> Claims:

@@ -1,10 +1,8 @@
 """Walk a model once: its convolutions as plain values, the stage of each, and what it costs as it is."""
 
 import functools
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -14,6 +12,7 @@ from .convs import padding_of, why_not_replaceable
 from .errors import PlanError, one_line
 from .geometry import size_text
 from .layers import DclsConvNd
+from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
 
 IMAGE_CHANNELS = 3  # where no input size is known
@@ -111,8 +110,9 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         if isinstance(module, _ConvNd):
             names_of.setdefault(module, []).append(name)
     size = _input_size(model, input_size, max((len(conv.kernel_size) for conv in names_of), default=2))
-    stages = find_stages(model)
     traced, note = _traced(model, size)
+    spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
+    stages = find_stages(model, _output_strides(traced, size), spatial)
     shared = _shared_weights(model)
     sites: list[ConvSite] = []
     skipped: list[Skipped] = []
@@ -164,6 +164,17 @@ def _site(
     )
 
 
+def _output_strides(traced: Trace | None, input_size: tuple[int, ...] | None) -> dict[str, OutputStride]:
+    """Of the convolutions that were called on something with the image's dimensions, by name."""
+    if traced is None or input_size is None:
+        return {}
+    return {
+        name: output_stride(input_size[1:], call.output_size)
+        for name, call in traced.calls.items()
+        if len(call.output_size) == len(input_size) - 1 and min(call.output_size) > 0
+    }
+
+
 def _shared_weights(model: nn.Module) -> dict[int, str]:
     """id of each parameter that several modules hold -> the names of those modules."""
     holders: dict[int, list[str]] = {}
@@ -201,60 +212,3 @@ def _traced(model: nn.Module, input_size: tuple[int, ...] | None) -> tuple[Trace
         return trace(model, input_size), None
     except Exception as error:  # any model code may run here, and a model that cannot be traced can still be converted
         return None, f"the model does not run on the meta device at {input_size}: {one_line(error)[:200]}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stages:
-    """Which stage a module belongs to, by its qualified name."""
-
-    source: str  # how the stages were found
-    stage_of: Callable[[str], str | None]
-    in_stem: Callable[[str], bool]
-
-
-def find_stages(model: nn.Module) -> Stages:
-    """The stages of a model.
-
-    timm's models say what their stages are (`group_matcher(coarse=True)`); elsewhere the stage is the module path up
-    to its first number: "layer1" for "layer1.0.conv2", "features.3" for "features.3.1.block.0".
-    """
-    matcher = getattr(model, "group_matcher", None)
-    if matcher is not None:
-        try:
-            groups = matcher(coarse=True)
-            blocks, stems = list(_patterns(groups, stem=False)), list(_patterns(groups, stem=True))
-        except Exception:  # a model's own code; those without a usable matcher have a structure all the same
-            blocks, stems = [], []
-        if blocks:
-            return Stages(
-                source="timm's group_matcher",
-                stage_of=functools.partial(_stage_from_patterns, blocks),
-                in_stem=lambda name: any(pattern.match(name + ".") for pattern in stems),
-            )
-    return Stages(source="module path", stage_of=_stage_from_path, in_stem=lambda name: False)
-
-
-def _patterns(groups: Mapping[str, Any], *, stem: bool) -> Iterator[re.Pattern[str]]:
-    for name, specs in groups.items():
-        if name.startswith("stem") != stem:
-            continue
-        for spec in [specs] if isinstance(specs, str) else specs:
-            pattern, ordinal = (spec, None) if isinstance(spec, str) else spec
-            if ordinal is None:  # those with a number are the head, by timm's convention
-                yield re.compile(pattern)
-
-
-def _stage_from_patterns(patterns: Sequence[re.Pattern[str]], name: str) -> str | None:
-    for pattern in patterns:
-        found = pattern.match(name + ".")
-        if found and found.groups():
-            return found.group(0).rstrip(".")
-    return None
-
-
-def _stage_from_path(name: str) -> str | None:
-    parts = name.split(".")
-    for index, part in enumerate(parts[:-1], start=1):
-        if part[-1:].isdigit():
-            return ".".join(parts[:index])
-    return None

@@ -9,9 +9,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from .convs import CONV_CLASSES, PLAIN, find_form, why_not_replaceable
 from .errors import PlanError
-from .interpolation import position_limits
+from .interpolation import find_interpolation, position_limits
 from .layers import DCLS_LAYERS, POSITION_STD, DclsConvNd
-from .options import INITS, POSITIONS, Init, Positions
+from .options import EXACT, INITS, POSITIONS, Init, Positions
 from .plan_data import ConversionPlan, LayerPlan, TieGroup, check_plan
 from .warmstart import largest_elements
 
@@ -46,6 +46,8 @@ def apply_plan_(
         if value not in allowed:
             raise PlanError(f"{name}={value!r} must be one of {', '.join(allowed)}")
     check_plan(plan)
+    if init == EXACT:
+        _check_exact(plan)
     convs = {layer.name: _find_conv(model, layer) for layer in plan.layers}
     for group in plan.tie_groups:
         _check_owner(model, group)
@@ -80,6 +82,16 @@ def fold_to_dense_(model: nn.Module) -> int:
         if layer._owner in inside:  # then all layers of its group are, and none needs the positions any more
             layer.drop_owned_()
     return len(folded)
+
+
+def _check_exact(plan: ConversionPlan) -> None:
+    for layer in plan.layers:
+        cells = layer.dense_weights // layer.lines
+        if layer.kernel_count < cells or not find_interpolation(layer.interpolation).exact_on_cells:
+            raise PlanError(
+                f"{layer.name}: an exact start needs {cells} elements and an interpolation that keeps them in their "
+                f"cells, the plan has {layer.kernel_count}, {layer.interpolation}; plan with kernel_count='exact'"
+            )
 
 
 def _find_conv(model: nn.Module, layer: LayerPlan) -> _ConvNd:

@@ -143,9 +143,9 @@ def accepted(tmp_path, capfd, monkeypatch):
         f"{TINY} extra": re.compile("unexpected extra argument.*extra"),
         "rules nope": "No such command 'nope'",
         "rules show": "Missing argument",
-        "rules show nope": "rules 'nope' are neither a file nor one of dense3x3, depthwise",
+        "rules show nope": "rules 'nope' are neither a file nor one of conv3x3, dense3x3",
         "rules check": "Missing argument 'FILE'",
-        "rules check nope.yaml": "rules 'nope.yaml' are neither a file nor one of dense3x3, depthwise",
+        "rules check nope.yaml": "rules 'nope.yaml' are neither a file nor one of conv3x3, dense3x3",
         "rules list x": "unexpected extra argument",
         "rules schema --x": "No such option: --x",
     }
@@ -398,7 +398,7 @@ COUNT_STATED = "--kernel-count states the count, so --budget and --scope would h
         "input of 5000 digits": (f"--input-size {'9' * 5000}x9x9", f"--input-size '{NINES}' {INPUT}"),
         "input beyond 64 bits": (f"--input-size 3x{10**20}x64", f"--input-size '3x{10**20}x64' {INPUT}"),
         "--rules depthwize": re.compile("rules 'depthwize' .*did you mean 'depthwise'"),
-        "--rules nope.yaml": "rules 'nope.yaml' are neither a file nor one of dense3x3, depthwise, auto",
+        "--rules nope.yaml": "rules 'nope.yaml' are neither a file nor one of conv3x3, dense3x3",
         "--rules ''": "rules '' are neither a file",
         "--rules .": "rules '.' are neither a file",
         "--rules /dev/null": "rules '/dev/null' are neither a file",
@@ -629,9 +629,9 @@ def test_strict_refuses_what_would_be_skipped(refused, accepted, tmp_path):
 
 @table(
     {
-        "test_vit": "nothing in the model matches rules 'dense3x3'; it has 1 dense 16x16",
-        "torchvision:swin_t": "nothing in the model matches rules 'dense3x3'; it has 1 dense 4x4",
-        "resnet18 --rules depthwise": re.compile("it has 16 dense 3x3, .*; rules 'dense3x3' would match 16"),
+        "test_vit": "nothing in the model matches rules 'conv3x3'; it has 1 dense 16x16",
+        "torchvision:swin_t": "nothing in the model matches rules 'conv3x3'; it has 1 dense 4x4",
+        "resnet18 --rules depthwise": re.compile("it has 16 dense 3x3, .*; rules 'conv3x3' would match 16"),
         f"{TINY} --rules dense3x3": re.compile("it has 9 depthwise 7x7, .*; rules 'depthwise' would match 9"),
     }
 )
@@ -641,7 +641,7 @@ def test_models_in_which_nothing_matches(refused, given, says):
 
 @table(
     {
-        "nn.Linear(2, 2)": "nothing in the model matches rules 'dense3x3'; it has no convolution at all",
+        "nn.Linear(2, 2)": "nothing in the model matches rules 'conv3x3'; it has no convolution at all",
         "nn.ConvTranspose2d(3, 8, 3)": "it has 1 ConvTranspose2d (transposed convolution)",
         "nn.Sequential(nn.Conv2d(3, 8, 3))": "it has 1 dense 3x3 in the stem",  # else, why does it not match?
     }

@@ -143,7 +143,12 @@ def test_uniform_positions_fill_the_window():
 
 def test_rules_commands(capsys):
     run("rules", "list")
-    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == {"dense3x3", "depthwise"}
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == {
+        "conv3x3",
+        "dense3x3",
+        "dense3x3x3",
+        "depthwise",
+    }
     run("rules", "show", "depthwise")
     Path("copy.yaml").write_text(capsys.readouterr().out)
     run("rules", "check", "copy.yaml", "--model", TINY)

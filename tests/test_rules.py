@@ -197,7 +197,7 @@ def test_where_nothing_matches_the_model_is_described_and_a_rule_set_suggested()
     for part in ("1 dense 3x3 in the stem", "2 depthwise 3x3", "1 dense 3x3;", "1 depthwise 5x5"):
         assert part in message
     assert "rules 'depthwise' would match 3" in message
-    assert "rules 'dense3x3' would match 1" in message
+    assert "rules 'conv3x3' would match 1" in message
     assert error.value.exit_code == 3
 
 
@@ -279,38 +279,42 @@ def test_an_option_that_no_rule_leaves_open_is_refused(stated, option, message):
 
 def convs_of(name):
     with torch.device("meta"):
-        return find_convs(timm.create_model(name), (3, 64, 64))
+        return find_convs(timm.create_model(name))
 
 
 @pytest.mark.parametrize(
-    ("model", "auto", "depthwise", "dense3x3"),
+    ("model", "auto", "depthwise", "conv3x3", "dense3x3"),
     [
-        ("convnext_atto", "depthwise", 12, 0),
-        ("resnet18", "dense3x3", 0, 16),
-        ("resnet18d", "dense3x3", 0, 16),  # its stem is made of 3x3 convolutions
-        ("efficientnet_b0", "depthwise", 16, 0),
-        ("test_efficientnet", "depthwise", 2, 3),  # its first stages are dense
+        ("convnext_atto", "depthwise", 12, 0, 0),
+        ("resnet18", "conv3x3", 0, 16, 16),
+        ("resnet18d", "conv3x3", 0, 16, 16),  # its stem is made of 3x3 convolutions
+        ("resnext50_32x4d", "conv3x3", 0, 16, 0),
+        ("nfnet_f0", "conv3x3", 0, 24, 2),
+        ("efficientnet_b0", "depthwise", 16, 0, 0),
+        ("test_efficientnet", "depthwise", 2, 3, 3),  # its first stages are dense
+        ("vit_base_r50_s16_224", "conv3x3", 0, 16, 16),  # what timm calls its stem is a ResNet
     ],
 )
-def test_the_built_in_sets_claim_what_they_are_for(model, auto, depthwise, dense3x3):
+def test_the_built_in_sets_claim_what_they_are_for(model, auto, depthwise, conv3x3, dense3x3):
     sites = convs_of(model).sites
     assert choose_rules(sites).source == auto
-    for name, count in [("depthwise", depthwise), ("dense3x3", dense3x3)]:
+    for name, count in [("depthwise", depthwise), ("conv3x3", conv3x3), ("dense3x3", dense3x3)]:
         claimed = claim_sites(load_rules(name), sites).rule_of
         assert len(claimed) == count
         assert all(site.stage is not None for site in sites if site.name in claimed)
     plan = plan_conversion(convs_of(model))
     assert plan.rules == auto
-    assert {layer.dilated_size for layer in plan.layers} == {{"depthwise": (17, 17), "dense3x3": (7, 7)}[auto]}
+    assert {layer.dilated_size for layer in plan.layers} == {{"depthwise": (17, 17), "conv3x3": (7, 7)}[auto]}
 
 
 def test_auto_takes_depthwise_convolutions_of_at_least_3_where_there_are_any():
     small = [replace(SITE, kernel_size=size) for size in [(1, 1), (2, 2)]]
-    assert choose_rules([*small, replace(SITE, kind="dense")]).source == "dense3x3"
+    assert choose_rules([*small, replace(SITE, kind="dense")]).source == "conv3x3"
+    assert choose_rules([replace(SITE, kind="dense", kernel_size=(1, 3, 3))]).source == "dense3x3x3"
     assert choose_rules([*small, replace(SITE, kernel_size=(1, 3))]).source == "depthwise"
 
 
-@pytest.mark.parametrize("name", ["depthwise", "dense3x3"])
+@pytest.mark.parametrize("name", builtin_rules())
 def test_a_built_in_set_is_loaded_by_name_or_file_with_its_text(name):
     path = builtin_rules()[name]
     rules = load_rules(name)
@@ -461,7 +465,7 @@ def test_an_empty_skip_does_not_convert_in_silence_what_was_to_stay():
     ("source", "message"),
     [
         ("depthwize", "(did you mean 'depthwise'?)"),
-        ("nowhere/rules.yaml", "are neither a file nor one of dense3x3, depthwise, auto"),
+        ("nowhere/rules.yaml", "are neither a file nor one of conv3x3, dense3x3, dense3x3x3, depthwise, auto"),
         (".", "neither a file nor one of"),
     ],
 )

@@ -506,7 +506,8 @@ class WithMatcher(Holder):
         self.groups = groups
 
     def group_matcher(self, coarse=False):
-        assert coarse
+        if not coarse:
+            return {"blocks": r"^single\.(\d+)"}
         return self.groups() if callable(self.groups) else self.groups
 
 

@@ -1,0 +1,169 @@
+"""Which stage a convolution belongs to: by timm's word, else by the model's own structure, else by a rule's pattern.
+
+Layers of one stage and one shape share their positions, so a stage is what works at one resolution.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# Spatial convolutions of the deepest stems; what timm calls a stem and has more of them is a network in a stem's place,
+# as in hybrids of ResNet and ViT.
+MOST_STEM_CONVS = 8
+
+OutputStride = tuple[int, ...]  # input cells for one output cell, per axis
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """Which stage a module belongs to, by its qualified name."""
+
+    source: str  # how the stages were found
+    stage_of: Callable[[str], str | None]
+    in_stem: Callable[[str], bool]
+
+
+def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: Set[str]) -> Stages:
+    """The stages of a model.
+
+    Many of timm's models say what their stages are: `group_matcher(coarse=True)`. Where they do not, or name single
+    blocks there (the coarse groups are the fine ones), the structure decides: convolutions below one container with
+    one output stride are a stage. Without output strides, it is the module path up to its first number.
+
+    Args:
+        model: Any module.
+        strides: Output strides of the convolutions, by name; empty where the model could not be traced.
+        spatial: Names of the convolutions with a side above 1. A 1x1 convolution before a strided one still works at
+            the resolution of the stage before, so it names no stage.
+    """
+    blocks, stems = _timm_patterns(model)
+    if sum(_any_matches(stems, name) for name in spatial) > MOST_STEM_CONVS:
+        stems = []
+    in_stem = functools.partial(_any_matches, stems)
+    if blocks:
+        by_patterns = functools.partial(_stage_from_patterns, blocks)
+        return Stages(source="timm's group_matcher", stage_of=by_patterns, in_stem=in_stem)
+    if strides:
+        found = _stages_from_structure({name: stride for name, stride in strides.items() if not in_stem(name)}, spatial)
+        return Stages(source="output stride and module path", stage_of=found.get, in_stem=in_stem)
+    return Stages(source="module path", stage_of=_stage_from_path, in_stem=in_stem)
+
+
+def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> OutputStride:
+    """Input cells for one output cell on each axis, as a power of two: borders make 8.5 of 8.
+
+    >>> output_stride((299, 224), (35, 7))
+    (8, 32)
+    """
+    return tuple(
+        2 ** max(0, round(math.log2(entered / left))) for entered, left in zip(input_size, output_size, strict=True)
+    )
+
+
+def stage_by_pattern(pattern: str, name: str) -> str | None:
+    """The stage that a rule's pattern gives a module: a named group's name, else what its groups or it as a whole find.
+
+    >>> stage_by_pattern(r"blocks\\.(?:(?P<early>[0-3])|(?P<late>[4-9]))\\.", "blocks.5.conv")
+    'late'
+    >>> stage_by_pattern(r"(stage\\d)", "net.stage2.unit1.conv")
+    'stage2'
+    """
+    found = re.search(pattern, name)
+    if found is None:
+        return None
+    named = [group for group, text in found.groupdict().items() if text is not None]
+    return named[0] if named else ".".join(filter(None, found.groups())) or found.group(0) or None
+
+
+def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
+    """Patterns of the stages, none where timm's model knows blocks alone, and those of the stem."""
+    try:
+        coarse, fine = model.group_matcher(coarse=True), model.group_matcher(coarse=False)  # type: ignore[operator]
+        blocks, stems = list(_patterns(coarse, stem=False)), list(_patterns(coarse, stem=True))
+    except Exception:  # a model's own code; those without a usable matcher have a structure all the same
+        return [], []
+    return ([] if coarse == fine else blocks), stems
+
+
+def _patterns(groups: Mapping[str, Any], *, stem: bool) -> Iterator[re.Pattern[str]]:
+    for name, specs in groups.items():
+        if name.startswith("stem") != stem:
+            continue
+        for spec in [specs] if isinstance(specs, str) else specs:
+            pattern, ordinal = (spec, None) if isinstance(spec, str) else spec
+            if ordinal is None:  # those with a number are the head, by timm's convention
+                yield re.compile(pattern)
+
+
+def _any_matches(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
+    return any(pattern.match(name + ".") for pattern in patterns)
+
+
+def _stage_from_patterns(patterns: Sequence[re.Pattern[str]], name: str) -> str | None:
+    for pattern in patterns:
+        found = pattern.match(name + ".")
+        if found and found.groups():
+            return found.group(0).rstrip(".")
+    return None
+
+
+def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str]) -> dict[str, str]:
+    """Name of each convolution -> its stage.
+
+    A container that bears a number in its name is a stage of its author's making: "layer1". The children of one that
+    only counts ("features.0", "features.1", ...) are a stage where their output strides are the same.
+    """
+    stages: dict[str, str] = {}
+    counted: dict[tuple[str, OutputStride], list[str]] = {}
+    for name, stride in strides.items():
+        container, counts = _container(name)
+        if container is not None and not counts:
+            stages[name] = container
+        elif container is not None:
+            counted.setdefault((container, stride), []).append(name)
+    heads = {
+        key: {_up_to_number(key[0], name) for name in names if name in spatial}
+        for key, names in counted.items()
+        if not spatial.isdisjoint(names)
+    }
+    taken = [head for found in heads.values() for head in found]
+    for (container, stride), found in heads.items():
+        names = counted[container, stride]
+        head, *more = found
+        alone = not more and taken.count(head) == 1 and head not in names
+        by_stride = f"{container}/stride{_stride_text(stride)}".lstrip("/")
+        stages |= dict.fromkeys(names, head if alone else by_stride)
+    return stages
+
+
+def _container(name: str) -> tuple[str | None, bool]:
+    """The outermost module with a number in its name, or that counts its children, and whether it is the latter."""
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[:index]), True
+        if index + 1 < len(parts) and any(character.isdigit() for character in part):
+            return ".".join(parts[: index + 1]), False
+    return None, False
+
+
+def _up_to_number(container: str, name: str) -> str:
+    """("features", "features.3.conv") -> "features.3"."""
+    return ".".join(name.split(".")[: container.count(".") + 2 if container else 1])
+
+
+def _stride_text(stride: OutputStride) -> str:
+    return "x".join(map(str, stride if len(set(stride)) > 1 else stride[:1]))
+
+
+def _stage_from_path(name: str) -> str | None:
+    parts = name.split(".")
+    for index, part in enumerate(parts[:-1], start=1):
+        if part[-1:].isdigit():
+            return ".".join(parts[:index])
+    return None
