@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 from torch import nn
 
-from .authors import RELEASED_VERSION, AuthorsWeights, sort_weights, start_from_authors_
+from .authors import RELEASED_VERSION, AuthorsWeights, element_state, sort_weights, start_from_authors_
 from .budget import parse_percent
 from .checkpoint import LOAD_WITH_TIMM, LOAD_WITHOUT_TIMM, check_output, save_converted
 from .errors import CheckpointError, DclsConvertError, PlanError
@@ -190,7 +190,7 @@ def _plan(
     convs = find_convs(twin, options.input_size or _default_input_size(twin, source))
     if convs.macs is None and options.input_size is not None:
         raise PlanError(f"--input-size {size_text(options.input_size)}: {convs.macs_note}")
-    return plan_conversion(
+    plan = plan_conversion(
         convs,
         ruleset or AUTO,
         dilated_size=options.dilated_size,
@@ -203,6 +203,9 @@ def _plan(
         model=rebuild.name,
         model_args=rebuild.args,
     )
+    if isinstance(weights, AuthorsWeights):
+        element_state(weights, plan, options.authors_version)  # what it refuses, a dry run refuses too
+    return plan
 
 
 def _default_input_size(model: nn.Module, source: ModelSource) -> tuple[int, ...] | None:
