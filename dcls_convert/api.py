@@ -1,20 +1,34 @@
 """The library in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .errors import PlanError
-from .models import known_source
-from .options import AUTO, DEFAULT_BUDGET, EXACT, INTERPOLATIONS, SCOPES, Init, Interpolation, Positions, Scope, Tie
+from .authors import sort_weights, start_from_authors_
+from .errors import CheckpointError, PlanError
+from .models import known_source, with_names_of
+from .options import (
+    AUTO,
+    DEFAULT_BUDGET,
+    EXACT,
+    INTERPOLATIONS,
+    SCOPES,
+    AuthorsVersion,
+    Init,
+    Interpolation,
+    Positions,
+    Scope,
+    Tie,
+)
 from .plan import plan_conversion
 from .report import ConversionReport, measure_report
 from .rules import RuleSet
 from .sites import find_convs
 from .surgery import apply_plan_
+from .weights import read_weights
 
 
 def convert_(
@@ -75,4 +89,58 @@ def convert_(
         model_args=source.args if source else None,
     )
     apply_plan_(model, plan, init=init, positions=positions, generator=torch.Generator().manual_seed(seed))
+    return measure_report(model, plan)
+
+
+def convert_from_authors_(
+    model: nn.Module,
+    weights: Mapping[str, Tensor] | str | Path,
+    *,
+    dilated_size: int | Sequence[int] | None = None,
+    rules: RuleSet | str | Path = AUTO,
+    tie: Tie = "stage",
+    interpolation: Interpolation = "bilinear",
+    version: AuthorsVersion | None = None,
+    input_size: Sequence[int] | None = None,
+    strict: bool = False,
+) -> ConversionReport:
+    """Convert `model` in place to what was trained with the authors' package, with the same outputs.
+
+    Args:
+        model: The unconverted network, such as `timm.create_model("convnext_tiny")`.
+        weights: A state dict whose layers have `weight` (O, I, E) and `P` (axes, O, I, E), or the file that holds it.
+            Names may be those of the original ConvNeXt. Elements and their count come from here.
+        dilated_size: The window of the training. A larger one gives the same outputs without SIG; with SIG, elements
+            are normalised over the window, which the file does not state.
+        rules, tie, strict: As in `plan_conversion`; the layers converted must be those that have positions.
+        interpolation: With SIG: "triangle" for their version max, "gaussian" for gauss, which the file does not state.
+        version: Without SIG: "v0" (also None, as released) or "v1", which the file does not state either; they
+            differ in the order of the axes.
+        input_size: As in `convert_`.
+
+    Returns:
+        As `convert_`.
+
+    Raises:
+        DclsConvertError: With one line that says what does not fit; the model is then unchanged.
+    """
+    from_file = isinstance(weights, str | Path)
+    state = with_names_of(model, read_weights(weights) if isinstance(weights, str | Path) else weights)
+    where = f"checkpoint {weights}" if from_file else "the state dict"
+    sorted_weights = sort_weights(state, where)
+    if sorted_weights is None:
+        raise CheckpointError(f"{where}: has no layers of the authors' package, with a P beside the weight")
+    source = known_source(model)
+    plan = plan_conversion(
+        find_convs(model, input_size),
+        str(rules) if isinstance(rules, Path) else rules,
+        dilated_size=dilated_size,
+        kernel_count=sorted_weights.kernel_counts,
+        tie=tie,
+        interpolation=None if interpolation == INTERPOLATIONS[0] else interpolation,
+        strict=strict,
+        model=source.name if source else None,
+        model_args=source.args if source else None,
+    )
+    start_from_authors_(model, plan, sorted_weights, version=version)
     return measure_report(model, plan)

@@ -13,7 +13,7 @@ from . import __version__
 from .arguments import HELP_OPTIONS, MOST_CHANNELS, MOST_SEED, parse_count, parse_input_size, parse_integer, parse_size
 from .cli_rules import rules_app
 from .errors import DclsConvertError, one_line, shortened
-from .options import AUTO, DEFAULT_BUDGET, Init, Interpolation, Positions, Scope, Tie
+from .options import AUTO, DEFAULT_BUDGET, AuthorsVersion, Init, Interpolation, Positions, Scope, Tie
 
 EXIT_BUG = 1
 EXIT_MISTAKE = 2
@@ -96,7 +96,11 @@ def convert(
     ] = False,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Start from a safetensors or torch file."),
+        typer.Option(metavar="FILE", help="Start from a safetensors or torch file, also one of DCLS's authors."),
+    ] = None,
+    authors_version: Annotated[
+        AuthorsVersion | None,
+        typer.Option(help="Of the authors' layers, for such a file without SIG.  [default: v0, as released]"),
     ] = None,
     init: Annotated[
         Init,
@@ -139,6 +143,7 @@ def convert(
             strict=strict,
             pretrained=pretrained,
             checkpoint=checkpoint,
+            authors_version=authors_version,
             init=init,
             positions=positions,
             num_classes=parse_integer("--num-classes", num_classes, least=0, most=MOST_CHANNELS),

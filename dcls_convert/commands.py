@@ -14,12 +14,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 from torch import nn
 
+from .authors import RELEASED_VERSION, AuthorsWeights, element_state, sort_weights, start_from_authors_
 from .budget import parse_percent
 from .checkpoint import LOAD_WITH_TIMM, LOAD_WITHOUT_TIMM, check_output, save_converted
-from .errors import DclsConvertError, PlanError
+from .errors import CheckpointError, DclsConvertError, PlanError
 from .geometry import size_text
-from .models import ModelSource, build_model, rebuildable_source, resolve_model
-from .options import AUTO, EXACT, Init, Positions, Scope, Tie
+from .models import ModelSource, build_model, rebuildable_source, resolve_model, with_names_of
+from .options import AUTO, DEFAULT_BUDGET, EXACT, AuthorsVersion, Init, Positions, Scope, Tie
 from .plan import plan_conversion
 from .plan_data import ConversionPlan
 from .report import ConversionReport, measure_report, predict_report
@@ -28,6 +29,8 @@ from .sites import find_convs
 from .surgery import apply_plan_
 from .views import report_view
 from .weights import check_weights_file, load_weights_, read_weights
+
+Weights = dict[str, torch.Tensor] | AuthorsWeights | None  # of --checkpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +48,7 @@ class ConvertOptions:
     strict: bool
     pretrained: bool
     checkpoint: Path | None
+    authors_version: AuthorsVersion | None
     init: Init
     positions: Positions
     num_classes: int | None
@@ -66,7 +70,8 @@ def run_convert(options: ConvertOptions) -> None:
     if options.output is not None and not options.dry_run:
         check_output(options.output, force=options.force)
     # What models and their loaders print is progress, and must not get into the results.
-    with redirect_stdout(sys.stderr), _steps(options, 2 if options.dry_run else 5) as step:
+    with_file = options.checkpoint is not None
+    with redirect_stdout(sys.stderr), _steps(options, (2 if options.dry_run else 5) + with_file) as step:
         step("planning")
         source = resolve_model(
             options.model,
@@ -75,16 +80,17 @@ def run_convert(options: ConvertOptions) -> None:
             pretrained=options.pretrained,
         )
         twin = build_model(source, device="meta", seed=options.seed, offline=options.dry_run)
-        plan = _plan(options, ruleset, twin, source)
+        weights = _read_checkpoint(options, twin, step)
+        plan = _plan(options, ruleset, twin, source, weights)
         report = predict_report(plan)
         output = None
         if not options.dry_run:
             output = options.output or Path(default_output(source, plan))
             check_output(output, force=options.force)
-            report = _carry_out(options, plan, source, output, step).with_output(str(output))
+            report = _carry_out(options, plan, source, weights, output, step).with_output(str(output))
     _print_report(options, report)
     if output is not None and not options.json:
-        _print_next_steps(options, report, output)
+        _print_next_steps(options, report, output, _start(options, weights))
 
 
 def default_output(source: ModelSource, plan: ConversionPlan) -> str:
@@ -125,6 +131,10 @@ def _check_conflicts(options: ConvertOptions) -> None:
             "--positions is for random positions, --init auto or exact keeps those of old kernels; use --init random",
         ),
         (
+            options.authors_version is not None and options.checkpoint is None,
+            "--authors-version says of which version a file is: it needs --checkpoint",
+        ),
+        (
             options.kernel_count != AUTO and (options.scope != "model" or parse_percent(options.budget) != 1),
             "--kernel-count states the count, so --budget and --scope would have no effect",
         ),
@@ -145,16 +155,53 @@ def _has_weights(options: ConvertOptions) -> bool:
     return options.pretrained or options.checkpoint is not None
 
 
-def _plan(options: ConvertOptions, ruleset: RuleSet | None, twin: nn.Module, source: ModelSource) -> ConversionPlan:
+def _read_checkpoint(options: ConvertOptions, twin: nn.Module, step: Any) -> Weights:
+    """The file's weights, under the model's names; sorted, where it has layers of the authors' package."""
+    if options.checkpoint is None:
+        return None
+    step("reading weights")
+    where = f"checkpoint {options.checkpoint}"
+    state = with_names_of(twin, read_weights(options.checkpoint))
+    weights = sort_weights(state, where)
+    if weights is None:
+        if options.authors_version is not None:
+            raise CheckpointError(f"{where}: has no layers of the authors' package; leave --authors-version")
+        return state
+    _check_authors_conflicts(options, weights)
+    if not weights.has_sigma and options.authors_version is None:
+        _note(options, f"{where} is taken for version {RELEASED_VERSION} of the authors' layers; see --authors-version")
+    return weights
+
+
+def _check_authors_conflicts(options: ConvertOptions, weights: AuthorsWeights) -> None:
+    counts = sorted(set(weights.kernel_counts.counts.values()))
+    given = {
+        f"--kernel-count {options.kernel_count}": options.kernel_count != AUTO and counts != [options.kernel_count],
+        f"--budget {options.budget}": parse_percent(options.budget) != parse_percent(DEFAULT_BUDGET),
+        f"--scope {options.scope}": options.scope != "model",
+        f"--init {options.init}": options.init != AUTO,
+        f"--positions {options.positions}": options.positions != "normal",
+    }
+    for option, contradicts in given.items():
+        if contradicts:
+            raise CheckpointError(
+                f"{weights.where}: has elements of its own, with positions, {' or '.join(map(str, counts))} in a "
+                f"kernel; leave {option}"
+            )
+
+
+def _plan(
+    options: ConvertOptions, ruleset: RuleSet | None, twin: nn.Module, source: ModelSource, weights: Weights
+) -> ConversionPlan:
     rebuild = rebuildable_source(twin, source)
     convs = find_convs(twin, options.input_size or _default_input_size(twin, source))
     if convs.macs is None and options.input_size is not None:
         raise PlanError(f"--input-size {size_text(options.input_size)}: {convs.macs_note}")
-    return plan_conversion(
+    plan = plan_conversion(
         convs,
         ruleset or AUTO,
         dilated_size=options.dilated_size,
-        kernel_count=EXACT if options.init == EXACT else options.kernel_count,  # type: ignore[arg-type]
+        kernel_count=_stated_count(options, weights),
         scope=options.scope,
         tie=options.tie,
         budget=options.budget,
@@ -163,6 +210,15 @@ def _plan(options: ConvertOptions, ruleset: RuleSet | None, twin: nn.Module, sou
         model=rebuild.name,
         model_args=rebuild.args,
     )
+    if isinstance(weights, AuthorsWeights):
+        element_state(weights, plan, options.authors_version)  # what it refuses, a dry run refuses too
+    return plan
+
+
+def _stated_count(options: ConvertOptions, weights: Weights) -> Any:
+    if isinstance(weights, AuthorsWeights):
+        return weights.kernel_counts
+    return EXACT if options.init == EXACT else options.kernel_count
 
 
 def _default_input_size(model: nn.Module, source: ModelSource) -> tuple[int, ...] | None:
@@ -173,24 +229,12 @@ def _default_input_size(model: nn.Module, source: ModelSource) -> tuple[int, ...
 
 
 def _carry_out(
-    options: ConvertOptions, plan: ConversionPlan, source: ModelSource, output: Path, step: Any
+    options: ConvertOptions, plan: ConversionPlan, source: ModelSource, weights: Weights, output: Path, step: Any
 ) -> ConversionReport:
-    state = None
-    if options.checkpoint is not None:
-        step("reading weights")
-        state = read_weights(options.checkpoint)
     step("building with pretrained weights" if options.pretrained else "building")
     model = build_model(source, pretrained=options.pretrained, seed=options.seed)
-    if state is not None:
-        kept = load_weights_(
-            model, state, f"checkpoint {options.checkpoint}", new_classifier=options.num_classes is not None
-        )
-        for name in kept:
-            _note(options, f"{name} has another shape in the checkpoint and starts from random values")
     step("converting")
-    init = options.init if options.init != AUTO else "largest" if _has_weights(options) else "random"
-    generator = torch.Generator().manual_seed(options.seed)
-    apply_plan_(model, plan, init=init, positions=options.positions, generator=generator)
+    _convert(options, model, plan, weights)
     step("measuring")
     report = measure_report(model, plan)
     if report != predict_report(plan):
@@ -198,6 +242,20 @@ def _carry_out(
     step(f"writing {output}")
     save_converted(model.eval(), plan, output, report=report, force=options.force)
     return report
+
+
+def _convert(options: ConvertOptions, model: nn.Module, plan: ConversionPlan, weights: Weights) -> None:
+    new_classifier, kept = options.num_classes is not None, []
+    if isinstance(weights, AuthorsWeights):
+        kept = start_from_authors_(model, plan, weights, version=options.authors_version, new_classifier=new_classifier)
+    else:
+        if weights is not None:
+            kept = load_weights_(model, weights, f"checkpoint {options.checkpoint}", new_classifier=new_classifier)
+        init = options.init if options.init != AUTO else "largest" if _has_weights(options) else "random"
+        generator = torch.Generator().manual_seed(options.seed)
+        apply_plan_(model, plan, init=init, positions=options.positions, generator=generator)
+    for name in kept:
+        _note(options, f"{name} has another shape in the checkpoint and starts from random values")
 
 
 @contextmanager
@@ -235,22 +293,28 @@ def _print_report(options: ConvertOptions, report: ConversionReport) -> None:
         console.print(report_view(report, verbose=options.verbose))
 
 
-def _print_next_steps(options: ConvertOptions, report: ConversionReport, output: Path) -> None:
+def _start(options: ConvertOptions, weights: Weights) -> str:
+    """What the new layers start from, in words."""
+    if isinstance(weights, AuthorsWeights):
+        return "the authors' elements and positions; it gives the outputs of their network"
+    if options.init == EXACT:
+        source = "the trained weights" if _has_weights(options) else f"random initialisation (seed {options.seed})"
+        return f"{source}; every old cell is an element at its place, so that the outputs are the old ones"
+    if not _has_weights(options):
+        return (
+            f"random initialisation (seed {options.seed}), as in the paper; --pretrained or --checkpoint load weights"
+        )
+    if options.init == "random":
+        return "trained weights, but random elements in the new layers"
+    return "trained kernels, each reduced to its largest cells; fine-tune it"
+
+
+def _print_next_steps(options: ConvertOptions, report: ConversionReport, output: Path, start: str) -> None:
     console = Console(highlight=False, soft_wrap=True)
     if options.quiet:
         console.print(Text(str(output)))
         return
     console.print()
-    weights = "the trained weights" if _has_weights(options) else f"random initialisation (seed {options.seed})"
-    if options.init == EXACT:
-        start = f"{weights}; every old cell is an element at its place, so that the outputs are the old ones"
-    elif _has_weights(options):
-        start = "trained kernels, each reduced to its largest cells; fine-tune it"
-        start = start if options.init != "random" else "trained weights, but random elements in the new layers"
-    else:
-        start = (
-            f"random initialisation (seed {options.seed}), as in the paper; --pretrained or --checkpoint load weights"
-        )
     console.print(Text(f"Wrote {output}, from {start}."))
     console.print(Text("Fine-tune it:\n", style="bold"))
     with_timm = (report.model or "").startswith("timm:")

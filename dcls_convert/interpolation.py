@@ -26,6 +26,7 @@ class Interpolation:
     """One way to spread an element over the cells around its position."""
 
     construct: Callable[[Tensor, Tensor, Tensor | None, Sequence[int]], Tensor]
+    profile: Callable[[Tensor, Tensor, int], Tensor] | None = None  # along one axis, before it is normalised to sum 1
     min_sigma: float | None = None  # cells; None: the interpolation has no sigma
     initial_sigma: float | None = None  # cells
     exact_on_cells: bool = False  # whether an element in the middle of a cell starts in that cell alone
@@ -95,6 +96,23 @@ def find_interpolation(name: str) -> Interpolation:
     if name not in INTERPOLATIONS:
         raise ValueError(f"interpolation={name!r} is not known; it is one of {', '.join(INTERPOLATIONS)}")
     return INTERPOLATIONS[name]
+
+
+def spread_sum(positions: Tensor, sigma: Tensor | None, size: Sequence[int], interpolation: str) -> Tensor:
+    """What an element's spread sums to over the window before it is normalised: (A, ...) -> (...).
+
+    Args:
+        positions: In cells from the kernel centre, inside the window.
+        sigma: As positions, where the interpolation has one.
+        size: Of the window along the learnt axes.
+        interpolation: Its name.
+    """
+    total = torch.ones_like(positions[0])
+    profile = find_interpolation(interpolation).profile
+    if profile is not None and sigma is not None:
+        for axis, length in enumerate(size):
+            total = total * profile(_cells(positions[axis], length), sigma[axis], length).sum(-1)
+    return total
 
 
 def clamped(value: Tensor, low: float, high: float) -> Tensor:
@@ -235,12 +253,14 @@ INTERPOLATIONS: dict[str, Interpolation] = {
     "bilinear": Interpolation(construct=_bilinear, exact_on_cells=True),
     "triangle": Interpolation(
         construct=functools.partial(_by_profiles, _triangle_profile, MIN_TRIANGLE_SIGMA),
+        profile=_triangle_profile,
         min_sigma=MIN_TRIANGLE_SIGMA,
         initial_sigma=INITIAL_TRIANGLE_SIGMA,
         exact_on_cells=True,
     ),
     "gaussian": Interpolation(
         construct=functools.partial(_by_profiles, _gaussian_profile, MIN_GAUSSIAN_SIGMA),
+        profile=_gaussian_profile,
         min_sigma=MIN_GAUSSIAN_SIGMA,
         initial_sigma=INITIAL_GAUSSIAN_SIGMA,
     ),

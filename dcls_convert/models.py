@@ -7,14 +7,14 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import DclsConvertError, ModelError, did_you_mean, one_line
 
@@ -127,6 +127,26 @@ def known_source(model: nn.Module) -> ModelSource | None:
     except (TypeError, ValueError):  # a layer class as an argument, say: only its user can build the model again
         return None
     return ModelSource(name=f"timm:{architecture}", args=args)
+
+
+def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict under the model's own names, where timm can translate it, as files in the original ConvNeXt naming.
+
+    Args:
+        model: timm's, for anything to happen; the function that timm passes its own downloads through is taken.
+        state: Returned as it is where the translation fits no better.
+    """
+    own, module = model.state_dict().keys(), type(model).__module__
+    translate = getattr(sys.modules.get(module), "checkpoint_filter_fn", None) if module.startswith("timm.") else None
+    if translate is None or own == state.keys():
+        return dict(state)
+    try:
+        translated = translate(dict(state), model)
+        fits_better = len(own ^ translated.keys()) < len(own ^ state.keys())
+        has_data = all(isinstance(tensor, Tensor) and not tensor.is_meta for tensor in translated.values())
+    except Exception:  # on names that it does not know; loading then says what does not fit
+        return dict(state)
+    return dict(translated) if fits_better and has_data else dict(state)
 
 
 def _build(source: ModelSource, *, pretrained: bool, offline: bool) -> nn.Module:

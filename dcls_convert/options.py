@@ -7,6 +7,7 @@ Scope = Literal["model", "stage", "layer"]
 Tie = Literal["stage", "none"]
 Init = Literal["auto", "random", "largest", "exact"]
 Positions = Literal["normal", "uniform"]
+AuthorsVersion = Literal["v0", "v1"]  # of their package's layers without sigma; see authors.py
 
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 SCOPES: tuple[str, ...] = get_args(Scope)

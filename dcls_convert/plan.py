@@ -13,7 +13,7 @@ from .errors import NothingMatchesError, PlanError, RuleError
 from .geometry import check_window, grown_padding, size_text
 from .interpolation import find_interpolation
 from .options import AUTO, DEFAULT_BUDGET, EXACT, INTERPOLATIONS, SCOPES, TIES, Scope, Tie
-from .plan_data import ConversionPlan, LayerPlan, TieGroup
+from .plan_data import ConversionPlan, LayerCounts, LayerPlan, TieGroup
 from .rules import AUTO_RULES, Claims, Rule, RuleSet, choose_rules, claim_sites, load_rules
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import stage_by_pattern
@@ -27,7 +27,7 @@ def plan_conversion(
     rules: RuleSet | str = AUTO,
     *,
     dilated_size: int | Sequence[int] | None = None,
-    kernel_count: int | Literal["auto", "exact"] = "auto",
+    kernel_count: int | Literal["auto", "exact"] | LayerCounts = "auto",
     scope: Scope = "model",
     tie: Tie = "stage",
     budget: float | str = DEFAULT_BUDGET,
@@ -44,6 +44,7 @@ def plan_conversion(
         dilated_size: Window for rules that state none; an integer leaves sides of 1 in a longer kernel as they are.
         kernel_count: Elements in a kernel for rules that state none; "auto" solves for the budget, "exact" takes as
             many as the old kernel has cells, whatever the budget, so that the layers can start as the same function.
+            Or the counts of elements that are there already: then exactly those layers must be converted.
         scope: Whether one count is solved for the model, for each stage or for each layer (there with its tie group).
         tie: "stage" shares positions among layers of one stage and shape, "none" gives every layer its own.
         budget: Percent of the replaced weights that new weights, positions and sigmas may use.
@@ -56,13 +57,15 @@ def plan_conversion(
         PlanError: Sizes, counts or a budget that do not fit, with what would.
         NothingMatchesError: No rule claims anything; says what the model has instead.
     """
-    _check_options(scope, tie, kernel_count, interpolation, dilated_size)
+    counts = kernel_count if isinstance(kernel_count, LayerCounts) else None
+    stated_count = AUTO if isinstance(kernel_count, LayerCounts) else kernel_count
+    _check_options(scope, tie, stated_count, interpolation, dilated_size)
     share = parse_percent(budget)
     arguments = _json_arguments(model_args or {})
     ruleset = rules if isinstance(rules, RuleSet) else choose_rules(convs.sites) if rules == AUTO else load_rules(rules)
     rule_of, skipped = _claim(ruleset, convs)
-    _check_overruled(ruleset, dilated_size, kernel_count, interpolation)
-    if kernel_count == EXACT:
+    _check_overruled(ruleset, dilated_size, stated_count, interpolation)
+    if stated_count == EXACT:
         _check_exact(ruleset, interpolation)
     drafts: list[LayerPlan] = []
     refused: list[Skipped] = []
@@ -70,10 +73,12 @@ def plan_conversion(
         if site.name in rule_of:
             index = rule_of[site.name]
             try:
-                drafts.append(_draft(site, ruleset, index, dilated_size, kernel_count, interpolation))
+                drafts.append(_draft(site, ruleset, index, dilated_size, stated_count, interpolation))
             except PlanError as error:
                 refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
     _refuse(refused, drafts, strict)
+    if counts is not None:
+        drafts = _with_given_counts(drafts, counts, tie, [*skipped, *refused])
     groups = _tie_groups(drafts) if tie == "stage" else {}
     layers, solved = _with_counts(drafts, groups, scope, share)
     order = {name: index for index, name in enumerate(_all_names(convs))}
@@ -280,6 +285,45 @@ def _refuse(refused: Sequence[Skipped], drafts: Sequence[LayerPlan], strict: boo
         first = refused[0]
         more = f" ({len(refused) - 1} more like it)" if len(refused) > 1 else ""
         raise PlanError(f"{first.name}: {first.reason}{more}")
+
+
+def _with_given_counts(
+    drafts: Sequence[LayerPlan], given: LayerCounts, tie: Tie, skipped: Sequence[Skipped]
+) -> list[LayerPlan]:
+    """The drafts with their counts; PlanError where drafts and counts are not of the same layers."""
+    names = {name for draft in drafts for name in draft.names}
+    for name in given.counts:
+        if name not in names:
+            reason = next((skip.reason for skip in skipped if skip.name == name), "the model has no such convolution")
+            raise PlanError(f"{given.source}: has elements for {name}, which would not be converted: {reason}")
+    missing = [draft.name for draft in drafts if not given.counts.keys() & set(draft.names)]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise PlanError(f"{given.source}: has no elements for {missing[0]}{more}, which would be converted")
+    counted = []
+    for draft in drafts:
+        count = next(given.counts[name] for name in draft.names if name in given.counts)
+        if draft.kernel_count not in (UNSOLVED, count):
+            stated = f"rule {draft.rule!r} states {draft.kernel_count}"
+            raise PlanError(f"{given.source}: {draft.name} has {count} elements in a kernel, but {stated}")
+        counted.append(replace(draft, kernel_count=count))
+    if tie == "stage":
+        _check_counts_in_groups(counted, given.source)
+    return counted
+
+
+def _check_counts_in_groups(drafts: Sequence[LayerPlan], source: str) -> None:
+    """Refuse counts that differ where one count would make a tie group."""
+    count_of = {draft.name: draft.kernel_count for draft in drafts}
+    alike = _tie_groups([replace(draft, kernel_count=UNSOLVED) for draft in drafts])
+    for group, members in alike.items():
+        first = members[0].name
+        other = next((member.name for member in members if count_of[member.name] != count_of[first]), None)
+        if other is not None:
+            raise PlanError(
+                f"{source}: layers of {group} cannot share positions, since their kernel counts differ: "
+                f"{first} has {count_of[first]}, {other} has {count_of[other]}; use --tie none"
+            )
 
 
 def _tie_groups(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:

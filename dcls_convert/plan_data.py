@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Annotated, Any
@@ -95,6 +95,14 @@ class LayerPlan:
         if self.output_positions is None:
             return None
         return conv_macs(self.output_positions, self.out_channels, self.in_channels // self.groups, size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCounts:
+    """Kernel counts that are not to be solved for, since the elements are there already: of all layers to convert."""
+
+    source: str  # "checkpoint weights.pth", for messages
+    counts: Mapping[str, int]  # by the layer's name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

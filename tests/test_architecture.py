@@ -38,6 +38,7 @@ ALLOWED = {
     "sites": {"errors", "geometry", "budget", "convs", "layers", "stages", "tracing"},
     "plan_data": {"errors", "options", "geometry", "interpolation", "budget", "sites"},
     "plan": {"errors", "options", "geometry", "interpolation", "budget", "sites", "stages", "rules", "plan_data"},
+    "authors": {"convs", "errors", "options", "geometry", "interpolation", "plan_data", "surgery", "weights"},
     "surgery": {"errors", "options", "convs", "interpolation", "warmstart", "layers", "plan_data"},
     "report": {"errors", "budget", "tracing", "sites", "plan_data", "views"},
     "views": {"errors", "geometry", "report"},
