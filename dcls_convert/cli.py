@@ -11,6 +11,7 @@ import typer
 
 from . import __version__
 from .arguments import HELP_OPTIONS, MOST_CHANNELS, MOST_SEED, parse_count, parse_input_size, parse_integer, parse_size
+from .cli_models import models
 from .cli_rules import rules_app
 from .errors import DclsConvertError, one_line, shortened
 from .options import AUTO, DEFAULT_BUDGET, AuthorsVersion, Init, Interpolation, Positions, Scope, Tie
@@ -46,7 +47,6 @@ app = typer.Typer(
     "converts a timm or torchvision model, reports parameters and MACs, and writes a checkpoint that timm loads. "
     "'convert' is the default command; its options: dcls-convert convert --help",
 )
-app.add_typer(rules_app, name="rules")
 
 
 def _version(wanted: bool) -> None:
@@ -64,7 +64,7 @@ def _main(
     pass
 
 
-@app.command()
+@app.command(context_settings=HELP_OPTIONS)
 def convert(
     model: Annotated[
         str,
@@ -158,6 +158,10 @@ def convert(
             quiet=quiet,
         )
     )
+
+
+app.command(context_settings=HELP_OPTIONS)(models)
+app.add_typer(rules_app, name="rules")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

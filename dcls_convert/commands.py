@@ -19,7 +19,14 @@ from .budget import parse_percent
 from .checkpoint import LOAD_WITH_TIMM, LOAD_WITHOUT_TIMM, check_output, save_converted
 from .errors import CheckpointError, DclsConvertError, PlanError
 from .geometry import size_text
-from .models import ModelSource, build_model, rebuildable_source, resolve_model, with_names_of
+from .models import (
+    ModelSource,
+    build_model,
+    rebuildable_source,
+    resolve_model,
+    stated_input_size,
+    with_names_of,
+)
 from .options import AUTO, DEFAULT_BUDGET, EXACT, AuthorsVersion, Init, Positions, Scope, Tie
 from .plan import plan_conversion
 from .plan_data import ConversionPlan
@@ -194,7 +201,7 @@ def _plan(
     options: ConvertOptions, ruleset: RuleSet | None, twin: nn.Module, source: ModelSource, weights: Weights
 ) -> ConversionPlan:
     rebuild = rebuildable_source(twin, source)
-    convs = find_convs(twin, options.input_size or _default_input_size(twin, source))
+    convs = find_convs(twin, options.input_size or stated_input_size(source, twin))
     if convs.macs is None and options.input_size is not None:
         raise PlanError(f"--input-size {size_text(options.input_size)}: {convs.macs_note}")
     plan = plan_conversion(
@@ -219,13 +226,6 @@ def _stated_count(options: ConvertOptions, weights: Weights) -> Any:
     if isinstance(weights, AuthorsWeights):
         return weights.kernel_counts
     return EXACT if options.init == EXACT else options.kernel_count
-
-
-def _default_input_size(model: nn.Module, source: ModelSource) -> tuple[int, ...] | None:
-    """timm's models state theirs; torchvision's classifiers are made for 224 pixels."""
-    if source.name.startswith("timm:") or getattr(model, "pretrained_cfg", None):
-        return None
-    return (3, 224, 224)
 
 
 def _carry_out(

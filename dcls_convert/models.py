@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .errors import DclsConvertError, ModelError, did_you_mean, one_line
 
 FOREIGN_SOURCES = ("hf-hub", "local-dir")  # which timm resolves itself
 NOT_FOR_CONVERSION = ("dcls",)  # our own entry point in timm's registry, which rebuilds converted models
+USUAL_INPUT_SIZE = (3, 224, 224)  # of what states none: the size of ImageNet's classifiers
+VIDEO_FRAMES = 16  # of the clips for which torchvision states the operations of its video models
 INSTALL_HINT = "install matching versions together: pip install --upgrade torch torchvision timm"
 
 
@@ -95,14 +98,35 @@ def build_model(
     """
     with torch.random.fork_rng(devices=[]), _quietly():
         if device == "meta" and not pretrained:
-            # Whatever fails here fails again below, with the message that matters, unless meta was the reason.
-            with contextlib.suppress(ModelError), torch.device("meta"):
-                return _build(source, pretrained=False, offline=offline)
+            for hollow in (torch.device("meta"), _WeightsOnMeta()):
+                # Whatever fails here fails again below, with the message that matters, unless meta was the reason.
+                with contextlib.suppress(ModelError), hollow:
+                    return _build(source, pretrained=False, offline=offline)
         torch.manual_seed(seed)
         model = _build(source, pretrained=pretrained, offline=offline)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(f"{source.name}: was built on the meta device, without weights; build it on the CPU")
     return model
+
+
+def registry_names() -> list[str]:
+    """Every model of both registries: "timm:..." and then "torchvision:...", each sorted."""
+    return [
+        *(f"timm:{name}" for name in sorted(_known_models("timm", ":"))),
+        *(f"torchvision:{name}" for name in sorted(_known_models("torchvision", ":"))),
+    ]
+
+
+def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
+    """The input (channels, *spatial) that a model is made for; None where it says so itself, as timm's models do.
+
+    torchvision states sizes with its weights: that of the default weights is taken, without downloading them. Clips
+    are (channels, frames, rows, columns).
+    """
+    kind, _, name = source.name.partition(":")
+    if kind == "timm" or kind in FOREIGN_SOURCES or getattr(model, "pretrained_cfg", None):
+        return None
+    return _torchvision_input_size(name, model) if kind == "torchvision" else USUAL_INPUT_SIZE
 
 
 def rebuildable_source(model: nn.Module, source: ModelSource) -> ModelSource:
@@ -184,6 +208,24 @@ def _build_torchvision(name: str, args: dict[str, Any], pretrained: bool) -> nn.
     return models.get_model(name, weights="DEFAULT" if pretrained else None, **options)  # type: ignore[no-any-return]
 
 
+def _torchvision_input_size(name: str, model: nn.Module) -> tuple[int, ...]:
+    models = _torchvision_models()
+    family = models.get_model_builder(name).__module__.removeprefix(models.__name__ + ".").partition(".")[0]
+    if family == "detection":  # these scale what they are given; so images of the size that they scale to
+        scaling: Any = model.transform
+        side = scaling.min_size[-1]
+        return (3, *(scaling.fixed_size or (side, side)))
+    if isinstance(side := getattr(model, "image_size", None), int):  # transformers are built for one size alone
+        return (3, side, side)
+    weights = getattr(models.get_model_weights(name), "DEFAULT", None)
+    transforms = weights.transforms() if weights is not None else None
+    stated = getattr(transforms, "crop_size", None) or getattr(transforms, "resize_size", None)
+    if not stated:
+        return USUAL_INPUT_SIZE
+    rows, columns = (stated * 2)[:2]  # one number is for both sides
+    return (3, VIDEO_FRAMES, rows, columns) if family == "video" else (3, rows, columns)
+
+
 def _build_own(source: ModelSource) -> nn.Module:
     module_name, _, attribute = source.name.partition(":")
     with _folder_on_path(os.getcwd()):
@@ -235,6 +277,16 @@ def _known_models(prefix: str, colon: str) -> list[str]:
     if prefix == "torchvision" or not colon:
         known += _torchvision_models().list_models()
     return [name for name in known if name not in NOT_FOR_CONVERSION]
+
+
+class _WeightsOnMeta(TorchFunctionMode):
+    """The layers' weights are hollow, other tensors are real: for factories that calculate with tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
 def _timm() -> ModuleType:

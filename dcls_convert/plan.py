@@ -15,7 +15,7 @@ from .interpolation import find_interpolation
 from .options import AUTO, DEFAULT_BUDGET, EXACT, INTERPOLATIONS, SCOPES, TIES, Scope, Tie
 from .plan_data import ConversionPlan, LayerCounts, LayerPlan, TieGroup
 from .rules import AUTO_RULES, Claims, Rule, RuleSet, choose_rules, claim_sites, load_rules
-from .sites import ConvSite, ModelConvs, Skipped
+from .sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
 from .stages import stage_by_pattern
 
 UNSOLVED = 0  # a kernel count that is still to be solved for
@@ -64,7 +64,7 @@ def plan_conversion(
     arguments = _json_arguments(model_args or {})
     ruleset = rules if isinstance(rules, RuleSet) else choose_rules(convs.sites) if rules == AUTO else load_rules(rules)
     rule_of, skipped = _claim(ruleset, convs)
-    _check_overruled(ruleset, dilated_size, stated_count, interpolation)
+    check_overruled(ruleset, dilated_size, stated_count, interpolation)
     if stated_count == EXACT:
         _check_exact(ruleset, interpolation)
     drafts: list[LayerPlan] = []
@@ -219,9 +219,8 @@ def _claim(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skip
 
 
 def _nothing_matches(rules: RuleSet, convs: ModelConvs, claims: Claims) -> str:
-    kinds = Counter(f"{site.kind} {size_text(site.kernel_size)}" + " in the stem" * site.stem for site in convs.sites)
-    kinds += Counter(f"{skip.type} ({skip.reason})" for skip in convs.skipped)
-    has = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4)) or "no convolution at all"
+    kinds = kinds_of_convs(convs).most_common(4)
+    has = ", ".join(f"{count} {kind}" for kind, count in kinds) or "no convolution at all"
     message = f"nothing in the model matches rules {rules.source!r}; it has {has}"
     for name in AUTO_RULES:
         claimed = len(claim_sites(load_rules(name), convs.sites).rule_of)
@@ -230,8 +229,12 @@ def _nothing_matches(rules: RuleSet, convs: ModelConvs, claims: Claims) -> str:
     return message
 
 
-def _check_overruled(rules: RuleSet, dilated_size: object, kernel_count: int | str, interpolation: str | None) -> None:
-    """An option that no rule leaves open would be dropped in silence."""
+def check_overruled(rules: RuleSet, dilated_size: object, kernel_count: int | str, interpolation: str | None) -> None:
+    """Refuse an option that no rule leaves open: it would be dropped in silence.
+
+    Raises:
+        RuleError: Names the option and the rules.
+    """
     converting = [rule for rule in rules.rules if rule.skip is None]
     options: list[tuple[str, str, object]] = [
         ("dilated size", "dilated_kernel_size", dilated_size),

@@ -1,6 +1,7 @@
 """Walk a model once: its convolutions as plain values, the stage of each, and what it costs as it is."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -137,6 +138,12 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         macs_note=note,
         stages_from=stages.source,
     )
+
+
+def kinds_of_convs(convs: ModelConvs) -> Counter[str]:
+    """How many convolutions there are of each kind: "depthwise 7x7", "dense 3x3 in the stem"."""
+    kinds = Counter(f"{site.kind} {size_text(site.kernel_size)}" + " in the stem" * site.stem for site in convs.sites)
+    return kinds + Counter(f"{skip.type} ({skip.reason})" for skip in convs.skipped)
 
 
 def _site(

@@ -4,8 +4,9 @@ The model itself is never run, so that neither its tensors nor anything that it 
 """
 
 import copy
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .layers import DclsConvNd
+
+ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")  # of torchvision: all their convolutions are in backbone and head
 
 
 @dataclass(slots=True)
@@ -70,8 +73,9 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
     for module in twin.modules():
         if isinstance(module, _ConvNd):
             module.register_forward_hook(record, with_kwargs=True)
+    run = _way_of(twin)
     with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
-        twin(image)
+        run(image)
     prefix = type(twin).__name__ + "."
     counts = counter.get_flop_counts()
     counts[prefix] = counts.pop("Global", {})
@@ -80,6 +84,44 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
         for path, found in counts.items()
     }
     return Trace(calls=calls, flops=flops)
+
+
+def _way_of(model: nn.Module) -> Callable[[Tensor], object]:
+    """How one image (1, C, *spatial) is sent through: torchvision has models that do not take a batch of images."""
+    for base in type(model).__mro__:
+        family = base.__module__.partition("torchvision.models.")[2]
+        if family == "optical_flow.raft":
+            return lambda image: model(image, image)  # flow is from one image to the next
+        if family.startswith("detection."):
+            if base.__name__ == "GeneralizedRCNN":
+                raise ValueError(f"what a {type(model).__name__} computes depends on how many regions it finds")
+            if base.__name__ in ONE_STAGE_DETECTORS:
+                return functools.partial(_detect, model)
+    return model
+
+
+class _Detected(Exception):
+    """The head of a detector has answered."""
+
+
+def _detect(detector: nn.Module, image: Tensor) -> None:
+    """Run a one-stage detector up to the end of its head.
+
+    What follows sorts boxes by their values, which hollow tensors do not have, and convolves and multiplies nothing:
+    the MACs are those that torchvision states for its detectors.
+    """
+
+    def stop(*_: object) -> None:
+        raise _Detected
+
+    handle = detector.get_submodule("head").register_forward_hook(stop)
+    try:
+        detector([image[0]])
+    except _Detected:
+        return
+    finally:
+        handle.remove()
+    raise ValueError(f"{type(detector).__name__} did not ask its head")
 
 
 def _hollow_twin(model: nn.Module) -> nn.Module:
@@ -94,7 +136,7 @@ def _hollow_twin(model: nn.Module) -> nn.Module:
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 hollow = torch.empty_like(tensor, device="meta", requires_grad=False)
                 is_parameter = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(hollow, tensor.requires_grad) if is_parameter else hollow
+                memo[id(tensor)] = nn.Parameter(hollow, requires_grad=False) if is_parameter else hollow
     twin = copy.deepcopy(model, memo).eval()
     for module in twin.modules():
         module._forward_hooks.clear()

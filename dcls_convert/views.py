@@ -58,7 +58,7 @@ def _stage_table(layers: Sequence[LayerReport]) -> Table:
             _kernels(members),
             _counts(members),
             _arrow(_params(members)),
-            _short_arrow(_macs(members)),
+            short_arrow(_macs(members)),
         )
     return table
 
@@ -72,7 +72,7 @@ def _layer_table(layers: Sequence[LayerReport]) -> Table:
             _kernels([layer]).replace(" ", ""),
             str(layer.kernel_count),
             _arrow(_params([layer])) + ("*" if first_of_group else " "),
-            _short_arrow(_macs([layer])),
+            short_arrow(_macs([layer])),
         )
     if any(layer.tie_group for layer in layers):
         table.caption = "* with the positions that the next layers of its tie group share"
@@ -179,13 +179,25 @@ def _counts(layers: Iterable[LayerReport]) -> str:
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]}..{counts[-1]}"
 
 
-def _short_arrow(macs: Change) -> str:
+def short_arrow(macs: Change) -> str:
     """4455531264 and 4970337024 -> "4.456 → 4.97 G"."""
     if macs.before is None or macs.after is None:
         return NOT_COUNTED
-    units = [(1e9, " G"), (1e6, " M"), (1e3, " k"), (1, "")]
-    unit, name = next((unit for unit in units if macs.before >= unit[0]), units[-1])
+    unit, name = _unit(macs.before)
     return f"{macs.before / unit:.4g} → {macs.after / unit:.4g}{name}"
+
+
+def short_count(count: int | None) -> str:
+    """4455531264 -> "4.456 G"."""
+    if count is None:
+        return NOT_COUNTED
+    unit, name = _unit(count)
+    return f"{count / unit:.4g}{name}"
+
+
+def _unit(count: int) -> tuple[float, str]:
+    units = [(1e9, " G"), (1e6, " M"), (1e3, " k"), (1, "")]
+    return next((unit for unit in units if count >= unit[0]), units[-1])
 
 
 def _exact(count: int | None) -> str:

@@ -28,6 +28,7 @@ ALLOWED = {
     "budget": {"errors"},
     "models": {"errors"},
     "weights": {"errors"},
+    "workers": {"errors"},
     "convs": {"geometry"},
     "timm_convs": {"convs"},
     "rules": {"errors", "geometry", "options", "sites"},
@@ -49,14 +50,25 @@ FOREIGN = {
     "timm": {"models", "timm_models", "timm_entry", "timm_convs"},
     "torchvision": {"models", "timm_models", "timm_entry"},
     "safetensors": {"checkpoint", "weights"},
-    "typer": {"cli", "cli_rules"},
+    "typer": {"cli", "cli_models", "cli_rules"},
 }
 # A command line that answers at once imports these.
 LIGHT = [
     "dcls_convert",
     *(
         f"dcls_convert.{name}"
-        for name in ("cli", "cli_rules", "arguments", "errors", "options", "geometry", "budget", "rules")
+        for name in (
+            "cli",
+            "cli_models",
+            "cli_rules",
+            "arguments",
+            "errors",
+            "options",
+            "geometry",
+            "budget",
+            "rules",
+            "workers",
+        )
     ),
 ]
 
@@ -209,6 +221,9 @@ def imported_by(*arguments):
         (["--help"], 0, "Usage"),
         (["--version"], 0, f"dcls-convert {dcls_convert.__version__}"),
         (["convert", "--help"], 0, "--dilated-size"),
+        (["models", "--help"], 0, "--timeout"),
+        (["models", "--json", "--csv"], 2, "--json and --csv exclude each other"),
+        (["models", "--jobs", "0"], 2, "--jobs '0'"),
         (["resnet18", "--dilated-sise", "7"], 2, "--dilated-sise"),
         (["resnet18", "--scope", "globe"], 2, "globe"),
     ],

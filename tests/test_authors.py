@@ -645,7 +645,7 @@ def test_a_layer_that_would_transform_the_elements_is_refused():
         "0.weight": model[0].weight.detach(),
         "0.bias": model[0].bias.detach(),
         "1.weight": torch.randn(4, 4, 2),
-        "1.P": torch.randn(2, 4, 4, 2),
+        "1.P": torch.rand(2, 4, 4, 2),
     }
     kernel = model[1].weight
     with pytest.raises(CheckpointError, match="1 is a StdConv2d, which would transform the file's elements"):
