@@ -11,6 +11,7 @@ import typer
 
 from . import __version__
 from .arguments import HELP_OPTIONS, MOST_CHANNELS, MOST_SEED, parse_count, parse_input_size, parse_integer, parse_size
+from .cli_checkpoints import add_checkpoint_commands
 from .cli_rules import rules_app
 from .errors import DclsConvertError, one_line, shortened
 from .options import AUTO, DEFAULT_BUDGET, Init, Interpolation, Positions, Scope, Tie
@@ -152,6 +153,9 @@ def convert(
             quiet=quiet,
         )
     )
+
+
+add_checkpoint_commands(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -37,23 +37,37 @@ ALLOWED = {
     "plan_data": {"errors", "options", "geometry", "interpolation", "budget", "sites"},
     "plan": {"errors", "options", "geometry", "budget", "sites", "rules", "plan_data"},
     "surgery": {"errors", "options", "convs", "interpolation", "warmstart", "layers", "plan_data"},
+    "fingerprint": {"errors", "tracing"},
+    "stamp": {"errors", "plan_data"},
+    "position_statistics": {"interpolation"},
     "report": {"errors", "budget", "tracing", "sites", "plan_data", "views"},
     "views": {"errors", "geometry", "report"},
+    "position_views": {"geometry", "inspection", "views"},
 }
 # rich asks the record itself for its view, so the report must know the views, which format it.
 DEFERRED_BACK = {("report", "views")}
 FOREIGN = {
     "timm": {"models", "timm_models", "timm_entry"},
     "torchvision": {"models", "timm_models", "timm_entry"},
-    "safetensors": {"checkpoint", "weights"},
-    "typer": {"cli", "cli_rules"},
+    "safetensors": {"checkpoint", "stamp", "weights"},
+    "typer": {"cli", "cli_checkpoints", "cli_rules"},
 }
 # A command line that answers at once imports these.
 LIGHT = [
     "dcls_convert",
     *(
         f"dcls_convert.{name}"
-        for name in ("cli", "cli_rules", "arguments", "errors", "options", "geometry", "budget", "rules")
+        for name in (
+            "cli",
+            "cli_checkpoints",
+            "cli_rules",
+            "arguments",
+            "errors",
+            "options",
+            "geometry",
+            "budget",
+            "rules",
+        )
     ),
 ]
 
@@ -206,6 +220,8 @@ def imported_by(*arguments):
         (["--help"], 0, "Usage"),
         (["--version"], 0, f"dcls-convert {dcls_convert.__version__}"),
         (["convert", "--help"], 0, "--dilated-size"),
+        (["verify", "--help"], 0, "--json"),
+        (["inspect", "a", "b"], 2, "unexpected extra argument"),
         (["resnet18", "--dilated-sise", "7"], 2, "--dilated-sise"),
         (["resnet18", "--scope", "globe"], 2, "globe"),
     ],
