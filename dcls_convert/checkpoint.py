@@ -10,30 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from . import __version__
 from .errors import CheckpointError, DclsConvertError, PlanError, one_line, shortened
+from .fingerprint import take_fingerprint
 from .models import ModelSource, build_model
 from .plan_data import ConversionPlan, plan_from_json
 from .report import ConversionReport, measure_report
+from .stamp import METADATA_KEY, NO_STAMP, WEIGHTS, Stamp, read_stamp, read_tensors, tensors_hash
 from .surgery import TIMM_ARCHITECTURE, apply_plan_, timm_model_args
 from .views import report_markdown
 from .weights import alias_names, load_weights_
 
-CHECKPOINT_FORMAT = 1
-WEIGHTS, CONFIG, PLAN, RULES, REPORT, CARD = (
-    "model.safetensors",
-    "config.json",
-    "plan.json",
-    "rules.yaml",
-    "report.json",
-    "README.md",
-)
+CONFIG, PLAN, RULES, REPORT, CARD = "config.json", "plan.json", "rules.yaml", "report.json", "README.md"
 FILES = (WEIGHTS, CONFIG, PLAN, RULES, REPORT, CARD)
-METADATA_KEY = "dcls_convert"  # one key alone: safetensors writes several in an order that changes from run to run
 OUTPUT_IN_FOLDER = "."  # what report.json calls its own folder, wherever that is moved
 
 
@@ -44,6 +37,7 @@ def save_converted(
     *,
     report: ConversionReport | None = None,
     force: bool = False,
+    fingerprint: bool = True,
 ) -> Path:
     """Write a converted model as a checkpoint folder that timm loads once `dcls_convert` is imported.
 
@@ -53,6 +47,8 @@ def save_converted(
         folder: Must not exist, unless `force` is set: then a checkpoint folder there is replaced.
         report: Measured on the model where it is not given.
         force: Replace an existing checkpoint folder. Anything else that is in the way is never touched.
+        fingerprint: Run the model once, on a random image of the plan's input size, and note its output in the weights
+            file, for `dcls-convert verify`. Without it, nothing of the model's code runs.
 
     Returns:
         The folder's path.
@@ -63,8 +59,9 @@ def save_converted(
     folder = Path(folder)
     report = report or measure_report(model, plan)
     with new_folder(folder, force=force) as partial:
-        _write_weights(model, plan, partial / WEIGHTS)
-        (partial / CONFIG).write_text(json.dumps(_timm_config(model, plan), indent=2) + "\n", encoding="utf-8")
+        written = _write_weights(model, plan, partial / WEIGHTS, fingerprint)
+        config = _timm_config(model, plan) | {METADATA_KEY: {"tensors": written.tensors}}
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (partial / PLAN).write_text(plan.to_json(), encoding="utf-8")
         (partial / RULES).write_text(plan.rules_text, encoding="utf-8")
         (partial / REPORT).write_text(report.with_output(OUTPUT_IN_FOLDER).to_json(), encoding="utf-8")
@@ -88,27 +85,50 @@ def load_converted(
     folder = Path(folder)
     plan = read_plan(folder)
     state = _read_state(folder, plan)
+    if model is None and plan.model is None:
+        raise CheckpointError(f"{folder}: does not say how its model is built; pass the unconverted one as `model`")
+    model = rebuild_model(plan, str(folder / PLAN), model)
+    load_weights_(model, state, str(folder / WEIGHTS))
+    return model.eval().to(device)
+
+
+def rebuild_model(plan: ConversionPlan, where: str, model: nn.Module | None = None) -> nn.Module:
+    """The converted model of a plan, with weights that mean nothing yet.
+
+    Args:
+        plan: Says how its model is built, where that is not given.
+        where: What messages call the plan.
+        model: The unconverted model; converted in place.
+
+    Raises:
+        CheckpointError: The plan is for another model.
+        ModelError: The model cannot be built.
+    """
     if model is None:
-        if plan.model is None:
-            raise CheckpointError(f"{folder}: does not say how its model is built; pass the unconverted one as `model`")
-        model = build_model(ModelSource(name=plan.model, args=plan.model_args))
+        model = build_model(ModelSource(name=plan.model or "", args=plan.model_args))
     try:
         apply_plan_(model, plan)
     except PlanError as error:
-        raise CheckpointError(f"{folder / PLAN}: does not fit {plan.model or 'the model'}: {error}") from error
-    load_weights_(model, state, str(folder / WEIGHTS))
-    return model.eval().to(device)
+        raise CheckpointError(f"{where}: does not fit {plan.model or 'the model'}: {error}") from error
+    return model
 
 
 def read_plan(folder: Path) -> ConversionPlan:
     """The plan of a checkpoint folder; CheckpointError where there is none."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: is not a folder")
+    return plan_from_json(read_text(folder / PLAN), str(folder / PLAN))
+
+
+def read_text(path: Path) -> str:
+    """A text of a checkpoint folder; CheckpointError where it cannot be read."""
     try:
-        text = (folder / PLAN).read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path}: is not a file")
+        return path.read_bytes().decode("utf-8")  # with its line ends, unlike read_text
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder / PLAN}: cannot be read: {one_line(error)}") from error
-    return plan_from_json(text, str(folder / PLAN))
+        reason = error.strerror if isinstance(error, OSError) else one_line(error)
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
 
 
 def check_output(folder: Path, *, force: bool) -> None:
@@ -209,8 +229,9 @@ def _umask() -> int:
     return mask
 
 
-def _write_weights(model: nn.Module, plan: ConversionPlan, path: Path) -> None:
-    """Every tensor once, under its first name."""
+def _write_weights(model: nn.Module, plan: ConversionPlan, path: Path, fingerprint: bool) -> Stamp:
+    """Every tensor once, under its first name; and what the file says about itself."""
+    given = take_fingerprint(model, plan.input_size).to_dict() if fingerprint else None
     aliases = alias_names(model)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}
     tensors: dict[str, Tensor] = {}
@@ -220,23 +241,22 @@ def _write_weights(model: nn.Module, plan: ConversionPlan, path: Path) -> None:
         storage = ready.untyped_storage().data_ptr()
         tensors[name] = ready.clone() if storage in storages and ready.numel() else ready  # views of one memory
         storages.add(storage)
-    metadata = {"format": CHECKPOINT_FORMAT, "version": __version__, "plan": plan.hash}
-    save_file(tensors, path, metadata={METADATA_KEY: json.dumps(metadata, sort_keys=True)})
+    stamp = Stamp(version=__version__, plan=plan.hash, tensors=tensors_hash(tensors.items()), fingerprint=given)
+    save_file(tensors, path, metadata={METADATA_KEY: stamp.to_json()})
     path.chmod(0o666 & ~_umask())
+    return stamp
 
 
 def _read_state(folder: Path, plan: ConversionPlan) -> dict[str, Tensor]:
+    """The weights, as they were written: hashing them takes about as long as reading them."""
     path = folder / WEIGHTS
-    if not path.is_file():
-        raise CheckpointError(f"{path}: there is no such file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = json.loads((file.metadata() or {}).get(METADATA_KEY, "null"))
-            state = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a readable safetensors file: {one_line(error)[:200]}") from error
-    if not isinstance(metadata, dict) or metadata.get("plan") != plan.hash:
-        raise CheckpointError(f"{path}: was not written with the {PLAN} beside it")
+    stamp = read_stamp(path)
+    if stamp is None:
+        raise CheckpointError(f"{path}: {NO_STAMP} {PLAN}")
+    stamp.check_plan(plan, path, f"the {PLAN} beside it")
+    stamp.check_config(folder / CONFIG, path)
+    state = dict(read_tensors(path))
+    stamp.check_tensors(tensors_hash(state.items()), path)
     return state
 
 

@@ -11,6 +11,7 @@ import typer
 
 from . import __version__
 from .arguments import HELP_OPTIONS, MOST_CHANNELS, MOST_SEED, parse_count, parse_input_size, parse_integer, parse_size
+from .cli_checkpoints import add_checkpoint_commands
 from .cli_models import models
 from .cli_rules import rules_app
 from .errors import DclsConvertError, one_line, shortened
@@ -161,6 +162,7 @@ def convert(
 
 
 app.command(context_settings=HELP_OPTIONS)(models)
+add_checkpoint_commands(app)
 app.add_typer(rules_app, name="rules")
 
 

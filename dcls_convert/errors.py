@@ -50,3 +50,11 @@ def shortened(text: object, limit: int = 60) -> str:
 def one_line(error: BaseException) -> str:
     """The message of any exception, on one line: what a library said, without its layout."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def newer_format(where: object, found: int, known: int) -> str:
+    """What to say of data that a newer version of the program wrote."""
+    return (
+        f"{where}: has format {shortened(found, 20)}, this dcls-convert knows {known} at most; "
+        "upgrade it: pip install --upgrade dcls-convert"
+    )

@@ -1,5 +1,6 @@
 """A conversion plan as data: what becomes what, what is tied; to and from JSON."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from .budget import BudgetUnit, conv_macs
-from .errors import CheckpointError, PlanError
+from .errors import CheckpointError, PlanError, newer_format
 from .geometry import check_window
 from .interpolation import find_interpolation
 from .options import Scope, Tie
@@ -188,6 +189,10 @@ def _check_layer(layer: LayerPlan) -> None:
         if not layer.names:
             raise PlanError("has no name")
         dims = len(layer.kernel_size)
+        for name in ("in_channels", "out_channels"):
+            channels = getattr(layer, name)
+            if min(channels, layer.groups) < 1 or channels % layer.groups:
+                raise PlanError(f"{name} {channels} must be a positive multiple of its groups, {layer.groups}")
         find_interpolation(layer.interpolation)
         if not set(layer.dense_axes) < set(range(dims)):
             raise PlanError(
@@ -212,11 +217,23 @@ def plan_from_json(text: str | bytes, where: str) -> ConversionPlan:
     """The plan that `to_json` wrote.
 
     Raises:
-        CheckpointError: Not such a text; names `where` and the place in it.
+        CheckpointError: Not such a text, or one of a newer program; names `where` and the place in it.
     """
     try:
         return _ADAPTER.validate_json(text)
     except ValidationError as error:
+        if (newer := _newer_format(text)) is not None:
+            raise CheckpointError(newer_format(where, newer, PLAN_FORMAT)) from error
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
         raise CheckpointError(f"{where}: {place + ': ' if place else ''}{problem['msg']}") from error
+
+
+def _newer_format(text: str | bytes) -> int | None:
+    """The format that the text states, where this program does not know it yet."""
+    with contextlib.suppress(ValueError, RecursionError):
+        data = json.loads(text)
+        stated = data.get("format") if isinstance(data, dict) else None
+        if isinstance(stated, int) and stated > PLAN_FORMAT:
+            return stated
+    return None

@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .errors import CheckpointError, ModelError
+from .errors import CheckpointError, ModelError, shortened
 from .models import ModelSource, build_model
 from .plan import common_parent
 from .plan_data import ConversionPlan, LayerPlan, TieGroup, plan_from_json
-from .surgery import TIMM_ARCHITECTURE, apply_plan_, note_for_timm
+from .stamp import WEIGHTS, Stamp, read_stamp, tensors_hash
+from .surgery import TIMM_ARCHITECTURE, apply_plan_, note_for_timm, timm_model_args
 from .weights import alias_names
 
+PLAN_IN_CONFIG = "config.json: model_args.plan"
 WRAPPER_PREFIXES = ("", "model.", "body.", "graph_module.")  # where timm's feature extractors keep the model
 
 
@@ -42,14 +44,21 @@ def create_dcls(
 
     Raises:
         ModelError: Called by name instead of for a checkpoint.
-        CheckpointError: Weights that do not belong to the plan.
+        CheckpointError: Weights that do not belong to the plan, or are not those that were written.
+
+    What `save_converted` wrote is checked against the metadata of its weights; hashing them takes about as long as
+    reading them. Folders that timm's own savers wrote have none, and are held to names and shapes alone.
     """
     from timm.models import load_pretrained, resolve_pretrained_cfg
 
     if base is None or plan is None:
         raise ModelError('"dcls" is not a model by itself; load a checkpoint: timm.create_model("local-dir:FOLDER")')
-    conversion = plan_from_json(json.dumps(plan), "config.json: model_args.plan")
+    conversion = plan_from_json(json.dumps(plan), PLAN_IN_CONFIG)
+    if base != conversion.model:
+        raise CheckpointError(f"config.json: model_args.base is {base!r}, its plan is for {conversion.model!r}")
     config = resolve_pretrained_cfg(TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay).to_dict()  # type: ignore[no-untyped-call]
+    if pretrained and config.get("source") == "local-dir":
+        _checked_stamp(config, conversion, pretrained_model_args, cache_dir)  # before anything is built
     if base.startswith("timm:"):
         kwargs.setdefault("num_classes", config["num_classes"])
     elif features_only:
@@ -57,6 +66,7 @@ def create_dcls(
     # A head of no classes has no random state worth a seed; everything else is seeded for repeatable new heads.
     source = ModelSource(name=base, args={**kwargs, "features_only": True} if features_only else kwargs)
     model = build_model(source)
+    conversion_of_file = conversion
     if features_only:
         names = _feature_names(model, conversion)
         conversion = _plan_for_features(conversion, names)
@@ -65,9 +75,14 @@ def create_dcls(
     if pretrained:
 
         def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+            stamp = _checked_stamp(config, conversion_of_file, pretrained_model_args, cache_dir)
+            if stamp is not None:
+                stamp.check_tensors(tensors_hash(state.items()), Path(WEIGHTS))
             if features_only:
                 return _features_state(state, model, config, kwargs.get("in_chans"))
-            return state | {alias: state[name] for alias, name in alias_names(model).items() if name in state}
+            state = state | {alias: state[name] for alias, name in alias_names(model).items() if name in state}
+            _check_complete(state, model, config)
+            return state
 
         load_pretrained(
             model,
@@ -78,6 +93,51 @@ def create_dcls(
             cache_dir=cache_dir,
         )
     return model
+
+
+def _checked_stamp(
+    config: Mapping[str, Any], plan: ConversionPlan, stored_args: Mapping[str, Any] | None, cache_dir: str | Path | None
+) -> Stamp | None:
+    """The stamp of the weights that timm loads for this config, if it has one; its plan and arguments must be these."""
+    path = _file_of(config, WEIGHTS, cache_dir)
+    stamp = None if path is None else read_stamp(path)
+    if path is None or stamp is None:
+        return None
+    stamp.check_plan(plan, path, f"the plan in {PLAN_IN_CONFIG}")
+    beside = _file_of(config, "config.json", cache_dir)
+    if beside is not None:
+        stamp.check_config(beside, path)
+    wanted = json.loads(json.dumps(timm_model_args(plan)))
+    for name in sorted(wanted.keys() | (stored_args or wanted).keys()):
+        found = (stored_args or wanted).get(name)
+        if found != wanted.get(name):
+            raise CheckpointError(f"config.json: model_args.{name} is {shortened(found)}, not what the plan says")
+    return stamp
+
+
+def _file_of(config: Mapping[str, Any], name: str, cache_dir: str | Path | None) -> Path | None:
+    """A file of the folder or the repository from which timm loads; None where it is not there, or not yet."""
+    source, repository = config.get("source"), config.get("hf_hub_id")
+    if source == "local-dir" and config.get("file"):
+        path = Path(config["file"]) / name
+        return path if path.exists() or path.is_symlink() else None
+    if source == "hf-hub" and repository and not config.get("hf_hub_filename"):
+        import huggingface_hub
+
+        id_, _, revision = str(repository).partition("@")
+        found = huggingface_hub.try_to_load_from_cache(id_, name, cache_dir=cache_dir, revision=revision or None)
+        return Path(found) if isinstance(found, str) else None
+    return None
+
+
+def _check_complete(state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Refuse weights that lack a tensor: with another number of classes, timm itself takes whatever there is."""
+    classifiers = config.get("classifier") or ()
+    heads = tuple(f"{name}." for name in ([classifiers] if isinstance(classifiers, str) else classifiers))
+    missing = [name for name in model.state_dict() if name not in state and not name.startswith(heads)]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"{WEIGHTS}: lacks {missing[0]}{more} of the model that config.json describes")
 
 
 def _flat(name: str) -> str:

@@ -55,7 +55,7 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
     twin = _hollow_twin(model)
-    image = torch.empty(1, *input_size, dtype=_image_dtype(twin), device="meta")
+    image = torch.empty(1, *input_size, dtype=image_dtype(twin), device="meta")
     calls: dict[str, Calls] = {}
     names = {module: name for name, module in reversed(list(twin.named_modules(remove_duplicate=False)))}
 
@@ -143,7 +143,7 @@ def _hollow_twin(model: nn.Module) -> nn.Module:
     return twin
 
 
-def _image_dtype(model: nn.Module) -> torch.dtype:
+def image_dtype(model: nn.Module) -> torch.dtype:
     """That of the first convolution; in models of several, it is what the image meets."""
     convs = [m.weight for m in model.modules() if isinstance(m, _ConvNd | DclsConvNd)]
     return next((weight.dtype for weight in [*convs, *model.parameters()] if weight.is_floating_point()), torch.float32)

@@ -50,7 +50,7 @@ def report_markdown(report: ConversionReport) -> str:
 
 
 def _stage_table(layers: Sequence[LayerReport]) -> Table:
-    table = _table("Stage", "Layers", "Kernel", "Count", "Parameters", "MACs")
+    table = plain_table("Stage", "Layers", "Kernel", "Count", "Parameters", "MACs")
     for stage, members in _stages(layers):
         table.add_row(
             Text(stage),
@@ -64,7 +64,7 @@ def _stage_table(layers: Sequence[LayerReport]) -> Table:
 
 
 def _layer_table(layers: Sequence[LayerReport]) -> Table:
-    table = _table("Layer", "Kernel", "Count", "Parameters", "MACs")
+    table = plain_table("Layer", "Kernel", "Count", "Parameters", "MACs")
     for layer in layers:
         first_of_group = layer.tie_group is not None and layer.position_params > 0
         table.add_row(
@@ -81,7 +81,7 @@ def _layer_table(layers: Sequence[LayerReport]) -> Table:
 
 
 def _totals(report: ConversionReport) -> Table:
-    table = _table("Whole model", "Before", "After", "Change", "")
+    table = plain_table("Whole model", "Before", "After", "Change", "")
     untouched = Change(before=report.params_untouched, after=report.params_untouched)
     for name, change, style in [
         ("Parameters", report.params, "bold"),
@@ -132,7 +132,8 @@ def _skipped(report: ConversionReport, verbose: bool) -> list[RenderableType]:
     return [head, *[Padding(Text(row, style="dim"), (0, 0, 0, 3), expand=False) for row in rows]]
 
 
-def _table(first: str, *headings: str) -> Table:
+def plain_table(first: str, *headings: str) -> Table:
+    """An empty table in the manner of this program: a column for names, and numbers to the right of it."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=True, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column(first, overflow="fold", min_width=len(first))
     for heading in headings:

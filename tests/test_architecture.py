@@ -41,16 +41,20 @@ ALLOWED = {
     "plan": {"errors", "options", "geometry", "interpolation", "budget", "sites", "stages", "rules", "plan_data"},
     "authors": {"convs", "errors", "options", "geometry", "interpolation", "plan_data", "surgery", "weights"},
     "surgery": {"errors", "options", "convs", "interpolation", "warmstart", "layers", "plan_data"},
+    "fingerprint": {"errors", "tracing"},
+    "stamp": {"errors", "plan_data"},
+    "position_statistics": {"interpolation"},
     "report": {"errors", "budget", "tracing", "sites", "plan_data", "views"},
     "views": {"errors", "geometry", "report"},
+    "position_views": {"geometry", "inspection", "views"},
 }
 # rich asks the record itself for its view, so the report must know the views, which format it.
 DEFERRED_BACK = {("report", "views")}
 FOREIGN = {
     "timm": {"models", "timm_models", "timm_entry", "timm_convs"},
     "torchvision": {"models", "timm_models", "timm_entry"},
-    "safetensors": {"checkpoint", "weights"},
-    "typer": {"cli", "cli_models", "cli_rules"},
+    "safetensors": {"checkpoint", "stamp", "weights"},
+    "typer": {"cli", "cli_checkpoints", "cli_models", "cli_rules"},
 }
 # A command line that answers at once imports these.
 LIGHT = [
@@ -60,6 +64,7 @@ LIGHT = [
         for name in (
             "cli",
             "cli_models",
+            "cli_checkpoints",
             "cli_rules",
             "arguments",
             "errors",
@@ -224,6 +229,8 @@ def imported_by(*arguments):
         (["models", "--help"], 0, "--timeout"),
         (["models", "--json", "--csv"], 2, "--json and --csv exclude each other"),
         (["models", "--jobs", "0"], 2, "--jobs '0'"),
+        (["verify", "--help"], 0, "--json"),
+        (["inspect", "a", "b"], 2, "unexpected extra argument"),
         (["resnet18", "--dilated-sise", "7"], 2, "--dilated-sise"),
         (["resnet18", "--scope", "globe"], 2, "globe"),
     ],

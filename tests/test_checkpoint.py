@@ -13,8 +13,10 @@ import dcls_convert
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion, predict_report, save_converted
 from dcls_convert.checkpoint import FILES, check_output
 from dcls_convert.errors import CheckpointError
+from dcls_convert.fingerprint import take_fingerprint
 from dcls_convert.models import ModelSource, build_model
 from dcls_convert.rules import builtin_rules, parse_rules
+from dcls_convert.stamp import tensors_hash
 
 from .conftest import TINY
 
@@ -82,8 +84,10 @@ def test_folder_holds_what_the_design_says(tmp_path):
         metadata = json.loads(file.metadata()["dcls_convert"])
         parameters = {name for name, _ in model.named_parameters()}
         counted = sum(file.get_tensor(name).numel() for name in parameters)
+        hashed = tensors_hash((name, file.get_tensor(name)) for name in file.keys())
     assert names == set(model.state_dict())
-    assert metadata == {"format": 1, "version": dcls_convert.__version__, "plan": plan.hash}
+    own = {"format": 1, "version": dcls_convert.__version__, "plan": plan.hash, "tensors": hashed}
+    assert metadata == own | {"fingerprint": take_fingerprint(model, plan.input_size).to_dict()}
     assert counted == report["params"]["after"]
 
 

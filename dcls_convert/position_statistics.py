@@ -1,0 +1,85 @@
+"""How a layer's elements lie in their windows: at the border, on top of one another, how far from the centre.
+
+Axes: A learnt axes, *C kernels (output channel, input channel, cell of a dense axis), E elements of one kernel.
+Positions are in cells from the kernel centre. Nothing here needs a gradient, nor keeps one.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .interpolation import position_limits
+
+BORDER_MARGIN = 0.5  # cells; an element within it of a limit has its largest part in the window's outermost cells
+OVERLAP_DISTANCE = 1.0  # cells; closer elements share cells and push each other in the paper's repulsive loss
+MOST_DISTANCES = 1 << 22  # computed at once: 16 MiB in float32
+
+
+def border_share(positions: Tensor, size: Sequence[int], margin: float = BORDER_MARGIN) -> float:
+    """The share of elements that lie at the window's border; the paper's sign that the window is too small.
+
+    Args:
+        positions: (A, *C, E).
+        size: Cells of the window along each learnt axis. Sides of one cell do not count: nothing can move there.
+        margin: In cells; an element counts where any of its coordinates is at most that far from a limit, or beyond.
+    """
+    at_border = torch.zeros(positions.shape[1:], dtype=torch.bool, device=positions.device)
+    for coordinate, side in zip(_exact(positions), size, strict=True):
+        if side > 1:
+            low, high = position_limits(side)
+            at_border |= (coordinate <= low + margin) | (coordinate >= high - margin)
+    return _share(int(at_border.sum()), at_border.numel())
+
+
+def overlap_share(
+    positions: Tensor, distance: float = OVERLAP_DISTANCE, *, most_distances: int = MOST_DISTANCES
+) -> float:
+    """The share of elements that have another element of their own kernel nearer than `distance` (Euclidean, in cells).
+
+    Args:
+        positions: (A, *C, E).
+        distance: In cells; two elements exactly that far apart do not overlap.
+        most_distances: Bounds the memory: that many distances between elements are held at once.
+    """
+    axes, count = positions.shape[0], positions.shape[-1]
+    kernels = _exact(positions).reshape(axes, -1, count).permute(1, 2, 0)  # (C, E, A)
+    at_once = max(1, most_distances // max(count * count, 1))
+    overlapping = 0
+    for chunk in torch.split(kernels, at_once):
+        for first in range(0, count, rows := max(1, most_distances // max(count, 1))):
+            overlapping += _overlapping(chunk, first, min(first + rows, count), distance)
+    return _share(overlapping, math.prod(positions.shape[1:]))
+
+
+def spread(positions: Tensor) -> tuple[float, ...]:
+    """Standard deviation along each learnt axis about the kernel centre, in cells: (A, *C, E) -> A numbers."""
+    return tuple(float(coordinate.double().square().mean().sqrt()) for coordinate in positions.detach())
+
+
+def mean_distance(positions: Tensor) -> float:
+    """Mean Euclidean distance of the elements from the kernel centre, in cells; positions (A, *C, E)."""
+    return float(torch.linalg.vector_norm(_exact(positions), dim=0).mean(dtype=torch.float64))
+
+
+def _overlapping(kernels: Tensor, first: int, end: int, distance: float) -> int:
+    """How many of the elements from `first` to `end` have a neighbour; kernels (C, E, A)."""
+    # Coordinate by coordinate: torch.cdist by matrix products is not exact, and otherwise slow for small kernels.
+    squares = torch.zeros((), dtype=kernels.dtype, device=kernels.device)
+    for axis in range(kernels.shape[-1]):
+        coordinate = kernels[..., axis]  # (C, E)
+        squares = squares + (coordinate[:, first:end, None] - coordinate[:, None, :]).square()  # (C, rows, E)
+    near = squares < distance * distance
+    rows = torch.arange(end - first, device=kernels.device)
+    near[:, rows, rows + first] = False  # an element is no neighbour of itself
+    return int(near.any(-1).sum())
+
+
+def _exact(positions: Tensor) -> Tensor:
+    """Half precision would round the differences."""
+    return positions.detach().to(torch.promote_types(positions.dtype, torch.float32))
+
+
+def _share(count: int, of: int) -> float:
+    return count / of if of else 0.0
