@@ -11,6 +11,7 @@ import typer
 
 from . import __version__
 from .arguments import HELP_OPTIONS, MOST_CHANNELS, MOST_SEED, parse_count, parse_input_size, parse_integer, parse_size
+from .cli_checkpoints import fold
 from .cli_rules import rules_app
 from .errors import DclsConvertError, one_line, shortened
 from .options import AUTO, DEFAULT_BUDGET, Init, Interpolation, Positions, Scope, Tie
@@ -47,6 +48,7 @@ app = typer.Typer(
     "'convert' is the default command; its options: dcls-convert convert --help",
 )
 app.add_typer(rules_app, name="rules")
+app.command()(fold)
 
 
 def _version(wanted: bool) -> None:

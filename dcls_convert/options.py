@@ -7,12 +7,14 @@ Scope = Literal["model", "stage", "layer"]
 Tie = Literal["stage", "none"]
 Init = Literal["auto", "random", "largest"]
 Positions = Literal["normal", "uniform"]
+FoldFormat = Literal["timm", "onnx", "pt2"]
 
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 SCOPES: tuple[str, ...] = get_args(Scope)
 TIES: tuple[str, ...] = get_args(Tie)
 INITS: tuple[str, ...] = get_args(Init)
 POSITIONS: tuple[str, ...] = get_args(Positions)
+FOLD_FORMATS: tuple[str, ...] = get_args(FoldFormat)
 
 AUTO = "auto"
 DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the parameter count

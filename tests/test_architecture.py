@@ -29,6 +29,8 @@ ALLOWED = {
     "models": {"errors"},
     "weights": {"errors"},
     "convs": set(),
+    "quiet": set(),
+    "comparison": {"errors"},
     "rules": {"errors", "geometry", "options", "sites"},
     "warmstart": {"errors", "geometry", "interpolation"},
     "layers": {"errors", "geometry", "convs", "interpolation", "warmstart"},
@@ -36,7 +38,8 @@ ALLOWED = {
     "sites": {"errors", "geometry", "budget", "convs", "layers", "tracing"},
     "plan_data": {"errors", "options", "geometry", "interpolation", "budget", "sites"},
     "plan": {"errors", "options", "geometry", "budget", "sites", "rules", "plan_data"},
-    "surgery": {"errors", "options", "convs", "interpolation", "warmstart", "layers", "plan_data"},
+    "folding": {"errors", "layers"},
+    "surgery": {"errors", "options", "convs", "folding", "interpolation", "warmstart", "layers", "plan_data"},
     "report": {"errors", "budget", "tracing", "sites", "plan_data", "views"},
     "views": {"errors", "geometry", "report"},
 }
@@ -46,14 +49,25 @@ FOREIGN = {
     "timm": {"models", "timm_models", "timm_entry"},
     "torchvision": {"models", "timm_models", "timm_entry"},
     "safetensors": {"checkpoint", "weights"},
-    "typer": {"cli", "cli_rules"},
+    "typer": {"cli", "cli_rules", "cli_checkpoints"},
+    "onnxruntime": {"exporting"},
 }
 # A command line that answers at once imports these.
 LIGHT = [
     "dcls_convert",
     *(
         f"dcls_convert.{name}"
-        for name in ("cli", "cli_rules", "arguments", "errors", "options", "geometry", "budget", "rules")
+        for name in (
+            "cli",
+            "cli_rules",
+            "cli_checkpoints",
+            "arguments",
+            "errors",
+            "options",
+            "geometry",
+            "budget",
+            "rules",
+        )
     ),
 ]
 
@@ -206,6 +220,8 @@ def imported_by(*arguments):
         (["--help"], 0, "Usage"),
         (["--version"], 0, f"dcls-convert {dcls_convert.__version__}"),
         (["convert", "--help"], 0, "--dilated-size"),
+        (["fold", "--help"], 0, "--format"),
+        (["fold", "folder", "--format", "tflite"], 2, "tflite"),
         (["resnet18", "--dilated-sise", "7"], 2, "--dilated-sise"),
         (["resnet18", "--scope", "globe"], 2, "globe"),
     ],
