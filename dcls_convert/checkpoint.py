@@ -204,7 +204,6 @@ def new_file(path: Path, *, force: bool) -> Iterator[Path]:
         written = sorted(partial.iterdir(), key=lambda entry: entry.name == path.name)
         for entry in written:
             check_output_file(path.with_name(entry.name), force=force)
-            entry.chmod(0o666 & ~_umask())
         for entry in written:
             os.replace(entry, path.with_name(entry.name))
         partial.rmdir()

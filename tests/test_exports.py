@@ -1,9 +1,11 @@
 """What `dcls-convert fold` writes gives the outputs of the checkpoint it was made from, or is not written at all."""
 
 import json
+import logging
 import math
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import onnxruntime
@@ -17,6 +19,7 @@ from dcls_convert.comparison import relative_error
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.exporting import BATCHES, fold_checkpoint
 from dcls_convert.models import ModelSource, build_model
+from dcls_convert.quiet import quietly
 
 from .test_bad_input import refused, run, snapshot  # noqa: F401
 from .test_fold import FLOAT32_ERROR, IMAGE, tiny, trained
@@ -132,6 +135,21 @@ def test_a_model_for_one_number_of_images_is_exported_for_one(checkpoints, forma
     wanted = loaded_outputs(checkpoints / "ByImage", images)
     assert relative_error(wanted, RUNNERS[format](found.output, images)[0]) < FLOAT32_ERROR
     assert [path.name for path in Path().iterdir()] == [found.output]
+
+
+def test_what_a_failed_export_wrote_is_gone(monkeypatch, checkpoints):
+    export = torch.onnx.export
+
+    def for_one_image(model, args, path, *, dynamic_shapes, **options):
+        if dynamic_shapes is not None:
+            path.with_name("x.onnx.data").write_text("left over")
+            raise RuntimeError("not for any number")
+        export(model, args, path, dynamic_shapes=None, **options)
+
+    monkeypatch.setattr("torch.onnx.export", for_one_image)
+    found = fold_checkpoint(checkpoints / "Plain", "onnx", Path("x.onnx"))
+    assert (found.batch, found.note) == (1, "the export to onnx fails: RuntimeError: not for any number")
+    assert [path.name for path in Path().iterdir()] == ["x.onnx"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -295,6 +313,24 @@ def test_a_damaged_checkpoint_is_refused(refused, checkpoints, tmp_path, file, f
 
 
 # The command.
+
+
+def test_quietly_keeps_all_but_errors_away(capfd, caplog):
+    disabled = logging.root.manager.disable
+
+    @quietly()
+    def noisy():
+        print("said")
+        print("said", file=sys.stderr)
+        warnings.warn("said", stacklevel=1)
+        logging.getLogger("torch").critical("said")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        noisy()
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+    assert logging.root.manager.disable == disabled
 
 
 @pytest.mark.parametrize("format", FORMATS)
