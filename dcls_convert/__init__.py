@@ -26,6 +26,7 @@ _HOMES = {
         "PlanError",
         "RuleError",
     ),
+    "folding": ("fold_to_dense_",),
     "interpolation": ("construct_kernel",),
     "layers": ("DclsConv1d", "DclsConv2d", "DclsConv3d"),
     "plan": ("plan_conversion",),
@@ -33,7 +34,7 @@ _HOMES = {
     "report": ("ConversionReport", "measure_report", "predict_report"),
     "rules": ("RuleSet", "load_rules"),
     "sites": ("find_convs",),
-    "surgery": ("apply_plan_", "fold_to_dense_"),
+    "surgery": ("apply_plan_",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = ["__version__", *sorted(_HOME_OF)]
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .errors import NothingMatchesError as NothingMatchesError
     from .errors import PlanError as PlanError
     from .errors import RuleError as RuleError
+    from .folding import fold_to_dense_ as fold_to_dense_
     from .interpolation import construct_kernel as construct_kernel
     from .layers import DclsConv1d as DclsConv1d
     from .layers import DclsConv2d as DclsConv2d
@@ -63,7 +65,6 @@ if TYPE_CHECKING:
     from .rules import load_rules as load_rules
     from .sites import find_convs as find_convs
     from .surgery import apply_plan_ as apply_plan_
-    from .surgery import fold_to_dense_ as fold_to_dense_
 
 
 def __getattr__(name: str) -> Any:

@@ -59,8 +59,8 @@ def save_converted(
     folder = Path(folder)
     report = report or measure_report(model, plan)
     with new_folder(folder, force=force) as partial:
-        written = _write_weights(model, plan, partial / WEIGHTS, fingerprint)
-        config = _timm_config(model, plan) | {METADATA_KEY: {"tensors": written.tensors}}
+        written = write_weights(model, plan, partial / WEIGHTS, fingerprint=fingerprint)
+        config = timm_config(model, plan) | {METADATA_KEY: {"tensors": written.tensors}}
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (partial / PLAN).write_text(plan.to_json(), encoding="utf-8")
         (partial / RULES).write_text(plan.rules_text, encoding="utf-8")
@@ -152,6 +152,10 @@ def _check_output(folder: Path, force: bool) -> None:
         foreign = _not_of_a_checkpoint(folder)
         if foreign:
             raise CheckpointError(f"output {folder} {foreign}, so it is left as it is; --output names another")
+    _check_parent(folder)
+
+
+def _check_parent(folder: Path) -> None:
     parent = folder.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -172,27 +176,72 @@ def _not_of_a_checkpoint(folder: Path) -> str | None:
         if entry.name not in FILES or entry.is_symlink() or not entry.is_file():
             return f"holds {entry.name!r}, which is not of a checkpoint"
     try:
-        return None if not entries or read_plan(folder) else ""
+        # A folder for stock timm has no plan, but its weights say who wrote them.
+        if not entries or (read_plan(folder) if (folder / PLAN).exists() else read_stamp(folder / WEIGHTS)):
+            return None
     except CheckpointError:
-        return f"has no readable {PLAN} and is not of this program"
+        pass
+    return f"has no readable {PLAN} and is not of this program"
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, force: bool) -> Iterator[Path]:
     """A folder to fill, which takes its final name when the block ends well and vanishes when it does not."""
     check_output(folder, force=force)
-    made: list[Path] = []
-    partial = None
-    try:
-        for parent in [folder.absolute().parent, *folder.absolute().parent.parents]:
-            if parent.exists():
-                break
-            made.append(parent)
-        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.absolute().parent))
+    with _beside(folder) as partial:
         yield partial
         partial.chmod(0o777 & ~_umask())
         _swap(partial, folder)
+
+
+def check_output_file(path: Path, *, force: bool) -> None:
+    """As `check_output`, for a file: with `force`, a file of the same suffix may be replaced, and nothing else.
+
+    Raises:
+        CheckpointError: It exists, or its parent cannot be written.
+    """
+    try:
+        if force and path.is_file() and not path.is_symlink():
+            _check_parent(path)
+        elif force and (path.is_symlink() or path.exists()):
+            what = "a link" if path.is_symlink() else "not a file"
+            raise CheckpointError(f"output {path} is {what}, so it is left as it is; --output names another")
+        else:
+            _check_output(path, force=False)
+    except OSError as error:
+        raise CheckpointError(f"output {shortened(path)}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def new_file(path: Path, *, force: bool) -> Iterator[Path]:
+    """A path to write to, which takes its final name when the block ends well and vanishes when it does not.
+
+    What else is written beside it takes its place too, before it.
+    """
+    check_output_file(path, force=force)
+    with _beside(path) as partial:
+        yield partial / path.name
+        written = sorted(partial.iterdir(), key=lambda entry: entry.name == path.name)
+        for entry in written:
+            check_output_file(path.with_name(entry.name), force=force)
+        for entry in written:
+            os.replace(entry, path.with_name(entry.name))
+        partial.rmdir()
+
+
+@contextlib.contextmanager
+def _beside(output: Path) -> Iterator[Path]:
+    """A folder beside the output, whose parents are made if need be; all that goes again when the block fails."""
+    made: list[Path] = []
+    partial = None
+    try:
+        for parent in [output.absolute().parent, *output.absolute().parent.parents]:
+            if parent.exists():
+                break
+            made.append(parent)
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.absolute().parent))
+        yield partial
     except BaseException as error:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
@@ -201,7 +250,7 @@ def new_folder(folder: Path, *, force: bool) -> Iterator[Path]:
                 parent.rmdir()
         if isinstance(error, OSError | SafetensorError) and not isinstance(error, DclsConvertError):
             raise CheckpointError(
-                f"output {folder} cannot be written: {one_line(error)}; nothing was left there"
+                f"output {output} cannot be written: {one_line(error)}; nothing was left there"
             ) from error
         raise
 
@@ -229,7 +278,7 @@ def _umask() -> int:
     return mask
 
 
-def _write_weights(model: nn.Module, plan: ConversionPlan, path: Path, fingerprint: bool) -> Stamp:
+def write_weights(model: nn.Module, plan: ConversionPlan, path: Path, *, fingerprint: bool = True) -> Stamp:
     """Every tensor once, under its first name; and what the file says about itself."""
     given = take_fingerprint(model, plan.input_size).to_dict() if fingerprint else None
     aliases = alias_names(model)
@@ -260,7 +309,7 @@ def _read_state(folder: Path, plan: ConversionPlan) -> dict[str, Tensor]:
     return state
 
 
-def _timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
+def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     """timm's config.json: `model_args` for its entry point `dcls`, and the preprocessing in `pretrained_cfg`."""
     stated = getattr(model, "pretrained_cfg", None)
     source_keys = {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "custom_load"}
@@ -282,17 +331,32 @@ def _timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
 
 
 def _model_card(report: ConversionReport) -> str:
-    name = report.model or "a model"
     loading = LOAD_WITH_TIMM if (report.model or "").startswith("timm:") else LOAD_WITHOUT_TIMM
+    return model_card(
+        report,
+        loading,
+        "`plan.json` says what became of every layer, `rules.yaml` by which rules, `report.json` what it costs.",
+    )
+
+
+def model_card(report: ConversionReport, loading: str, files: str) -> str:
+    """README.md of a folder: what the model is, its numbers, the lines that load it, what else lies there."""
+    name = report.model or "a model"
+    title = "folded from learnable element positions" if report.folded else "with learnable element positions"
+    folding = (
+        "The model is folded: the kernels are constructed once and for all, and stand in plain convolutions of the "
+        "windows' sizes; no positions are left to be learnt. "
+    )
     return (
         f"---\nlibrary_name: timm\ntags:\n- image-classification\n- timm\n- dcls\n---\n"
-        f"# {name} with learnable element positions (DCLS)\n\n"
+        f"# {name} {title} (DCLS)\n\n"
         f"Convolutions of {name} are replaced by dilated convolutions with learnable spacings "
         f"([arXiv:2112.03740](https://arxiv.org/abs/2112.03740)): every kernel is a few weighted elements whose "
-        f"positions in a larger window are learnt by backpropagation. Made by dcls-convert {__version__}.\n\n"
+        f"positions in a larger window are learnt by backpropagation. {folding * report.folded}"
+        f"Made by dcls-convert {__version__}.\n\n"
         f"{report_markdown(report)}\n## Loading\n\n"
         f"Where this folder is `dcls-model` below:\n\n```python\n{loading.format(folder='dcls-model')}```\n\n"
-        f"`plan.json` says what became of every layer, `rules.yaml` by which rules, `report.json` what it costs.\n"
+        f"{files}\n"
     )
 
 

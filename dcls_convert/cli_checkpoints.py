@@ -1,4 +1,4 @@
-"""Commands on checkpoint folders: `dcls-convert verify` and `inspect`. Imports no torch by itself."""
+"""Commands on checkpoint folders: `dcls-convert inspect`, `fold` and `verify`. Imports no torch by itself."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .errors import CheckpointError
+from .options import FoldFormat
 
 _Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder that dcls-convert wrote.")]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
@@ -16,6 +17,7 @@ def add_checkpoint_commands(app: typer.Typer) -> None:
     """Give the program its commands on checkpoint folders."""
     app.command("verify")(verify)
     app.command("inspect")(inspect)
+    app.command("fold")(fold)
 
 
 def verify(checkpoint: _Checkpoint, json_: _Json = False) -> None:
@@ -49,3 +51,26 @@ def inspect(checkpoint: _Checkpoint, json_: _Json = False) -> None:
     from .position_views import inspection_view
 
     Console(highlight=False).print(inspection_view(found))
+
+
+def fold(
+    checkpoint: _Checkpoint,
+    format: Annotated[
+        FoldFormat,
+        typer.Option(help="timm: a folder, which timm loads by itself where its architecture allows; or one file."),
+    ] = "timm",
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="[default: ./CHECKPOINT-folded, ./CHECKPOINT.onnx, ./CHECKPOINT.pt2]"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace that folder or file.")] = False,
+    json_: _Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress; print the output's name alone.")] = False,
+) -> None:
+    """Turn a checkpoint's layers into plain convolutions, for use elsewhere.
+
+    Positions are no longer learnable then; outputs stay the same, which is checked before anything is written.
+    """
+    from .commands_fold import run_fold
+
+    run_fold(checkpoint, format, output, force=force, as_json=json_, quiet=quiet)

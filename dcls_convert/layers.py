@@ -192,11 +192,11 @@ class DclsConvNd(nn.Module):
         self.__dict__["_owner"] = owner
         self._owner_names = dict(names)
 
-    def drop_owned_(self) -> None:
-        """Take the shared parameters off their owner, once no layer of the group needs them any more."""
-        if self._owner is not None:
-            for owner_name in self._owner_names.values():
-                self._owner._parameters.pop(owner_name, None)
+    def untie_(self) -> None:
+        """Hold the shared parameters as its own from now on, the same objects. The owner keeps them too."""
+        for name, owner_name in self._owner_names.items():
+            self._parameters[name] = getattr(self._owner, owner_name)
+        self.__dict__["_owner"], self._owner_names = None, {}
 
     @property
     def is_tied(self) -> bool:

@@ -8,12 +8,14 @@ Tie = Literal["stage", "none"]
 Init = Literal["auto", "random", "largest", "exact"]
 Positions = Literal["normal", "uniform"]
 AuthorsVersion = Literal["v0", "v1"]  # of their package's layers without sigma; see authors.py
+FoldFormat = Literal["timm", "onnx", "pt2"]
 
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 SCOPES: tuple[str, ...] = get_args(Scope)
 TIES: tuple[str, ...] = get_args(Tie)
 INITS: tuple[str, ...] = get_args(Init)
 POSITIONS: tuple[str, ...] = get_args(Positions)
+FOLD_FORMATS: tuple[str, ...] = get_args(FoldFormat)
 
 AUTO = "auto"
 EXACT = "exact"  # as many elements as the old kernel has cells, at their places: the same function

@@ -87,6 +87,11 @@ class LayerPlan:
         return self.lines * self.kernel_count
 
     @property
+    def folded_weights(self) -> int:
+        """Weights of the plain convolution with the constructed kernel."""
+        return self.lines * self.cells
+
+    @property
     def position_params(self) -> int:
         """Parameters for positions and sigma, shared by the tie group."""
         return self.lines * self.kernel_count * self.coordinates

@@ -1,7 +1,7 @@
 """What a conversion costs and gains, as data; and its views for terminal, JSON and Markdown."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -37,7 +37,11 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerReport:
-    """One replaced convolution. Tied positions are counted in the first layer of their group."""
+    """One replaced convolution. Tied positions are counted in the first layer of their group.
+
+    Of a folded model, the parameters are those of the plain convolution in the layer's place, and the kernel count is
+    what it was before.
+    """
 
     name: str
     stage: str | None
@@ -49,7 +53,7 @@ class LayerReport:
     tie_group: str | None
     params_before: int  # with bias
     params_after: int  # with bias, and with the positions that are counted here
-    weight_params: int  # of params_after: weights of the elements
+    weight_params: int  # of params_after: weights of the elements; folded, of the whole window
     position_params: int  # of params_after: positions and sigma; 0 where they are tied and counted elsewhere
     macs_before: int | None
     macs_after: int | None
@@ -58,7 +62,7 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetReport:
-    """Parameters that the new kernels and positions may use, and do."""
+    """Parameters that the new kernels and positions may use, and do; for a folded model, before folding."""
 
     scope: str
     limit: int
@@ -100,6 +104,11 @@ class ConversionReport:
         """Positions and sigmas, tied ones once."""
         return sum(layer.position_params for layer in self.layers)
 
+    @property
+    def folded(self) -> bool:
+        """Whether plain convolutions stand in the layers' places."""
+        return self.plan.folded
+
     def with_output(self, output: str | None) -> "ConversionReport":
         return replace(self, output=output)
 
@@ -116,6 +125,7 @@ class ConversionReport:
             "model": self.model,
             "input_size": list(self.input_size) if self.input_size else None,
             "output": self.output,
+            "folded": self.folded,
             "params": self.params.to_dict() | {"weights": self.weight_params, "positions": self.position_params},
             "macs": self.macs.to_dict() | {"note": self.macs_note},
             "budget": {
@@ -154,7 +164,9 @@ class ConversionReport:
 
 def predict_report(plan: ConversionPlan) -> ConversionReport:
     """The report of a plan that has not been carried out; no weights are needed."""
-    return _report(plan, plan.params + sum(map(_added_params, _counted_once(plan))), None, _planned_layer)
+    rows = [_planned_layer(plan, layer, with_positions) for layer, with_positions in _counted_once(plan)]
+    params = plan.params + sum(row.params_after - row.params_before for row in rows)
+    return _report(plan, params, None, rows)
 
 
 def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
@@ -175,27 +187,23 @@ def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
 
     def measured(layer: LayerPlan, with_positions: bool) -> LayerReport:
         module: Any = model.get_submodule(layer.name)
-        shared = [module.positions] + ([module.sigma] if module.sigma is not None else [])
+        shared = [] if plan.folded else [p for p in (module.positions, module.sigma) if p is not None]
         weights, positions = module.weight.numel(), sum(p.numel() for p in shared) * with_positions
         convolved = sum(flops.get(name, {}).get("convolution", 0) for name in layer.names)
         return replace(
-            _planned_layer(layer, with_positions),
+            _planned_layer(plan, layer, with_positions),
             params_after=weights + positions + (module.bias.numel() if module.bias is not None else 0),
             weight_params=weights,
             position_params=positions,
             macs_after=None if total is None else convolved // 2,
         )
 
-    return _report(plan, sum(p.numel() for p in model.parameters()), total, measured)
+    rows = [measured(layer, with_positions) for layer, with_positions in _counted_once(plan)]
+    return _report(plan, sum(p.numel() for p in model.parameters()), total, rows)
 
 
-def _report(
-    plan: ConversionPlan,
-    params: int,
-    macs: int | None,
-    row: Callable[[LayerPlan, bool], LayerReport],
-) -> ConversionReport:
-    layers = tuple(row(layer, with_positions) for layer, with_positions in _counted_once(plan))
+def _report(plan: ConversionPlan, params: int, macs: int | None, rows: Sequence[LayerReport]) -> ConversionReport:
+    layers = tuple(rows)
     untouched_macs = None
     if plan.macs is not None:
         untouched_macs = plan.macs - sum(layer.macs_before or 0 for layer in layers)
@@ -233,14 +241,10 @@ def _counted_once(plan: ConversionPlan) -> Iterable[tuple[LayerPlan, bool]]:
         seen.add(layer.tie_group or "")
 
 
-def _added_params(counted: tuple[LayerPlan, bool]) -> int:
-    layer, with_positions = counted
-    return layer.element_weights + layer.position_params * with_positions - layer.dense_weights
-
-
-def _planned_layer(layer: LayerPlan, with_positions: bool) -> LayerReport:
+def _planned_layer(plan: ConversionPlan, layer: LayerPlan, with_positions: bool) -> LayerReport:
     bias = layer.out_channels * layer.bias
-    positions = layer.position_params * with_positions
+    positions = 0 if plan.folded else layer.position_params * with_positions
+    weights = layer.folded_weights if plan.folded else layer.element_weights
     return LayerReport(
         name=layer.name,
         stage=layer.stage,
@@ -251,8 +255,8 @@ def _planned_layer(layer: LayerPlan, with_positions: bool) -> LayerReport:
         interpolation=layer.interpolation,
         tie_group=layer.tie_group,
         params_before=layer.dense_weights + bias,
-        params_after=layer.element_weights + positions + bias,
-        weight_params=layer.element_weights,
+        params_after=weights + positions + bias,
+        weight_params=weights,
         position_params=positions,
         macs_before=layer.macs(layer.kernel_size),
         macs_after=layer.macs(layer.dilated_size),

@@ -1,4 +1,4 @@
-"""Carry out a plan on a model in place, and fold it back. Nothing is decided here, and nothing is half done."""
+"""Carry out a plan on a model in place. Nothing is decided here, and nothing is half done."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +9,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from .convs import CONV_CLASSES, PLAIN, find_form, why_not_replaceable
 from .errors import PlanError
+from .folding import fold_before_timm_fuses_, fold_to_dense_
 from .interpolation import find_interpolation, position_limits
 from .layers import DCLS_LAYERS, POSITION_STD, DclsConvNd
 from .options import EXACT, INITS, POSITIONS, Init, Positions
@@ -60,28 +61,9 @@ def apply_plan_(
             _convert_group(model, plan, members, [convs[layer.name] for layer in members], init, positions, generator)
     if plan.folded:
         fold_to_dense_(model)
+    else:
+        fold_before_timm_fuses_(model)
     _tell_timm(model, plan)
-
-
-def fold_to_dense_(model: nn.Module) -> int:
-    """Replace every DCLS layer by its plain convolution, drop the tied positions, and return how many there were.
-
-    Outputs stay the same; what was learnable in place is then an ordinary dense kernel of the window's size.
-
-    Raises:
-        PlanError: The model is itself a DCLS layer.
-    """
-    if isinstance(model, DclsConvNd):
-        raise PlanError("the model is itself a DCLS layer, which cannot be replaced in place; use its fuse()")
-    inside = set(model.modules())
-    layers = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, DclsConvNd)]
-    folded = {layer: layer.fuse() for _, layer in layers}
-    for name, layer in layers:
-        model.set_submodule(name, folded[layer])
-    for layer in folded:
-        if layer._owner in inside:  # then all layers of its group are, and none needs the positions any more
-            layer.drop_owned_()
-    return len(folded)
 
 
 def _check_exact(plan: ConversionPlan) -> None:

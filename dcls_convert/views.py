@@ -14,16 +14,19 @@ from .report import Change, ConversionReport, LayerReport
 
 OUTSIDE = "(no stage)"
 NOT_COUNTED = "n/a"
-MACS_SENTENCE = (
-    "every window cell is multiplied, empty or not. Folding the kernels into plain convolutions keeps the outputs and "
-    "these MACs, saves the construction, and stores window-sized kernels."
+MACS_SENTENCE = "every window cell is multiplied, empty or not."
+FOLDING_SENTENCE = (
+    "Folding the kernels into plain convolutions keeps the outputs and these MACs, saves the construction, and stores "
+    "window-sized kernels."
 )
 
 
 def report_view(report: ConversionReport, *, verbose: bool = False) -> RenderableType:
     """The report for a terminal of 80 columns or more, with a row a stage, or a row a layer."""
     size = f", input {size_text(report.input_size)}" if report.input_size else ""
-    title = Text(f"{report.model or 'model'} to DCLS", style="bold") + Text(size, style="not bold dim")
+    title = Text(f"{report.model or 'model'} to DCLS{', folded' * report.folded}", style="bold") + Text(
+        size, style="not bold dim"
+    )
     parts: list[RenderableType] = [title, Text()]
     parts += [_layer_table(report.layers) if verbose else _stage_table(report.layers), Text(), _totals(report), Text()]
     parts += [Padding(Text(line), (0, 0, 0, 1), expand=False) for line in _sentences(report)]
@@ -102,19 +105,25 @@ def _sentences(report: ConversionReport) -> list[str]:
         bound = f"kernel count {solved} that it admits; "
     slack = f"{budget.slack:,} left" if budget.slack >= 0 else f"OVER BUDGET by {-budget.slack:,}"
     lines = [
-        f"Budget ({budget.scope}): {bound}{budget.used:,} of {budget.limit:,} parameters used, {slack}.",
-        f"New kernels: {report.weight_params:,} weights and {report.position_params:,} "
-        + ("positions" if all(layer.interpolation == "bilinear" for layer in report.layers) else "positions and sigmas")
-        + f"; stages from {report.stages_from}.",
+        f"Budget ({budget.scope}){' before folding' * report.folded}: {bound}{budget.used:,} of {budget.limit:,} "
+        f"parameters used, {slack}.",
+        f"{_new_kernels(report)}; stages from {report.stages_from}.",
     ]
     if report.macs_note:
         lines.append(f"MACs were not counted: {report.macs_note}.")
     else:
         held = (report.params.delta or 0) <= 0
-        lines.append(
-            ("MACs rise although parameters do not: " if held else "MACs rise with the window: ") + MACS_SENTENCE
-        )
+        rise = "MACs rise although parameters do not: " if held else "MACs rise with the window: "
+        lines.append(rise + MACS_SENTENCE + ("" if report.folded else f" {FOLDING_SENTENCE}"))
     return lines
+
+
+def _new_kernels(report: ConversionReport) -> str:
+    if report.folded:
+        return f"Folded into plain convolutions: {report.weight_params:,} weights, one for every cell of the windows"
+    plain = all(layer.interpolation == "bilinear" for layer in report.layers)
+    positions = "positions" if plain else "positions and sigmas"
+    return f"New kernels: {report.weight_params:,} weights and {report.position_params:,} {positions}"
 
 
 def _skipped(report: ConversionReport, verbose: bool) -> list[RenderableType]:

@@ -31,6 +31,8 @@ ALLOWED = {
     "workers": {"errors"},
     "convs": {"geometry"},
     "timm_convs": {"convs"},
+    "quiet": set(),
+    "comparison": {"errors"},
     "rules": {"errors", "geometry", "options", "sites"},
     "warmstart": {"errors", "geometry", "interpolation"},
     "layers": {"errors", "geometry", "convs", "interpolation", "timm_convs", "warmstart"},
@@ -40,7 +42,8 @@ ALLOWED = {
     "plan_data": {"errors", "options", "geometry", "interpolation", "budget", "sites"},
     "plan": {"errors", "options", "geometry", "interpolation", "budget", "sites", "stages", "rules", "plan_data"},
     "authors": {"convs", "errors", "options", "geometry", "interpolation", "plan_data", "surgery", "weights"},
-    "surgery": {"errors", "options", "convs", "interpolation", "warmstart", "layers", "plan_data"},
+    "folding": {"errors", "layers"},
+    "surgery": {"errors", "options", "convs", "folding", "interpolation", "warmstart", "layers", "plan_data"},
     "fingerprint": {"errors", "tracing"},
     "stamp": {"errors", "plan_data"},
     "position_statistics": {"interpolation"},
@@ -55,6 +58,7 @@ FOREIGN = {
     "torchvision": {"models", "timm_models", "timm_entry"},
     "safetensors": {"checkpoint", "stamp", "weights"},
     "typer": {"cli", "cli_checkpoints", "cli_models", "cli_rules"},
+    "onnxruntime": {"exporting"},
 }
 # A command line that answers at once imports these.
 LIGHT = [
@@ -231,6 +235,8 @@ def imported_by(*arguments):
         (["models", "--jobs", "0"], 2, "--jobs '0'"),
         (["verify", "--help"], 0, "--json"),
         (["inspect", "a", "b"], 2, "unexpected extra argument"),
+        (["fold", "--help"], 0, "--format"),
+        (["fold", "folder", "--format", "tflite"], 2, "tflite"),
         (["resnet18", "--dilated-sise", "7"], 2, "--dilated-sise"),
         (["resnet18", "--scope", "globe"], 2, "globe"),
     ],

@@ -18,13 +18,14 @@ from torch.nn.utils import parametrizations, weight_norm
 
 from dcls_convert.api import convert_
 from dcls_convert.errors import CheckpointError, DclsConvertError, PlanError
+from dcls_convert.folding import fold_to_dense_
 from dcls_convert.layers import DclsConv2d, DclsConvNd
 from dcls_convert.plan import common_parent, plan_conversion
 from dcls_convert.plan_data import plan_from_json
 from dcls_convert.report import measure_report, predict_report
 from dcls_convert.rules import parse_rules
 from dcls_convert.sites import find_convs
-from dcls_convert.surgery import apply_plan_, fold_to_dense_
+from dcls_convert.surgery import apply_plan_
 
 FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
 IMAGE = (4, 9, 14)
