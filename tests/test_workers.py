@@ -59,6 +59,7 @@ JOBS = {
     "stubborn": _Stubborn,
     "print": lambda: _print("a job's words"),
     "pid": _pid,
+    "signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, set()),
 }
 FAILURES = {
     "exception": "ZeroDivisionError: oh no (test_workers.py:",
@@ -112,6 +113,12 @@ def test_a_worker_does_many_jobs_and_there_are_no_more_workers_than_jobs():
     assert len({outcome.value for outcome in outcomes(["pid"] * 4, workers=1)}) == 1
     assert outcomes([], workers=3) == []
     assert os.getpid() not in {outcome.value for outcome in outcomes(["pid"], workers=8)}
+
+
+def test_workers_leave_the_signals_to_their_parent():
+    """From their first instruction: Ctrl-C in a terminal goes to them too, and would be a traceback of each."""
+    assert {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} <= outcomes(["signals"], workers=1)[0].value
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, set()) & {signal.SIGINT, signal.SIGTERM} == set()
 
 
 def test_what_a_job_prints_is_not_on_stdout(capfd):
