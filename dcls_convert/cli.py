@@ -11,7 +11,7 @@ import typer
 
 from . import __version__
 from .arguments import HELP_OPTIONS, MOST_CHANNELS, MOST_SEED, parse_count, parse_input_size, parse_integer, parse_size
-from .cli_checkpoints import add_checkpoint_commands
+from .cli_checkpoints import inspect, verify
 from .cli_rules import rules_app
 from .errors import DclsConvertError, one_line, shortened
 from .options import AUTO, DEFAULT_BUDGET, Init, Interpolation, Positions, Scope, Tie
@@ -48,6 +48,8 @@ app = typer.Typer(
     "'convert' is the default command; its options: dcls-convert convert --help",
 )
 app.add_typer(rules_app, name="rules")
+app.command()(inspect)
+app.command()(verify)
 
 
 def _version(wanted: bool) -> None:
@@ -153,9 +155,6 @@ def convert(
             quiet=quiet,
         )
     )
-
-
-add_checkpoint_commands(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

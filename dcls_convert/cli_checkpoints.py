@@ -1,4 +1,4 @@
-"""Commands on checkpoint folders: `dcls-convert verify` and `inspect`. Imports no torch by itself."""
+"""Commands that take a checkpoint folder. Imports no torch by itself."""
 
 import sys
 from pathlib import Path
@@ -8,17 +8,13 @@ import typer
 
 from .errors import CheckpointError
 
-_Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder that dcls-convert wrote.")]
-_Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder that dcls-convert wrote.")]
 
 
-def add_checkpoint_commands(app: typer.Typer) -> None:
-    """Give the program its commands on checkpoint folders."""
-    app.command("verify")(verify)
-    app.command("inspect")(inspect)
-
-
-def verify(checkpoint: _Checkpoint, json_: _Json = False) -> None:
+def verify(
+    checkpoint: Checkpoint,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
     """Check a checkpoint: files, hashes, and that it rebuilds in a fresh process with the same outputs."""
     from .verification import verify_folder
 
@@ -36,7 +32,10 @@ def verify(checkpoint: _Checkpoint, json_: _Json = False) -> None:
         raise CheckpointError(f"{checkpoint}: {count} problem{'s' * (count > 1)} found")
 
 
-def inspect(checkpoint: _Checkpoint, json_: _Json = False) -> None:
+def inspect(
+    checkpoint: Checkpoint,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
     """Show where a checkpoint's elements are: at the window's border, overlapping, how far from the centre."""
     from .inspection import inspect_folder
 

@@ -670,9 +670,30 @@ def test_a_folded_folder_has_no_positions_and_no_ties_to_check(folder, tmp_path)
     plan = replace(plan, folded=True)
     report = dcls_convert.predict_report(plan)
     found = verify(save_converted(model, plan, tmp_path / "folded", report=report))
-    assert found.ok, lines(found)
-    assert {check.name for check in found.checks if check.ok is None} <= {"report.json", "config.json"}
-    assert {"positions", "ties", "outputs", "timm"} <= {check.name for check in found.checks if check.ok}
+    assert all(check.ok for check in found.checks), lines(found)
+    told = {check.name: check.detail for check in found.checks}
+    assert (told["positions"], told["ties"]) == ("none, since the model is folded",) * 2
+    assert {"outputs", "timm"} <= told.keys()
+
+
+def test_a_folded_model_for_stock_timm_is_checked_without_a_plan(folder, tmp_path):
+    model, plan = load_converted(folder), plan_from_json((folder / PLAN).read_text(), "plan")
+    fold_to_dense_(model)
+    stock = save_converted(
+        model, replace(plan, folded=True), tmp_path / "stock", report=dcls_convert.predict_report(plan)
+    )
+    for name in (PLAN, RULES, REPORT):
+        (stock / name).unlink()
+    edited(CONFIG, lambda c: c.update(architecture=TINY, model_args={"kernel_sizes": 9}))(stock, None)
+    found = verify(stock)
+    assert all(check.ok for check in found.checks), lines(found)
+    assert {"files", WEIGHTS, "tensors", "values", "timm", "outputs"} <= {check.name for check in found.checks}
+    edited(CONFIG, lambda c: c["model_args"].update(act_layer="relu"))(stock, None)
+    assert any(line.startswith("outputs: differ by") for line in lines(verify(stock)))
+    flipped(-1)(stock, None)
+    assert any(CHANGED in line for line in lines(verify(stock)))
+    (stock / WEIGHTS).unlink()
+    assert not verify(stock).ok
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
