@@ -131,7 +131,9 @@ def _plan(folder: Path) -> ConversionPlan:
         try:
             found = json.loads(read_text(folder / CONFIG))["model_args"]["plan"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{folder}: has no {PLAN}, and {CONFIG} holds no plan either") from error
+            raise CheckpointError(
+                f"{folder}: has no {PLAN}, and {CONFIG} holds no plan either: no DCLS layers"
+            ) from error
         plan = plan_from_json(json.dumps(found), where)
     else:
         where = str(folder / PLAN)

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import PLAN, read_plan, rebuild_model
+from .checkpoint import CONFIG, PLAN, read_plan, read_text, rebuild_model
 from .errors import CheckpointError, DclsConvertError, one_line
 from .fingerprint import TOLERANCES, Fingerprint, deviation, fingerprint_from_dict, take_fingerprint
 from .models import ModelSource, build_model
 from .plan_data import ConversionPlan
 from .stamp import WEIGHTS, read_stamp, read_tensors
-from .verification import Check, checked, not_checked
+from .verification import Check, checked, is_for_stock_timm, not_checked
 from .weights import alias_names, load_weights_
 
 MOST_NAMES = 5  # of tensors, in one message
@@ -35,8 +35,10 @@ def main(folder: str, result: str) -> None:
 
 def rebuild_checks(folder: Path) -> list[Check]:
     """Build the model of a folder whose plan and weights can be read; check names, shapes, ties, outputs, and timm."""
-    plan = read_plan(folder)
     state = dict(read_tensors(folder / WEIGHTS))
+    if is_for_stock_timm(folder):
+        return _stock_checks(folder, state)
+    plan = read_plan(folder)
     try:
         model = rebuild_model(plan, PLAN)
     except DclsConvertError as error:
@@ -46,12 +48,11 @@ def rebuild_checks(folder: Path) -> list[Check]:
         return [*checks, not_checked("outputs", "the weights do not fit the model")]
     _load_(model, state, folder)
     detail = f"{len(plan.tie_groups)} tie groups, each with one entry that its layers share"
-    checks += checked("ties", _tie_problems(model, plan, state), detail if plan.tie_groups else "none")
+    none = "none, since the model is folded" if plan.folded else "none"
+    tied = plan.tie_groups and not plan.folded
+    checks += checked("ties", _tie_problems(model, plan, state), detail if tied else none)
     found = take_fingerprint(model, plan.input_size)
-    try:
-        checks += _output_checks("outputs", found, _stored_fingerprint(folder), "of the stored norm")
-    except CheckpointError as error:
-        checks += checked("outputs", [one_line(error).removeprefix(f"{WEIGHTS}: ")], "")
+    checks += _stored_output_checks(folder, found)
     del model
     return checks + _timm_checks(folder, state, plan, found)
 
@@ -103,6 +104,13 @@ def _stored_fingerprint(folder: Path) -> Fingerprint | str:
     return stored if stored.outputs is not None else f"none was stored when it was saved: {stored.reason}"
 
 
+def _stored_output_checks(folder: Path, found: Fingerprint) -> list[Check]:
+    try:
+        return _output_checks("outputs", found, _stored_fingerprint(folder), "of the stored norm")
+    except CheckpointError as error:
+        return checked("outputs", [one_line(error).removeprefix(f"{WEIGHTS}: ")], "")
+
+
 def _output_checks(name: str, found: Fingerprint, stored: Fingerprint | str, of: str) -> list[Check]:
     if isinstance(stored, str):
         return [not_checked(name, stored)]
@@ -131,6 +139,21 @@ def _timm_checks(folder: Path, state: Mapping[str, Tensor], plan: ConversionPlan
         return checked("timm", [], "loads the same tensors")
     (check,) = _output_checks("timm", take_fingerprint(model, plan.input_size), ours, "from load_converted's")
     return [check if check.ok is False else Check(name="timm", ok=True, detail="loads the same model")]
+
+
+def _stock_checks(folder: Path, state: Mapping[str, Tensor]) -> list[Check]:
+    """Of a folded model for timm alone: that timm builds it, of these tensors, with the outputs that were stored."""
+    try:
+        model = build_model(ModelSource(name=f"local-dir:{folder}"), pretrained=True)
+    except DclsConvertError as error:
+        return checked("timm", [one_line(error)], "")
+    config = json.loads(read_text(folder / CONFIG))
+    checks = checked("timm", _misfits(model, state), f"its own {config['architecture']} loads all {len(state)} tensors")
+    if any(not check.ok for check in checks):
+        return checks
+    _load_(model, state, folder)
+    size = config.get("pretrained_cfg", config).get("input_size")
+    return checks + _stored_output_checks(folder, take_fingerprint(model, size))
 
 
 def _some(names: list[str]) -> str:

@@ -24,6 +24,7 @@ from .surgery import TIMM_ARCHITECTURE, timm_model_args
 
 VERIFICATION_FORMAT = 1
 MOST_DIFFERENCES = 5  # shown of one file
+STOCK_FILES = (WEIGHTS, CONFIG, CARD)  # of a folded model that timm builds by itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,40 +105,53 @@ def verify_folder(folder: str | Path, *, rebuild: Callable[[Path], list[Check]] 
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: is not a folder")
-    checks = _file_checks(folder)
+    stock = is_for_stock_timm(folder)
+    checks = _file_checks(folder, STOCK_FILES if stock else FILES)
     bad = {check.name for check in checks if not check.ok}
     plan, stamp, belongs = None, None, False
-    if PLAN not in bad:
+    if PLAN not in bad and not stock:
         plan, found = _plan_checks(folder)
         checks += found
     if WEIGHTS not in bad:
-        stamp, readable, found = _weights_checks(folder, plan)
+        stamp, readable, found = _weights_checks(folder, plan, stock)
         checks += found
         belongs = readable and (stamp is None or plan is None or stamp.plan == plan.hash)
-    for name, check in [(CONFIG, _config_problems), (RULES, _rules_problems), (REPORT, _report_problems)]:
-        if name not in bad:
-            checks += _text_checks(folder, name, check, plan)
-    if plan is None or not belongs:
-        missing = PLAN if plan is None else WEIGHTS
+    if not stock:
+        for name, check in [(CONFIG, _config_problems), (RULES, _rules_problems), (REPORT, _report_problems)]:
+            if name not in bad:
+                checks += _text_checks(folder, name, check, plan)
+    if not belongs or (plan is None and not stock):
+        missing = PLAN if belongs else WEIGHTS
         checks.append(not_checked("model", f"there is no valid {missing} that it could be rebuilt from"))
-    elif plan.model is None:
+    elif plan is not None and plan.model is None:
         checks.append(not_checked("model", "only its user can build it; load_converted(folder, model=...) takes it"))
     else:
         checks += (rebuild or rebuild_in_fresh_process)(folder)
     return Verification(folder=str(folder), checks=tuple(checks))
 
 
-def _file_checks(folder: Path) -> list[Check]:
-    """That the six files are there; the name of a check that fails is the file's."""
+def is_for_stock_timm(folder: Path) -> bool:
+    """Whether it is a folded model for an architecture of timm's own, of which no plan is kept."""
+    if os.path.lexists(folder / PLAN):
+        return False
+    try:
+        architecture = _json_object(read_text(folder / CONFIG), CONFIG).get("architecture")
+    except CheckpointError:
+        return False
+    return isinstance(architecture, str) and architecture != TIMM_ARCHITECTURE
+
+
+def _file_checks(folder: Path, files: Sequence[str]) -> list[Check]:
+    """That these files are there; the name of a check that fails is the file's."""
     checks = []
-    for name in FILES:
+    for name in files:
         try:
             if problem := _file_problem(folder / name):
                 checks.append(Check(name=name, ok=False, detail=problem))
         except OSError as error:
             checks.append(Check(name=name, ok=False, detail=f"cannot be read: {error.strerror}"))
-    checks = checks or [Check(name="files", ok=True, detail=f"all {len(FILES)} are there and readable")]
-    foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in FILES)
+    checks = checks or [Check(name="files", ok=True, detail=f"all {len(files)} are there and readable")]
+    foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in files)
     if foreign:
         names = ", ".join(repr(shortened(name)) for name in foreign[:MOST_DIFFERENCES])
         detail = f"note: {names}{_more(len(foreign) - MOST_DIFFERENCES)} not of dcls-convert"
@@ -172,7 +186,7 @@ def _plan_checks(folder: Path) -> tuple[ConversionPlan | None, list[Check]]:
     return plan, checked(PLAN, [], detail)
 
 
-def _weights_checks(folder: Path, plan: ConversionPlan | None) -> tuple[Stamp | None, bool, list[Check]]:
+def _weights_checks(folder: Path, plan: ConversionPlan | None, stock: bool) -> tuple[Stamp | None, bool, list[Check]]:
     """The stamp, whether stamp and tensors can be read, and what was found."""
     path = folder / WEIGHTS
     problems, stamp, readable = [], None, False
@@ -188,15 +202,16 @@ def _weights_checks(folder: Path, plan: ConversionPlan | None) -> tuple[Stamp | 
     except CheckpointError as error:
         problems.append(_told(error, path))
     try:
-        tensor_checks = _tensor_checks(path, plan, stamp)
+        tensor_checks = _tensor_checks(path, plan, stamp, stock)
     except CheckpointError as error:
         told = _told(error, path)
         return stamp, False, checked(WEIGHTS, problems if told in problems else [*problems, told], "")
-    written = f"written by dcls-convert {stamp.version}, for this {PLAN}" if stamp is not None else ""
+    written = f"written by dcls-convert {stamp.version}" if stamp is not None else ""
+    written += f", for this {PLAN}" * (plan is not None)
     return stamp, readable, checked(WEIGHTS, problems, written) + tensor_checks
 
 
-def _tensor_checks(path: Path, plan: ConversionPlan | None, stamp: Stamp | None) -> list[Check]:
+def _tensor_checks(path: Path, plan: ConversionPlan | None, stamp: Stamp | None, stock: bool) -> list[Check]:
     """Hash, values and positions, in one reading of the file."""
     sets = position_sets(plan) if plan is not None else ()
     of_name = {name: (place, key) for place in sets for key, name in place.parameters.items()}
@@ -218,9 +233,9 @@ def _tensor_checks(path: Path, plan: ConversionPlan | None, stamp: Stamp | None)
     if stamp is not None:
         checks = checked("tensors", changed, f"{len(hashes)}, as they were written (SHA-256)")
     checks += checked("values", values, "all are finite")
-    if plan is None:
+    if plan is None and not stock:
         return [*checks, not_checked("positions", f"there is no valid {PLAN}")]
-    none = "none, since the model is folded" if plan.folded else "none"
+    none = "none, since the model is folded"
     detail = f"{len(sets)} tensors, all inside their windows" if sets else none
     return checks + checked("positions", positions, detail)
 
@@ -262,28 +277,20 @@ def _position_problems(name: str, tensor: Tensor, place: PositionSet, key: str) 
 
 
 def _text_checks(
-    folder: Path,
-    name: str,
-    problems_of: Callable[[str, ConversionPlan | None], list[str] | str],
-    plan: ConversionPlan | None,
+    folder: Path, name: str, problems_of: Callable[[str, ConversionPlan | None], list[str]], plan: ConversionPlan | None
 ) -> list[Check]:
-    """`problems_of` gives all problems, or why the text was not compared."""
     try:
         problems = problems_of(read_text(folder / name), plan)
     except CheckpointError as error:
         return checked(name, [_told(error, folder / name)], "")
-    if isinstance(problems, str):
-        return [not_checked(name, problems)]
     if plan is None and not problems:
         return [not_checked(name, f"there is no valid {PLAN} to compare it with")]
     return checked(name, problems, f"agrees with {PLAN}")
 
 
-def _config_problems(text: str, plan: ConversionPlan | None) -> list[str] | str:
+def _config_problems(text: str, plan: ConversionPlan | None) -> list[str]:
     config = _json_object(text, CONFIG)
     architecture = config.get("architecture")
-    if plan is not None and plan.folded and architecture != TIMM_ARCHITECTURE:
-        return f"it is for timm's own {shortened(architecture)}, which takes the folded kernels"
     if architecture != TIMM_ARCHITECTURE:
         return [f"its architecture is {_shown(architecture)}, not {TIMM_ARCHITECTURE!r}"]
     if plan is None:
@@ -295,13 +302,11 @@ def _rules_problems(text: str, plan: ConversionPlan | None) -> list[str]:
     return [f"is not the text in {PLAN}"] if plan is not None and text != plan.rules_text else []
 
 
-def _report_problems(text: str, plan: ConversionPlan | None) -> list[str] | str:
+def _report_problems(text: str, plan: ConversionPlan | None) -> list[str]:
     report = _json_object(text, REPORT)
     check_format(report, REPORT_FORMAT, REPORT)
     if plan is None:
         return []
-    if plan.folded:
-        return "the plan does not say how a folded model is reported"
     wanted = _as_json(predict_report(plan).with_output(OUTPUT_IN_FOLDER).to_dict())
     rows = report.get("layers")
     for row, planned in zip(rows if isinstance(rows, list) else [], wanted["layers"], strict=False):
