@@ -235,10 +235,24 @@ def _signals_held_back() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    # It would be started with the first process, and in doing so lift the mask (CPython 3.11).
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    caught: list[int] = []
+    handlers: dict[int, Any] = {}
+    mask: set[int | signal.Signals] | None = None
     try:
+        # The mask is for the children. Here it does not suffice: another thread may take the signal, and Python then
+        # calls the handler in this one.
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                handlers[number] = signal.signal(number, lambda number, _: caught.append(number))
+        # It would be started with the first process, and in doing so lift the mask (CPython 3.11).
+        resource_tracker.ensure_running()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for held, handler in handlers.items():
+            signal.signal(held, signal.SIG_DFL if handler is None else handler)
+        for arrived in caught:
+            signal.raise_signal(arrived)

@@ -2,10 +2,12 @@
 
 import ctypes
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -137,6 +139,31 @@ def test_closing_the_iterator_ends_the_workers_in_the_middle_of_their_jobs():
     started = time.monotonic()
     found.close()
     assert time.monotonic() - started < 5
+
+
+def test_a_process_that_is_just_starting_is_not_forgotten(monkeypatch, capfd):
+    """A signal comes when it exists and nobody has noted it, by way of another thread, whose mask is its own."""
+    now = threading.Event()
+    thread = threading.Thread(target=lambda: now.wait() and signal.raise_signal(signal.SIGINT))
+    thread.start()
+    started = []
+
+    def spawn(*arguments):
+        started.append(real(*arguments))
+        now.set()
+        thread.join()
+        return started[-1]
+
+    list(run_jobs(do, ["square"], workers=1))  # the tracker of resources is a process too, and stays
+    real = multiprocessing.util.spawnv_passfds
+    monkeypatch.setattr("multiprocessing.util.spawnv_passfds", spawn)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        list(run_jobs(do, ["square"], workers=1))
+    (pid,) = started
+    assert not _alive(pid), "neither running nor unnoticed in its end"
+    assert signal.getsignal(signal.SIGINT) == before
+    assert capfd.readouterr().err == ""
 
 
 PROGRAM = """
