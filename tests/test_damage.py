@@ -629,7 +629,7 @@ def test_another_base_is_refused_where_timm_saved_and_without_weights_too(folder
     save_for_hf(fine_tuned(folder), tmp_path / "tuned", safe_serialization=True)
     for path in (folder, tmp_path / "tuned"):
         edited(CONFIG, lambda c: c["model_args"].update(base="timm:test_convnext2") and None)(path, None)
-        with pytest.raises(CheckpointError, match=r"model_args.base is 'timm:test_convnext2', its plan is for"):
+        with pytest.raises(CheckpointError, match=r"model_args\.base is 'timm:test_convnext2', its plan is for"):
             timm.create_model(f"local-dir:{path}", pretrained=pretrained)
 
 
