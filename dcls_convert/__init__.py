@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "api": ("convert_", "convert_from_authors_"),
+    "calibration": ("calibrate",),
     "checkpoint": ("load_converted", "save_converted"),
     "convs": ("register_conv",),
     "errors": (
@@ -42,6 +43,7 @@ __all__ = ["__version__", *sorted(_HOME_OF)]
 if TYPE_CHECKING:
     from .api import convert_ as convert_
     from .api import convert_from_authors_ as convert_from_authors_
+    from .calibration import calibrate as calibrate
     from .checkpoint import load_converted as load_converted
     from .checkpoint import save_converted as save_converted
     from .convs import register_conv as register_conv

@@ -43,6 +43,7 @@ def convert_(
     interpolation: Interpolation = "bilinear",
     init: Init = "auto",
     positions: Positions = "normal",
+    calibration: Mapping[str, Tensor] | None = None,
     input_size: Sequence[int] | None = None,
     strict: bool = False,
     seed: int = 0,
@@ -55,9 +56,11 @@ def convert_(
             for 3x3 convolutions).
         kernel_count, scope, tie, budget, interpolation, strict: As in `plan_conversion`.
         rules: A rule set, its name or its file.
-        init: "largest" (also "auto") keeps the cells of every kernel with the most energy over its tie group; "random"
-            starts from random positions, as the paper trains from scratch; "exact" gives every kernel as many elements
-            as it had cells, at their places, so that the model's outputs stay as they are at more parameters.
+        init: "fit" (also "auto") starts from the elements whose kernels are closest to the model's own; "largest" from
+            the cells of every kernel with the most energy over its tie group; "random" from random positions, as the
+            paper trains from scratch; "exact" gives every kernel as many elements as it had cells, at their places, so
+            that the outputs stay as they are at more parameters.
+        calibration: For "fit": from `calibrate`; the outputs then count instead of the kernels.
         positions: For "random": "normal" is N(0, 0.5 cells), "uniform" is over the window.
         input_size: (channels, rows, columns) for MACs; without it, the size that a timm model states.
         seed: For random positions. The global generator is not touched.
@@ -88,8 +91,9 @@ def convert_(
         model=source.name if source else None,
         model_args=source.args if source else None,
     )
-    apply_plan_(model, plan, init=init, positions=positions, generator=torch.Generator().manual_seed(seed))
-    return measure_report(model, plan)
+    generator = torch.Generator().manual_seed(seed)
+    errors = apply_plan_(model, plan, init=init, positions=positions, generator=generator, calibration=calibration)
+    return measure_report(model, plan).with_fit_errors(errors)
 
 
 def convert_from_authors_(

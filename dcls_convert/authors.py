@@ -150,7 +150,7 @@ def start_from_authors_(
     replaced = [f"{name}.weight" for layer in plan.layers for name in layer.names]
     kernels = {name: own[name] for name in replaced if name in own}  # so that the rest must be all the rest
     kept = load_weights_(model, weights.rest | kernels, weights.where, new_classifier=new_classifier)
-    apply_plan_(model, plan)
+    apply_plan_(model, plan, init="largest")
     superfluous = model.load_state_dict(elements, strict=False).unexpected_keys
     assert not superfluous, superfluous
     return kept

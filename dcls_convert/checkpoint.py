@@ -107,7 +107,7 @@ def rebuild_model(plan: ConversionPlan, where: str, model: nn.Module | None = No
     if model is None:
         model = build_model(ModelSource(name=plan.model or "", args=plan.model_args))
     try:
-        apply_plan_(model, plan)
+        apply_plan_(model, plan, init="largest")  # which costs the least; the values come from the file
     except PlanError as error:
         raise CheckpointError(f"{where}: does not fit {plan.model or 'the model'}: {error}") from error
     return model

@@ -106,10 +106,14 @@ def convert(
     init: Annotated[
         Init,
         typer.Option(
-            help="Elements: random, the largest cells of the old kernels, or all of them (exact: the same outputs, at "
-            "more parameters). auto: random without weights, else largest.",
+            help="Elements: random; fit, closest to the old kernels; largest, their largest cells; exact, all cells "
+            "(the same outputs, at more parameters). auto: random without weights, else fit.",
         ),
     ] = "auto",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Images: fit what comes out of the kernels for such, not the kernels."),
+    ] = None,
     positions: Annotated[Positions, typer.Option(help="Random positions: N(0, 0.5 cells), or uniform.")] = "normal",
     num_classes: Annotated[str | None, typer.Option(metavar="N", help="Classes of the model's head.")] = None,
     in_chans: Annotated[str | None, typer.Option(metavar="N", help="Input channels.")] = None,
@@ -146,6 +150,7 @@ def convert(
             checkpoint=checkpoint,
             authors_version=authors_version,
             init=init,
+            calibrate=calibrate,
             positions=positions,
             num_classes=parse_integer("--num-classes", num_classes, least=0, most=MOST_CHANNELS),
             in_chans=parse_integer("--in-chans", in_chans, least=1, most=MOST_CHANNELS),

@@ -1,8 +1,10 @@
 """What the commands do, in the order of things: plan on the meta device, build, convert, measure, write, print."""
 
+import contextlib
+import functools
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,9 @@ from torch import nn
 
 from .authors import RELEASED_VERSION, AuthorsWeights, element_state, sort_weights, start_from_authors_
 from .budget import parse_percent
+from .calibration import calibrate
 from .checkpoint import LOAD_WITH_TIMM, LOAD_WITHOUT_TIMM, check_output, save_converted
+from .comparison import relative_distance
 from .errors import CheckpointError, DclsConvertError, PlanError
 from .geometry import size_text
 from .models import (
@@ -57,6 +61,7 @@ class ConvertOptions:
     checkpoint: Path | None
     authors_version: AuthorsVersion | None
     init: Init
+    calibrate: Path | None
     positions: Positions
     num_classes: int | None
     in_chans: int | None
@@ -90,14 +95,15 @@ def run_convert(options: ConvertOptions) -> None:
         weights = _read_checkpoint(options, twin, step)
         plan = _plan(options, ruleset, twin, source, weights)
         report = predict_report(plan)
-        output = None
+        output, moved = None, None
         if not options.dry_run:
             output = options.output or Path(default_output(source, plan))
             check_output(output, force=options.force)
-            report = _carry_out(options, plan, source, weights, output, step).with_output(str(output))
+            report, moved = _carry_out(options, plan, source, weights, output, step)
+            report = report.with_output(str(output))
     _print_report(options, report)
     if output is not None and not options.json:
-        _print_next_steps(options, report, output, _start(options, weights))
+        _print_next_steps(options, report, output, _start(options, weights, report, moved))
 
 
 def default_output(source: ModelSource, plan: ConversionPlan) -> str:
@@ -128,9 +134,14 @@ def _check_conflicts(options: ConvertOptions) -> None:
         (options.json and options.verbose, "--json and --verbose exclude each other; the JSON has every layer"),
         (options.quiet and options.dry_run and not options.json, "--quiet with --dry-run would print nothing"),
         (
-            options.init == "largest" and not options.pretrained and options.checkpoint is None,
-            "--init largest needs trained kernels: --pretrained or --checkpoint",
+            options.init in ("largest", "fit") and not _has_weights(options),
+            f"--init {options.init} needs trained kernels: --pretrained or --checkpoint",
         ),
+        (
+            options.calibrate is not None and (options.init not in (AUTO, "fit") or not _has_weights(options)),
+            "--calibrate is for --init fit, with --pretrained or --checkpoint",
+        ),
+        (options.calibrate is not None and options.dry_run, "--calibrate has no effect with --dry-run"),
         (
             options.positions != "normal"
             and options.init != "random"
@@ -230,32 +241,56 @@ def _stated_count(options: ConvertOptions, weights: Weights) -> Any:
 
 def _carry_out(
     options: ConvertOptions, plan: ConversionPlan, source: ModelSource, weights: Weights, output: Path, step: Any
-) -> ConversionReport:
+) -> tuple[ConversionReport, float | None]:
     step("building with pretrained weights" if options.pretrained else "building")
     model = build_model(source, pretrained=options.pretrained, seed=options.seed)
     step("converting")
-    _convert(options, model, plan, weights)
+    errors, moved = _convert(options, model, plan, weights)
     step("measuring")
     report = measure_report(model, plan)
     if report != predict_report(plan):
         raise AssertionError(f"{plan.model}: the converted model's counts differ from the plan's")
+    report = report.with_fit_errors(errors)
     step(f"writing {output}")
     save_converted(model.eval(), plan, output, report=report, force=options.force)
-    return report
+    return report, moved
 
 
-def _convert(options: ConvertOptions, model: nn.Module, plan: ConversionPlan, weights: Weights) -> None:
+def _convert(
+    options: ConvertOptions, model: nn.Module, plan: ConversionPlan, weights: Weights
+) -> tuple[dict[str, float], float | None]:
+    """Load and convert; the kernels' relative errors, and how far the outputs for random images moved."""
     new_classifier, kept = options.num_classes is not None, []
+    errors: dict[str, float] = {}
+    moved = None
     if isinstance(weights, AuthorsWeights):
         kept = start_from_authors_(model, plan, weights, version=options.authors_version, new_classifier=new_classifier)
     else:
         if weights is not None:
             kept = load_weights_(model, weights, f"checkpoint {options.checkpoint}", new_classifier=new_classifier)
-        init = options.init if options.init != AUTO else "largest" if _has_weights(options) else "random"
+        init = options.init if options.init != AUTO else "fit" if _has_weights(options) else "random"
+        before = _outputs(model, plan) if init != "random" and _has_weights(options) else None
+        calibration = None
+        if options.calibrate is not None:
+            calibration = calibrate(model, plan, options.calibrate, note=functools.partial(_note, options))
         generator = torch.Generator().manual_seed(options.seed)
-        apply_plan_(model, plan, init=init, positions=options.positions, generator=generator)
+        errors = apply_plan_(
+            model, plan, init=init, positions=options.positions, generator=generator, calibration=calibration
+        )
+        if before is not None:
+            moved = relative_distance(before, _outputs(model, plan))
     for name in kept:
         _note(options, f"{name} has another shape in the checkpoint and starts from random values")
+    return errors, moved
+
+
+def _outputs(model: nn.Module, plan: ConversionPlan) -> Any:
+    """For two images of random numbers; None for a model that takes something else."""
+    if plan.input_size is None:
+        return None
+    images = torch.randn(2, *plan.input_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), contextlib.suppress(Exception):  # the model's own code, and a comparison that can be spared
+        return model.eval()(images)
 
 
 @contextmanager
@@ -293,7 +328,7 @@ def _print_report(options: ConvertOptions, report: ConversionReport) -> None:
         console.print(report_view(report, verbose=options.verbose))
 
 
-def _start(options: ConvertOptions, weights: Weights) -> str:
+def _start(options: ConvertOptions, weights: Weights, report: ConversionReport, moved: float | None) -> str:
     """What the new layers start from, in words."""
     if isinstance(weights, AuthorsWeights):
         return "the authors' elements and positions; it gives the outputs of their network"
@@ -306,7 +341,15 @@ def _start(options: ConvertOptions, weights: Weights) -> str:
         )
     if options.init == "random":
         return "trained weights, but random elements in the new layers"
-    return "trained kernels, each reduced to its largest cells; fine-tune it"
+    how = "reduced to its largest cells" if options.init == "largest" else "fitted by its elements"
+    errors = [layer.fit_error for layer in report.layers if layer.fit_error is not None]
+    left = f" (relative error {_mean(errors):.3f} in the mean of the layers)" if errors else ""
+    outputs = "" if moved is None else f"; outputs for random images moved by {100 * moved:.3g} %"
+    return f"trained kernels, each {how}{left}{outputs}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _print_next_steps(options: ConvertOptions, report: ConversionReport, output: Path, start: str) -> None:

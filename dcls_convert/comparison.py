@@ -54,6 +54,25 @@ def check_equal(outputs: Any, others: Any, *, bound: float, what: str) -> float:
     return error
 
 
+def relative_distance(outputs: Any, others: Any) -> float:
+    """|a - b| / |a| over all floating tensors of the outputs together, Euclidean norms; nan where a is 0 or not finite.
+
+    Raises:
+        ComparisonError: Another number of tensors, or other shapes.
+    """
+    ours, theirs = (_floating(given) for given in (outputs, others))
+    if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
+        raise ComparisonError(f"outputs differ in structure: {_described(outputs)} and {_described(others)}")
+    left = sum(float((a - b).square().sum()) for a, b in zip(ours, theirs, strict=True))
+    whole = sum(float(a.square().sum()) for a in ours)
+    return math.sqrt(left / whole) if whole and math.isfinite(left / whole) else math.nan
+
+
+def _floating(outputs: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(outputs)
+    return [leaf.double() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
 def _error_of_tensor(place: str, tensor: Tensor, other: Tensor) -> float:
     if tensor.shape != other.shape:
         raise ComparisonError(f"{place} has shape {tuple(tensor.shape)} and {tuple(other.shape)}")

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 Interpolation = Literal["bilinear", "triangle", "gaussian"]
 Scope = Literal["model", "stage", "layer"]
 Tie = Literal["stage", "none"]
-Init = Literal["auto", "random", "largest", "exact"]
+Init = Literal["auto", "random", "largest", "fit", "exact"]
 Positions = Literal["normal", "uniform"]
 AuthorsVersion = Literal["v0", "v1"]  # of their package's layers without sigma; see authors.py
 FoldFormat = Literal["timm", "onnx", "pt2"]

@@ -1,7 +1,7 @@
 """What a conversion costs and gains, as data; and its views for terminal, JSON and Markdown."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -111,6 +111,11 @@ class ConversionReport:
 
     def with_output(self, output: str | None) -> "ConversionReport":
         return replace(self, output=output)
+
+    def with_fit_errors(self, errors: Mapping[str, float]) -> "ConversionReport":
+        """With the relative kernel errors that `apply_plan_` gave, by layer name."""
+        layers = tuple(replace(layer, fit_error=errors.get(layer.name)) for layer in self.layers)
+        return replace(self, layers=layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -1,6 +1,6 @@
 """Carry out a plan on a model in place. Nothing is decided here, and nothing is half done."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,12 @@ from torch.nn.modules.conv import _ConvNd
 from .convs import CONV_CLASSES, PLAIN, find_form, why_not_replaceable
 from .errors import PlanError
 from .folding import fold_before_timm_fuses_, fold_to_dense_
+from .geometry import grid_positions
 from .interpolation import find_interpolation, position_limits
 from .layers import DCLS_LAYERS, POSITION_STD, DclsConvNd
 from .options import EXACT, INITS, POSITIONS, Init, Positions
 from .plan_data import ConversionPlan, LayerPlan, TieGroup, check_plan
-from .warmstart import largest_elements
+from .warmstart import fit_elements, largest_elements
 
 TIMM_ARCHITECTURE = "dcls"  # the name under which timm rebuilds a converted model
 
@@ -26,19 +27,27 @@ def apply_plan_(
     init: Init = "auto",
     positions: Positions = "normal",
     generator: torch.Generator | None = None,
-) -> None:
+    calibration: Mapping[str, Tensor] | None = None,
+) -> dict[str, float]:
     """Replace every convolution of the plan by its DCLS layer, and register the tied positions on their owners.
 
     Args:
         model: The model that the plan was made for; changed in place. May be on the meta device.
         plan: From `plan_conversion`.
-        init: "largest" keeps of every kernel the cells with the most energy over the tie group, at their places;
-            "random" draws positions, and takes cells of the old kernels as weights, whose distribution thus stays that
-            of the model's own initialisation. "auto" is "largest".
+        init: "fit" (also "auto") finds elements whose kernels have the least squared distance to the old ones;
+            "largest" keeps of every kernel the cells with the most energy over the tie group, at their places, and
+            "exact" is that for a plan with an element for every cell (`plan_conversion(kernel_count="exact")`), whose
+            outputs then are those of the old model; "random" draws positions, and takes cells of the old kernels as
+            weights, whose distribution thus stays that of the model's own initialisation.
         positions: For "random": N(0, 0.5 cells) as in the paper, or uniform over the window.
         generator: Source of all randomness; seeded with 0 without it.
+        calibration: For "fit": from `calibrate`, what an error of a kernel does to the outputs, by the layer's name.
 
     A plan that says that it is folded leaves plain convolutions of the windows' sizes, as `fold_to_dense_` does.
+
+    Returns:
+        For every layer by name the relative error of its constructed kernel, |new - old| / |old|; nothing for "random"
+        and on the meta device.
 
     Raises:
         PlanError: The model is not the one that was planned for. It is then unchanged.
@@ -56,14 +65,24 @@ def apply_plan_(
     by_group: dict[str, list[LayerPlan]] = {}
     for layer in plan.layers:
         by_group.setdefault(layer.tie_group or f"\0{layer.name}", []).append(layer)
+    errors: dict[str, float] = {}
     with torch.no_grad():
         for members in by_group.values():
-            _convert_group(model, plan, members, [convs[layer.name] for layer in members], init, positions, generator)
+            old = [convs[layer.name] for layer in members]
+            if init == "random":
+                elements = _random_elements(members[0], old, positions, generator)
+            else:
+                elements = _elements_of_old_kernels(members, old, init, generator, calibration)
+            layers = _layers(members, old, *elements)
+            if init != "random":
+                errors |= _kernel_errors(members, old, layers)
+            _replace(model, plan, members, layers)
     if plan.folded:
         fold_to_dense_(model)
     else:
         fold_before_timm_fuses_(model)
     _tell_timm(model, plan)
+    return errors
 
 
 def _check_exact(plan: ConversionPlan) -> None:
@@ -111,47 +130,97 @@ def _check_owner(model: nn.Module, group: TieGroup) -> None:
             raise PlanError(f"tie group {group.name}: {parameter!r} is no name for a parameter")
 
 
-def _convert_group(
-    model: nn.Module,
-    plan: ConversionPlan,
+Elements = tuple[Sequence[Tensor], Tensor]  # weights of each layer (O, I, *D, E), their positions (A, O, I, *D, E)
+
+
+def _random_elements(
+    layer: LayerPlan, convs: Sequence[_ConvNd], positions: Positions, generator: torch.Generator
+) -> Elements:
+    weights = [_cells_as_elements(conv.weight.detach(), layer) for conv in convs]
+    return weights, _random_positions(weights[0], layer, positions, generator)
+
+
+def _elements_of_old_kernels(
     members: Sequence[LayerPlan],
     convs: Sequence[_ConvNd],
     init: Init,
-    positions: Positions,
     generator: torch.Generator,
-) -> None:
+    calibration: Mapping[str, Tensor] | None,
+) -> Elements:
     first = members[0]
     kernels = [conv.weight.detach() for conv in convs]
-    if init == "random":
-        weights = [_cells_as_elements(kernel, first) for kernel in kernels]
-        places = _random_positions(weights[0], first, positions, generator)
-    else:
-        weights, places = largest_elements(
-            kernels,
-            effective=[_effective(conv) for conv in convs],
-            kernel_count=first.kernel_count,
-            dilation=first.dilation,
-            size=first.dilated_size,
-            dense_axes=first.dense_axes,
-        )
+    effective = [_effective(conv) for conv in convs]
+    shape: dict[str, Any] = {
+        "kernel_count": first.kernel_count,
+        "dilation": first.dilation,
+        "size": first.dilated_size,
+        "dense_axes": first.dense_axes,
+    }
+    largest = largest_elements(kernels, effective=effective, **shape)
+    if init in ("largest", EXACT):
+        return largest
+    roots = None if calibration is None else [calibration[layer.name] for layer in members]
+    fitted = fit_elements(
+        effective,
+        interpolation=first.interpolation,
+        roots=roots,
+        seed=int(torch.randint(2**62, (), generator=generator)),
+        **shape,
+    )
+    if all(kernel is conv.weight for kernel, conv in zip(effective, convs, strict=True)) or effective[0].is_meta:
+        return fitted
+    # What transforms the elements (weight standardisation) can undo the fit of what they should become.
+    errors = [_kernel_errors(members, convs, _layers(members, convs, *elements)) for elements in (fitted, largest)]
+    return fitted if all(errors[0][layer.name] <= errors[1][layer.name] for layer in members) else largest
+
+
+def _layers(
+    members: Sequence[LayerPlan], convs: Sequence[_ConvNd], weights: Sequence[Tensor], positions: Tensor
+) -> list[DclsConvNd]:
     layers = []
     for plan_of, conv, weight in zip(members, convs, weights, strict=True):
-        layer = DCLS_LAYERS[len(first.dilated_size)].like(
+        layer = DCLS_LAYERS[len(plan_of.dilated_size)].like(
             conv, plan_of.kernel_count, plan_of.dilated_size, plan_of.interpolation, plan_of.dense_axes
         )
         layer.weight.copy_(weight)
-        layer.positions.copy_(places)
+        layer.positions.copy_(positions)
         layers.append(layer)
-    if first.tie_group is not None:
-        _tie(model, plan, first.tie_group, layers)
-    for plan_of, layer in zip(members, layers, strict=True):
-        for name in plan_of.names:
+    return layers
+
+
+def _kernel_errors(
+    members: Sequence[LayerPlan], convs: Sequence[_ConvNd], layers: Sequence[DclsConvNd]
+) -> dict[str, float]:
+    """|new - old| / |old| for the kernels of each layer, as they are convolved."""
+    errors: dict[str, float] = {}
+    for member, conv, layer in zip(members, convs, layers, strict=True):
+        old = _effective(conv)
+        if old.is_meta:
+            return {}
+        left = layer.kernel().to(torch.promote_types(old.dtype, torch.float32))
+        shapes = zip(member.kernel_size, member.dilation, member.dilated_size, strict=True)
+        places = [[cell + size // 2 for cell in grid_positions(side, step, size)] for side, step, size in shapes]
+        grid = torch.meshgrid([torch.tensor(axis) for axis in places], indexing="ij")
+        everywhere: tuple[Any, ...] = (slice(None), slice(None), *grid)
+        left[everywhere] -= old
+        norm = float(old.float().norm())
+        errors[member.name] = float(left.norm()) / norm if norm else 0.0
+    return errors
+
+
+def _replace(
+    model: nn.Module, plan: ConversionPlan, members: Sequence[LayerPlan], layers: Sequence[DclsConvNd]
+) -> None:
+    if members[0].tie_group is not None:
+        _tie(model, plan, members[0].tie_group, layers)
+    for member, layer in zip(members, layers, strict=True):
+        for name in member.names:
             model.set_submodule(name, layer)
 
 
 def _effective(conv: _ConvNd) -> Tensor:
-    """The kernel as it is convolved."""
-    return (find_form(conv) or PLAIN).effective_weight(conv, conv.weight.detach())
+    """The kernel as it is convolved; the very weight where nothing is done to it."""
+    return (find_form(conv) or PLAIN).effective_weight(conv, conv.weight)
 
 
 def _tie(model: nn.Module, plan: ConversionPlan, group_name: str, layers: Sequence[DclsConvNd]) -> None:

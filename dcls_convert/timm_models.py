@@ -70,7 +70,7 @@ def create_dcls(
     if features_only:
         names = _feature_names(model, conversion)
         conversion = _plan_for_features(conversion, names)
-    apply_plan_(model, conversion)
+    apply_plan_(model, conversion, init="largest")
     note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
     if pretrained:
 

@@ -1,0 +1,199 @@
+"""Convert, fold and reload every model for real: python benchmarks/deep_sweep.py [--models PATTERN] [--workers N]
+
+Every model of timm's and torchvision's registries that has convolutions to replace and at most 60 million parameters
+is built, converted with random elements all over the window, run, saved, reloaded and run again, folded and run again.
+Images are as small as the model allows. For each: the largest difference between folded and unfolded outputs over the
+largest output, in float32, which may be 1e-4; and the largest difference between the reloaded model's outputs and the
+converted one's, which must be 0. Results go to benchmarks/results/deep_sweep.json, the table to standard output.
+"""
+
+import argparse
+import contextlib
+import datetime
+import io
+import json
+import math
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import dcls_convert
+from dcls_convert.models import build_model, registry_names, resolve_model, stated_input_size
+from dcls_convert.sites import find_convs
+from dcls_convert.workers import run_jobs
+
+MOST_PARAMS = 60_000_000
+MOST_FOLD_ERROR = 1e-4
+SIDES = (32, 64, 96, 128, 160, 192, 224, 256)  # tried in turn, before the model's own
+SECONDS = 900  # for one model
+RESULTS = Path(__file__).parent / "results" / "deep_sweep.json"
+
+
+def sweep_one(name: str) -> dict[str, Any]:
+    """One model's row."""
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        row = _sweep_one(name)
+    return {"name": name, **row, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def _sweep_one(name: str) -> dict[str, Any]:
+    source = resolve_model(name)
+    twin = build_model(source, device="meta")
+    params = sum(parameter.numel() for parameter in twin.parameters())
+    own_size = find_convs(twin, stated_input_size(source, twin)).input_size
+    if params > MOST_PARAMS:
+        return {"status": "too large", "params": params}
+    try:
+        plan = dcls_convert.plan_conversion(find_convs(twin, own_size), model=source.name)
+    except dcls_convert.NothingMatchesError:
+        return {"status": "nothing matches", "params": params}
+    model = build_model(source).eval()
+    wake_(model)
+    size = smallest_input(model, own_size)
+    generator = torch.Generator().manual_seed(0)
+    dcls_convert.apply_plan_(model, plan, init="random", positions="uniform", generator=generator)
+    image = torch.rand(1, *size, generator=torch.Generator().manual_seed(1))
+    converted = outputs(model, image)
+    with tempfile.TemporaryDirectory() as folder:
+        dcls_convert.save_converted(model, plan, f"{folder}/model")
+        reloaded = dcls_convert.load_converted(f"{folder}/model")
+    reload_difference = largest_difference(outputs(reloaded, image), converted)
+    folded = dcls_convert.fold_to_dense_(model)
+    fold_error = largest_difference(outputs(model, image), converted) / largest(converted)
+    return {
+        "status": "done" if fold_error <= MOST_FOLD_ERROR and reload_difference == 0 else "failed",
+        "family": type(twin).__module__.removeprefix("torchvision.models.").rpartition("timm.models.")[2],
+        "params": params,
+        "layers": folded,
+        "rules": plan.rules,
+        "input_size": list(size),
+        "fold_error": fold_error,
+        "reload_difference": reload_difference,
+    }
+
+
+def wake_(model: nn.Module) -> None:
+    """Something else than 0 in parameters that start as zeros or nearly so: what they multiply would not be seen."""
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.numel() and parameter.abs().max() < 1e-3:
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+def smallest_input(model: nn.Module, own: tuple[int, ...]) -> tuple[int, ...]:
+    """The smallest input that the model runs on; its own where none smaller will do."""
+    for side in SIDES:
+        if side >= own[-1]:
+            break
+        size = (*own[:-2], side, side)
+        with contextlib.suppress(Exception):  # whatever the model's own code says to a size that it is not made for
+            if largest(outputs(model, torch.rand(1, *size))) > 0:
+                return size
+    return own
+
+
+def outputs(model: nn.Module, image: Tensor) -> list[Tensor]:
+    """All floating tensors that come out; of a model that found nothing in the image, those of its children."""
+    seen: list[Any] = []
+    handles = [child.register_forward_hook(lambda _, __, output: seen.append(output)) for child in model.children()]
+    try:
+        if ".detection." in type(model).__module__:
+            result = model([image[0]])
+        elif ".optical_flow." in type(model).__module__:
+            result = model(image, image.flip(-1))
+        else:
+            result = model(image)
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = _floats(result)
+    found = found if sum(tensor.numel() for tensor in found) else _floats(seen)
+    if not all(tensor.isfinite().all() for tensor in found):
+        raise ArithmeticError("outputs are not finite")
+    return found
+
+
+def _floats(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def largest(tensors: list[Tensor]) -> float:
+    return max(float(tensor.abs().max()) for tensor in tensors if tensor.numel())
+
+
+def largest_difference(tensors: list[Tensor], others: list[Tensor]) -> float:
+    pairs = list(zip(tensors, others, strict=True))
+    if any(one.shape != other.shape for one, other in pairs):
+        return math.inf
+    return max(float((one - other).abs().max()) for one, other in pairs if one.numel())
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Markdown, a line a family."""
+    families: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["status"] == "done":
+            families[f"{row['name'].partition(':')[0]} {row['family']}"].append(row)
+    yield "| family | models | layers | worst fold error | worst reload difference |"
+    yield "| --- | --- | --- | --- | --- |"
+    for family, members in sorted(families.items()):
+        layers = sum(row["layers"] for row in members)
+        fold, reload = (max(row[key] for row in members) for key in ("fold_error", "reload_difference"))
+        yield f"| {family} | {len(members)} | {layers} | {fold:.1e} | {reload:g} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="", help="part of the names")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    names = [name for name in registry_names() if options.models in name]
+    rows: list[dict[str, Any]] = []
+    for outcome in run_jobs(sweep_one, names, workers=options.workers, timeout=SECONDS, set_up=set_up_worker):
+        row = outcome.value or {"name": names[outcome.index], "status": "failed", "reason": outcome.failure}
+        rows.append(row)
+        if row["status"] not in ("nothing matches", "too large"):
+            print(f"[{len(rows)}/{len(names)}] {json.dumps(row)}", file=sys.stderr, flush=True)
+    rows.sort(key=lambda row: names.index(row["name"]))
+    done = [row for row in rows if row["status"] == "done"]
+    summary = {status: sum(row["status"] == status for row in rows) for status in sorted({r["status"] for r in rows})}
+    if done:
+        summary["worst fold error"] = max(row["fold_error"] for row in done)
+        summary["worst reload difference"] = max(row["reload_difference"] for row in done)
+    versions = {module.__name__: module.__version__ for module in (torch, torchvision, timm, dcls_convert)}
+    result = {
+        "command": "python benchmarks/deep_sweep.py" + (f" --models {options.models}" if options.models else ""),
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version(), **versions},
+        "machine": f"{platform.machine()}, {options.workers} processes of one thread",
+        "summary": summary,
+        "models": [row for row in rows if row["status"] not in ("nothing matches", "too large")],
+    }
+    options.output.parent.mkdir(exist_ok=True, parents=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(table(rows)))
+    print(json.dumps(summary))
+    sys.exit(any(row["status"] == "failed" for row in rows))
+
+
+def set_up_worker() -> None:
+    torch.set_num_threads(1)
+
+
+if __name__ == "__main__":
+    main()
