@@ -77,7 +77,7 @@ def test_everything_but_the_replaced_kernels_is_kept_exactly(tmp_path, monkeypat
 
 def test_replaced_kernels_keep_their_largest_cells_over_the_tie_group(trained):
     kernels = {name: m.weight.detach().clone() for name, m in trained.named_modules() if name.endswith("conv_dw")}
-    report = dcls_convert.convert_(trained, dilated_size=11)
+    report = dcls_convert.convert_(trained, dilated_size=11, init="largest")
     for group in {row.tie_group for row in report.layers if row.tie_group}:
         names = [row.name for row in report.layers if row.tie_group == group]
         energy = sum(kernels[name].square() for name in names).flatten(1)
