@@ -2,24 +2,19 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from fractions import Fraction
 from typing import Any, Literal
 
-from .budget import Budget, LayerCost, parse_percent, solve_counts
+from .budget import parse_percent
 from .errors import NothingMatchesError, PlanError, RuleError
 from .geometry import check_window, grown_padding, size_text
 from .interpolation import find_interpolation
 from .options import AUTO, DEFAULT_BUDGET, EXACT, INTERPOLATIONS, SCOPES, TIES, Scope, Tie
-from .plan_data import ConversionPlan, LayerCounts, LayerPlan, TieGroup
+from .plan_data import ConversionPlan, LayerCounts, LayerPlan
+from .plan_groups import UNSOLVED, named_owners, tie_groups, with_counts, with_given_counts
 from .rules import AUTO_RULES, Claims, Rule, RuleSet, choose_rules, claim_sites, load_rules
 from .sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
 from .stages import stage_by_pattern
-
-UNSOLVED = 0  # a kernel count that is still to be solved for
-MODEL_UNIT = "model"  # the unit of the budget with scope "model"
 
 
 def plan_conversion(
@@ -78,9 +73,9 @@ def plan_conversion(
                 refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
     _refuse(refused, drafts, strict)
     if counts is not None:
-        drafts = _with_given_counts(drafts, counts, tie, [*skipped, *refused])
-    groups = _tie_groups(drafts) if tie == "stage" else {}
-    layers, solved = _with_counts(drafts, groups, scope, share)
+        drafts = with_given_counts(drafts, counts, tie, [*skipped, *refused])
+    groups = tie_groups(drafts) if tie == "stage" else {}
+    layers, solved = with_counts(drafts, groups, scope, share)
     order = {name: index for index, name in enumerate(_all_names(convs))}
     return ConversionPlan(
         model=model,
@@ -92,7 +87,7 @@ def plan_conversion(
         tie=tie,
         share=share,
         layers=layers,
-        tie_groups=_named_owners(groups, layers),
+        tie_groups=named_owners(groups, layers),
         skipped=tuple(sorted([*skipped, *refused], key=lambda skip: order[skip.name])),
         budget=solved.units,
         params=convs.params,
@@ -288,127 +283,6 @@ def _refuse(refused: Sequence[Skipped], drafts: Sequence[LayerPlan], strict: boo
         first = refused[0]
         more = f" ({len(refused) - 1} more like it)" if len(refused) > 1 else ""
         raise PlanError(f"{first.name}: {first.reason}{more}")
-
-
-def _with_given_counts(
-    drafts: Sequence[LayerPlan], given: LayerCounts, tie: Tie, skipped: Sequence[Skipped]
-) -> list[LayerPlan]:
-    """The drafts with their counts; PlanError where drafts and counts are not of the same layers."""
-    names = {name for draft in drafts for name in draft.names}
-    for name in given.counts:
-        if name not in names:
-            reason = next((skip.reason for skip in skipped if skip.name == name), "the model has no such convolution")
-            raise PlanError(f"{given.source}: has elements for {name}, which would not be converted: {reason}")
-    missing = [draft.name for draft in drafts if not given.counts.keys() & set(draft.names)]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise PlanError(f"{given.source}: has no elements for {missing[0]}{more}, which would be converted")
-    counted = []
-    for draft in drafts:
-        count = next(given.counts[name] for name in draft.names if name in given.counts)
-        if draft.kernel_count not in (UNSOLVED, count):
-            stated = f"rule {draft.rule!r} states {draft.kernel_count}"
-            raise PlanError(f"{given.source}: {draft.name} has {count} elements in a kernel, but {stated}")
-        counted.append(replace(draft, kernel_count=count))
-    if tie == "stage":
-        _check_counts_in_groups(counted, given.source)
-    return counted
-
-
-def _check_counts_in_groups(drafts: Sequence[LayerPlan], source: str) -> None:
-    """Refuse counts that differ where one count would make a tie group."""
-    count_of = {draft.name: draft.kernel_count for draft in drafts}
-    alike = _tie_groups([replace(draft, kernel_count=UNSOLVED) for draft in drafts])
-    for group, members in alike.items():
-        first = members[0].name
-        other = next((member.name for member in members if count_of[member.name] != count_of[first]), None)
-        if other is not None:
-            raise PlanError(
-                f"{source}: layers of {group} cannot share positions, since their kernel counts differ: "
-                f"{first} has {count_of[first]}, {other} has {count_of[other]}; use --tie none"
-            )
-
-
-def _tie_groups(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
-    """Layers of one stage and one shape. The same old kernel too: they are to start from the same grid."""
-    by_key: dict[tuple[object, ...], list[LayerPlan]] = {}
-    for draft in drafts:
-        if draft.stage is not None:
-            old = (draft.kernel_size, draft.dilation)
-            key = (draft.stage, draft.position_shape, draft.dilated_size, draft.dense_axes, draft.interpolation, *old)
-            by_key.setdefault(key, []).append(draft)
-    groups = [members for members in by_key.values() if len(members) > 1]
-    in_stage = Counter(members[0].stage for members in groups)
-    named: dict[str, list[LayerPlan]] = {}
-    for members in groups:
-        first = members[0]
-        name = str(first.stage)
-        if in_stage[first.stage] > 1:
-            name += f"/{first.out_channels}x{first.in_channels // first.groups}"
-        if name in named:
-            name += f"/{size_text(first.kernel_size)}"
-        alike = sum(other == name or other.startswith(f"{name}/") for other in named)
-        named[f"{name}/{alike + 1}" if alike else name] = members
-    return named
-
-
-def _with_counts(
-    drafts: Sequence[LayerPlan], groups: dict[str, list[LayerPlan]], scope: Scope, share: Fraction
-) -> tuple[tuple[LayerPlan, ...], Budget]:
-    group_of = {draft.name: name for name, members in groups.items() for draft in members}
-    costs = []
-    for draft in drafts:
-        tie = group_of.get(draft.name)
-        # A tie group has one count: solving per layer, it is one layer with its share of the positions.
-        unit = {"model": MODEL_UNIT, "stage": draft.stage or draft.name, "layer": tie or draft.name}[scope]
-        costs.append(
-            LayerCost(
-                name=draft.name,
-                unit=unit,
-                tie_group=tie,
-                lines=draft.lines,
-                dense_weights=draft.dense_weights,
-                coordinates=draft.coordinates,
-                cells=draft.cells,
-                given_count=None if draft.kernel_count == UNSOLVED else draft.kernel_count,
-            )
-        )
-    solved = solve_counts(costs, share)
-    layers = tuple(
-        replace(draft, kernel_count=solved.counts[draft.name], tie_group=group_of.get(draft.name)) for draft in drafts
-    )
-    return layers, solved
-
-
-def _named_owners(groups: dict[str, list[LayerPlan]], layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
-    """The lowest module that holds each group, and a name there that no other group has."""
-    taken: Counter[str] = Counter()
-    result = []
-    for name in groups:
-        members = [layer for layer in layers if layer.tie_group == name]
-        owner = common_parent([layer.name for layer in members])
-        taken[owner] += 1
-        suffix = f"_{taken[owner]}" if taken[owner] > 1 else ""
-        result.append(
-            TieGroup(
-                name=name,
-                owner=owner,
-                parameters={parameter: f"dcls_{parameter}{suffix}" for parameter in members[0].shared_parameters},
-                layers=tuple(layer.name for layer in members),
-            )
-        )
-    return tuple(result)
-
-
-def common_parent(names: Sequence[str]) -> str:
-    """The lowest module that holds all of these modules."""
-    parents = [name.split(".")[:-1] for name in names]
-    common = []
-    for parts in zip(*parents, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
 
 
 def _all_names(convs: ModelConvs) -> list[str]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from .errors import CheckpointError, ModelError, shortened
 from .models import ModelSource, build_model
-from .plan import common_parent
 from .plan_data import ConversionPlan, LayerPlan, TieGroup, plan_from_json
+from .plan_groups import common_parent
 from .stamp import WEIGHTS, Stamp, read_stamp, tensors_hash
 from .surgery import TIMM_ARCHITECTURE, apply_plan_, note_for_timm, timm_model_args
 from .weights import alias_names

@@ -43,7 +43,11 @@ ALLOWED = {
     "stages": set(),
     "sites": {"errors", "geometry", "budget", "convs", "layers", "stages", "tracing"},
     "plan_data": {"errors", "options", "geometry", "interpolation", "budget", "sites"},
-    "plan": {"errors", "options", "geometry", "interpolation", "budget", "sites", "stages", "rules", "plan_data"},
+    "plan_groups": {"errors", "options", "geometry", "budget", "sites", "plan_data"},
+    "plan": {
+        *("errors", "options", "geometry", "interpolation", "budget", "sites", "stages", "rules", "plan_data"),
+        "plan_groups",
+    },
     "authors": {"convs", "errors", "options", "geometry", "interpolation", "plan_data", "surgery", "weights"},
     "folding": {"errors", "layers"},
     "surgery": {

@@ -20,8 +20,9 @@ from dcls_convert.api import convert_
 from dcls_convert.errors import CheckpointError, DclsConvertError, PlanError
 from dcls_convert.folding import fold_to_dense_
 from dcls_convert.layers import DclsConv2d, DclsConvNd
-from dcls_convert.plan import common_parent, plan_conversion
+from dcls_convert.plan import plan_conversion
 from dcls_convert.plan_data import plan_from_json
+from dcls_convert.plan_groups import common_parent
 from dcls_convert.report import measure_report, predict_report
 from dcls_convert.rules import parse_rules
 from dcls_convert.sites import find_convs
