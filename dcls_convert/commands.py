@@ -341,11 +341,11 @@ def _start(options: ConvertOptions, weights: Weights, report: ConversionReport, 
         )
     if options.init == "random":
         return "trained weights, but random elements in the new layers"
-    how = "reduced to its largest cells" if options.init == "largest" else "fitted by its elements"
+    how = "reduced to their largest cells" if options.init == "largest" else "with elements fitted to them"
     errors = [layer.fit_error for layer in report.layers if layer.fit_error is not None]
-    left = f" (relative error {_mean(errors):.3f} in the mean of the layers)" if errors else ""
-    outputs = "" if moved is None else f"; outputs for random images moved by {100 * moved:.3g} %"
-    return f"trained kernels, each {how}{left}{outputs}"
+    left = f" (mean relative kernel error {_mean(errors):.3f})" if errors else ""
+    outputs = "" if moved is None else f"; outputs for random images moved by {100 * moved:.2g} %"
+    return f"the trained kernels, {how}{left}{outputs}"
 
 
 def _mean(values: Sequence[float]) -> float:
