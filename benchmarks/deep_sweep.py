@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ MOST_PARAMS = 60_000_000
 MOST_FOLD_ERROR = 1e-4
 SIDES = (32, 64, 96, 128, 160, 192, 224, 256)  # tried in turn, before the model's own
 SECONDS = 900  # for one model
+NOT_RUN = ("nothing matches", "too large")
 RESULTS = Path(__file__).parent / "results" / "deep_sweep.json"
 
 
@@ -156,33 +157,67 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"| {family} | {len(members)} | {layers} | {fold:.1e} | {reload:g} |"
 
 
+def document(result: dict[str, Any]) -> Iterator[str]:
+    """The stored results as a page."""
+    summary = result["summary"]
+    yield "# Deep sweep"
+    yield ""
+    yield "Models that have convolutions to replace and at most 60 million parameters, converted, saved, reloaded and"
+    yield "folded for real; fold errors are relative to the largest output. A printout of `deep_sweep.py --table`."
+    yield ""
+    yield f"`{result['command']}`, {result['date']}, {result['machine']}, " + ", ".join(
+        f"{name} {version}" for name, version in result["versions"].items()
+    )
+    yield ""
+    yield (
+        f"**{summary['done']} models tried, {summary['failed']} failed; worst fold error "
+        f"{summary['worst fold error']:.1e}, worst reload difference {summary['worst reload difference']:g}.** "
+        f"Not run: {summary['nothing matches']} in which nothing matches, {summary['too large']} with more parameters."
+    )
+    yield ""
+    yield from table(result["models"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="", help="part of the names")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--failed", action="store_true", help="only those that failed in the stored results")
+    parser.add_argument("--table", action="store_true", help="run nothing; print the stored results")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    names = [name for name in registry_names() if options.models in name]
+    if options.table:
+        print("\n".join(document(json.loads(options.output.read_text(encoding="utf-8")))))
+        return
+    stored = json.loads(options.output.read_text(encoding="utf-8")) if options.failed else {"models": [], "summary": {}}
+    kept = [row for row in stored["models"] if row["status"] == "done"]
+    failed = {row["name"] for row in stored["models"] if row["status"] == "failed"}
+    known = registry_names()
+    names = [name for name in known if options.models in name and (name in failed or not options.failed)]
     rows: list[dict[str, Any]] = []
     for outcome in run_jobs(sweep_one, names, workers=options.workers, timeout=SECONDS, set_up=set_up_worker):
         row = outcome.value or {"name": names[outcome.index], "status": "failed", "reason": outcome.failure}
         rows.append(row)
-        if row["status"] not in ("nothing matches", "too large"):
+        if row["status"] not in NOT_RUN:
             print(f"[{len(rows)}/{len(names)}] {json.dumps(row)}", file=sys.stderr, flush=True)
-    rows.sort(key=lambda row: names.index(row["name"]))
+    rows = sorted([*rows, *kept], key=lambda row: known.index(row["name"]))
     done = [row for row in rows if row["status"] == "done"]
-    summary = {status: sum(row["status"] == status for row in rows) for status in sorted({r["status"] for r in rows})}
+    counts = Counter(row["status"] for row in rows)
+    left_out = {status: stored["summary"].get(status, 0) + counts[status] for status in NOT_RUN}
+    summary: dict[str, Any] = {"done": len(done), "failed": counts["failed"], **left_out}
     if done:
         summary["worst fold error"] = max(row["fold_error"] for row in done)
         summary["worst reload difference"] = max(row["reload_difference"] for row in done)
     versions = {module.__name__: module.__version__ for module in (torch, torchvision, timm, dcls_convert)}
     result = {
-        "command": "python benchmarks/deep_sweep.py" + (f" --models {options.models}" if options.models else ""),
+        "command": "python benchmarks/deep_sweep.py"
+        + (f" --models {options.models}" if options.models else "")
+        + (f", then {', '.join(sorted(failed))} again with --failed" if failed else ""),
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version(), **versions},
         "machine": f"{platform.machine()}, {options.workers} processes of one thread",
         "summary": summary,
-        "models": [row for row in rows if row["status"] not in ("nothing matches", "too large")],
+        "models": [row for row in rows if row["status"] not in NOT_RUN],
     }
     options.output.parent.mkdir(exist_ok=True, parents=True)
     options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

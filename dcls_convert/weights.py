@@ -3,6 +3,7 @@
 import argparse
 import pickle
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,10 @@ def load_weights_(
             raise CheckpointError(
                 f"{where}: {name} has shape {tuple(tensor.shape)}, the model needs {tuple(own[name].shape)}"
             )
-    model.load_state_dict(state, strict=False)
+    versioned = OrderedDict(state)
+    # Files do not keep the versions of the modules' formats, without which torchvision's MNASNet refuses to load.
+    versioned._metadata = own._metadata  # type: ignore[attr-defined]
+    model.load_state_dict(versioned, strict=False)
     return kept
 
 

@@ -3,10 +3,12 @@
 import argparse
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import timm
 import torch
+import torchvision
 from safetensors.torch import save_file
 
 import dcls_convert
@@ -175,3 +177,13 @@ def test_torchvision_weights_come_through_its_own_loader(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("torchvision:shufflenet_v2_x0_5", "--pretrained", "--dilated-size", "9", "--quiet", "--output", "out")
     assert torch.equal(load_converted("out").conv1[0].weight, state["conv1.0.weight"])
+
+
+def test_a_module_that_asks_for_the_version_of_its_format_loads_from_files_that_keep_none(tmp_path):
+    """torchvision's MNASNet does."""
+    model = torchvision.models.get_model("mnasnet0_5", num_classes=3)
+    report = dcls_convert.convert_(model, init="largest", input_size=(3, 64, 64))
+    plan = replace(report.plan, model="torchvision:mnasnet0_5", model_args={"num_classes": 3})
+    dcls_convert.save_converted(model, plan, tmp_path / "out")
+    loaded = dcls_convert.load_converted(tmp_path / "out")
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
