@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shlex
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from dcls_convert.cli import main
 from dcls_convert.rules import parse_rules
+
+from .conftest import TINY
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -43,13 +46,29 @@ def test_readme_has_one_command_for_the_main_job_and_one_for_the_tests():
     assert commands[0].endswith(".venv/bin/dcls-convert convnext_tiny --dilated-size 17")
 
 
-@pytest.mark.parametrize("line", re.findall(r"^dcls-convert (?!mypackage)(.+?)(?: +#.*)?$", README, re.MULTILINE))
+LINES = re.findall(r"^dcls-convert (?!mypackage)(.+?)(?: +#.*)?$", README, re.MULTILINE)
+OTHERS = ("models", "inspect", "verify", "fold")
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.split()[0] not in OTHERS])
 def test_readme_commands_are_accepted(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = [part for part in line.split() if part != "--dry-run"]
     with pytest.raises(SystemExit) as stopped:
         main([*arguments, "--dry-run"])
     assert stopped.value.code == 0
+
+
+def test_readme_commands_on_a_folder_do_what_they_say(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [shlex.split(line) for line in LINES if line.split()[0] in OTHERS]
+    assert [line[0] for line in lines] == list(OTHERS)
+    lines[0][1] = f"{TINY}*"  # instead of many larger ones
+    for line in [[TINY, "--output", "convnext_tiny-dcls17"], *lines]:
+        with pytest.raises(SystemExit) as stopped:
+            main(line)
+        assert stopped.value.code == 0, line
+    assert (tmp_path / "convnext_tiny-dcls17-folded" / "config.json").is_file()
 
 
 def test_readme_rules_are_valid():

@@ -615,8 +615,11 @@ def test_converting_depends_on_the_seed_alone_and_leaves_the_global_generator(in
     assert all(torch.equal(first[name], same[name]) for name in first)
     differing = {name for name in first if not torch.equal(first[name], other[name])}
     positions = {name for name in first if "positions" in name}
-    if init == "fit":  # from other starts, other elements
-        assert differing >= positions
+    if init == "fit":  # from another start, other elements, unless the best start is one without chance
+        replaced = {
+            f"{layer.name}.weight" for layer in plan_conversion(find_convs(start, IMAGE), dilated_size=7).layers
+        }
+        assert differing <= positions | replaced
     else:
         assert differing == (positions if init == "random" else set())
 
