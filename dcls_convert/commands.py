@@ -199,6 +199,7 @@ def _check_authors_conflicts(options: ConvertOptions, weights: AuthorsWeights) -
         f"--scope {options.scope}": options.scope != "model",
         f"--init {options.init}": options.init != AUTO,
         f"--positions {options.positions}": options.positions != "normal",
+        "--calibrate": options.calibrate is not None,
     }
     for option, contradicts in given.items():
         if contradicts:
