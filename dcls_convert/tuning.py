@@ -79,7 +79,7 @@ def param_groups(
     shared = shared_parameters(model)
     scale_of = {"positions": position_lr_scale, "sigma": sigma_lr_scale}
     scales = {id(one.tensor): scale_of[one.kind] for one in shared}
-    names = {one.name: one.name_below_layer for one in shared}
+    names = {}
     groups: list[dict[str, Any]] = []
     moving: dict[float, list[nn.Parameter]] = {}  # lr_scale -> positions and sigmas
     for group in timm_param_groups(model, names, layer_decay, weight_decay=weight_decay, **timm_options):
