@@ -38,9 +38,11 @@ _HOMES = {
     "surgery": ("apply_plan_",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-__all__ = ["__version__", *sorted(_HOME_OF)]
+_MODULES = ("tuning",)
+__all__ = ["__version__", *sorted([*_HOME_OF, *_MODULES])]
 
 if TYPE_CHECKING:
+    from . import tuning as tuning
     from .api import convert_ as convert_
     from .api import convert_from_authors_ as convert_from_authors_
     from .calibration import calibrate as calibrate
@@ -70,6 +72,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)

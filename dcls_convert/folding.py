@@ -7,6 +7,7 @@ from torch import fx, nn
 
 from .errors import PlanError
 from .layers import DclsConvNd
+from .shared_parameters import drop_spare_from_decay_
 
 # What timm's `reparameterize_model` calls on a child, the first that there is; it goes below the child afterwards.
 REPARAMETERIZING = ("fuse", "reparameterize", "switch_to_deploy")
@@ -34,6 +35,7 @@ def fold_to_dense_(model: nn.Module) -> int:
         model.set_submodule(name, folded[layer])
     _drop_unused_positions(folded)
     _drop_fold_first(model)
+    drop_spare_from_decay_(model)
     _tell_timm_of_folding(model)
     return len(folded)
 

@@ -173,7 +173,7 @@ class DclsConvNd(Tied):
             self.positions.clamp_(*limits[0])
         else:  # in one operation on the parameter: views of it cannot be changed in place in a compiled graph
             low, high = self.positions.new_tensor(limits).T.reshape(2, -1, *[1] * self.weight.dim())
-            self.positions.clamp_(low, high)
+            self.positions.clamp_(_spread_like(low, self.positions), _spread_like(high, self.positions))
         if self.sigma is not None:
             self.sigma.clamp_(min=find_interpolation(self.interpolation).min_sigma)
 
@@ -336,6 +336,17 @@ class DclsConv3d(DclsConvNd):
 
 
 DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
+
+
+def _spread_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """`tensor`, which is the same on all ranks, for operations with what may be spread over them (FSDP2)."""
+    if not hasattr(other, "device_mesh"):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = other.device_mesh
+    replicated: Tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated
 
 
 def _is_integer(value: object) -> bool:

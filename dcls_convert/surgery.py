@@ -15,6 +15,7 @@ from .interpolation import find_interpolation, position_limits
 from .layers import DCLS_LAYERS, POSITION_STD, DclsConvNd
 from .options import EXACT, INITS, POSITIONS, Init, Positions
 from .plan_data import ConversionPlan, LayerPlan, TieGroup, check_plan
+from .shared_parameters import spare_from_decay_
 from .warmstart import fit_elements, largest_elements
 
 TIMM_ARCHITECTURE = "dcls"  # the name under which timm rebuilds a converted model
@@ -81,6 +82,7 @@ def apply_plan_(
         fold_to_dense_(model)
     else:
         fold_before_timm_fuses_(model)
+        spare_from_decay_(model)
     _tell_timm(model, plan)
     return errors
 
