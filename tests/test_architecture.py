@@ -47,6 +47,7 @@ ALLOWED = {
     "fingerprint": {"errors", "tracing"},
     "stamp": {"errors", "plan_data"},
     "position_statistics": {"interpolation"},
+    "timm_train": {"errors", "shared_parameters", "tuning"},
     "report": {"errors", "budget", "tracing", "sites", "plan_data", "views"},
     "views": {"errors", "geometry", "report"},
     "position_views": {"geometry", "inspection", "views"},
@@ -54,7 +55,7 @@ ALLOWED = {
 # rich asks the record itself for its view, so the report must know the views, which format it.
 DEFERRED_BACK = {("report", "views")}
 FOREIGN = {
-    "timm": {"models", "timm_models", "timm_entry", "timm_convs"},
+    "timm": {"models", "timm_models", "timm_entry", "timm_convs", "timm_train"},
     "torchvision": {"models", "timm_models", "timm_entry"},
     "safetensors": {"checkpoint", "stamp", "weights"},
     "typer": {"cli", "cli_checkpoints", "cli_models", "cli_rules"},
