@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from .errors import CheckpointError, DclsConvertError, PlanError, one_line, shor
 from .fingerprint import take_fingerprint
 from .models import ModelSource, build_model
 from .plan_data import ConversionPlan, plan_from_json
-from .report import ConversionReport, measure_report
+from .report import ConversionReport, measure_report, predict_report
 from .stamp import METADATA_KEY, NO_STAMP, WEIGHTS, Stamp, read_stamp, read_tensors, tensors_hash
 from .surgery import TIMM_ARCHITECTURE, apply_plan_, timm_model_args
 from .views import report_markdown
@@ -113,11 +114,33 @@ def rebuild_model(plan: ConversionPlan, where: str, model: nn.Module | None = No
     return model
 
 
-def read_plan(folder: Path) -> ConversionPlan:
+def read_plan(folder: str | Path) -> ConversionPlan:
     """The plan of a checkpoint folder; CheckpointError where there is none."""
+    folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: is not a folder")
     return plan_from_json(read_text(folder / PLAN), str(folder / PLAN))
+
+
+def tuned_plan(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
+    """The plan under which to save a converted model of timm that has another head than the plan's, after fine-tuning.
+
+    Args:
+        model: As `timm.create_model("local-dir:FOLDER", num_classes=10)` gives it.
+        plan: That of the folder.
+    """
+    plan = replace(plan, model_args={**plan.model_args, "num_classes": model.num_classes})
+    found, stated = measure_report(model, plan), predict_report(plan)
+    return replace(
+        plan,
+        params=_shifted(plan.params, stated.params.after, found.params.after),
+        macs=_shifted(plan.macs, stated.macs.after, found.macs.after),
+    )
+
+
+def _shifted(count: Any, stated: int | None, found: int | None) -> Any:
+    """A count of the unconverted model, by as much more or less as the converted one has."""
+    return count if stated is None or found is None else count + found - stated
 
 
 def read_text(path: Path) -> str:

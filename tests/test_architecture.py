@@ -72,6 +72,7 @@ ALLOWED = {
     "timm_groups": set(),
     "tracking": {"errors", "interpolation", "position_statistics", "shared_parameters"},
     "tuning": {"errors", "repulsion", "shared_parameters", "timm_groups", "tracking"},
+    "timm_train": {"errors", "shared_parameters", "tuning"},
     "report": {"errors", "budget", "tracing", "sites", "plan_data", "views"},
     "views": {"errors", "geometry", "report"},
     "position_views": {"geometry", "inspection", "views"},
@@ -79,7 +80,7 @@ ALLOWED = {
 # rich asks the record itself for its view, so the report must know the views, which format it.
 DEFERRED_BACK = {("report", "views")}
 FOREIGN = {
-    "timm": {"models", "timm_models", "timm_entry", "timm_convs", "timm_groups"},
+    "timm": {"models", "timm_models", "timm_entry", "timm_convs", "timm_groups", "timm_train"},
     "torchvision": {"models", "timm_models", "timm_entry"},
     "safetensors": {"checkpoint", "stamp", "weights"},
     "typer": {"cli", "cli_checkpoints", "cli_models", "cli_rules"},
