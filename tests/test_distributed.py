@@ -20,7 +20,7 @@ from dcls_convert.cli import main
 from .conftest import TINY
 from .distributed_worker import CASES, Case, converted, train
 
-pytestmark = pytest.mark.xdist_group("distributed")  # fixtures start processes, once for all tests
+pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parent.parent
 FINETUNE = str(ROOT / "examples" / "finetune.py")
 PROCESSES = 2
