@@ -1,0 +1,197 @@
+"""What the small experiments share: a ConvNeXt of few stages, its training, statistics over seeds, stored results."""
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import statistics
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.layers import LayerNorm2d, NormMlpClassifierHead
+from timm.models.convnext import ConvNeXtStage
+from torch import Tensor, nn
+
+import dcls_convert
+
+RESULTS = Path(__file__).parent / "results"
+CLIPPED_NORM = 1.0  # of the gradient
+WEIGHT_DECAY = 0.05  # ConvNeXt's; none for positions (the paper's), biases and norms
+POSITION_LR_SCALE = 5.0  # the paper's
+PREDICT_BATCH = 250  # images
+
+Data = tuple[Tensor, Tensor]  # images (N, C, H, W), classes (N,)
+
+
+def small_convnext(
+    *,
+    in_channels: int,
+    classes: int,
+    depths: Sequence[int] = (2, 2),
+    dims: Sequence[int] = (32, 64),
+    kernel_size: int = 7,
+    dilation: int = 1,
+    patch: int = 2,
+    layer_scale: float = 0.1,
+    init_std: float | None = 0.02,
+) -> nn.Module:
+    """Stem, stages and head of timm's ConvNeXt, with as many stages as there are depths (timm's class always has 4).
+
+    Args:
+        layer_scale: At the start. These trainings are too short to grow it from ConvNeXt's 1e-6.
+        init_std: Of the weights, ConvNeXt's; None leaves them as `torch.nn` draws them.
+    """
+    stages = []
+    for index, (depth, channels) in enumerate(zip(depths, dims, strict=True)):
+        stages.append(
+            ConvNeXtStage(
+                dims[max(index - 1, 0)],
+                channels,
+                kernel_size=kernel_size,
+                stride=1 if index == 0 else 2,
+                depth=depth,
+                ls_init_value=layer_scale,
+                norm_layer=LayerNorm2d,
+                norm_layer_cl=nn.LayerNorm,
+            )
+        )
+    model = nn.Sequential(
+        OrderedDict(
+            stem=nn.Sequential(nn.Conv2d(in_channels, dims[0], patch, stride=patch), LayerNorm2d(dims[0])),
+            stages=nn.Sequential(*stages),
+            head=NormMlpClassifierHead(dims[-1], classes, norm_layer=LayerNorm2d),
+        )
+    )
+    for module in model.modules():
+        if init_std is not None and isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=init_std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        if dilation > 1 and isinstance(module, nn.Conv2d) and module.groups > 1:
+            module.dilation = (dilation, dilation)
+            module.padding = (dilation * (kernel_size // 2),) * 2
+    return model.to(memory_format=torch.channels_last)
+
+
+def optimizer(model: nn.Module, lr: float, position_lr_scale: float = POSITION_LR_SCALE) -> torch.optim.AdamW:
+    """AdamW, with groups of their own for positions and for what is not decayed."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    positions = [parameter for name, parameter in named if "positions" in name]
+    rest = [parameter for name, parameter in named if "positions" not in name]
+    groups = [
+        {"params": [one for one in rest if one.ndim > 1], "weight_decay": WEIGHT_DECAY, "scale": 1.0},
+        {"params": [one for one in rest if one.ndim <= 1], "weight_decay": 0.0, "scale": 1.0},
+        {"params": positions, "weight_decay": 0.0, "scale": position_lr_scale},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
+
+
+def train_(
+    model: nn.Module,
+    batches: Iterator[Data],
+    *,
+    steps: int,
+    lr: float,
+    warm_up: int = 50,
+    position_lr_scale: float = POSITION_LR_SCALE,
+    look: Callable[[int], None] = lambda step: None,
+) -> float:
+    """AdamW with a linear warm-up and a cosine to 0; `look` is called after every step with its number from 1.
+
+    Returns:
+        The mean loss of the last tenth of the steps.
+    """
+    stepper = optimizer(model, lr, position_lr_scale)
+    losses = []
+    model.train()
+    for step in range(steps):
+        factor = min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps)))
+        for group in stepper.param_groups:
+            group["lr"] = lr * factor * group["scale"]
+        images, classes = next(batches)
+        loss = nn.functional.cross_entropy(model(images), classes)
+        stepper.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_NORM)
+        stepper.step()
+        losses.append(loss.item())
+        look(step + 1)
+    return statistics.fmean(losses[-max(1, steps // 10) :])
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: Data) -> float:
+    """Percent of classes predicted; the model's mode stays as it is."""
+    was_training = model.training
+    model.eval()
+    images, classes = data
+    parts = zip(images.split(PREDICT_BATCH), classes.split(PREDICT_BATCH), strict=True)
+    right = sum(int((model(part).argmax(1) == wanted).sum()) for part, wanted in parts)
+    model.train(was_training)
+    return 100 * right / len(classes)
+
+
+def parameter_count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def mean_and_spread(values: Sequence[float], digits: int = 1) -> str:
+    """Mean ± standard deviation over seeds."""
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f}"
+    return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+def main(
+    doc: str | None,
+    name: str,
+    measure: Callable[[int], Iterable[dict[str, Any]]],
+    settings: dict[str, Any],
+    table: Callable[[dict[str, Any]], Iterator[str]],
+) -> None:
+    """The command line of an experiment: measure, store, print the table; or only the table of what is stored.
+
+    Args:
+        doc: Of the script.
+        name: Of the script and its results.
+        measure: Seed -> rows, each with what was measured.
+        settings: Stored beside the rows. "steps" is changed to what the command line says.
+        table: The stored results -> lines of Markdown.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=settings["steps"], help="of training, before any fine-tuning")
+    parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
+    parser.add_argument("--table", action="store_true", help="print the table of the stored results, measure nothing")
+    options = parser.parse_args()
+    if not options.table:
+        torch.set_num_threads(1)
+        command = f"python benchmarks/{name}.py --seeds {options.seeds} --steps {options.steps}"
+        settings["steps"] = options.steps
+        rows = []
+        for seed in range(options.seeds):
+            for row in measure(seed):
+                rows.append({"seed": seed, **row})
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        _store(options.output, command, settings, rows)
+    print("\n".join(table(json.loads(options.output.read_text(encoding="utf-8")))))
+
+
+def _store(path: Path, command: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    versions = {module.__name__: module.__version__ for module in (torch, timm, dcls_convert)}
+    result = {
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version(), **versions},
+        "machine": f"{platform.machine()}, 1 process of 1 thread",
+        "settings": settings,
+        "rows": rows,
+    }
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
