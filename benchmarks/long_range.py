@@ -6,11 +6,15 @@ and may cover them, and noise. The class is the direction from the first to the 
 classes: nothing local tells the class. Two ConvNeXt blocks work on the cells; a dense 7x7 kernel reaches 3 to a side.
 
 Compared: dense 7x7, 7x7 with dilation 2, dense 13x13, DCLS with a window of 13 at the parameters of dense 7x7: tied,
-untied, with positions frozen, and without the larger learning rate of positions. Their positions start uniformly over
-the window, since they cannot travel far in so few steps: AdamW moves one by about its learning rate a step. One more
-network starts them from N(0, 0.5 cells), as the paper does for its 300 epochs. The task, depth, initialisation and
-learning rate were chosen on a variant with 4 directions, so that dense 7x7 learns it without reaching 100%. Fresh
-networks and data for each seed, the same for all networks. Results go to benchmarks/results/long_range.json.
+untied, with positions frozen, and without the larger learning rate of positions. (The paper's window of 17 is larger
+than this image, and three seeds of it would take the better part of an hour.) Their positions start uniformly over the
+window, since they cannot travel far in so few steps: AdamW moves one by about its learning rate a step. One more
+network starts them from N(0, 0.5 cells), as the paper does for its 300 epochs. Fresh networks and data for each seed,
+the same for all networks. Results go to benchmarks/results/long_range.json.
+
+What was chosen by looking at results, all on data seeds that are not used here: the number of directions, depth,
+initialisation and learning rate, so that dense 7x7 learns the task without reaching 100%, and the uniform start, since
+networks that start from N(0, 0.5) stayed at chance in short trainings.
 """
 
 import math
@@ -32,6 +36,7 @@ PATCH = 3  # cells, of a texture
 DIRECTIONS = 8
 DISTANCES = (6.0, 10.0)  # cells
 DISTRACTORS = 2
+FIRST_DATA_SEED = 2000  # those from 1000 were looked at while the task was being designed
 NOISE = 0.4  # standard deviation; stripes are -1 and 1
 WINDOW = 13  # cells; the image is hardly larger
 TEXTURES = (((1, 1), (-1, -1)), ((1, -1), (1, -1)), ((1, -1), (-1, 1)))  # of a cell; the last is the distractors'
@@ -41,7 +46,7 @@ SETTINGS: dict[str, Any] = {
     "train_images": 4096,
     "test_images": 2000,
     "batch": 32,
-    "steps": 400,
+    "steps": 1000,
     "lr": 3e-3,
 }
 
@@ -114,7 +119,7 @@ def build(network: Network, seed: int) -> nn.Module:
 
 
 def measure(seed: int) -> Iterator[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(1000 + seed)
+    generator = torch.Generator().manual_seed(FIRST_DATA_SEED + seed)
     train, test = (make_images(SETTINGS[f"{part}_images"], generator) for part in ("train", "test"))
     for name, network in NETWORKS.items():
         start = time.perf_counter()

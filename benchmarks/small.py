@@ -179,7 +179,7 @@ def main(
             for row in measure(seed):
                 rows.append({"seed": seed, **row})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        _store(options.output, command, settings, rows)
+                _store(options.output, command, settings, rows)
     print("\n".join(table(json.loads(options.output.read_text(encoding="utf-8")))))
 
 

@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
     "batch": 32,
     "steps": 800,
     "lr": 4e-3,
-    "fine_tuning_steps": 120,
+    "fine_tuning_steps": 400,
     "fine_tuning_lr": 5e-4,
     "looks_every": 10,
 }

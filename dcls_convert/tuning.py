@@ -55,6 +55,8 @@ def param_groups(
         optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=4e-3, param_group_fn=tuning.param_groups)
         scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer)
 
+    timm then ignores its own `weight_decay` and `layer_decay`: bind them here with `functools.partial`.
+
     Never both in one group: timm's schedulers would multiply a scaled rate once more.
 
     Args:
