@@ -40,7 +40,7 @@ def stop(processes: list[psutil.Popen]) -> None:
     psutil.wait_procs(family)
 
 
-def finish(processes: list[psutil.Popen], timeout: float = 120) -> None:
+def finish(processes: list[psutil.Popen], timeout: float = 300) -> None:
     try:
         assert [process.wait(timeout=timeout) for process in processes] == [0] * len(processes)
     finally:

@@ -1,0 +1,53 @@
+"""Write the tables of benchmarks/results.md from what is stored: python benchmarks/tables.py [--check]
+
+Between the two comments that name a script stands what that script's `--table` prints, and before it the command, date,
+versions and machine of the run. With --check nothing is written; the exit code is 1 where the file would change.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+DOCUMENT = FOLDER / "results.md"
+SECTION = re.compile(r"(<!-- from (\w+)\.py -->\n).*?(<!-- to here -->)", re.DOTALL)
+
+
+def section(name: str) -> str:
+    """Markdown of one script's stored results."""
+    result = json.loads((FOLDER / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    printed = subprocess.run(
+        [sys.executable, str(FOLDER / f"{name}.py"), "--table"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    hardware = result.get("hardware") or {"machine": result["machine"]}
+    machine = ", ".join(str(value) if isinstance(value, str) else f"{value} {key}" for key, value in hardware.items())
+    return f"\n`{result['command']}`, {result['date']}; {versions}; {machine}.\n\n{printed}\n\n"
+
+
+def filled(text: str) -> str:
+    names = [name for _, name, _ in SECTION.findall(text)]
+    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        sections = dict(zip(names, pool.map(section, names), strict=True))
+    return SECTION.sub(lambda found: found[1] + sections[found[2]] + found[3], text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only say whether the tables are those of the results")
+    check = parser.parse_args().check
+    text = DOCUMENT.read_text(encoding="utf-8")
+    new = filled(text)
+    if check and new != text:
+        sys.exit(f"{DOCUMENT.name} is not what the stored results give; run python benchmarks/tables.py")
+    if not check:
+        DOCUMENT.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
