@@ -60,13 +60,14 @@ class Network:
     position_lr_scale: float = small.POSITION_LR_SCALE  # 0 where they are frozen
 
 
+FROZEN = "DCLS 13, positions frozen"
 NETWORKS = {
     "dense 7x7": Network(),
     "dilated 7x7, rate 2": Network(dilation=2),
     "dense 13x13": Network(kernel_size=13),
     "DCLS 13, tied": Network(tie="stage"),
     "DCLS 13, untied": Network(tie="none"),
-    "DCLS 13, positions frozen": Network(tie="stage", position_lr_scale=0.0),
+    FROZEN: Network(tie="stage", position_lr_scale=0.0),
     "DCLS 13, positions' learning rate x1": Network(tie="stage", position_lr_scale=1.0),
     "DCLS 13, positions from N(0, 0.5)": Network(tie="stage", positions="normal"),
 }
@@ -147,17 +148,20 @@ def positions_of(model: nn.Module) -> Tensor:
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
-    """Markdown, a line a network; what is over dense 7x7 is of the same seed."""
+    """Markdown, a line a network; differences are between networks of the same seed."""
     rows: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in result["rows"]:
         rows[row["network"]].append(row)
-    columns = "parameters", "elements", "test accuracy, %", "over dense 7x7", "training accuracy, %", "cells moved"
-    yield f"| network | {' | '.join(columns)} |"
-    yield "| --- |" + " --- |" * len(columns)
-    base = [row["test"] for row in rows["dense 7x7"]]
+    columns = "parameters", "elements", "test accuracy, %", "over dense 7x7, by seed", "over frozen positions, by seed"
+    yield f"| network | {' | '.join(columns)} | training accuracy, % | cells moved |"
+    yield "| --- |" + " --- |" * (len(columns) + 2)
     for name, members in rows.items():
-        gains = [row["test"] - other for row, other in zip(members, base, strict=True)]
-        shown = [small.mean_and_spread(values) for values in ([row["test"] for row in members], gains)]
+        shown = [small.mean_and_spread([row["test"] for row in members])]
+        for other in ("dense 7x7", FROZEN):
+            pairs = zip(members, rows[other], strict=True)
+            shown.append(
+                "" if name == other else ", ".join(f"{row['test'] - base['test']:+.1f}" for row, base in pairs)
+            )
         shown.append(small.mean_and_spread([row["train"] for row in members]))
         shown.append(small.mean_and_spread([row["moved"] for row in members], 2) if "moved" in members[0] else "")
         elements = members[0].get("elements", NETWORKS[name].kernel_size ** 2)

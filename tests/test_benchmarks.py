@@ -1,0 +1,12 @@
+"""The tables in the documentation are those of the stored results."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def test_the_tables_are_those_of_the_stored_results():
+    run = subprocess.run([sys.executable, str(BENCHMARKS / "tables.py"), "--check"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
