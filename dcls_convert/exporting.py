@@ -215,7 +215,7 @@ def _write_onnx(job: _Job) -> Folded:
 
     def export(path: Path, images: Tensor, dynamic: bool) -> Exported:
         torch.onnx.export(
-            job.model,
+            job.model if isinstance(job.wanted[0], Tensor) else _FlatOutputs(job.model),
             (images,),
             path,
             dynamo=True,
@@ -228,8 +228,23 @@ def _write_onnx(job: _Job) -> Folded:
         return _onnx_session(path)
 
     # ONNX knows no structure: its outputs are the tensors in their order.
-    flat = tuple(tuple(t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)) for outputs in job.wanted)
+    flat = tuple(_flat(outputs) for outputs in job.wanted)
     return _export(replace(job, wanted=flat), "onnx", ONNX_BOUND, export)
+
+
+class _FlatOutputs(nn.Module):
+    """Returns tensors only: torch 2.8 cannot export a None among outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        return _flat(self.model(images))
+
+
+def _flat(outputs: Any) -> tuple[Tensor, ...]:
+    return tuple(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
 
 
 def _onnx_session(path: Path) -> Exported:

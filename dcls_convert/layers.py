@@ -173,7 +173,8 @@ class DclsConvNd(Tied):
             self.positions.clamp_(*limits[0])
         else:  # in one operation on the parameter: views of it cannot be changed in place in a compiled graph
             low, high = self.positions.new_tensor(limits).T.reshape(2, -1, *[1] * self.weight.dim())
-            self.positions.clamp_(_spread_like(low, self.positions), _spread_like(high, self.positions))
+            low, high = (_spread_like(limit, self.positions) for limit in (low, high))
+            self.positions.copy_(self.positions.maximum(low).minimum(high))
         if self.sigma is not None:
             self.sigma.clamp_(min=find_interpolation(self.interpolation).min_sigma)
 

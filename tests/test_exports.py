@@ -129,7 +129,7 @@ def test_a_folded_checkpoint_can_be_exported_but_not_folded_again(tmp_path, chec
 def test_a_model_for_one_number_of_images_is_exported_for_one(checkpoints, format):
     found = fold_checkpoint(checkpoints / "ByImage", format)
     assert found.batch == 1
-    assert f"the export to {format} fails" in found.note
+    assert found.note.startswith(f"the export to {format} ")  # fails, or with torch 2.8 gives what does not run
     assert not {"\x1b", "\n"} & set(found.note)
     images = torch.randn(1, *IMAGE)
     wanted = loaded_outputs(checkpoints / "ByImage", images)

@@ -187,6 +187,7 @@ TORCH_SCHEDULERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # SequentialLR of torch 2.8 itself
 @pytest.mark.parametrize("by_timm", [False, True])
 @pytest.mark.parametrize("scheduler", TORCH_SCHEDULERS)
 def test_with_lr_positions_learn_5_times_as_fast_under_the_schedulers_of_torch(tied, scheduler, by_timm):
