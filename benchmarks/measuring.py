@@ -62,7 +62,7 @@ class FreshProcessError(RuntimeError):
     """The process ended with an error, or without the JSON that was expected of it."""
 
 
-# Linux counts the memory of the process that starts another in with that of the other, so this small one stands between.
+# Linux counts the memory of the process that starts another in with the other's, so this small one stands between.
 _LAUNCHER = """
 import json, os, resource, sys, time
 report, *command = sys.argv[1:]
