@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-# On a CPU, so many elements at a time: their temporary tensors stay in the cache and take no memory worth speaking of.
+# On a CPU, so many elements at a time for each thread: temporary tensors stay in the cache, and small.
+# It is what torch gives a thread at least.
 BLOCK_ELEMENTS = 32768
+MOST_THREADS = 8  # that bound the memory
 EXACT_FLOAT32_INTEGER = 2**24
 
 Size = tuple[int, ...]  # of the window along the learnt axes, in cells
@@ -83,7 +85,7 @@ class _Scatter(Function):
         weight, cells = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]
         if not torch.is_grad_enabled() and not ctx.along:
-            grad_weight, grad_cells = _Gradients.apply(grad, weight, cells, ctx.size, *needs)
+            grad_weight, grad_cells = _gradients(grad, weight, cells, ctx.size, *needs)
         else:
             grad_weight = _Gather.apply(grad, cells, ctx.size, ctx.along) if needs[0] else None
             grad_cells = weight * _slopes(grad, cells, ctx.size, ctx.along) if needs[1] else None
@@ -136,28 +138,6 @@ class _Gather(Function):
         return _Gather.apply(kernel, cells, size, along), 0
 
 
-class _Gradients(Function):
-    """All gradients of `_Scatter` from one gathering, where they need no gradients of their own."""
-
-    @staticmethod
-    def forward(
-        grad: Tensor, weight: Tensor, cells: Tensor, size: Size, of_weight: bool, of_cells: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        return _gradients(grad, weight, cells, size, of_weight, of_cells)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, Tensor | None]) -> None:
-        pass
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, grad: Tensor, weight: Tensor, cells: Tensor, *rest: Any
-    ) -> tuple[tuple[Tensor | None, Tensor | None], tuple[int | None, int | None]]:
-        grad, weight, cells = _batched(info, in_dims, (grad, 0), (weight, 0), (cells, 1))
-        gradients = _Gradients.apply(grad, weight, cells, *rest)
-        return gradients, (None if gradients[0] is None else 0, None if gradients[1] is None else 1)
-
-
 def _other(size: Size, along: Along) -> Along:
     """The axes along which a derivative is left: a second one along the same axis is 0."""
     return tuple(axis for axis in range(len(size)) if axis not in along)
@@ -188,12 +168,11 @@ def _scatter(weight: Tensor, cells: Tensor, size: Size, along: Along) -> Tensor:
     """weight (*C, E), cells (A, *C, E) -> (*C, *size)."""
     weights, coordinates = _rows(weight), _rows(cells, 1)  # (N, E), (A, N, E)
     kernel = weight.new_empty(weights.shape[0], math.prod(size))  # (N, cells of the window)
-    for block in _blocks(weights):
-        index, fractions = _corners(coordinates[:, block], size)
-        part = kernel[block].zero_()
-        shares = _shares(weights[block], fractions, along)
-        for offset, share in zip(_offsets(size), shares, strict=True):
-            part[:, offset:].scatter_add_(1, index, share)
+    for some_kernel, some_weight, some_cells in _blocks(kernel, weights, coordinates):
+        index, fractions = _corners(some_cells, size)
+        shares = _shares(some_weight, fractions, along)
+        for corner, share in zip(_shifted(some_kernel.zero_(), size), shares, strict=True):
+            corner.scatter_add_(1, index, share)
     return kernel.view(*weight.shape[:-1], *size)
 
 
@@ -201,48 +180,54 @@ def _gather(kernel: Tensor, cells: Tensor, size: Size, along: Along) -> Tensor:
     """kernel (*C, *size), cells (A, *C, E) -> (*C, E)."""
     coordinates = _rows(cells, 1)  # (A, N, E)
     flat = kernel.reshape(coordinates.shape[1], math.prod(size))
-    result = kernel.new_empty(coordinates.shape[1:])
-    for block in _blocks(result):
-        index, fractions = _corners(coordinates[:, block], size)
-        values = [flat[block, offset:].gather(1, index) for offset in _offsets(size)]
+    results = []
+    for some_kernel, some_cells in _blocks(flat, coordinates):
+        index, fractions = _corners(some_cells, size)
+        values = [corner.gather(1, index) for corner in _shifted(some_kernel, size)]
         for axis in reversed(range(len(size))):
             values = [
                 high - low if axis in along else torch.addcmul(low, high - low, fractions[axis])
                 for low, high in _pairs(values)
             ]
-        result[block] = values[0]
-    return result.view(cells.shape[1:])
+        results += values
+    return _joined(results, 0, cells[0])
 
 
 def _gradients(
     grad: Tensor, weight: Tensor, cells: Tensor, size: Size, of_weight: bool, of_cells: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """grad (*C, *size), weight (*C, E), cells (A, *C, E) -> gradients of weight and cells."""
+    """All gradients of `_scatter` from one gathering: Algorithm 2 of the paper.
+
+    grad (*C, *size), weight (*C, E), cells (A, *C, E) -> gradients of weight and cells. Nothing is changed in place
+    that hangs on `grad`, so that it may stand for a batch of gradients (`is_grads_batched`).
+    """
     weights, coordinates = _rows(weight), _rows(cells, 1)  # (N, E), (A, N, E)
     flat = grad.reshape(weights.shape[0], math.prod(size))
-    grad_weights = weights.new_empty(weights.shape) if of_weight else None
-    grad_coordinates = coordinates.new_empty(coordinates.shape) if of_cells else None
-    for block in _blocks(weights):
-        index, fractions = _corners(coordinates[:, block], size)
-        values = [flat[block, offset:].gather(1, index) for offset in _offsets(size)]
-        slopes: dict[int, list[Tensor]] = {}  # of the axes so far
+    grad_weights, grad_coordinates = [], []
+    for some_grad, some_weight, some_cells in _blocks(flat, weights, coordinates):
+        index, fractions = _corners(some_cells, size)
+        values = [corner.gather(1, index) for corner in _shifted(some_grad, size)]
+        slopes: list[list[Tensor]] = []  # of the axes so far, the first one first
         for axis in reversed(range(len(size))):
             fraction = fractions[axis]
             steps = [high - low for low, high in _pairs(values)]
             if of_weight or axis > 0:
                 values = [torch.addcmul(low, step, fraction) for low, step in zip(values[::2], steps, strict=True)]
             if of_cells:
-                slopes = {one: [low.lerp(high, fraction) for low, high in _pairs(s)] for one, s in slopes.items()}
-                slopes[axis] = steps
-        if grad_weights is not None:
-            grad_weights[block] = values[0]
-        if grad_coordinates is not None:
-            for axis, (slope,) in slopes.items():
-                torch.mul(weights[block], slope, out=grad_coordinates[axis, block])
+                slopes = [steps, *([low.lerp(high, fraction) for low, high in _pairs(slope)] for slope in slopes)]
+        if of_weight:
+            grad_weights += values
+        if of_cells:
+            grad_coordinates.append(some_weight * torch.stack([slope for (slope,) in slopes]))
     return (
-        None if grad_weights is None else grad_weights.view(weight.shape),
-        None if grad_coordinates is None else grad_coordinates.view(cells.shape),
+        _joined(grad_weights, 0, weight) if of_weight else None,
+        _joined(grad_coordinates, 1, cells) if of_cells else None,
     )
+
+
+def _joined(blocks: list[Tensor], dim: int, like: Tensor) -> Tensor:
+    joined = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)
+    return joined.reshape(like.shape)
 
 
 def _rows(tensor: Tensor, first: int = 0) -> Tensor:
@@ -250,11 +235,17 @@ def _rows(tensor: Tensor, first: int = 0) -> Tensor:
     return tensor.reshape(*tensor.shape[:first], math.prod(tensor.shape[first:-1]), tensor.shape[-1])
 
 
-def _blocks(rows: Tensor) -> Iterator[slice]:
-    """rows (N, E) -> parts of N: some elements at a time on a CPU, all at once elsewhere."""
-    count, elements = rows.shape
-    step = max(1, BLOCK_ELEMENTS // max(elements, 1)) if rows.device.type == "cpu" else max(count, 1)
-    return (slice(start, start + step) for start in range(0, count, step))
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Parts of N: some elements at a time on a CPU, all at once elsewhere.
+
+    The tensors are (N, any) or (A, N, E), the last one with E elements.
+    """
+    count, elements = tensors[-1].shape[-2:]
+    step = max(count, 1)
+    if tensors[-1].device.type == "cpu":
+        threads = min(torch.get_num_threads(), MOST_THREADS)
+        step = max(1, BLOCK_ELEMENTS * threads // max(elements, 1))
+    return zip(*(torch.split(tensor, step, tensor.dim() - 2) for tensor in tensors), strict=True)
 
 
 def _corners(cells: Tensor, size: Size) -> tuple[Tensor, list[Tensor]]:
@@ -274,16 +265,19 @@ def _corners(cells: Tensor, size: Size) -> tuple[Tensor, list[Tensor]]:
     return index.nan_to_num_(0.0).long(), fractions
 
 
-def _offsets(size: Size) -> list[int]:
-    """From the cell below on all axes to each corner, in the flat window; the last axis changes fastest."""
+def _shifted(kernel: Tensor, size: Size) -> list[Tensor]:
+    """kernel (n, cells of the window) -> for each corner, the view in which it has the index of the lowest corner.
+
+    The last axis changes fastest.
+    """
     offsets = [0]
     for axis in range(len(size)):
         offsets = [offset + step for offset in offsets for step in (0, math.prod(size[axis + 1 :]))]
-    return offsets
+    return [kernel.narrow(1, offset, kernel.shape[1] - offsets[-1]) for offset in offsets]
 
 
 def _shares(weight: Tensor, fractions: Sequence[Tensor], along: Along) -> list[Tensor]:
-    """What of the weight each corner gets, in the order of `_offsets`."""
+    """What of the weight each corner gets, in the order of `_shifted`."""
     shares = [weight]
     for axis, fraction in enumerate(fractions):
         upper = [share if axis in along else share * fraction for share in shares]
