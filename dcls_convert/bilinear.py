@@ -10,6 +10,8 @@ derivatives along some axes, for which 1 - f and f become -1 and 1:
 The derivative of either is made of both, so that any derivative of any order and in either mode comes out.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +24,6 @@ from torch.autograd import Function
 # It is what torch gives a thread at least.
 BLOCK_ELEMENTS = 32768
 MOST_THREADS = 8  # that bound the memory
-EXACT_FLOAT32_INTEGER = 2**24
 
 Size = tuple[int, ...]  # of the window along the learnt axes, in cells
 Along = tuple[int, ...]  # axes along which the derivative is meant
@@ -245,6 +246,8 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if tensors[-1].device.type == "cpu":
         threads = min(torch.get_num_threads(), MOST_THREADS)
         step = max(1, BLOCK_ELEMENTS * threads // max(elements, 1))
+    if count <= step:
+        return iter([tensors])
     return zip(*(torch.split(tensor, step, tensor.dim() - 2) for tensor in tensors), strict=True)
 
 
@@ -253,16 +256,16 @@ def _corners(cells: Tensor, size: Size) -> tuple[Tensor, list[Tensor]]:
 
     On an axis, the cell below is at most size - 2: at the upper border the fraction is 1, and derivatives point inward.
     """
-    exact = cells.dtype if math.prod(size) <= EXACT_FLOAT32_INTEGER else torch.float64
     index, fractions = None, []
     for coordinate, length in zip(cells, size, strict=True):
         inside = coordinate.clamp(0, length - 1)
-        lower = inside.floor().clamp_(max=length - 2)
+        # Cut off, since `floor` wakes all threads even for a few elements. Not a number becomes any integer here, which
+        # is brought into the window, and stays one in the fraction.
+        lower = inside.to(torch.int32).clamp_(0, length - 2)
         fractions.append(inside.sub_(lower))
-        index = lower.to(exact) if index is None else torch.add(lower, index, alpha=length)
+        index = lower if index is None else torch.add(lower, index, alpha=length)
     assert index is not None
-    # Not a number stays one in the fractions, but must not become an index.
-    return index.nan_to_num_(0.0).long(), fractions
+    return index.long(), fractions
 
 
 def _shifted(kernel: Tensor, size: Size) -> list[Tensor]:
@@ -270,10 +273,14 @@ def _shifted(kernel: Tensor, size: Size) -> list[Tensor]:
 
     The last axis changes fastest.
     """
-    offsets = [0]
-    for axis in range(len(size)):
-        offsets = [offset + step for offset in offsets for step in (0, math.prod(size[axis + 1 :]))]
+    offsets = _offsets(size)
     return [kernel.narrow(1, offset, kernel.shape[1] - offsets[-1]) for offset in offsets]
+
+
+@functools.cache
+def _offsets(size: Size) -> tuple[int, ...]:
+    strides = [math.prod(size[axis + 1 :]) for axis in range(len(size))]
+    return tuple(sum(steps) for steps in itertools.product(*((0, stride) for stride in strides)))
 
 
 def _shares(weight: Tensor, fractions: Sequence[Tensor], along: Along) -> list[Tensor]:
