@@ -144,7 +144,7 @@ def one_pass(construct: Construct, inputs: Sequence[Any], gradient: Any, device:
             gradient.sum()
 
     if device == "cuda":
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
         marks[0].record()
         kernel = construct(*inputs)
         marks[1].record()

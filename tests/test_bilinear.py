@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcls_convert import bilinear
-from dcls_convert.bilinear import bilinear_kernel
+from dcls_convert.bilinear import bilinear_kernel, needs_plain_operations
 from dcls_convert.interpolation import bilinear_of_plain_operations, construct_kernel
 from dcls_convert.layers import DclsConv2d
 
@@ -277,3 +278,11 @@ def test_graphs_of_operations_hold_plain_ones_that_know_no_number_of_elements():
     called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert all(name.startswith(("aten.", "<built-in", "wrap_")) for name in called), called
     assert math.prod(program.module()(*inputs((5, 8), seed=5)).shape) == 2 * 3 * 5 * 8
+
+
+def test_tensors_with_operations_of_their_own_get_plain_ones():
+    ordinary = torch.ones(1)
+    assert not needs_plain_operations(ordinary)
+    assert not needs_plain_operations(nn.Parameter(ordinary))
+    with FakeTensorMode() as mode:
+        assert needs_plain_operations(mode.from_tensor(ordinary))
