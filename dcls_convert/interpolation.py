@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .bilinear import bilinear_kernel, needs_plain_operations
+
 MIN_GAUSSIAN_SIGMA = 0.27  # cells; below it, an element between cells loses its gradient. DCLS 0.1.1
 INITIAL_GAUSSIAN_SIGMA = 0.5  # cells; 0.23 + 0.27 in DCLS 0.1.1
 MIN_TRIANGLE_SIGMA = 1.0  # cells; the triangle of half-width 1 is the bilinear interpolation. DCLS 0.1.1
@@ -161,7 +163,16 @@ def _cells(positions: Tensor, size: int) -> Tensor:
 
 
 def _bilinear(weight: Tensor, positions: Tensor, _sigma: Tensor | None, size: Sequence[int]) -> Tensor:
+    """weight (*C, E), positions (A, *C, E) -> (*C, *size), by whichever form fits."""
+    if needs_plain_operations(weight) or needs_plain_operations(positions):
+        return bilinear_of_plain_operations(weight, positions, size)
+    return bilinear_kernel(weight, positions, size)
+
+
+def bilinear_of_plain_operations(weight: Tensor, positions: Tensor, size: Sequence[int]) -> Tensor:
     """Algorithm 1 of the paper, each corner of all elements in one addition: elements x 2^A, not elements x window.
+
+    For compilers, which make their own kernels of it, and as what `bilinear_kernel` is tested against.
 
     weight (*C, E), positions (A, *C, E) -> (*C, *size).
     """
