@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .convs import PLAIN, ConvForm, carry_over, find_form, padding_of, why_not_replaceable
+from .depthwise import conv2d
 from .geometry import DYNAMIC_SAME, Padding, extent, grown_padding, padded_cells
 from .interpolation import construct_kernel, find_interpolation, learnt_axes, position_limits
 from .ties import Tied
@@ -282,7 +283,8 @@ class DclsConvNd(Tied):
     def fuse(self) -> _ConvNd:
         """The plain convolution with the constructed kernel as its weight: same outputs, positions no longer learnt.
 
-        `timm.utils.reparameterize_model` calls it.
+        `timm.utils.reparameterize_model` calls it. A wide depthwise window is slow in a plain convolution on the CPU if
+        its maps are contiguous; `model.to(memory_format=torch.channels_last)`, and such images, help.
         """
         shape: dict[str, Any] = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups, "bias": False}
         make: Callable[..., _ConvNd] = same_padded_conv
@@ -328,7 +330,7 @@ class DclsConv1d(DclsConvNd):
 
 class DclsConv2d(DclsConvNd):
     __doc__ = DclsConvNd.__doc__
-    dims, conv_class, conv_function = 2, nn.Conv2d, staticmethod(F.conv2d)
+    dims, conv_class, conv_function = 2, nn.Conv2d, staticmethod(conv2d)
 
 
 class DclsConv3d(DclsConvNd):
