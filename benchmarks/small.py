@@ -1,10 +1,8 @@
 """What the small experiments share: a ConvNeXt of few stages, its training, statistics over seeds, stored results."""
 
 import argparse
-import datetime
 import json
 import math
-import platform
 import statistics
 import sys
 from collections import OrderedDict
@@ -12,15 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
+from measuring import RESULTS, store
 from timm.layers import LayerNorm2d, NormMlpClassifierHead
 from timm.models.convnext import ConvNeXtStage
 from torch import Tensor, nn
 
-import dcls_convert
-
-RESULTS = Path(__file__).parent / "results"
 CLIPPED_NORM = 1.0  # of the gradient
 WEIGHT_DECAY = 0.05  # ConvNeXt's; none for positions (the paper's), biases and norms
 POSITION_LR_SCALE = 5.0  # the paper's
@@ -179,19 +174,5 @@ def main(
             for row in measure(seed):
                 rows.append({"seed": seed, **row})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-                _store(options.output, command, settings, rows)
+                store(options.output, command=command, settings=settings, rows=rows)
     print("\n".join(table(json.loads(options.output.read_text(encoding="utf-8")))))
-
-
-def _store(path: Path, command: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    versions = {module.__name__: module.__version__ for module in (torch, timm, dcls_convert)}
-    result = {
-        "command": command,
-        "date": datetime.date.today().isoformat(),
-        "versions": {"python": platform.python_version(), **versions},
-        "machine": f"{platform.machine()}, 1 process of 1 thread",
-        "settings": settings,
-        "rows": rows,
-    }
-    path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
