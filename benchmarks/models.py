@@ -22,6 +22,7 @@ import measuring
 
 IMAGE = (3, 224, 224)
 LEAST_ROUNDS, MOST_ROUNDS = 3, 30
+SLOW = 2.0  # seconds of one image; such an implementation is not warmed again, and constructs once
 TOLERANCE = 1e-4  # of the largest output
 FLOATS_KEPT = 10  # by the authors' v0 in training, for every element and cell of its window; about
 OURS, FOLDED, DENSE, AUTHORS = "ours", "ours folded", "dense original", "authors' package"
@@ -137,11 +138,12 @@ def worker(case: Case, mode: str, options: argparse.Namespace) -> list[dict[str,
     batch, training = MODES[mode]
     models, notes = build(case, options.version, training)
     images = torch.randn(batch, *IMAGE, generator=torch.Generator().manual_seed(1))
-    notes |= disagreeing(models, images[:1])
+    differing, slow = first_run(models, images[:1])
+    notes |= differing
     for name in notes:
         models.pop(name, None)
     run = {name: runner(name, model, images, training) for name, model in models.items()}
-    times = interleaved(run, options.seconds)
+    times = interleaved(run, options.seconds, warm=slow)
     rows = [
         {
             "model": case.model,
@@ -156,7 +158,7 @@ def worker(case: Case, mode: str, options: argparse.Namespace) -> list[dict[str,
     if mode == "inference, batch 8":
         for row in rows:
             if row["implementation"] in (OURS, AUTHORS):
-                share = construction(models[row["implementation"]])
+                share = construction(models[row["implementation"]], once=row["implementation"] in slow)
                 row["construction_seconds"] = measuring.summary(share)
     rows += [
         {"model": case.model, "window": case.window, "mode": mode, "implementation": name, "note": note}
@@ -165,18 +167,23 @@ def worker(case: Case, mode: str, options: argparse.Namespace) -> list[dict[str,
     return rows
 
 
-def disagreeing(models: dict[str, Any], images: Any) -> dict[str, str]:
-    """What does not give our outputs, though it should."""
+def first_run(models: dict[str, Any], images: Any) -> tuple[dict[str, str], set[str]]:
+    """What does not give our outputs, though it should, and why; and what is slow."""
     import torch
 
-    found = {}
+    differing, slow, outputs = {}, set(), {}
     with torch.inference_mode():
-        wanted = models[OURS].eval()(images)
-        for name in models.keys() - {OURS, DENSE}:
-            error = ((models[name].eval()(images) - wanted).abs().max() / wanted.abs().max()).item()
-            if not error <= TOLERANCE:
-                found[name] = f"not timed: outputs differ by {error:.1e} of the largest"
-    return found
+        for name, model in models.items():
+            begun = time.perf_counter()
+            outputs[name] = model.eval()(images)
+            if time.perf_counter() - begun > SLOW:
+                slow.add(name)
+    wanted = outputs[OURS]
+    for name in models.keys() - {OURS, DENSE}:
+        error = ((outputs[name] - wanted).abs().max() / wanted.abs().max()).item()
+        if not error <= TOLERANCE:
+            differing[name] = f"not timed: outputs differ by {error:.1e} of the largest"
+    return differing, slow
 
 
 def runner(name: str, model: Any, images: Any, training: bool) -> Callable[[], None]:
@@ -204,15 +211,17 @@ def runner(name: str, model: Any, images: Any, training: bool) -> Callable[[], N
     return step
 
 
-def interleaved(run: dict[str, Callable[[], None]], seconds: float) -> dict[str, list[float]]:
-    """Rounds in which each takes one turn, after one for warmth; as many as fit into the seconds, within limits."""
-    for function in run.values():
-        function()
+def interleaved(
+    run: dict[str, Callable[[], None]], seconds: float, *, warm: Iterable[str] = (), least: int = LEAST_ROUNDS
+) -> dict[str, list[float]]:
+    """Rounds in which each takes one turn, after one for warmth of those that are not warm; as many as fit."""
+    for name in run.keys() - set(warm):
+        run[name]()
     times: dict[str, list[float]] = {name: [] for name in run}
     end = time.perf_counter() + seconds
     names = list(run)
     for count in range(MOST_ROUNDS):
-        if count >= LEAST_ROUNDS and time.perf_counter() > end:
+        if count >= least and time.perf_counter() > end:
             break
         for name in names[count % len(names) :] + names[: count % len(names)]:
             begun = time.perf_counter()
@@ -221,7 +230,7 @@ def interleaved(run: dict[str, Callable[[], None]], seconds: float) -> dict[str,
     return times
 
 
-def construction(model: Any) -> list[float]:
+def construction(model: Any, *, once: bool) -> list[float]:
     """Seconds to construct the kernels of all layers once, repeatedly."""
     import torch
 
@@ -239,7 +248,7 @@ def construction(model: Any) -> list[float]:
             for construct in ours + theirs:
                 construct()
 
-    return interleaved({"": all_kernels}, 3)[""]
+    return interleaved({"": all_kernels}, 0 if once else 3, warm=[""] if once else [], least=1)[""]
 
 
 # CUDA.
