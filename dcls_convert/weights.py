@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -19,8 +19,9 @@ from .errors import CheckpointError, one_line, shortened
 
 # What training scripts wrap a state dict in, the one to take first. timm takes averaged weights before plain ones.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
-# Tensors in memory of their own, which a model can keep, instead of views of the file; where safetensors knows how.
-READ = {"backend": "pread"} if "backend" in inspect.signature(load_file).parameters else {}
+# Where safetensors knows how: tensors that are read, not views of the mapped file, whose pages count as memory too.
+READ = {"backend": "pread"} if "backend" in inspect.signature(safetensors.torch.load_file).parameters else {}
+ALIGNMENT = 64  # bytes; of memory that torch allocates
 MOST_WRAPPERS = 3  # one in the other; a mapping can hold itself
 PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
@@ -120,11 +121,15 @@ def fill_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_clas
 
 
 def _of_its_own(tensor: Tensor, dtype: torch.dtype, taken: set[int]) -> Tensor:
-    """The tensor, contiguous and in memory that belongs to nothing else; a copy only if it is not."""
+    """The tensor, contiguous and in memory that belongs to nothing else; a copy only if it is not.
+
+    Memory starts where torch's own does, or products would be summed in another order, and their last bits differ.
+    """
     tensor = tensor.detach().to(device="cpu", dtype=dtype)
     memory = tensor.untyped_storage()
     whole = memory.nbytes() == tensor.numel() * tensor.element_size()
-    if not (tensor.is_contiguous() and whole) or memory.data_ptr() in taken:
+    aligned = tensor.data_ptr() % ALIGNMENT == 0
+    if not (tensor.is_contiguous() and whole and aligned) or memory.data_ptr() in taken:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     if tensor.numel():
         taken.add(tensor.untyped_storage().data_ptr())
@@ -181,9 +186,16 @@ def _classifier_names(model: nn.Module, own: Mapping[str, Tensor]) -> list[str]:
     return [name for name in own if name.rpartition(".")[0].startswith(modules)]
 
 
+def load_file(path: Path) -> dict[str, Tensor]:
+    """A safetensors file, one tensor after the other into memory that torch allocates, which a model can keep."""
+    options: Any = READ
+    with safe_open(path, framework="pt", **options) as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}
+
+
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path, **READ)
+        return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path}: not a readable safetensors file: {one_line(error)[:200]}") from error
 

@@ -60,6 +60,7 @@ def test_a_model_filled_from_a_file_is_the_ordinary_one(tmp_path, name):
         assert mine.requires_grad == tensor.requires_grad, place
         assert type(mine) is type(tensor), place
         assert torch.equal(mine, tensor), place
+        assert mine.data_ptr() % weights.ALIGNMENT == 0, place
     assert [m.training for m in found.modules()] == [m.training for m in wanted.modules()]
 
 
@@ -85,12 +86,12 @@ def test_the_users_own_code_is_run_once():
     assert build_hollow(ModelSource(name="collections:OrderedDict")) is None
 
 
-class Largest(TorchDispatchMode):
-    """The most bytes in one new memory, and in all new memories that live at one time."""
+class Allocated(TorchDispatchMode):
+    """Bytes of all memory that operators allocate on the CPU."""
 
     def __init__(self):
         super().__init__()
-        self.memories, self.most = {}, 0
+        self.memories, self.most = {}, 0  # none is taken for freed: an upper bound
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -109,7 +110,7 @@ def test_loading_allocates_no_second_model(tmp_path):
     save_file(build_model(source).state_dict(), tmp_path / "w.safetensors")
     state = read_weights(tmp_path / "w.safetensors")
     pointers = {name: tensor.data_ptr() for name, tensor in state.items()}
-    with Largest() as counted:
+    with Allocated() as counted:
         model = build_hollow(source)
         assert fill_(model, state, "file")
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == pointers
@@ -151,7 +152,6 @@ def test_the_command_draws_no_weights_that_a_file_has(tmp_path, monkeypatch, cap
     for path in sorted(folders[0].iterdir()):
         assert path.read_bytes() == (folders[1] / path.name).read_bytes(), path.name
     loaded = load_converted(folders[0])
-    assert not weights._is_hollow(loaded)
     saved = load_file(folders[0] / "model.safetensors")
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, saved[name])
@@ -180,6 +180,6 @@ def test_the_weights_file_has_the_librarys_own_bytes(tmp_path):
 def test_writing_allocates_no_second_model(tmp_path):
     model, plan = converted()
     gc.collect()
-    with Largest() as counted:
+    with Allocated() as counted:
         write_weights(model, plan, tmp_path / "ours", fingerprint=False)
     assert counted.most < 0.05 * sum(tensor.nbytes for tensor in model.state_dict().values())
