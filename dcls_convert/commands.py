@@ -25,6 +25,7 @@ from .errors import CheckpointError, DclsConvertError, PlanError
 from .geometry import size_text
 from .models import (
     ModelSource,
+    build_hollow,
     build_model,
     rebuildable_source,
     resolve_model,
@@ -39,7 +40,7 @@ from .rules import RuleSet, claim_sites, load_rules
 from .sites import find_convs
 from .surgery import apply_plan_
 from .views import report_view
-from .weights import check_weights_file, load_weights_, read_weights
+from .weights import check_weights_file, fill_, load_weights_, read_weights
 
 Weights = dict[str, torch.Tensor] | AuthorsWeights | None  # of --checkpoint
 
@@ -244,9 +245,10 @@ def _carry_out(
     options: ConvertOptions, plan: ConversionPlan, source: ModelSource, weights: Weights, output: Path, step: Any
 ) -> tuple[ConversionReport, float | None]:
     step("building with pretrained weights" if options.pretrained else "building")
-    model = build_model(source, pretrained=options.pretrained, seed=options.seed)
+    model, kept = _built(options, source, weights)
     step("converting")
     errors, moved = _convert(options, model, plan, weights)
+    _tell_of_initial_values(options, kept)
     step("measuring")
     report = measure_report(model, plan)
     if report != predict_report(plan):
@@ -257,32 +259,46 @@ def _carry_out(
     return report, moved
 
 
+def _built(options: ConvertOptions, source: ModelSource, weights: Weights) -> tuple[nn.Module, list[str]]:
+    """The model with its weights, and the names that kept their initial values; the authors' weights come later."""
+    where, new_classifier = f"checkpoint {options.checkpoint}", options.num_classes is not None
+    plain = weights if isinstance(weights, dict) else None
+    if plain is not None:
+        hollow = build_hollow(source)
+        if hollow is not None and fill_(hollow, plain, where, new_classifier=new_classifier):
+            plain.clear()  # what the model does not hold need not stay in memory
+            return hollow, []
+    model = build_model(source, pretrained=options.pretrained, seed=options.seed)
+    kept = [] if plain is None else load_weights_(model, plain, where, new_classifier=new_classifier)
+    if plain is not None:
+        plain.clear()
+    return model, kept
+
+
 def _convert(
     options: ConvertOptions, model: nn.Module, plan: ConversionPlan, weights: Weights
 ) -> tuple[dict[str, float], float | None]:
-    """Load and convert; the kernels' relative errors, and how far the outputs for random images moved."""
-    new_classifier, kept = options.num_classes is not None, []
-    errors: dict[str, float] = {}
-    moved = None
+    """The kernels' relative errors, and how far the outputs for random images moved."""
     if isinstance(weights, AuthorsWeights):
+        new_classifier = options.num_classes is not None
         kept = start_from_authors_(model, plan, weights, version=options.authors_version, new_classifier=new_classifier)
-    else:
-        if weights is not None:
-            kept = load_weights_(model, weights, f"checkpoint {options.checkpoint}", new_classifier=new_classifier)
-        init = options.init if options.init != AUTO else "fit" if _has_weights(options) else "random"
-        before = _outputs(model, plan) if init != "random" and _has_weights(options) else None
-        calibration = None
-        if options.calibrate is not None:
-            calibration = calibrate(model, plan, options.calibrate, note=functools.partial(_note, options))
-        generator = torch.Generator().manual_seed(options.seed)
-        errors = apply_plan_(
-            model, plan, init=init, positions=options.positions, generator=generator, calibration=calibration
-        )
-        if before is not None:
-            moved = relative_distance(before, _outputs(model, plan))
+        _tell_of_initial_values(options, kept)
+        return {}, None
+    init = options.init if options.init != AUTO else "fit" if _has_weights(options) else "random"
+    before = _outputs(model, plan) if init != "random" and _has_weights(options) else None
+    calibration = None
+    if options.calibrate is not None:
+        calibration = calibrate(model, plan, options.calibrate, note=functools.partial(_note, options))
+    generator = torch.Generator().manual_seed(options.seed)
+    errors = apply_plan_(
+        model, plan, init=init, positions=options.positions, generator=generator, calibration=calibration
+    )
+    return errors, None if before is None else relative_distance(before, _outputs(model, plan))
+
+
+def _tell_of_initial_values(options: ConvertOptions, kept: Sequence[str]) -> None:
     for name in kept:
         _note(options, f"{name} has another shape in the checkpoint and starts from random values")
-    return errors, moved
 
 
 def _outputs(model: nn.Module, plan: ConversionPlan) -> Any:

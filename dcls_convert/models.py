@@ -109,6 +109,28 @@ def build_model(
     return model
 
 
+def build_hollow(source: ModelSource) -> nn.Module | None:
+    """The model of timm or torchvision as `build_model` gives it, but what its layers keep for weights is on meta.
+
+    It is for weights that are read from a file, which then take the hollow tensors' place: none are drawn before, and
+    there is no second copy of the network in memory. What a constructor calculates (relative positions, blur kernels,
+    anchors) has its values.
+
+    Returns:
+        None where the model has to be built on the CPU: of the user's own, not possible in this way, or drawing random
+        numbers for more than its weights, which then would be other numbers.
+    """
+    kind = source.name.partition(":")[0]
+    if kind not in ("timm", "torchvision", *FOREIGN_SOURCES):
+        return None
+    with torch.random.fork_rng(devices=[]), _quietly(), contextlib.suppress(ModelError):
+        before = torch.get_rng_state()
+        with _WeightsOnMeta():
+            model = _build(source, pretrained=False, offline=False)
+        return model if torch.equal(before, torch.get_rng_state()) else None
+    return None
+
+
 def registry_names() -> list[str]:
     """Every model of both registries: "timm:..." and then "torchvision:...", each sorted."""
     return [

@@ -1,6 +1,7 @@
 """Read a trained network's weights from a file, and put them into the network before it is converted."""
 
 import argparse
+import inspect
 import pickle
 import warnings
 from collections import OrderedDict
@@ -8,15 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .errors import CheckpointError, one_line, shortened
 
 # What training scripts wrap a state dict in, the one to take first. timm takes averaged weights before plain ones.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
+# Where safetensors knows how: tensors that are read, not views of the mapped file, whose pages count as memory too.
+READ = {"backend": "pread"} if "backend" in inspect.signature(safetensors.torch.load_file).parameters else {}
+ALIGNMENT = 64  # bytes; of memory that torch allocates
 MOST_WRAPPERS = 3  # one in the other; a mapping can hold itself
 PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
@@ -83,29 +88,88 @@ def load_weights_(
         CheckpointError: Names or shapes that do not fit; the model is then unchanged.
     """
     state = dict(state)
+    kept = _checked(model, state, where, new_classifier)
+    for name in kept:
+        del state[name]
+    model.load_state_dict(_versioned(model, state), strict=False)
+    return kept
+
+
+def fill_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False) -> bool:
+    """As `load_weights_`, for a model built without its weights: the tensors of the state dict become the model's own.
+
+    Only a tensor of another dtype, or one that is a part of some other memory, is copied.
+
+    Args:
+        model: From `build_hollow`.
+
+    Returns:
+        Whether all of the model has values now. Where not, it is of no use, and `load_weights_` into a model that was
+        built on the CPU is the way.
+
+    Raises:
+        CheckpointError: As `load_weights_`.
+    """
+    kept = _checked(model, state, where, new_classifier)
+    own = model.state_dict()
+    if kept or alias_names(model) or own.keys() - state.keys():
+        return False
+    taken: set[int] = set()
+    ready = {name: _of_its_own(tensor, own[name].dtype, taken) for name, tensor in state.items()}
+    model.load_state_dict(_versioned(model, ready), strict=False, assign=True)
+    return not _is_hollow(model)
+
+
+def _of_its_own(tensor: Tensor, dtype: torch.dtype, taken: set[int]) -> Tensor:
+    """The tensor, contiguous and in memory that belongs to nothing else; a copy only if it is not.
+
+    Memory starts where torch's own does, or products would be summed in another order, and their last bits differ.
+    """
+    tensor = tensor.detach().to(device="cpu", dtype=dtype)
+    memory = tensor.untyped_storage()
+    whole = memory.nbytes() == tensor.numel() * tensor.element_size()
+    aligned = tensor.data_ptr() % ALIGNMENT == 0
+    if not (tensor.is_contiguous() and whole and aligned) or memory.data_ptr() in taken:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.numel():
+        taken.add(tensor.untyped_storage().data_ptr())
+    return tensor
+
+
+def _is_hollow(model: nn.Module) -> bool:
+    """Whether a tensor has no values: a parameter, a buffer, or one in an attribute of a module."""
+    leaves = (leaf for module in model.modules() for leaf in pytree.tree_leaves(vars(module)))
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
+
+
+def _checked(model: nn.Module, state: Mapping[str, Tensor], where: str, new_classifier: bool) -> list[str]:
+    """Names that keep their initial values; CheckpointError where the rest does not fit the model."""
     own = model.state_dict()
     kept = [name for name in _classifier_names(model, own) if new_classifier and name in state]
     kept = [name for name in kept if state[name].shape != own[name].shape]
-    for name in kept:
-        del state[name]
     aliases = alias_names(model)
-    missing = [name for name in own if name not in state and name not in kept and aliases.get(name) not in state]
+    given = state.keys() - set(kept)
+    missing = [name for name in own if name not in given and name not in kept and aliases.get(name) not in given]
     unexpected = [name for name in state if name not in own]
     if missing or unexpected:
         parts = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(unexpected)} too many"] * bool(unexpected)
         raise CheckpointError(f"{where}: does not fit the model: it {' and '.join(parts)}")
-    for name, tensor in state.items():
+    for name in [name for name in state if name in given]:
+        tensor = state[name]
         if tensor.is_complex() != own[name].is_complex():
             raise CheckpointError(f"{where}: {name} is {tensor.dtype}, the model needs {own[name].dtype}")
         if tensor.shape != own[name].shape:
             raise CheckpointError(
                 f"{where}: {name} has shape {tuple(tensor.shape)}, the model needs {tuple(own[name].shape)}"
             )
-    versioned = OrderedDict(state)
-    # Files do not keep the versions of the modules' formats, without which torchvision's MNASNet refuses to load.
-    versioned._metadata = own._metadata  # type: ignore[attr-defined]
-    model.load_state_dict(versioned, strict=False)
     return kept
+
+
+def _versioned(model: nn.Module, state: Mapping[str, Tensor]) -> "OrderedDict[str, Tensor]":
+    """With the versions of the modules' formats, which files do not keep, and torchvision's MNASNet asks for."""
+    versioned = OrderedDict(state)
+    versioned._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
+    return versioned
 
 
 def alias_names(model: nn.Module) -> dict[str, str]:
@@ -120,6 +184,13 @@ def _classifier_names(model: nn.Module, own: Mapping[str, Tensor]) -> list[str]:
     stated = (config.get("classifier") if isinstance(config, dict) else None) or ("fc", "classifier", "head")
     modules = (stated,) if isinstance(stated, str) else tuple(stated)
     return [name for name in own if name.rpartition(".")[0].startswith(modules)]
+
+
+def load_file(path: Path) -> dict[str, Tensor]:
+    """A safetensors file, one tensor after the other into memory that torch allocates, which a model can keep."""
+    options: Any = READ
+    with safe_open(path, framework="pt", **options) as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
