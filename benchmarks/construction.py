@@ -294,12 +294,7 @@ Measured = dict[tuple[str, str], dict[str, Any]]  # by case and implementation
 
 
 def tables(result: dict[str, Any]) -> Iterator[str]:
-    hardware, versions = result["hardware"], result["versions"]
-    yield (
-        f"{result['date']}, {hardware['processor']}, {hardware['cores']} cores, "
-        f"{result['settings']['threads']} threads, float32; "
-        f"{', '.join(f'{name} {version}' for name, version in versions.items())}"
-    )
+    hardware = result["hardware"]
     for device in dict.fromkeys(row["device"] for row in result["rows"]):
         name = hardware.get("gpu", "CUDA") if device == "cuda" else "CPU"
         rows = {(row["case"], row["implementation"]): row for row in result["rows"] if row["device"] == device}

@@ -306,32 +306,22 @@ def has_cuda() -> bool:
 
 def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     rows = list(rows)
-    modes = list(dict.fromkeys((row["model"], row.get("window"), row["mode"]) for row in rows))
-    cells = []
-    for model, window, mode in modes:
-        for row in rows:
-            if (row["model"], row.get("window"), row["mode"]) == (
-                model,
-                window,
-                mode,
-            ) and "images_per_second" not in row:
-                title = f"{model} ({window}), {mode}: {row['implementation']}"
-                cells.append([title, *([row["note"], ""] if "note" in row else timed(row))])
-    yield measuring.markdown_table(["", "ms (quartiles)", "x ours (quartiles)"], cells)
-    shares = [row for row in rows if "construction_seconds" in row]
-    if shares:
+    found: dict[str, dict[str, dict[str, Any]]] = {}  # model and mode -> implementation -> row
+    for row in rows:
+        if "images_per_second" not in row:
+            title = f"{row['model']} ({row['window']}), {row['mode']}"
+            found.setdefault(title, {})[row["implementation"]] = row
+    others = (AUTHORS, DENSE, FOLDED, OURS_LAST, FOLDED_LAST)
+    lines = [[title, *(timed(of.get(name), name) for name in (OURS, *others))] for title, of in found.items()]
+    yield "Of ours, ms (quartiles); of the others, how many times as long as ours in the same round (quartiles)"
+    yield ""
+    yield measuring.markdown_table(["", OURS, *others], lines)
+    shares = [[title, *(share(of.get(name)) for name in (OURS, AUTHORS))] for title, of in found.items()]
+    if shares := [line for line in shares if any(line[1:])]:
         yield ""
-        yield measuring.markdown_table(
-            ["construction, batch 8", "ms", "% of the forward"],
-            [
-                [
-                    f"{row['model']} ({row['window']}): {row['implementation']}",
-                    f"{1e3 * row['construction_seconds']['median']:.2f}",
-                    f"{100 * row['construction_seconds']['median'] / row['seconds']['median']:.1f}",
-                ]
-                for row in shares
-            ],
-        )
+        yield "Construction in that forward, ms and % of it"
+        yield ""
+        yield measuring.markdown_table(["", OURS, AUTHORS], shares)
     on_cuda = [row for row in rows if "images_per_second" in row]
     if on_cuda:
         yield ""
@@ -339,21 +329,31 @@ def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         yield measuring.markdown_table(header, [throughput(row) for row in on_cuda])
 
 
-def timed(row: dict[str, Any]) -> list[str]:
-    ms = {key: 1e3 * value for key, value in row["seconds"].items()}
-    over = row["over_ours"]
-    return [
-        f"{ms['median']:.1f} ({ms['first_quartile']:.1f} to {ms['third_quartile']:.1f})",
-        f"{over['median']:.2f} ({over['first_quartile']:.2f} to {over['third_quartile']:.2f})",
-    ]
+def timed(row: dict[str, Any] | None, name: str) -> str:
+    if row is None or "note" in row:
+        return "" if row is None else row["note"]
+    if name != OURS:
+        return spread(row["over_ours"], 2)
+    return spread({key: 1e3 * value for key, value in row["seconds"].items()}, 1)
+
+
+def spread(found: dict[str, float], digits: int) -> str:
+    low, middle, high = (f"{found[key]:.{digits}f}" for key in ("first_quartile", "median", "third_quartile"))
+    return f"{middle} ({low} to {high})"
+
+
+def share(row: dict[str, Any] | None) -> str:
+    if row is None or "construction_seconds" not in row:
+        return ""
+    seconds = row["construction_seconds"]["median"]
+    return f"{1e3 * seconds:.2f}, {100 * seconds / row['seconds']['median']:.1f} %"
 
 
 def throughput(row: dict[str, Any]) -> list[str]:
-    share = row["of_dense"]
     return [
         f"{row['model']}, {row['mode']}: {row['implementation']}",
         f"{row['images_per_second']['median']:.0f}",
-        f"{share['median']:.3f} ({share['first_quartile']:.3f} to {share['third_quartile']:.3f})",
+        spread(row["of_dense"], 3),
         f"{PAPER_RATIOS[row['model']]}" if row["implementation"] == OURS else "",
     ]
 
