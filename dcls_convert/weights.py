@@ -1,7 +1,6 @@
 """Read a trained network's weights from a file, and put them into the network before it is converted."""
 
 import argparse
-import inspect
 import pickle
 import warnings
 from collections import OrderedDict
@@ -9,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -19,8 +17,6 @@ from .errors import CheckpointError, one_line, shortened
 
 # What training scripts wrap a state dict in, the one to take first. timm takes averaged weights before plain ones.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
-# Where safetensors knows how: tensors that are read, not views of the mapped file, whose pages count as memory too.
-READ = {"backend": "pread"} if "backend" in inspect.signature(safetensors.torch.load_file).parameters else {}
 ALIGNMENT = 64  # bytes; of memory that torch allocates
 MOST_WRAPPERS = 3  # one in the other; a mapping can hold itself
 PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
@@ -188,8 +184,8 @@ def _classifier_names(model: nn.Module, own: Mapping[str, Tensor]) -> list[str]:
 
 def load_file(path: Path) -> dict[str, Tensor]:
     """A safetensors file, one tensor after the other into memory that torch allocates, which a model can keep."""
-    options: Any = READ
-    with safe_open(path, framework="pt", **options) as file:
+    # Tensors that are read, not views of the mapped file, whose pages count as memory too.
+    with safe_open(path, framework="pt", backend="pread") as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}
 
 
