@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from . import __version__
 from .errors import CheckpointError, DclsConvertError, PlanError, one_line, shortened
 from .fingerprint import take_fingerprint
-from .models import ModelSource, build_model
+from .models import ModelSource, build_hollow, build_model
 from .plan_data import ConversionPlan, plan_from_json
 from .report import ConversionReport, measure_report, predict_report
 from .stamp import METADATA_KEY, NO_STAMP, WEIGHTS, Stamp, read_stamp, read_tensors, tensors_hash
 from .surgery import TIMM_ARCHITECTURE, apply_plan_, timm_model_args
 from .views import report_markdown
-from .weights import alias_names, load_weights_
+from .weights import alias_names, fill_, load_weights_
 
 CONFIG, PLAN, RULES, REPORT, CARD = "config.json", "plan.json", "rules.yaml", "report.json", "README.md"
 FILES = (WEIGHTS, CONFIG, PLAN, RULES, REPORT, CARD)
@@ -88,6 +88,12 @@ def load_converted(
     state = _read_state(folder, plan)
     if model is None and plan.model is None:
         raise CheckpointError(f"{folder}: does not say how its model is built; pass the unconverted one as `model`")
+    # No weights are drawn where the file has all that the model needs.
+    source = ModelSource(name=plan.model or "", args=plan.model_args)
+    if model is None and (hollow := build_hollow(source)) is not None:
+        filled = rebuild_model(plan, str(folder / PLAN), hollow)
+        if fill_(filled, state, str(folder / WEIGHTS)):
+            return filled.eval().to(device)
     model = rebuild_model(plan, str(folder / PLAN), model)
     load_weights_(model, state, str(folder / WEIGHTS))
     return model.eval().to(device)
