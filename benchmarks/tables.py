@@ -25,8 +25,11 @@ def section(name: str) -> str:
         [sys.executable, str(FOLDER / f"{name}.py"), "--table"], check=True, capture_output=True, text=True
     ).stdout.strip()
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-    hardware = result.get("hardware") or {"machine": result["machine"]}
-    machine = ", ".join(str(value) if isinstance(value, str) else f"{value} {key}" for key, value in hardware.items())
+    if "machine" in result:
+        machine = result["machine"]
+    else:
+        of = result["hardware"]
+        machine = f"{of['processor']}, {of['cores']} cores, {of['memory_gib']} GiB, {of['system']} {of['architecture']}"
     return f"\n`{result['command']}`, {result['date']}; {versions}; {machine}.\n\n{printed}\n\n"
 
 
