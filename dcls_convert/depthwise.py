@@ -24,6 +24,9 @@ DTYPES = frozenset({torch.float32, torch.bfloat16})  # that oneDNN convolves; ot
 FEWEST_CELLS = 49  # of a window whose gradient is convolved; for smaller ones on channels_last maps it may not pay
 PART = 2**22  # numbers in the per-image gradients of a window that are held at once
 
+# Nothing public says so; a torch that has lost it goes the way that is right everywhere.
+_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
 Pair = tuple[int, int]
 
 
@@ -61,7 +64,7 @@ def _limit(input: Tensor, kernel: Tensor, groups: int) -> int | None:
         return None
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return None
-    if torch._C._are_functorch_transforms_active():  # memory formats are not known under vmap
+    if _transforms_active():  # memory formats are not known under vmap
         return None
     return _most_columns()
 
