@@ -16,9 +16,10 @@ from timm.layers import LayerNorm2d, NormMlpClassifierHead
 from timm.models.convnext import ConvNeXtStage
 from torch import Tensor, nn
 
+from dcls_convert.tuning import POSITION_LR_SCALE, param_groups
+
 CLIPPED_NORM = 1.0  # of the gradient
 WEIGHT_DECAY = 0.05  # ConvNeXt's; none for positions (the paper's), biases and norms
-POSITION_LR_SCALE = 5.0  # the paper's
 PREDICT_BATCH = 250  # images
 
 Data = tuple[Tensor, Tensor]  # images (N, C, H, W), classes (N,)
@@ -74,19 +75,6 @@ def small_convnext(
     return model.to(memory_format=torch.channels_last)
 
 
-def optimizer(model: nn.Module, lr: float, position_lr_scale: float = POSITION_LR_SCALE) -> torch.optim.AdamW:
-    """AdamW, with groups of their own for positions and for what is not decayed."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    positions = [parameter for name, parameter in named if "positions" in name]
-    rest = [parameter for name, parameter in named if "positions" not in name]
-    groups = [
-        {"params": [one for one in rest if one.ndim > 1], "weight_decay": WEIGHT_DECAY, "scale": 1.0},
-        {"params": [one for one in rest if one.ndim <= 1], "weight_decay": 0.0, "scale": 1.0},
-        {"params": positions, "weight_decay": 0.0, "scale": position_lr_scale},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
-
-
 def train_(
     model: nn.Module,
     batches: Iterator[Data],
@@ -102,13 +90,13 @@ def train_(
     Returns:
         The mean loss of the last tenth of the steps.
     """
-    stepper = optimizer(model, lr, position_lr_scale)
+    stepper = torch.optim.AdamW(param_groups(model, None, WEIGHT_DECAY, position_lr_scale), lr=lr)
     losses = []
     model.train()
     for step in range(steps):
         factor = min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps)))
         for group in stepper.param_groups:
-            group["lr"] = lr * factor * group["scale"]
+            group["lr"] = lr * factor * group.get("lr_scale", 1.0)
         images, classes = next(batches)
         loss = nn.functional.cross_entropy(model(images), classes)
         stepper.zero_grad()

@@ -169,7 +169,7 @@ def _scatter(weight: Tensor, cells: Tensor, size: Size, along: Along) -> Tensor:
     """weight (*C, E), cells (A, *C, E) -> (*C, *size)."""
     weights, coordinates = _rows(weight), _rows(cells, 1)  # (N, E), (A, N, E)
     kernel = weight.new_empty(weights.shape[0], math.prod(size))  # (N, cells of the window)
-    # On meta there are no values, but operations take longer than on the CPU: half of the time that a trace takes.
+    # On meta there are no values, and operations take longer than on the CPU.
     blocks = [] if kernel.is_meta else _blocks(kernel, weights, coordinates)
     for some_kernel, some_weight, some_cells in blocks:
         index, fractions = _corners(some_cells, size)

@@ -3,8 +3,8 @@
 Axes: N batch, C channels, H x W a map, R x S the window.
 
 Measured with ONEDNN_VERBOSE=1 (torch 2.15, oneDNN 3.13): contiguous maps go to the kernel `jit_dw` only if at most 6
-columns of padding stand to their left (4 with AVX2 alone), and fewer than the window has; else to `gemm:jit`, 10 to 50
-times slower. A window of 17 columns needs 8. So columns that are too many are put around the map beforehand. And the
+columns of padding stand to their left (4 with AVX2 alone), and fewer than the window has; else to the slow `gemm:jit`.
+A window of 17 columns needs 8. So columns that are too many are put around the map beforehand. And the
 gradient of the weight is always `gemm:jit`, save for narrow windows on channels_last maps; it is itself a depthwise
 convolution, of every map with the gradient of its output as its window, for which `jit_dw` serves.
 """

@@ -242,7 +242,7 @@ def _cells_as_elements(kernel: Tensor, layer: LayerPlan) -> Tensor:
     dense = [2 + axis for axis in layer.dense_axes]
     cells = kernel.permute(0, 1, *dense, *axes).flatten(2 + len(dense))
     index = torch.arange(layer.kernel_count, device=kernel.device) % cells.shape[-1]
-    return cells.index_select(-1, index)  # many times as fast as cells[..., index]
+    return cells.index_select(-1, index)  # sooner than cells[..., index]
 
 
 def _random_positions(weight: Tensor, layer: LayerPlan, positions: Positions, generator: torch.Generator) -> Tensor:
