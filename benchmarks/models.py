@@ -87,7 +87,7 @@ def with_authors_layers(converted: Any, version: str, training: bool) -> Any:
     import DCLS.construct.modules as authors
     from torch import nn
 
-    from dcls_convert.layers import DclsConv2d, DclsConvNd
+    from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
 
     model = copy.deepcopy(converted)
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, DclsConvNd)]
@@ -234,7 +234,7 @@ def construction(model: Any, *, once: bool) -> list[float]:
     """Seconds to construct the kernels of all layers once, repeatedly."""
     import torch
 
-    from dcls_convert.layers import DclsConvNd
+    from dcls_convert.layers.dcls_conv import DclsConvNd
 
     ours = [layer.kernel for layer in model.modules() if isinstance(layer, DclsConvNd)]
     theirs = [

@@ -16,7 +16,7 @@ from timm.layers import LayerNorm2d, NormMlpClassifierHead
 from timm.models.convnext import ConvNeXtStage
 from torch import Tensor, nn
 
-from dcls_convert.tuning import POSITION_LR_SCALE, param_groups
+from dcls_convert.tuning.param_groups import POSITION_LR_SCALE, param_groups
 
 CLIPPED_NORM = 1.0  # of the gradient
 WEIGHT_DECAY = 0.05  # ConvNeXt's; none for positions (the paper's), biases and norms

@@ -10,15 +10,15 @@ the architecture `dcls` with timm, at once or as soon as timm is imported.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .timm_entry import register_when_timm_is_imported
+from .timm_plugin import register_when_timm_is_imported
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "api": ("convert_", "convert_from_authors_"),
-    "calibration": ("calibrate",),
-    "checkpoint": ("load_converted", "save_converted"),
-    "convs": ("register_conv",),
+    "surgery.convert": ("convert_", "convert_from_authors_"),
+    "fitting.calibration": ("calibrate",),
+    "checkpoints.folder": ("load_converted", "save_converted"),
+    "layers.conv_classes": ("register_conv",),
     "errors": (
         "CheckpointError",
         "DclsConvertError",
@@ -27,15 +27,15 @@ _HOMES = {
         "PlanError",
         "RuleError",
     ),
-    "folding": ("fold_to_dense_",),
-    "interpolation": ("construct_kernel",),
-    "layers": ("DclsConv1d", "DclsConv2d", "DclsConv3d"),
-    "plan": ("plan_conversion",),
-    "plan_data": ("ConversionPlan",),
-    "report": ("ConversionReport", "measure_report", "predict_report"),
-    "rules": ("RuleSet", "load_rules"),
-    "sites": ("find_convs",),
-    "surgery": ("apply_plan_",),
+    "surgery.fold": ("fold_to_dense_",),
+    "layers.interpolation": ("construct_kernel",),
+    "layers.dcls_conv": ("DclsConv1d", "DclsConv2d", "DclsConv3d"),
+    "planning.planner": ("plan_conversion",),
+    "planning.plan": ("ConversionPlan",),
+    "reports.report": ("ConversionReport", "measure_report", "predict_report"),
+    "planning.rules": ("RuleSet", "load_rules"),
+    "networks.sites": ("find_convs",),
+    "surgery.place": ("apply_plan_",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _MODULES = ("tuning",)
@@ -43,32 +43,32 @@ __all__ = ["__version__", *sorted([*_HOME_OF, *_MODULES])]
 
 if TYPE_CHECKING:
     from . import tuning as tuning
-    from .api import convert_ as convert_
-    from .api import convert_from_authors_ as convert_from_authors_
-    from .calibration import calibrate as calibrate
-    from .checkpoint import load_converted as load_converted
-    from .checkpoint import save_converted as save_converted
-    from .convs import register_conv as register_conv
+    from .checkpoints.folder import load_converted as load_converted
+    from .checkpoints.folder import save_converted as save_converted
     from .errors import CheckpointError as CheckpointError
     from .errors import DclsConvertError as DclsConvertError
     from .errors import ModelError as ModelError
     from .errors import NothingMatchesError as NothingMatchesError
     from .errors import PlanError as PlanError
     from .errors import RuleError as RuleError
-    from .folding import fold_to_dense_ as fold_to_dense_
-    from .interpolation import construct_kernel as construct_kernel
-    from .layers import DclsConv1d as DclsConv1d
-    from .layers import DclsConv2d as DclsConv2d
-    from .layers import DclsConv3d as DclsConv3d
-    from .plan import plan_conversion as plan_conversion
-    from .plan_data import ConversionPlan as ConversionPlan
-    from .report import ConversionReport as ConversionReport
-    from .report import measure_report as measure_report
-    from .report import predict_report as predict_report
-    from .rules import RuleSet as RuleSet
-    from .rules import load_rules as load_rules
-    from .sites import find_convs as find_convs
-    from .surgery import apply_plan_ as apply_plan_
+    from .fitting.calibration import calibrate as calibrate
+    from .layers.conv_classes import register_conv as register_conv
+    from .layers.dcls_conv import DclsConv1d as DclsConv1d
+    from .layers.dcls_conv import DclsConv2d as DclsConv2d
+    from .layers.dcls_conv import DclsConv3d as DclsConv3d
+    from .layers.interpolation import construct_kernel as construct_kernel
+    from .networks.sites import find_convs as find_convs
+    from .planning.plan import ConversionPlan as ConversionPlan
+    from .planning.planner import plan_conversion as plan_conversion
+    from .planning.rules import RuleSet as RuleSet
+    from .planning.rules import load_rules as load_rules
+    from .reports.report import ConversionReport as ConversionReport
+    from .reports.report import measure_report as measure_report
+    from .reports.report import predict_report as predict_report
+    from .surgery.convert import convert_ as convert_
+    from .surgery.convert import convert_from_authors_ as convert_from_authors_
+    from .surgery.fold import fold_to_dense_ as fold_to_dense_
+    from .surgery.place import apply_plan_ as apply_plan_
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
 """`python -m dcls_convert`."""
 
-from .cli import main
+from .cli.app import main
 
 main()

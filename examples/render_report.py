@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from dcls_convert import find_convs, plan_conversion, predict_report
-from dcls_convert.views import report_view
+from dcls_convert.reports.report_view import report_view
 
 TITLE = "dcls-convert convnext_tiny --dilated-size 17"
 

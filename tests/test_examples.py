@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dcls_convert.cli import main
-from dcls_convert.rules import parse_rules
+from dcls_convert.cli.app import main
+from dcls_convert.planning.rules import parse_rules
 
 from .conftest import TINY
 

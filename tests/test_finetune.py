@@ -11,7 +11,7 @@ import timm
 import torch
 from PIL import Image
 
-from dcls_convert.cli import main
+from dcls_convert.cli.app import main
 from dcls_convert.tuning import read_track
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves images open

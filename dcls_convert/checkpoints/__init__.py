@@ -1,0 +1,4 @@
+"""A converted model on disk: the folder, its stamp, timm's rebuilding, verify and inspect.
+
+A folder appears whole or not at all, and nothing that is read from one runs code.
+"""

@@ -1,0 +1,193 @@
+"""What a model gives for one seeded random image, in a few numbers: enough to notice that it is another model."""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import CheckpointError, one_line
+from ..networks.tracing import image_dtype
+
+SEED = 0
+SAMPLES = 16  # values of each output
+DIGITS = 6  # significant; float32 has seven
+TOLERANCES = {  # of the stored norm
+    "float64": 1e-3,
+    "float32": 1e-3,
+    "float16": 1e-2,  # 11 bits of mantissa, and kernels that sum in other orders
+    "bfloat16": 5e-2,  # 8 bits
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputPrint:
+    """One floating tensor of the output; None stands for what is not finite."""
+
+    shape: tuple[int, ...]
+    norm: float | None
+    values: tuple[float | None, ...]  # at evenly spaced places of the flattened tensor, the first and last included
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """The output for one image of normal random numbers, batch 1."""
+
+    dtype: str  # of the image: "float32"
+    outputs: tuple[OutputPrint, ...] | None  # in the order of the output's leaves; None where the model did not run
+    reason: str | None  # why there are no outputs
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        if self.outputs is None:
+            return {"outputs": None, "reason": self.reason}
+        outputs = [
+            {"shape": list(output.shape), "norm": output.norm, "values": list(output.values)} for output in self.outputs
+        ]
+        return {"dtype": self.dtype, "seed": SEED, "outputs": outputs}
+
+
+def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fingerprint:
+    """Run the model once, in eval mode, on a seeded random image; the model and all global state stay as they were.
+
+    One thread computes on the CPU: with several, sums run in another order, and the last digits would depend on the
+    machine's load.
+
+    Args:
+        model: On any device, in any dtype. Its hooks run.
+        input_size: (channels, *spatial).
+
+    Returns:
+        A fingerprint without outputs, but with a reason, where the model cannot run on such an image.
+    """
+    dtype = image_dtype(model)
+    name = str(dtype).removeprefix("torch.")
+    reason = None
+    if input_size is None:
+        reason = "the plan has no input size"
+    elif any(tensor.is_meta for tensor in model.parameters()):
+        reason = "the model is on the meta device"
+    if input_size is None or reason:
+        return Fingerprint(dtype=name, outputs=None, reason=reason)
+    device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+    image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(SEED), device="cpu")
+    try:
+        with _undisturbed(model, device):
+            output = model(image.to(device, dtype))
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        outputs = tuple(map(_output_print, leaves))
+    except Exception as error:  # the model's own code may raise anything
+        return Fingerprint(dtype=name, outputs=None, reason=f"{type(error).__name__}: {one_line(error)[:120]}")
+    return Fingerprint(
+        dtype=name, outputs=outputs or None, reason=None if outputs else "the model gives no floating-point tensor"
+    )
+
+
+def fingerprint_from_dict(data: Any, where: str) -> Fingerprint:
+    """What `to_dict` gave.
+
+    Raises:
+        CheckpointError: Not such data; names `where`.
+    """
+    try:
+        if data["outputs"] is None:
+            return Fingerprint(dtype="", outputs=None, reason=str(data["reason"]))
+        if data["seed"] != SEED or data["dtype"] not in TOLERANCES:
+            raise ValueError(f"seed {data['seed']!r}, dtype {data['dtype']!r}")
+        outputs = tuple(
+            OutputPrint(
+                shape=tuple(int(side) for side in output["shape"]),
+                norm=_number(output["norm"]),
+                values=tuple(map(_number, output["values"])),
+            )
+            for output in data["outputs"]
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: its fingerprint of the outputs is damaged: {one_line(error)[:80]}") from error
+    return Fingerprint(dtype=data["dtype"], outputs=outputs, reason=None)
+
+
+def deviation(found: Fingerprint, stored: Fingerprint) -> float:
+    """The largest difference of any number, as a share of the norm of the output that it belongs to.
+
+    Infinite where outputs have another number or shapes, or where one is finite and the other is not.
+    """
+    if found.outputs is None or stored.outputs is None or len(found.outputs) != len(stored.outputs):
+        return math.inf
+    largest = 0.0
+    for new, old in zip(found.outputs, stored.outputs, strict=True):
+        if new.shape != old.shape or len(new.values) != len(old.values):
+            return math.inf
+        for ours, theirs in zip((new.norm, *new.values), (old.norm, *old.values), strict=True):
+            if (ours is None) != (theirs is None):
+                return math.inf
+            if ours is not None and theirs is not None and ours != theirs:
+                largest = max(largest, abs(ours - theirs) / old.norm if old.norm else math.inf)
+    return largest
+
+
+def _output_print(output: Tensor) -> OutputPrint:
+    flat = output.detach().flatten()
+    last, count = flat.numel() - 1, min(SAMPLES, flat.numel())
+    places = [index * last // max(count - 1, 1) for index in range(count)]
+    values = flat[torch.tensor(places, dtype=torch.long, device=flat.device)].double().tolist()
+    norm = flat.double().norm().item()
+    return OutputPrint(shape=tuple(output.shape), norm=_rounded(norm), values=tuple(map(_rounded, values)))
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a number")
+    return float(value)
+
+
+def _exact_cudnn() -> contextlib.AbstractContextManager[Any]:
+    on = torch.backends.cudnn.enabled
+    return torch.backends.cudnn.flags(enabled=on, deterministic=True, allow_tf32=False)
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Eval mode, one thread, full precision and seeded generators inside; everything as it was after that.
+
+    Flags are set one by one, since `eval` and `train` may be the model's own. Warnings go unseen: they are about the
+    model, and as errors they would change what is written.
+    """
+    flags = {module: module.training for module in model.modules()}
+    buffers = [(m, name, b, b.clone()) for m in flags for name, b in m._buffers.items() if b is not None]
+    threads = torch.get_num_threads()
+    cuda = device.type == "cuda"
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+            stack.enter_context(torch.random.fork_rng(devices=[device] if cuda else []))
+            if cuda:  # or convolutions on it round to 11 bits
+                stack.enter_context(_exact_cudnn())
+            torch.manual_seed(SEED)
+            torch.set_num_threads(1)
+            for module in flags:
+                module.training = False
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        for module, flag in flags.items():
+            module.training = flag
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)

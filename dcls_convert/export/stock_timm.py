@@ -1,0 +1,132 @@
+"""A folded model as timm alone can build it, where its architecture takes the size of its kernels as an argument."""
+
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..checkpoints.folder import CARD, CONFIG, model_card, timm_config, write_weights
+from ..checkpoints.stamp import WEIGHTS
+from ..errors import DclsConvertError
+from ..networks.sites import find_convs
+from ..networks.source import ModelSource, build_model
+from ..planning.plan import ConversionPlan
+from ..reports.report import ConversionReport
+
+# What timm's architectures call such arguments: kernel_size, kernel_sizes, kernels, local_conv_size.
+KERNEL_WORDS = ("kernel", "conv_size")
+LOAD_WITH_STOCK_TIMM = """\
+import timm
+
+model = timm.create_model("local-dir:{folder}", pretrained=True)
+"""
+
+
+class NotStockError(DclsConvertError):
+    """Stock timm cannot build the folded model; says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StockModel:
+    """How stock timm builds the folded model."""
+
+    architecture: str  # in timm's registry
+    args: dict[str, Any]  # keyword arguments, those of the kernels' sizes included
+    kernel_args: dict[str, Any]  # those alone
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name}={value}" for name, value in self.kernel_args.items())
+        return self.architecture + (f" with {sizes}" if sizes else "")
+
+
+def find_stock_model(model: nn.Module, plan: ConversionPlan) -> StockModel:
+    """The arguments with which timm builds a network of the names and shapes of the folded one; nothing is guessed.
+
+    Args:
+        model: Folded.
+        plan: That it was converted by.
+
+    Raises:
+        NotStockError: There are none.
+    """
+    kind, _, name = (plan.model or "").partition(":")
+    if kind != "timm":
+        raise NotStockError(f"{plan.model or 'the model'} is not of timm's registry")
+    source = ModelSource(name=f"timm:{name}", args=plan.model_args)
+    base = build_model(source, device="meta")
+    wanted = _shapes(model)
+    if _shapes(base) == wanted:  # the windows are as large as the kernels were
+        return StockModel(architecture=name.partition(".")[0], args=plan.model_args, kernel_args={})
+    arguments = [
+        argument
+        for argument in inspect.signature(type(base).__init__).parameters
+        if any(word in argument for word in KERNEL_WORDS)
+    ]
+    if not arguments:
+        raise NotStockError(f"timm's {name} has no argument for the size of its kernels")
+    for value in _values(base, plan):
+        for argument in arguments:
+            args = {**plan.model_args, argument: value}
+            if _fits(ModelSource(name=source.name, args=args), wanted):
+                return StockModel(architecture=name.partition(".")[0], args=args, kernel_args={argument: value})
+    raise NotStockError(
+        f"timm's {name} cannot be built with these kernels: no value of {', '.join(arguments)} gives them"
+    )
+
+
+def _values(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:
+    """One size for all, or one a stage; a stage in which nothing is converted keeps its depthwise kernels' size."""
+    windows = {layer.name: set(layer.dilated_size) for layer in plan.layers}
+    sizes = sorted(set().union(*windows.values()))
+    yield from sizes
+    of_stage: dict[str, set[int]] = {}
+    kept: dict[str, set[int]] = {}
+    for site in find_convs(base, plan.input_size).sites:
+        if site.stage is not None:
+            of_stage.setdefault(site.stage, set()).update(windows.get(site.name, ()))
+            kept.setdefault(site.stage, set()).update(site.kernel_size if site.kind == "depthwise" else ())
+    a_stage = [of_stage[stage] or kept[stage] for stage in of_stage]
+    if all(len(found) == 1 for found in a_stage):
+        yield [min(found) for found in a_stage]
+
+
+def _fits(source: ModelSource, wanted: dict[str, tuple[int, ...]]) -> bool:
+    try:
+        return _shapes(build_model(source, device="meta")) == wanted
+    except DclsConvertError:  # the architecture does not take this argument, or not this value
+        return False
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def write_stock_folder(
+    model: nn.Module, plan: ConversionPlan, stock: StockModel, report: ConversionReport, folder: Path
+) -> None:
+    """Fill an empty folder with what timm needs, and a model card.
+
+    Args:
+        model: Folded.
+        plan: With `folded` set.
+        stock: From `find_stock_model`.
+        report: Of the folded model.
+    """
+    write_weights(model, plan, folder / WEIGHTS)
+    config = {**timm_config(model, plan), "architecture": stock.architecture, "model_args": stock.args}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    files = f"timm builds its own {stock}; no other package is needed."
+    (folder / CARD).write_text(model_card(report, LOAD_WITH_STOCK_TIMM, files), encoding="utf-8")
+
+
+def load_as_timm_does(folder: Path) -> nn.Module:
+    """What `timm.create_model` gives for the folder, in eval mode.
+
+    Raises:
+        ModelError: timm cannot load it.
+    """
+    return build_model(ModelSource(name=f"local-dir:{folder}"), pretrained=True).eval()

@@ -1,0 +1,198 @@
+"""Elements for a tie group from its trained dense kernels, so that the constructed kernels are close to them.
+
+Axes: L layers of the group, O output channels, I input channels per group, D cells of the dense axes (each axis its
+own), K cells of the old kernel along the learnt axes, E kernel elements, A learnt axes. A line is one kernel along the
+learnt axes, of N = O * I * D; it is fitted in a box of S cells.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layers.elements import largest_elements
+from ..layers.interpolation import find_interpolation
+from .boxes import Box, box_of
+from .least_squares import fit_lines
+
+JITTER = 0.3  # cells; a cell's middle is a kink of the cost, and starts beside it often end lower
+FLOATS_AT_ONCE = 60_000_000  # of memory for the lines that are fitted together
+
+
+def fit_elements(
+    kernels: Sequence[Tensor],
+    *,
+    kernel_count: int,
+    dilation: Sequence[int],
+    size: Sequence[int],
+    interpolation: str = "bilinear",
+    dense_axes: Sequence[int] = (),
+    roots: Sequence[Tensor] | None = None,
+    seed: int = 0,
+) -> tuple[list[Tensor], Tensor]:
+    """Elements whose constructed kernels have the least squared distance to the old ones, summed over the group.
+
+    Positions are shared by the layers, weights are each layer's own: the least squares for these positions. Positions
+    stay where the old kernel was. In no layer is the distance larger than that of the largest elements.
+
+    Args:
+        kernels, kernel_count, dilation, size, dense_axes: As for `largest_elements`.
+        interpolation: How an element spreads, with its sigma as it is initially.
+        roots: For each layer (in_channels, S, S): the error e of a line that sees that channel counts as the squares of
+            e @ root, instead of its own. S are the cells of the group's `box_of`.
+        seed: Of the starts beside the grid.
+
+    Returns:
+        As `largest_elements`.
+    """
+    kept = {"kernel_count": kernel_count, "dilation": dilation, "size": size, "dense_axes": dense_axes}
+    largest, grid = largest_elements(kernels, **kept)  # type: ignore[arg-type]
+    box = box_of(kernels[0].shape[2:], dilation, size, interpolation, dense_axes)
+    exact = kernel_count >= len(box.cells()) and find_interpolation(interpolation).exact_on_cells
+    if exact or kernels[0].is_meta:
+        return largest, grid
+    lines = torch.stack([box.lines_of(kernel) for kernel in kernels], dim=1)  # (N, L, S)
+    scale = lines.abs().amax(dim=(1, 2), keepdim=True)
+    scale = torch.where(scale > 0, scale, 1.0)  # of each line: squares must neither vanish nor overflow
+    lines = lines / scale
+    metric = None if roots is None else _Metric.of(roots, kernels[0], len(lines))
+    fallback = _Elements(
+        places=grid.flatten(1, -2).movedim(0, -1).to(lines) - lines.new_tensor(box.origin),
+        weights=torch.stack([weight.flatten(0, -2) for weight in largest], dim=1).to(lines) / scale,
+    )
+    fitted = _fitted(lines, fallback, box, metric, torch.Generator().manual_seed(seed))
+    best = _no_layer_worse(lines, fitted, fallback, box, metric, scale)
+    positions = (best.places + lines.new_tensor(box.origin)).movedim(-1, 0).reshape(grid.shape).to(grid)
+    weights = [
+        weight.reshape(old.shape).to(old) for weight, old in zip((best.weights * scale).unbind(1), largest, strict=True)
+    ]
+    return weights, positions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Elements:
+    places: Tensor  # (N, E, A), in cells of the box
+    weights: Tensor  # (N, L, E)
+
+    def __getitem__(self, lines: Tensor) -> "_Elements":
+        return _Elements(places=self.places[lines], weights=self.weights[lines])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Metric:
+    """What the error of a line is worth, by the input channel that it sees."""
+
+    roots: Tensor  # (in_channels, L, S, S)
+    channels: Tensor  # (N,)
+
+    @classmethod
+    def of(cls, roots: Sequence[Tensor], kernel: Tensor, lines: int) -> "_Metric":
+        out_channels, per_group = kernel.shape[:2]
+        groups = len(roots[0]) // per_group
+        group = torch.arange(out_channels, device=kernel.device) // (out_channels // groups)
+        channels = (group[:, None] * per_group + torch.arange(per_group, device=kernel.device)).flatten()
+        # Cells of dense axes are lines of their own, and see the same channel.
+        return cls(roots=torch.stack(list(roots), dim=1), channels=channels.repeat_interleave(lines // len(channels)))
+
+    def __getitem__(self, lines: Tensor) -> Tensor:
+        """(lines, L, S, S)."""
+        return self.roots[self.channels[lines]]
+
+
+def _fitted(lines: Tensor, start: _Elements, box: Box, metric: _Metric | None, generator: torch.Generator) -> _Elements:
+    places, weights = torch.empty_like(start.places), torch.empty_like(start.weights)
+    at_once = _lines_at_once(start, box, layers_differ=metric is not None)
+    for chunk in torch.split(torch.arange(len(lines), device=lines.device), at_once):
+        starts = _starts(lines[chunk], start.places[chunk], box, generator)
+        roots = None if metric is None else metric[chunk]
+        places[chunk], weights[chunk] = fit_lines(lines[chunk], starts, box.sides, box.profile, roots=roots)
+    return _Elements(places=places, weights=weights)
+
+
+def _lines_at_once(elements: _Elements, box: Box, *, layers_differ: bool) -> int:
+    (_, count, axes), layers = elements.places.shape, elements.weights.shape[1]
+    moving, cells = count * axes, math.prod(box.sides)
+    floats = (layers if layers_differ else 1) * (3 * moving * cells + 4 * moving**2) + 4 * layers * cells
+    return max(1, FLOATS_AT_ONCE // (3 * floats))
+
+
+def _starts(lines: Tensor, grid: Tensor, box: Box, generator: torch.Generator) -> list[Tensor]:
+    """Places to start from: the largest cells, beside them, and neighbours merged; (N, E, A) each."""
+    beside = grid + JITTER * torch.randn(grid.shape, generator=generator).to(grid)
+    return [grid, beside, *_merged_neighbours(lines, grid.shape[1], box)]
+
+
+def _merged_neighbours(lines: Tensor, count: int, box: Box) -> list[Tensor]:
+    """(N, E, A): cells that go together cheaply are one element between them, greedily, until as many are left.
+
+    Two neighbours with the weights u and v in the layers are an element's cells as far as (u, v) has rank one; what is
+    lost is the smaller singular value. None where the old kernel's cells are no neighbours, or enough elements there.
+    """
+    cells = box.cells().to(lines.device)  # (K, A)
+    apart = (cells[:, None] - cells[None]).abs()
+    pairs = ((apart.sum(-1) == 1) & (apart.amax(-1) == 1)).triu().nonzero()  # (P, 2)
+    surplus = len(cells) - count
+    if not len(pairs) or surplus <= 0:
+        return []
+    strides = torch.tensor([math.prod(box.sides[axis + 1 :]) for axis in range(len(box.sides))], device=lines.device)
+    values = lines[..., (cells * strides).sum(1)]  # (N, L, K)
+    one, two = values[..., pairs[:, 0]], values[..., pairs[:, 1]]
+    first, second, both = one.square().sum(1), two.square().sum(1), (one * two).sum(1)  # (N, P)
+    lost = (first + second) / 2 - (((first - second) / 2).square() + both.square()).sqrt()
+    lost = torch.where(both > 0, lost, torch.minimum(first, second))
+    angle = 0.5 * torch.atan2(2 * both, first - second)
+    share = angle.sin().abs() / (angle.sin().abs() + angle.cos().abs())  # of the second cell
+    share = torch.where(both > 0, share, (second > first).to(share))
+    free = values.new_ones(values.shape[0], len(cells), dtype=torch.bool)
+    merged = values.new_zeros(values.shape[0], len(pairs), dtype=torch.bool)
+    rows, left = torch.arange(len(lines), device=lines.device), torch.full((len(lines),), surplus, device=lines.device)
+    for pair in lost.argsort(dim=1, stable=True).T:
+        ends = pairs[pair]  # (N, 2)
+        takes = free[rows, ends[:, 0]] & free[rows, ends[:, 1]] & (left > 0)
+        free[rows, ends[:, 0]] &= ~takes
+        free[rows, ends[:, 1]] &= ~takes
+        merged[rows, pair] |= takes
+        left = left - takes.to(left)
+    between = cells[pairs[:, 0]] + share.unsqueeze(-1) * (cells[pairs[:, 1]] - cells[pairs[:, 0]])  # (N, P, A)
+    singles = torch.where(free, values.square().sum(1), -1.0)  # (N, K): the largest of the rest stay
+    rank = torch.cat([torch.where(merged, torch.inf, -1.0), singles], dim=1)
+    candidates = torch.cat([between, cells.to(between).expand(len(lines), -1, -1)], dim=1)
+    chosen = rank.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
+    return [candidates.gather(1, chosen.unsqueeze(-1).expand(-1, -1, candidates.shape[-1]))]
+
+
+def _no_layer_worse(
+    lines: Tensor, fitted: _Elements, fallback: _Elements, box: Box, metric: _Metric | None, scale: Tensor
+) -> _Elements:
+    """The fit, but the fallback for lines where a layer would lose that as a whole is not better off.
+
+    Lines gain on the sum over layers; a layer with small weights can be worse off all the same.
+    """
+    worth = scale.flatten(1).double().square()  # (N, 1)
+    errors, others = (worth * _errors(lines, elements, box, metric) for elements in (fitted, fallback))  # (N, L)
+    leave = torch.zeros(len(lines), dtype=torch.bool, device=lines.device)
+    for _ in range(lines.shape[1]):
+        gain = torch.where(leave[:, None], 0.0, others - errors)
+        worse = gain.sum(0) < 0  # (L,)
+        if not worse.any():
+            break
+        leave |= (gain < 0)[:, worse].any(dim=1)
+    return _Elements(
+        places=torch.where(leave[:, None, None], fallback.places, fitted.places),
+        weights=torch.where(leave[:, None, None], fallback.weights, fitted.weights),
+    )
+
+
+def _errors(lines: Tensor, elements: _Elements, box: Box, metric: _Metric | None) -> Tensor:
+    """(N, L): squared distances, in float64."""
+    parts = []
+    at_once = _lines_at_once(elements, box, layers_differ=True)
+    for chunk in torch.split(torch.arange(len(lines), device=lines.device), at_once):
+        part = elements[chunk]
+        error = (lines[chunk] - box.kernels(part.places, part.weights)).double()
+        if metric is not None:
+            error = (error.unsqueeze(2) @ metric[chunk].double()).squeeze(2)
+        parts.append(error.square().sum(-1))
+    return torch.cat(parts)

@@ -1,0 +1,370 @@
+"""The DCLS layers: convolutions that construct their kernel from a few weighted elements with learnable positions.
+
+Axes: N batch, O output channels, I input channels per group, E kernel elements, A learnt axes.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from .conv_classes import PLAIN, ConvForm, carry_over, find_form, padding_of, why_not_replaceable
+from .depthwise import conv2d
+from .elements import largest_elements
+from .geometry import DYNAMIC_SAME, Padding, extent, grown_padding, padded_cells
+from .interpolation import construct_kernel, find_interpolation, learnt_axes, position_limits
+from .ties import Tied
+from .timm_conv_classes import same_padded_conv
+
+POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"
+PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+
+IntOrTuple = int | Sequence[int]
+
+
+class DclsConvNd(Tied):
+    """What the DCLS layers of 1, 2 and 3 dimensions share.
+
+    Parameters of a layer: `weight` (O, I, E), `positions` (A, O, I, E) in cells from the kernel centre, `sigma` (as
+    positions; triangle and Gaussian only) and `bias` (O). A dense axis of D cells stands before E: (O, I, D, E).
+
+    Args:
+        in_channels, out_channels, stride, padding, dilation, groups, bias, padding_mode, device, dtype: As in
+            `torch.nn.Conv2d`; `dilation` spaces the cells of the dilated kernel itself and is 1 in practice.
+            `padding="dynamic_same"` is TensorFlow's rule, which depends on the input's size (2-D only).
+        kernel_count: Weighted elements in one kernel (with dense axes, in each of their cells).
+        dilated_kernel_size: Window in which elements may move, in cells.
+        interpolation: "bilinear", "triangle" or "gaussian", see `construct_kernel`.
+        dense_axes: Spatial axes along which nothing is learnt: all their cells are weighted, as in an ordinary kernel.
+
+    Raises:
+        ValueError: Arguments outside what is allowed; checked here, not at the first forward.
+
+    Source: arXiv:2112.03740. Positions start from N(0, 0.5 cells), weights as in `torch.nn.Conv2d`.
+    """
+
+    dims: ClassVar[int]
+    conv_class: ClassVar[type[_ConvNd]]
+    conv_function: ClassVar[Callable[..., Tensor]]
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    positions: nn.Parameter
+    sigma: nn.Parameter | None
+    padding: Padding
+    form: ConvForm  # what the class of the old convolution does to its weight
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        kernel_count: int,
+        dilated_kernel_size: IntOrTuple,
+        stride: IntOrTuple = 1,
+        padding: str | IntOrTuple = 0,
+        dilation: IntOrTuple = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        interpolation: str = "bilinear",
+        dense_axes: Sequence[int] = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_count = kernel_count
+        self.dilated_kernel_size = self._per_axis("dilated_kernel_size", dilated_kernel_size, least=1)
+        self.stride = self._per_axis("stride", stride, least=1)
+        self.padding = padding if isinstance(padding, str) else self._per_axis("padding", padding, least=0)
+        self.dilation = self._per_axis("dilation", dilation, least=1)
+        self.padding_mode = padding_mode
+        self.interpolation = interpolation
+        self.dense_axes = _dense_axes(dense_axes, self.dims)
+        self.form = PLAIN
+        self._check()
+        self._register_parameters(bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def _per_axis(self, name: str, value: IntOrTuple, least: int) -> tuple[int, ...]:
+        sizes = tuple(value) if isinstance(value, Sequence) else (value,) * self.dims
+        if len(sizes) != self.dims or not all(_is_integer(size) and size >= least for size in sizes):
+            raise ValueError(f"{name}={value!r} must be an integer of at least {least}, or {self.dims} of them")
+        return sizes
+
+    def _check(self) -> None:
+        for name in ("in_channels", "out_channels"):
+            channels, groups = getattr(self, name), self.groups
+            if not (_is_integer(channels) and _is_integer(groups)) or min(channels, groups) < 1 or channels % groups:
+                raise ValueError(f"{name}={channels!r} must be a positive multiple of groups={groups!r}")
+        if not _is_integer(self.kernel_count) or self.kernel_count < 1:
+            raise ValueError(f"kernel_count={self.kernel_count!r} must be an integer of at least 1")
+        if self.padding_mode not in PADDING_MODES:
+            raise ValueError(f"padding_mode={self.padding_mode!r} must be one of {', '.join(PADDING_MODES)}")
+        if isinstance(self.padding, str):
+            if self.padding not in ("same", "valid", DYNAMIC_SAME):
+                raise ValueError(f"padding={self.padding!r} must be 'same', 'valid', {DYNAMIC_SAME!r} or integers")
+            if self.padding == DYNAMIC_SAME and (self.dims != 2 or self.padding_mode != "zeros"):
+                raise ValueError(f"padding={self.padding!r} is for 2-D with zeros")
+            if self.padding == "same" and any(stride != 1 for stride in self.stride):
+                raise ValueError(f"padding='same' needs stride 1, not {self.stride}")
+        find_interpolation(self.interpolation)
+
+    def _register_parameters(self, bias: bool, **factory: Any) -> None:
+        shape = self.weight_shape
+        coordinates = (len(self.learnt_axes), *shape)
+        self.weight = nn.Parameter(torch.empty(shape, **factory))
+        self.register_parameter("bias", nn.Parameter(torch.empty(self.out_channels, **factory)) if bias else None)
+        self.positions = nn.Parameter(torch.empty(coordinates, **factory))
+        has_sigma = find_interpolation(self.interpolation).has_sigma
+        self.register_parameter("sigma", nn.Parameter(torch.empty(coordinates, **factory)) if has_sigma else None)
+
+    @property
+    def learnt_axes(self) -> tuple[int, ...]:
+        """The spatial axes along which the elements move, in the order of `positions`."""
+        return learnt_axes(self.dims, self.dense_axes)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """(O, I, *dense axes, E)."""
+        dense = [self.dilated_kernel_size[axis] for axis in self.dense_axes]
+        return (self.out_channels, self.in_channels // self.groups, *dense, self.kernel_count)
+
+    @property
+    def kernel_size(self) -> tuple[int, ...]:
+        """The size of the convolution that is carried out: the dilated kernel size."""
+        return self.dilated_kernel_size
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Weights and bias as `torch.nn.Conv2d` draws them, positions from N(0, 0.5), sigma at its initial value."""
+        fan_in = self.weight[0].numel()
+        bound = 1 / math.sqrt(fan_in) if fan_in else 0.0  # kaiming_uniform_(a=sqrt(5))
+        nn.init.uniform_(self.weight, -bound, bound, generator=generator)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound, generator=generator)
+        nn.init.normal_(self.positions, 0.0, POSITION_STD, generator=generator)
+        self._reset_sigma_()
+        self.clamp_positions_()
+
+    def _reset_sigma_(self) -> None:
+        if self.sigma is not None:
+            nn.init.constant_(self.sigma, cast(float, find_interpolation(self.interpolation).initial_sigma))
+
+    def kernel(self) -> Tensor:
+        """The constructed kernel, (O, I, *dilated_kernel_size), differentiable in weight, positions and sigma."""
+        return construct_kernel(
+            self.form.effective_weight(self, self.weight),
+            self.positions,
+            self.dilated_kernel_size,
+            interpolation=self.interpolation,
+            sigma=self.sigma,
+            dense_axes=self.dense_axes,
+        )
+
+    @torch.no_grad()
+    def clamp_positions_(self) -> None:
+        """Bring positions back into the window (paper, section 3 "Positions clamping"), sigma above its least."""
+        limits = [position_limits(self.dilated_kernel_size[axis]) for axis in self.learnt_axes]
+        if len(set(limits)) == 1:
+            self.positions.clamp_(*limits[0])
+        else:  # in one operation on the parameter: views of it cannot be changed in place in a compiled graph
+            low, high = self.positions.new_tensor(limits).T.reshape(2, -1, *[1] * self.weight.dim())
+            low, high = (_spread_like(limit, self.positions) for limit in (low, high))
+            self.positions.copy_(self.positions.maximum(low).minimum(high))
+        if self.sigma is not None:
+            self.sigma.clamp_(min=find_interpolation(self.interpolation).min_sigma)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, in_channels, *spatial) -> (N, out_channels, *spatial), as the convolution with `kernel()` does it."""
+        # An exported program changes no parameters. (To dynamo, torch 2.8 says that it exports where it compiles.)
+        exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+        if self.training and not exporting:
+            self.clamp_positions_()
+        input, padding = self._padded(input)
+        return self.conv_function(input, self.kernel(), self.bias, self.stride, padding, self.dilation, self.groups)
+
+    def _padded(self, input: Tensor) -> tuple[Tensor, Padding]:
+        """The input and the padding left to the convolution, which knows fixed numbers of zeros only."""
+        if self.padding_mode == "zeros" and self.padding != DYNAMIC_SAME:
+            return input, self.padding
+        extents = [extent(size, spacing) for size, spacing in zip(self.kernel_size, self.dilation, strict=True)]
+        sides = padded_cells(self.padding, input.shape[-self.dims :], extents, self.stride)
+        widths = [cells for axis in reversed(sides) for cells in axis]
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return F.pad(input, widths, mode=mode), (0,) * self.dims
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if not self.positions.is_meta:
+            self.clamp_positions_()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    @classmethod
+    def from_conv(
+        cls,
+        conv: _ConvNd,
+        *,
+        kernel_count: int,
+        dilated_kernel_size: IntOrTuple,
+        interpolation: str = "bilinear",
+        dense_axes: Sequence[int] = (),
+    ) -> Self:
+        """The DCLS layer in place of `conv`: same stride, groups, bias, padding mode, dtype, device, hooks, sizes.
+
+        Its elements are the `kernel_count` cells of the old kernel with the largest weights, at their old places, so
+        that with as many elements as the kernel has cells, bilinear interpolation gives the same layer. The bias is
+        the same parameter, not a copy.
+
+        Raises:
+            ValueError: Window and old kernel of different parity, or a window smaller than the kernel: the output
+                would change its size. Or an object that is more than a convolution of torch.nn, with the reason.
+        """
+        if reason := why_not_replaceable(conv) or (None if isinstance(conv, cls.conv_class) else "other dimension"):
+            raise ValueError(f"{type(conv).__name__} cannot become a {cls.__name__}: {reason}")
+        layer = cls.like(conv, kernel_count, dilated_kernel_size, interpolation, dense_axes)
+        weight, positions = largest_elements(
+            [conv.weight.detach()],
+            effective=[layer.form.effective_weight(conv, conv.weight.detach())],
+            kernel_count=kernel_count,
+            dilation=conv.dilation,
+            size=layer.dilated_kernel_size,
+            dense_axes=layer.dense_axes,
+        )
+        with torch.no_grad():
+            layer.weight.copy_(weight[0])
+            layer.positions.copy_(positions)
+        return layer
+
+    @classmethod
+    def like(
+        cls,
+        conv: _ConvNd,
+        kernel_count: int,
+        dilated_kernel_size: IntOrTuple,
+        interpolation: str,
+        dense_axes: Sequence[int],
+    ) -> Self:
+        """As `from_conv`, with elements that are still to be filled in."""
+        layer = cls(
+            conv.in_channels,
+            conv.out_channels,
+            kernel_count=kernel_count,
+            dilated_kernel_size=dilated_kernel_size,
+            stride=conv.stride,
+            groups=conv.groups,
+            bias=False,
+            padding_mode=conv.padding_mode,
+            interpolation=interpolation,
+            dense_axes=dense_axes,
+            device="meta",  # draws nothing from any generator
+            dtype=conv.weight.dtype,
+        )
+        layer.padding = grown_padding(
+            padding_of(conv), conv.kernel_size, conv.dilation, layer.dilated_kernel_size, conv.stride
+        )
+        for axis in layer.dense_axes:
+            if (layer.dilated_kernel_size[axis], 1) != (conv.kernel_size[axis], conv.dilation[axis]):
+                raise ValueError(f"dense axis {axis} must keep its size {conv.kernel_size[axis]}, undilated")
+        layer.to_empty(device=conv.weight.device)
+        layer._reset_sigma_()
+        layer.bias = cast(nn.Parameter | None, conv.bias)
+        layer.form = find_form(conv) or PLAIN
+        for name in layer.form.parameters:
+            layer.register_parameter(name, conv._parameters[name])
+        carry_over(conv, layer, known=_OWN_ATTRIBUTES)
+        if layer.form.adapt is not None:
+            layer.form.adapt(conv, layer)
+        return layer
+
+    def fuse(self) -> _ConvNd:
+        """The plain convolution with the constructed kernel as its weight: same outputs, positions no longer learnt.
+
+        `timm.utils.reparameterize_model` calls it. A wide depthwise window is slow in a plain convolution on the CPU if
+        its maps are contiguous; `model.to(memory_format=torch.channels_last)`, and such images, help.
+        """
+        shape: dict[str, Any] = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups, "bias": False}
+        make: Callable[..., _ConvNd] = same_padded_conv
+        if self.padding != DYNAMIC_SAME:
+            make, shape = self.conv_class, {**shape, "padding": self.padding, "padding_mode": self.padding_mode}
+        # On the meta device nothing is drawn from any generator.
+        conv = make(self.in_channels, self.out_channels, self.dilated_kernel_size, **shape, device="meta")
+        kernel = self.kernel().detach().contiguous()
+        conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
+        conv.bias = self.bias
+        carry_over(self, conv, known=_OWN_ATTRIBUTES)
+        return conv
+
+    def extra_repr(self) -> str:
+        parts = [
+            f"{self.in_channels}, {self.out_channels}",
+            f"kernel_count={self.kernel_count}",
+            f"dilated_kernel_size={self.dilated_kernel_size}",
+            f"stride={self.stride}",
+        ]
+        if self.padding != (0,) * self.dims:
+            parts.append(f"padding={self.padding!r}")
+        if self.dilation != (1,) * self.dims:
+            parts.append(f"dilation={self.dilation}")
+        if self.groups != 1:
+            parts.append(f"groups={self.groups}")
+        if self.bias is None:
+            parts.append("bias=False")
+        if self.padding_mode != "zeros":
+            parts.append(f"padding_mode={self.padding_mode}")
+        if self.dense_axes:
+            parts.append(f"dense_axes={self.dense_axes}")
+        parts.append(f"interpolation={self.interpolation}")
+        if self.is_tied:
+            parts.append("positions=tied")
+        return ", ".join(parts)
+
+
+class DclsConv1d(DclsConvNd):
+    __doc__ = DclsConvNd.__doc__
+    dims, conv_class, conv_function = 1, nn.Conv1d, staticmethod(F.conv1d)
+
+
+class DclsConv2d(DclsConvNd):
+    __doc__ = DclsConvNd.__doc__
+    dims, conv_class, conv_function = 2, nn.Conv2d, staticmethod(conv2d)
+
+
+class DclsConv3d(DclsConvNd):
+    __doc__ = DclsConvNd.__doc__
+    dims, conv_class, conv_function = 3, nn.Conv3d, staticmethod(F.conv3d)
+
+
+DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
+
+
+def _spread_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """`tensor`, which is the same on all ranks, for operations with what may be spread over them (FSDP2)."""
+    if not hasattr(other, "device_mesh"):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = other.device_mesh
+    replicated: Tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _dense_axes(axes: Sequence[int], dims: int) -> tuple[int, ...]:
+    given = tuple(axes) if isinstance(axes, Sequence) else (axes,)
+    if not set(given) < set(range(dims)) or len(set(given)) != len(given):
+        raise ValueError(f"dense_axes={axes!r} must be different axes below {dims}, and leave one to be learnt")
+    return tuple(sorted(given))
+
+
+# What convolutions and DCLS layers say about themselves, and must not carry over to one another.
+_OWN_ATTRIBUTES = frozenset(
+    nn.Conv2d(1, 1, 1, device="meta").__dict__.keys()
+    | DclsConv2d(1, 1, kernel_count=1, dilated_kernel_size=1, device="meta").__dict__.keys()
+)

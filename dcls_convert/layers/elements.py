@@ -1,0 +1,61 @@
+"""The cells of dense kernels as elements of a DCLS kernel.
+
+Axes: L layers of a tie group, O output channels, I input channels per group, D cells of the dense axes (each axis its
+own), K cells of the old kernel along the learnt axes, E kernel elements, A learnt axes.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .geometry import grid_positions
+from .interpolation import learnt_axes
+
+
+def largest_elements(
+    kernels: Sequence[Tensor],
+    *,
+    kernel_count: int,
+    dilation: Sequence[int],
+    size: Sequence[int],
+    dense_axes: Sequence[int] = (),
+    effective: Sequence[Tensor] | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """The cells with the most energy over all layers of the group, at their old places.
+
+    Args:
+        kernels: Dense kernels (O, I, *kernel size) of the group's layers, all of one shape.
+        kernel_count: Elements to keep; where it exceeds the cells, the rest have weight 0 and lie in the centre.
+        dilation: Of the old convolutions, one entry a spatial axis.
+        size: Dilated kernel size.
+        dense_axes: Spatial axes along which every cell keeps elements of its own.
+        effective: The kernels as they are convolved, where that is not as they are: their energy decides.
+
+    Returns:
+        For each layer its weights (O, I, *D, E), and the positions (A, O, I, *D, E) that they share. Elements stand
+        in the order of the cells; equal energies are decided by that order too.
+    """
+    axes = learnt_axes(len(size), dense_axes)
+    kernel_size = kernels[0].shape[2:]
+    cells = torch.stack([cells_last(kernel, axes) for kernel in kernels])  # (L, O, I, *D, K)
+    deciding = cells if effective is None else torch.stack([cells_last(kernel, axes) for kernel in effective])
+    energy = deciding.double().square().sum(0)  # (O, I, *D, K)
+    kept = min(kernel_count, energy.shape[-1])
+    chosen = (
+        energy.sort(dim=-1, descending=True, stable=True).indices[..., :kept].sort(dim=-1).values
+    )  # (O, I, *D, kept)
+    grids = [grid_positions(kernel_size[axis], dilation[axis], size[axis]) for axis in axes]
+    places = torch.tensor(list(itertools.product(*grids)), dtype=cells.dtype, device=cells.device)  # (K, A)
+    extra = kernel_count - kept
+    positions = torch.nn.functional.pad(places[chosen].movedim(-1, 0), (0, extra))  # (A, O, I, *D, E)
+    weights = [torch.nn.functional.pad(layer.gather(-1, chosen), (0, extra)) for layer in cells]
+    return weights, positions
+
+
+def cells_last(kernel: Tensor, axes: Sequence[int]) -> Tensor:
+    """(O, I, *kernel size) -> (O, I, *D, K): the learnt axes last, and flat."""
+    last = [2 + axis for axis in axes]
+    dense = [axis for axis in range(2, kernel.dim()) if axis not in last]
+    return kernel.permute(0, 1, *dense, *last).flatten(2 + len(dense))

@@ -1,0 +1,101 @@
+"""Sizes of convolution windows, in plain integers: what fits, and how much padding keeps the output size."""
+
+import math
+from collections.abc import Sequence
+
+from ..errors import PlanError
+
+# TensorFlow's SAME padding, which depends on the input's size: timm's Conv2dSame and its like pad so in their forward.
+DYNAMIC_SAME = "dynamic_same"
+Padding = str | tuple[int, ...]  # "same", "valid", DYNAMIC_SAME, or cells on either side of each axis
+
+
+def extent(kernel_size: int, dilation: int) -> int:
+    """Cells from the first to the last element of a dilated kernel."""
+    return (kernel_size - 1) * dilation + 1
+
+
+def size_text(size: Sequence[int]) -> str:
+    """(7, 7) -> "7x7"."""
+    return "x".join(map(str, size))
+
+
+def check_window(kernel_size: Sequence[int], dilation: Sequence[int], window: Sequence[int]) -> None:
+    """Refuse a window in which the old kernel has no middle place.
+
+    Raises:
+        PlanError: The window is smaller than the kernel's extent, or of the other parity; says which would do.
+    """
+    if len(window) != len(kernel_size):
+        sides = "side" if len(window) == 1 else "sides"
+        raise PlanError(f"window {size_text(window)} has {len(window)} {sides}, the kernel has {len(kernel_size)}")
+    for axis, (kernel, spacing, size) in enumerate(zip(kernel_size, dilation, window, strict=True)):
+        old = extent(kernel, spacing)
+        where = "" if len(window) == 1 else f" (axis {axis} of {size_text(window)})"
+        spanning = f"kernel {kernel}" if spacing == 1 else f"kernel {kernel} with dilation {spacing}, extent {old},"
+        if size < old:
+            raise PlanError(f"window {size}{where} is smaller than the {spanning} that it replaces; use {old} or more")
+        if (size - old) % 2:
+            parity = "odd" if old % 2 else "even"
+            near = [str(other) for other in (size - 1, size + 1) if other >= old]
+            raise PlanError(
+                f"window {size}{where} must be {parity} as the {spanning} is, or the output would shift; "
+                f"use {' or '.join(near)}"
+            )
+
+
+def grown_padding(
+    padding: str | Sequence[int],
+    kernel_size: Sequence[int],
+    dilation: Sequence[int],
+    window: Sequence[int],
+    stride: Sequence[int],
+) -> Padding:
+    """The padding with which the window gives the output size that the old kernel gave, and the old kernel's centre.
+
+    'same' stays 'same': torch pads the odd cell at the end, before and after. So does dynamic SAME padding.
+
+    Raises:
+        PlanError: The window does not fit the kernel.
+    """
+    check_window(kernel_size, dilation, window)
+    if padding == DYNAMIC_SAME:
+        for kernel, spacing, step in zip(kernel_size, dilation, stride, strict=True):
+            if extent(kernel, spacing) < step:  # then it may cut cells off instead of padding, where a window would not
+                raise PlanError(f"dynamic SAME padding needs a kernel of at least the stride {step}, not {kernel}")
+    if padding in ("same", DYNAMIC_SAME):
+        return str(padding)
+    old = [0] * len(window) if isinstance(padding, str) else padding  # 'valid' is no padding
+    return tuple(
+        pad + (size - extent(kernel, spacing)) // 2
+        for pad, kernel, spacing, size in zip(old, kernel_size, dilation, window, strict=True)
+    )
+
+
+def padded_cells(
+    padding: Padding, input_size: Sequence[int], extents: Sequence[int], stride: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Cells to add before and after each axis of an input for a kernel of those extents."""
+    if padding == "valid":
+        return [(0, 0)] * len(extents)
+    if padding == "same":
+        return [_halves(window - 1) for window in extents]
+    if padding == DYNAMIC_SAME:  # so many that there are ceil(size / stride) outputs
+        sizes = zip(input_size, extents, stride, strict=True)
+        return [_halves(max((-(-size // step) - 1) * step + window - size, 0)) for size, window, step in sizes]
+    return [(int(cells), int(cells)) for cells in padding]
+
+
+def _halves(total: int) -> tuple[int, int]:
+    return total // 2, total - total // 2
+
+
+def grid_positions(kernel_size: int, dilation: int, window: int) -> list[int]:
+    """Where the cells of the old kernel lie in the window, from its centre: (3, 2, 7) -> [-2, 0, 2]."""
+    first = (window - extent(kernel_size, dilation)) // 2 - window // 2
+    return [first + index * dilation for index in range(kernel_size)]
+
+
+def conv_macs(output_positions: int, out_channels: int, in_per_group: int, kernel_size: Sequence[int]) -> int:
+    """Multiply-accumulates of a convolution for one image; `output_positions` is summed over its calls."""
+    return output_positions * out_channels * in_per_group * math.prod(kernel_size)

@@ -1,0 +1,220 @@
+"""Walk a model once: its convolutions as plain values, the stage of each, and what it costs as it is."""
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from ..errors import PlanError, one_line
+from ..layers.conv_classes import padding_of, why_not_replaceable
+from ..layers.dcls_conv import DclsConvNd
+from ..layers.geometry import conv_macs, size_text
+from .stages import OutputStride, find_stages, output_stride
+from .tracing import Calls, Trace, trace
+
+IMAGE_CHANNELS = 3  # where no input size is known
+KINDS = ("depthwise", "grouped", "dense")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvSite:
+    """One convolution object of the model, as found before conversion. Axes in the order of tensor.shape."""
+
+    names: tuple[str, ...]  # every qualified name of the object, the first is canonical
+    type: str  # class name
+    kind: str  # one of KINDS
+    stage: str | None  # "stages.2"; None where the model has no stages, or outside them
+    stem: bool  # in the stem, by timm's word or because it takes the image itself
+    in_channels: int
+    out_channels: int
+    groups: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding_mode: str
+    bias: bool
+    output_size: tuple[int, ...] | None  # of the first call, at the stated input size; None where not known
+    input_extent: tuple[int, ...] | None  # smallest spatial input of any call; None where not known
+    output_positions: int | None  # spatial positions of all calls for one image; None where not known
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def dims(self) -> int:
+        return len(self.kernel_size)
+
+    @property
+    def weights(self) -> int:
+        """Weights of the dense kernel."""
+        return self.out_channels * self.in_channels // self.groups * functools.reduce(int.__mul__, self.kernel_size)
+
+    @property
+    def macs(self) -> int | None:
+        """Multiply-accumulates for one image."""
+        if self.output_positions is None:
+            return None
+        return conv_macs(self.output_positions, self.out_channels, self.in_channels // self.groups, self.kernel_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skipped:
+    """A convolution that stays as it is, and why."""
+
+    name: str
+    type: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConvs:
+    """All convolutions of a model, and what the model costs before conversion."""
+
+    sites: tuple[ConvSite, ...]
+    skipped: tuple[Skipped, ...]
+    params: int  # every parameter once
+    macs: int | None  # for one image at input_size; None where the forward pass could not be traced
+    input_size: tuple[int, ...] | None
+    macs_note: str | None  # why macs is None
+    stages_from: str  # how the stages were found
+
+    def __iter__(self) -> Iterator[tuple[ConvSite, ...] | tuple[Skipped, ...]]:
+        """`sites, skipped = find_convs(...)`."""
+        yield self.sites
+        yield self.skipped
+
+
+def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> ModelConvs:
+    """Every convolution object of `model`, once, under all its names.
+
+    Args:
+        model: Left as it is. Its weights may be on any device, meta included.
+        input_size: (channels, *spatial), or spatial alone for 3 channels, of one input; without it, the size that a
+            timm model states. One forward pass on the meta device gives output sizes and MACs; where the model cannot
+            be run so, they are None.
+
+    Raises:
+        PlanError: `input_size` is not positive integers for as many dimensions as the convolutions have, or the model
+            has DCLS layers already.
+    """
+    converted = sum(isinstance(module, DclsConvNd) for module in model.modules())
+    if converted:
+        raise PlanError(f"the model is converted already: it has {converted} DCLS layers")
+    names_of: dict[_ConvNd, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, _ConvNd):
+            names_of.setdefault(module, []).append(name)
+    size = _input_size(model, input_size, max((len(conv.kernel_size) for conv in names_of), default=2))
+    traced, note = _traced(model, size)
+    spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
+    stages = find_stages(model, _output_strides(traced, size), spatial)
+    shared = _shared_weights(model)
+    sites: list[ConvSite] = []
+    skipped: list[Skipped] = []
+    for conv, names in names_of.items():
+        reason = why_not_replaceable(conv)
+        if reason is None and id(conv.weight) in shared:
+            reason = f"its weight is shared with {shared[id(conv.weight)]}"
+        if reason is not None:
+            skipped.append(Skipped(name=names[0], type=type(conv).__name__, reason=reason))
+            continue
+        calls = traced.calls.get(names[0]) if traced else None
+        first = calls.takes_image if calls else traced is None and not sites
+        image = conv.in_channels == (size[0] if size else IMAGE_CHANNELS) and first
+        stem = stages.in_stem(names[0]) or image
+        sites.append(_site(conv, tuple(names), stages.stage_of(names[0]), stem, calls, traced is not None))
+    return ModelConvs(
+        sites=tuple(sites),
+        skipped=tuple(skipped),
+        params=sum(p.numel() for p in model.parameters() if not isinstance(p, nn.parameter.UninitializedParameter)),
+        macs=traced.macs if traced else None,
+        input_size=size,
+        macs_note=note,
+        stages_from=stages.source,
+    )
+
+
+def kinds_of_convs(convs: ModelConvs) -> Counter[str]:
+    """How many convolutions there are of each kind: "depthwise 7x7", "dense 3x3 in the stem"."""
+    kinds = Counter(f"{site.kind} {size_text(site.kernel_size)}" + " in the stem" * site.stem for site in convs.sites)
+    return kinds + Counter(f"{skip.type} ({skip.reason})" for skip in convs.skipped)
+
+
+def _site(
+    conv: _ConvNd, names: tuple[str, ...], stage: str | None, stem: bool, calls: Calls | None, traced: bool
+) -> ConvSite:
+    depthwise = conv.groups == conv.in_channels and conv.groups > 1
+    return ConvSite(
+        names=names,
+        type=type(conv).__name__,
+        kind="depthwise" if depthwise else "grouped" if conv.groups > 1 else "dense",
+        stage=stage,
+        stem=stem,
+        in_channels=conv.in_channels,
+        out_channels=conv.out_channels,
+        groups=conv.groups,
+        kernel_size=tuple(conv.kernel_size),
+        stride=tuple(conv.stride),
+        padding=padding_of(conv),
+        dilation=tuple(conv.dilation),
+        padding_mode=conv.padding_mode,
+        bias=conv.bias is not None,
+        output_size=calls.output_size if calls else None,
+        input_extent=calls.input_extent if calls else None,
+        output_positions=calls.output_positions if calls else 0 if traced else None,  # 0: never called
+    )
+
+
+def _output_strides(traced: Trace | None, input_size: tuple[int, ...] | None) -> dict[str, OutputStride]:
+    """Of the convolutions that were called on something with the image's dimensions, by name."""
+    if traced is None or input_size is None:
+        return {}
+    return {
+        name: output_stride(input_size[1:], call.output_size)
+        for name, call in traced.calls.items()
+        if len(call.output_size) == len(input_size) - 1 and min(call.output_size) > 0
+    }
+
+
+def _shared_weights(model: nn.Module) -> dict[int, str]:
+    """id of each parameter that several modules hold -> the names of those modules."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append(name)
+    return {key: " and ".join(names) for key, names in holders.items() if len(names) > 1}
+
+
+def _input_size(model: nn.Module, given: Sequence[int] | None, dims: int) -> tuple[int, ...] | None:
+    if given is None:
+        stated = getattr(model, "pretrained_cfg", None) or {}
+        given = stated.get("input_size") if isinstance(stated, Mapping) else None
+        channels = getattr(model, "_model_args", {}).get("in_chans")  # what timm was asked for; its config says 3 still
+        return (channels or given[0], *given[1:]) if given else None
+    if (
+        not isinstance(given, Sequence)
+        or not 2 <= len(given) <= 4
+        or any(not isinstance(size, int) or size < 1 for size in given)
+    ):
+        raise PlanError(f"input size {given!r} must be channels and spatial sizes, such as (3, 224, 224)")
+    if len(given) == dims:
+        return (IMAGE_CHANNELS, *given)
+    if len(given) != dims + 1:
+        raise PlanError(f"input size {size_text(given)} must be channels and {dims} sides, the model is {dims}-D")
+    return tuple(given)
+
+
+def _traced(model: nn.Module, input_size: tuple[int, ...] | None) -> tuple[Trace | None, str | None]:
+    """What one image's way shows, or why there is nothing to show."""
+    if input_size is None:
+        return None, "no input size is known; state one"
+    try:
+        return trace(model, input_size), None
+    except Exception as error:  # any model code may run here, and a model that cannot be traced can still be converted
+        return None, f"the model does not run on the meta device at {input_size}: {one_line(error)[:200]}"

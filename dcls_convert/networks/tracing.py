@@ -1,0 +1,149 @@
+"""Run a hollow twin of a model on the meta device: what its convolutions see, and what it costs.
+
+The model itself is never run, so that neither its tensors nor anything that it caches or counts can change.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from ..layers.dcls_conv import DclsConvNd
+
+ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")  # of torchvision: all their convolutions are in backbone and head
+
+
+@dataclass(slots=True)
+class Calls:
+    """What one convolution object saw."""
+
+    output_size: tuple[int, ...]  # of the first call
+    input_extent: tuple[int, ...]  # smallest spatial input of any call
+    output_positions: int = 0  # spatial positions of all calls, for one image
+    takes_image: bool = False  # whether the image itself was its input, or it came before all other convolutions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """One image's way through a model."""
+
+    calls: dict[str, Calls] = field(default_factory=dict)  # by the first qualified name of the convolution
+    flops: dict[str, dict[str, int]]  # module name ("" is the model) -> operator -> floating-point operations
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates; torch's counter takes each for two operations."""
+        return sum(self.flops[""].values()) // 2
+
+
+def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
+    """Send one image through a hollow twin of `model` in eval mode, counted by torch's flop counter.
+
+    Args:
+        model: Not run and not changed, whatever device it is on.
+        input_size: (channels, *spatial).
+
+    Raises:
+        Exception: Whatever the model's own code raises; there are models that do not run on the meta device.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    twin = _hollow_twin(model)
+    image = torch.empty(1, *input_size, dtype=image_dtype(twin), device="meta")
+    calls: dict[str, Calls] = {}
+    names = {module: name for name, module in reversed(list(twin.named_modules(remove_duplicate=False)))}
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        entering = args[0] if args else kwargs["input"]
+        dims = len(module.kernel_size)  # type: ignore[arg-type]
+        size, entered = tuple(output.shape[-dims:]), tuple(entering.shape[-dims:])
+        first = not calls
+        seen = calls.setdefault(names[module], Calls(size, entered))
+        seen.input_extent = tuple(map(min, seen.input_extent, entered))
+        batch = output.shape[0] if output.dim() == dims + 2 else 1
+        seen.output_positions += batch * math.prod(size)
+        seen.takes_image = seen.takes_image or first or entering is image
+
+    for module in twin.modules():
+        if isinstance(module, _ConvNd):
+            module.register_forward_hook(record, with_kwargs=True)
+    run = _way_of(twin)
+    with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
+        run(image)
+    prefix = type(twin).__name__ + "."
+    counts = counter.get_flop_counts()
+    counts[prefix] = counts.pop("Global", {})
+    flops = {
+        path.removeprefix(prefix): {str(operator).rpartition(".")[2]: int(count) for operator, count in found.items()}
+        for path, found in counts.items()
+    }
+    return Trace(calls=calls, flops=flops)
+
+
+def _way_of(model: nn.Module) -> Callable[[Tensor], object]:
+    """How one image (1, C, *spatial) is sent through: torchvision has models that do not take a batch of images."""
+    for base in type(model).__mro__:
+        family = base.__module__.partition("torchvision.models.")[2]
+        if family == "optical_flow.raft":
+            return lambda image: model(image, image)  # flow is from one image to the next
+        if family.startswith("detection."):
+            if base.__name__ == "GeneralizedRCNN":
+                raise ValueError(f"what a {type(model).__name__} computes depends on how many regions it finds")
+            if base.__name__ in ONE_STAGE_DETECTORS:
+                return functools.partial(_detect, model)
+    return model
+
+
+class _Detected(Exception):
+    """The head of a detector has answered."""
+
+
+def _detect(detector: nn.Module, image: Tensor) -> None:
+    """Run a one-stage detector up to the end of its head.
+
+    What follows sorts boxes by their values, which hollow tensors do not have, and convolves and multiplies nothing:
+    the MACs are those that torchvision states for its detectors.
+    """
+
+    def stop(*_: object) -> None:
+        raise _Detected
+
+    handle = detector.get_submodule("head").register_forward_hook(stop)
+    try:
+        detector([image[0]])
+    except _Detected:
+        return
+    finally:
+        handle.remove()
+    raise ValueError(f"{type(detector).__name__} did not ask its head")
+
+
+def _hollow_twin(model: nn.Module) -> nn.Module:
+    """A copy in eval mode whose tensors are on the meta device, without the user's forward hooks.
+
+    Tensors that are plain attributes are hollow too: what is computed from parameters (weight_norm, pruning) or cached
+    need not be a leaf, and copy.deepcopy refuses such.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for tensor in [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]:
+            if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                hollow = torch.empty_like(tensor, device="meta", requires_grad=False)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(hollow, requires_grad=False) if is_parameter else hollow
+    twin = copy.deepcopy(model, memo).eval()
+    for module in twin.modules():
+        module._forward_hooks.clear()
+    return twin
+
+
+def image_dtype(model: nn.Module) -> torch.dtype:
+    """That of the first convolution; in models of several, it is what the image meets."""
+    convs = [m.weight for m in model.modules() if isinstance(m, _ConvNd | DclsConvNd)]
+    return next((weight.dtype for weight in [*convs, *model.parameters()] if weight.is_floating_point()), torch.float32)

@@ -1,0 +1,154 @@
+"""How many elements a parameter budget admits, and what convolutions cost. Integers and fractions only.
+
+One more element in every kernel costs, in each layer, one weight for every (output channel, input channel per group,
+cell of a dense axis), here called a kernel line; and in each tie group as many coordinates for each of its lines. The
+paper's rule (section 3 "Kernel count tuning") is the largest count that stays within the parameters replaced.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+
+from ..errors import PlanError
+
+LEAST_PERCENT = Decimal("0.0001")  # bounds for arithmetic's sake: fractions are exact, and 1e-999999 has many digits
+MOST_PERCENT = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCost:
+    """What the count rule must know of one layer."""
+
+    name: str
+    unit: str  # layers with the same unit get one count: the model, a stage or the layer
+    tie_group: str | None  # None: positions of its own
+    lines: int  # out * in / groups * cells of dense axes
+    dense_weights: int  # weights of the kernel that is replaced
+    coordinates: int  # learnable coordinates of an element: axes, twice that where sigma is learnt
+    cells: int  # cells of the window along the learnt axes: no use for more elements than that
+    given_count: int | None = None  # stated by the user or a rule; not solved for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetUnit:
+    """The count of one unit, and what it uses of the budget."""
+
+    name: str
+    kernel_count: int | None  # None: its layers have counts that rules state
+    exact_count: Fraction | None  # the bound before rounding down; None where nothing was solved
+    limit: int  # parameters
+    used: int  # parameters: weights of the elements, and positions
+
+    @property
+    def slack(self) -> int:
+        """Parameters left; negative where a given count is over the budget."""
+        return self.limit - self.used
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """The solved budget: a count for every layer, and the books."""
+
+    counts: dict[str, int]  # layer name -> kernel count
+    units: tuple[BudgetUnit, ...]
+
+    @property
+    def limit(self) -> int:
+        return sum(unit.limit for unit in self.units)
+
+    @property
+    def used(self) -> int:
+        return sum(unit.used for unit in self.units)
+
+
+def parse_percent(text: str | float | int) -> Fraction:
+    """A percentage as an exact fraction of 1: "99.5" -> 199/200.
+
+    Raises:
+        PlanError: Not a number, or out of bounds.
+    """
+    try:
+        percent = Decimal(str(text))
+    except InvalidOperation:
+        percent = Decimal("nan")
+    if not percent.is_finite() or not LEAST_PERCENT <= percent <= MOST_PERCENT:
+        raise PlanError(f"budget {str(text)!r} must be a percentage from {LEAST_PERCENT} to {MOST_PERCENT}")
+    return Fraction(percent) / 100
+
+
+def solve_counts(layers: Sequence[LayerCost], share: Fraction) -> Budget:
+    """The largest count of every unit that keeps within `share` of the weights it replaces.
+
+    Raises:
+        PlanError: A unit whose budget admits no element; names the smallest budget that would.
+    """
+    _refuse_too_many(layers)
+    units: dict[str, list[LayerCost]] = {}
+    for layer in layers:
+        units.setdefault(layer.unit, []).append(layer)
+    counts: dict[str, int] = {}
+    solved: list[BudgetUnit] = []
+    needed: list[tuple[Fraction, str]] = []
+    for name, members in units.items():
+        limit = math.floor(share * sum(layer.dense_weights for layer in members))
+        given = [layer for layer in members if layer.given_count is not None]
+        free = [layer for layer in members if layer.given_count is None]
+        spent = sum(count * _element_cost(group) for count, group in _by_count(given))
+        exact, count = None, None
+        if free:
+            exact = Fraction(limit - spent, _element_cost(free))
+            count = min(math.floor(exact), min(layer.cells for layer in free))
+            least = spent + _element_cost(free)
+            needed.append((Fraction(least, sum(layer.dense_weights for layer in members)), name))
+        elif len({layer.given_count for layer in members}) == 1:
+            exact = Fraction(limit, _element_cost(members))
+            count = members[0].given_count
+        counts |= {layer.name: layer.given_count or count or 0 for layer in members}
+        used = spent + (count or 0) * _element_cost(free)
+        solved.append(BudgetUnit(name=name, kernel_count=count, exact_count=exact, limit=limit, used=used))
+    _refuse_none(solved, needed, share)
+    return Budget(counts=counts, units=tuple(solved))
+
+
+def _element_cost(layers: Iterable[LayerCost]) -> int:
+    """Parameters of one element in every kernel of `layers`; a tie group's coordinates count once."""
+    layers = list(layers)
+    groups = {layer.tie_group or f"\0{layer.name}": layer.lines * layer.coordinates for layer in layers}
+    return sum(layer.lines for layer in layers) + sum(groups.values())
+
+
+def _by_count(layers: Iterable[LayerCost]) -> list[tuple[int, list[LayerCost]]]:
+    counts: dict[int, list[LayerCost]] = {}
+    for layer in layers:
+        assert layer.given_count is not None
+        counts.setdefault(layer.given_count, []).append(layer)
+    return list(counts.items())
+
+
+def _refuse_too_many(layers: Sequence[LayerCost]) -> None:
+    for layer in layers:
+        if layer.given_count is not None and layer.given_count > layer.cells:
+            raise PlanError(
+                f"{layer.name}: kernel count {layer.given_count} is more than the {layer.cells} cells of its window; "
+                f"use {layer.cells} or fewer"
+            )
+
+
+def _refuse_none(units: Sequence[BudgetUnit], needed: Sequence[tuple[Fraction, str]], share: Fraction) -> None:
+    empty = [unit.name for unit in units if unit.kernel_count is not None and unit.kernel_count < 1]
+    if not empty:
+        return
+    least = max(need for need, name in needed if name in empty)
+    raise PlanError(
+        f"a budget of {float(share * 100):.6g} % admits no element in {empty[0]}"
+        + (f" and {len(empty) - 1} more" if len(empty) > 1 else "")
+        + f"; the smallest budget that does is {_percent_rounded_up(least)} %"
+    )
+
+
+def _percent_rounded_up(share: Fraction) -> str:
+    """A share of 1 as a percentage with at most two decimals that is enough."""
+    hundredths = math.ceil(share * 10_000)
+    return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,244 @@
+"""A conversion plan as data: what becomes what, what is tied; to and from JSON."""
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from ..errors import CheckpointError, PlanError, newer_format
+from ..layers.geometry import check_window, conv_macs
+from ..layers.interpolation import find_interpolation
+from ..networks.sites import Skipped
+from ..options import Scope, Tie
+from .budget import BudgetUnit
+
+PLAN_FORMAT = 1
+_STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPlan:
+    """One convolution and the DCLS layer that takes its place."""
+
+    __pydantic_config__ = _STRICT
+
+    names: tuple[str, ...]  # every qualified name of the object, the first is canonical
+    stage: str | None
+    kind: str
+    in_channels: int
+    out_channels: int
+    groups: int
+    bias: bool
+    kernel_size: tuple[int, ...]
+    dilation: tuple[int, ...]
+    output_positions: int | None  # spatial positions of all calls for one image
+    dilated_size: tuple[int, ...]
+    dense_axes: tuple[int, ...]
+    interpolation: str
+    kernel_count: int
+    tie_group: str | None  # None: positions of its own
+    rule: str  # what the rule that claimed it is called
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def lines(self) -> int:
+        """Kernel lines: what one more element costs in weights."""
+        dense = [self.dilated_size[axis] for axis in self.dense_axes]
+        return math.prod([self.out_channels, self.in_channels // self.groups, *dense])
+
+    @property
+    def cells(self) -> int:
+        """Cells of the window along the learnt axes."""
+        return math.prod(side for axis, side in enumerate(self.dilated_size) if axis not in self.dense_axes)
+
+    @property
+    def shared_parameters(self) -> tuple[str, ...]:
+        """What layers of a tie group have in common."""
+        return ("positions", "sigma") if find_interpolation(self.interpolation).has_sigma else ("positions",)
+
+    @property
+    def position_shape(self) -> tuple[int, ...]:
+        """(A, O, I, *dense axes, E)."""
+        dense = [self.dilated_size[axis] for axis in self.dense_axes]
+        axes = len(self.dilated_size) - len(dense)
+        return (axes, self.out_channels, self.in_channels // self.groups, *dense, self.kernel_count)
+
+    @property
+    def coordinates(self) -> int:
+        """Learnable coordinates of one element: its position, and sigma where the interpolation has one."""
+        axes = len(self.dilated_size) - len(self.dense_axes)
+        return axes * len(self.shared_parameters)
+
+    @property
+    def dense_weights(self) -> int:
+        return math.prod([self.out_channels, self.in_channels // self.groups, *self.kernel_size])
+
+    @property
+    def element_weights(self) -> int:
+        return self.lines * self.kernel_count
+
+    @property
+    def folded_weights(self) -> int:
+        """Weights of the plain convolution with the constructed kernel."""
+        return self.lines * self.cells
+
+    @property
+    def position_params(self) -> int:
+        """Parameters for positions and sigma, shared by the tie group."""
+        return self.lines * self.kernel_count * self.coordinates
+
+    def macs(self, size: Sequence[int]) -> int | None:
+        """Multiply-accumulates for one image with a kernel of that size."""
+        if self.output_positions is None:
+            return None
+        return conv_macs(self.output_positions, self.out_channels, self.in_channels // self.groups, size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCounts:
+    """Kernel counts that are not to be solved for, since the elements are there already: of all layers to convert."""
+
+    source: str  # "checkpoint weights.pth", for messages
+    counts: Mapping[str, int]  # by the layer's name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TieGroup:
+    """Layers that share their positions, and where those are registered."""
+
+    __pydantic_config__ = _STRICT
+
+    name: str
+    owner: str  # qualified name of the lowest module that holds the group; "" is the model itself
+    parameters: dict[str, str]  # "positions" (and "sigma") -> the parameter's name on the owner
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversionPlan:
+    """Everything that the conversion decides; enough to rebuild the converted model from its source."""
+
+    __pydantic_config__ = _STRICT
+
+    format: Annotated[int, Field(ge=PLAN_FORMAT, le=PLAN_FORMAT)] = PLAN_FORMAT  # not Literal[1]: true is 1 to Python
+    model: str | None  # "timm:convnext_tiny"; None for a module that only its user can build
+    model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments with which it is built
+    input_size: tuple[int, ...] | None
+    rules: str  # file or name
+    rules_text: str  # the rules as they were given
+    scope: Scope
+    tie: Tie
+    share: Fraction  # of the replaced weights that the new parameters may use
+    layers: tuple[LayerPlan, ...]
+    tie_groups: tuple[TieGroup, ...]
+    skipped: tuple[Skipped, ...]
+    budget: tuple[BudgetUnit, ...]
+    params: int  # of the whole model, before
+    macs: int | None  # of the whole model, before
+    macs_note: str | None
+    stages_from: str
+    folded: bool  # whether plain convolutions with the constructed kernels stand in the layers' places
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dict(_ADAPTER.dump_python(self, mode="json"))
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over the canonical JSON."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def group(self, name: str) -> TieGroup:
+        return next(group for group in self.tie_groups if group.name == name)
+
+
+def check_plan(plan: ConversionPlan) -> None:
+    """Refuse a plan that contradicts itself, as one that was edited by hand can.
+
+    Raises:
+        PlanError: Names the layer or the group, and what is wrong with it.
+    """
+    for layer in plan.layers:
+        _check_layer(layer)
+    members: dict[str, list[LayerPlan]] = {}
+    for layer in plan.layers:
+        if layer.tie_group is not None:
+            members.setdefault(layer.tie_group, []).append(layer)
+    groups = {group.name: group for group in plan.tie_groups}
+    if len(groups) != len(plan.tie_groups) or groups.keys() != members.keys():
+        raise PlanError(f"the plan's tie groups are {sorted(groups)}, its layers are in {sorted(members)}")
+    for name, group in groups.items():
+        if group.layers != tuple(layer.name for layer in members[name]):
+            raise PlanError(f"tie group {name}: lists {len(group.layers)} layers, other than those that name it")
+        shapes = {(layer.position_shape, layer.dilated_size, layer.interpolation) for layer in members[name]}
+        if len(shapes) > 1:
+            raise PlanError(f"tie group {name}: its layers have {len(shapes)} different shapes")
+        if group.parameters.keys() != set(members[name][0].shared_parameters):
+            raise PlanError(f"tie group {name}: must say where {' and '.join(members[name][0].shared_parameters)} are")
+
+
+def _check_layer(layer: LayerPlan) -> None:
+    try:
+        if not layer.names:
+            raise PlanError("has no name")
+        dims = len(layer.kernel_size)
+        for name in ("in_channels", "out_channels"):
+            channels = getattr(layer, name)
+            if min(channels, layer.groups) < 1 or channels % layer.groups:
+                raise PlanError(f"{name} {channels} must be a positive multiple of its groups, {layer.groups}")
+        find_interpolation(layer.interpolation)
+        if not set(layer.dense_axes) < set(range(dims)):
+            raise PlanError(
+                f"dense axes {layer.dense_axes} are not axes of a {dims}-D kernel, or leave none to be learnt"
+            )
+        check_window(layer.kernel_size, layer.dilation, layer.dilated_size)
+        for axis in layer.dense_axes:
+            if layer.dilated_size[axis] != layer.kernel_size[axis]:
+                raise PlanError(f"dense axis {axis} must keep its size {layer.kernel_size[axis]}")
+        if not 1 <= layer.kernel_count <= layer.cells:
+            raise PlanError(
+                f"kernel count {layer.kernel_count} must be from 1 to the {layer.cells} cells of its window"
+            )
+    except ValueError as error:
+        raise PlanError(f"{layer.names[0] if layer.names else 'a layer'}: {error}") from error
+
+
+_ADAPTER: TypeAdapter[ConversionPlan] = TypeAdapter(ConversionPlan)
+
+
+def plan_from_json(text: str | bytes, where: str) -> ConversionPlan:
+    """The plan that `to_json` wrote.
+
+    Raises:
+        CheckpointError: Not such a text, or one of a newer program; names `where` and the place in it.
+    """
+    try:
+        return _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        if (newer := _newer_format(text)) is not None:
+            raise CheckpointError(newer_format(where, newer, PLAN_FORMAT)) from error
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise CheckpointError(f"{where}: {place + ': ' if place else ''}{problem['msg']}") from error
+
+
+def _newer_format(text: str | bytes) -> int | None:
+    """The format that the text states, where this program does not know it yet."""
+    with contextlib.suppress(ValueError, RecursionError):
+        data = json.loads(text)
+        stated = data.get("format") if isinstance(data, dict) else None
+        if isinstance(stated, int) and stated > PLAN_FORMAT:
+            return stated
+    return None

@@ -1,0 +1,289 @@
+"""Sites and rules to a conversion plan: what becomes what, and what is tied. Plain values; nothing is changed here."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from ..errors import NothingMatchesError, PlanError, RuleError
+from ..layers.geometry import check_window, grown_padding, size_text
+from ..layers.interpolation import find_interpolation
+from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
+from ..networks.stages import stage_by_pattern
+from ..options import AUTO, DEFAULT_BUDGET, EXACT, INTERPOLATIONS, SCOPES, TIES, Scope, Tie
+from .budget import parse_percent
+from .plan import ConversionPlan, LayerCounts, LayerPlan
+from .rules import AUTO_RULES, Claims, Rule, RuleSet, choose_rules, claim_sites, load_rules
+from .tie_groups import UNSOLVED, named_owners, tie_groups, with_counts, with_given_counts
+
+
+def plan_conversion(
+    convs: ModelConvs,
+    rules: RuleSet | str = AUTO,
+    *,
+    dilated_size: int | Sequence[int] | None = None,
+    kernel_count: int | Literal["auto", "exact"] | LayerCounts = "auto",
+    scope: Scope = "model",
+    tie: Tie = "stage",
+    budget: float | str = DEFAULT_BUDGET,
+    interpolation: str | None = None,
+    strict: bool = False,
+    model: str | None = None,
+    model_args: dict[str, Any] | None = None,
+) -> ConversionPlan:
+    """Decide what becomes of every convolution.
+
+    Args:
+        convs: What `find_convs` found.
+        rules: A rule set, its name or file, or "auto": the depthwise set where it claims anything, else the 3x3 set.
+        dilated_size: Window for rules that state none; an integer leaves sides of 1 in a longer kernel as they are.
+        kernel_count: Elements in a kernel for rules that state none; "auto" solves for the budget, "exact" takes as
+            many as the old kernel has cells, whatever the budget, so that the layers can start as the same function.
+            Or the counts of elements that are there already: then exactly those layers must be converted.
+        scope: Whether one count is solved for the model, for each stage or for each layer (there with its tie group).
+        tie: "stage" shares positions among layers of one stage and shape, "none" gives every layer its own.
+        budget: Percent of the replaced weights that new weights, positions and sigmas may use.
+        interpolation: For rules that state none; bilinear without it.
+        strict: Refuse where a matching convolution cannot take the size, instead of skipping it.
+        model, model_args: Where the model comes from, so that a checkpoint can be rebuilt.
+
+    Raises:
+        RuleError: A rule that claims no convolution, or an option that all rules overrule.
+        PlanError: Sizes, counts or a budget that do not fit, with what would.
+        NothingMatchesError: No rule claims anything; says what the model has instead.
+    """
+    counts = kernel_count if isinstance(kernel_count, LayerCounts) else None
+    stated_count = AUTO if isinstance(kernel_count, LayerCounts) else kernel_count
+    _check_options(scope, tie, stated_count, interpolation, dilated_size)
+    share = parse_percent(budget)
+    arguments = _json_arguments(model_args or {})
+    ruleset = rules if isinstance(rules, RuleSet) else choose_rules(convs.sites) if rules == AUTO else load_rules(rules)
+    rule_of, skipped = _claim(ruleset, convs)
+    check_overruled(ruleset, dilated_size, stated_count, interpolation)
+    if stated_count == EXACT:
+        _check_exact(ruleset, interpolation)
+    drafts: list[LayerPlan] = []
+    refused: list[Skipped] = []
+    for site in convs.sites:
+        if site.name in rule_of:
+            index = rule_of[site.name]
+            try:
+                drafts.append(_draft(site, ruleset, index, dilated_size, stated_count, interpolation))
+            except PlanError as error:
+                refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
+    _refuse(refused, drafts, strict)
+    if counts is not None:
+        drafts = with_given_counts(drafts, counts, tie, [*skipped, *refused])
+    groups = tie_groups(drafts) if tie == "stage" else {}
+    layers, solved = with_counts(drafts, groups, scope, share)
+    order = {name: index for index, name in enumerate(_all_names(convs))}
+    return ConversionPlan(
+        model=model,
+        model_args=arguments,
+        input_size=convs.input_size,
+        rules=ruleset.source,
+        rules_text=ruleset.text,
+        scope=scope,
+        tie=tie,
+        share=share,
+        layers=layers,
+        tie_groups=named_owners(groups, layers),
+        skipped=tuple(sorted([*skipped, *refused], key=lambda skip: order[skip.name])),
+        budget=solved.units,
+        params=convs.params,
+        macs=convs.macs,
+        macs_note=convs.macs_note,
+        stages_from=_stages_from(convs, ruleset),
+        folded=False,
+    )
+
+
+def _draft(
+    site: ConvSite,
+    rules: RuleSet,
+    index: int,
+    dilated_size: int | Sequence[int] | None,
+    kernel_count: int | str,
+    interpolation: str | None,
+) -> LayerPlan:
+    """A layer with everything decided but its tie, and its count where that is to be solved: UNSOLVED until then."""
+    rule = rules.rules[index]
+    size = rule.dilated_kernel_size or dilated_size or rules.defaults.dilated_kernel_size
+    window, dense_axes = _window(site, size, rule)
+    stated = rule.kernel_count or (_cells(site, dense_axes) if kernel_count == EXACT else kernel_count)
+    stage = stage_by_pattern(rule.stage_pattern, site.name) if rule.stage_pattern else None
+    return LayerPlan(
+        names=site.names,
+        stage=stage or site.stage,
+        kind=site.kind,
+        in_channels=site.in_channels,
+        out_channels=site.out_channels,
+        groups=site.groups,
+        bias=site.bias,
+        kernel_size=site.kernel_size,
+        dilation=site.dilation,
+        output_positions=site.output_positions,
+        dilated_size=window,
+        dense_axes=dense_axes,
+        interpolation=rule.interpolation or interpolation or INTERPOLATIONS[0],
+        kernel_count=UNSOLVED if stated == AUTO else int(stated),
+        tie_group=None,
+        rule=rules.label(index),
+    )
+
+
+def _cells(site: ConvSite, dense_axes: Sequence[int]) -> int:
+    """Cells of the old kernel along the learnt axes."""
+    return math.prod(side for axis, side in enumerate(site.kernel_size) if axis not in dense_axes)
+
+
+def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
+    for index, rule in enumerate(rules.rules):
+        if rule.kernel_count not in (None, AUTO):
+            raise RuleError(
+                f"{rules.source}: rule {rules.label(index)!r} states kernel_count {rule.kernel_count}, "
+                "but an exact start needs as many elements as the old kernel has cells"
+            )
+        used = rule.interpolation or interpolation or INTERPOLATIONS[0]
+        if rule.skip is None and not find_interpolation(used).exact_on_cells:
+            exact = [name for name in INTERPOLATIONS if find_interpolation(name).exact_on_cells]
+            raise PlanError(
+                f"{used} interpolation spreads an element over several cells, wherever it lies; "
+                f"an exact start needs {' or '.join(exact)}"
+            )
+
+
+def _stages_from(convs: ModelConvs, rules: RuleSet) -> str:
+    patterned = [rules.label(index) for index, rule in enumerate(rules.rules) if rule.stage_pattern]
+    return ", ".join([convs.stages_from, *(f"the pattern of rule {label!r}" for label in patterned)])
+
+
+def _check_options(
+    scope: str, tie: str, kernel_count: int | str, interpolation: str | None, size: int | Sequence[int] | None
+) -> None:
+    sides = size if isinstance(size, Sequence) else () if size is None else (size,)
+    if (isinstance(size, Sequence) and not size) or any(type(side) is not int or side < 1 for side in sides):
+        raise PlanError(f"dilated size {size!r} must be a positive integer, or one for each side")
+    for name, value, allowed in [
+        ("scope", scope, SCOPES),
+        ("tie", tie, TIES),
+        ("interpolation", interpolation or INTERPOLATIONS[0], INTERPOLATIONS),
+    ]:
+        if value not in allowed:
+            raise PlanError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+    if kernel_count not in (AUTO, EXACT) and (
+        not isinstance(kernel_count, int) or isinstance(kernel_count, bool) or kernel_count < 1
+    ):
+        raise PlanError(f"kernel count {kernel_count!r} must be a positive integer, auto or exact")
+
+
+def _json_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as they come back from plan.json."""
+    try:
+        return dict(json.loads(json.dumps(arguments)))
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"model_args cannot be kept in a JSON file: {error}") from error
+
+
+def _claim(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
+    """Sites to convert with their rule, and everything that stays with the reason."""
+    claims = claim_sites(rules, convs.sites)
+    skipped = list(convs.skipped)
+    rule_of: dict[str, int] = {}
+    for site in convs.sites:
+        if not site.name:
+            raise PlanError(
+                "the model is itself a convolution, which cannot be replaced in place; use DclsConv2d.from_conv"
+            )
+        index = claims.rule_of.get(site.name)
+        reason = claims.reasons[site.name] if index is None else rules.rules[index].skip
+        if index is None or reason is not None:
+            skipped.append(Skipped(name=site.name, type=site.type, reason=str(reason)))
+        else:
+            rule_of[site.name] = index
+    if claims.rule_of and not rule_of:
+        raise NothingMatchesError(f"{rules.source}: its rules skip all that they match; nothing would be converted")
+    if not rule_of:
+        raise NothingMatchesError(_nothing_matches(rules, convs, claims))
+    for index, rule in enumerate(rules.rules):
+        if index not in claims.rule_of.values():
+            shadowed = any(rule.match.misses(site) is None for site in convs.sites)
+            why = "earlier rules claim all that it matches" if shadowed else "no convolution of the model matches it"
+            raise RuleError(f"{rules.source}: rule {rules.label(index)!r} claims nothing: {why}")
+    return rule_of, skipped
+
+
+def _nothing_matches(rules: RuleSet, convs: ModelConvs, claims: Claims) -> str:
+    kinds = kinds_of_convs(convs).most_common(4)
+    has = ", ".join(f"{count} {kind}" for kind, count in kinds) or "no convolution at all"
+    message = f"nothing in the model matches rules {rules.source!r}; it has {has}"
+    for name in AUTO_RULES:
+        claimed = len(claim_sites(load_rules(name), convs.sites).rule_of)
+        if claimed and name != rules.source:
+            message += f"; rules {name!r} would match {claimed}"
+    return message
+
+
+def check_overruled(rules: RuleSet, dilated_size: object, kernel_count: int | str, interpolation: str | None) -> None:
+    """Refuse an option that no rule leaves open: it would be dropped in silence.
+
+    Raises:
+        RuleError: Names the option and the rules.
+    """
+    converting = [rule for rule in rules.rules if rule.skip is None]
+    options: list[tuple[str, str, object]] = [
+        ("dilated size", "dilated_kernel_size", dilated_size),
+        ("kernel count", "kernel_count", None if kernel_count in (AUTO, EXACT) else kernel_count),
+        ("interpolation", "interpolation", interpolation),
+    ]
+    for option, key, value in options:
+        if value is not None and all(getattr(rule, key) is not None for rule in converting):
+            raise RuleError(f"{rules.source}: every rule states its own {key}, so the {option} given has no effect")
+
+
+def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The window that a site gets, and its dense axes; PlanError where it cannot have it."""
+    if size is None:
+        raise PlanError("no dilated size is stated, neither by an option nor by the rules")
+    if isinstance(size, int):
+        flat = (
+            {axis for axis, kernel in enumerate(site.kernel_size) if kernel == 1}
+            if max(site.kernel_size) > 1
+            else set()
+        )
+    else:
+        if len(size) != site.dims:
+            raise PlanError(f"the size {size_text(size)} is for {len(size)}-D, this convolution is {site.dims}-D")
+        flat = {axis for axis, side in enumerate(size) if side == 1} if max(size) > 1 else set()
+    if any(axis >= site.dims for axis in rule.dense_axes or ()):
+        raise PlanError(f"the rule's dense axes {rule.dense_axes} are not all axes of a {site.dims}-D convolution")
+    dense = {*(rule.dense_axes or ()), *flat}
+    if len(dense) == site.dims:
+        raise PlanError("all its axes are dense; nothing would be learnt")
+    window = tuple(
+        site.kernel_size[axis] if axis in dense and isinstance(size, int) else sides
+        for axis, sides in enumerate([size] * site.dims if isinstance(size, int) else size)
+    )
+    for axis in sorted(dense):
+        dilated = site.kernel_size[axis] > 1 and site.dilation[axis] > 1
+        if window[axis] != site.kernel_size[axis] or dilated:
+            raise PlanError(f"dense axis {axis} must keep its size {site.kernel_size[axis]}, undilated")
+    check_window(site.kernel_size, site.dilation, window)
+    padding = grown_padding(site.padding, site.kernel_size, site.dilation, window, site.stride)
+    if site.padding_mode in ("reflect", "circular") and site.input_extent is not None:
+        widths = [side // 2 for side in window] if isinstance(padding, str) else padding
+        for width, side in zip(widths, site.input_extent, strict=True):
+            if width > side - (site.padding_mode == "reflect"):
+                raise PlanError(f"{site.padding_mode} padding of {width} does not fit its input of {side}")
+    return window, tuple(sorted(dense))
+
+
+def _refuse(refused: Sequence[Skipped], drafts: Sequence[LayerPlan], strict: bool) -> None:
+    if refused and (strict or not drafts):
+        first = refused[0]
+        more = f" ({len(refused) - 1} more like it)" if len(refused) > 1 else ""
+        raise PlanError(f"{first.name}: {first.reason}{more}")
+
+
+def _all_names(convs: ModelConvs) -> list[str]:
+    return [site.name for site in convs.sites] + [skip.name for skip in convs.skipped]

@@ -1,0 +1,357 @@
+"""YAML to a strict, frozen rule set; which rule claims a convolution, and why none does."""
+
+import fnmatch
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from ..errors import RuleError, did_you_mean, one_line, shortened
+from ..layers.geometry import size_text
+from ..options import AUTO, INTERPOLATIONS, Interpolation
+
+if TYPE_CHECKING:
+    from ..networks.sites import ConvSite  # which imports torch
+
+RULES_FORMAT = 1
+AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
+Kind = Literal["depthwise", "grouped", "dense"]
+Positive = Annotated[int, Field(ge=1)]
+_SHIPPED = Path(__file__).parents[1] / "rules"  # in a wheel
+_CHECKOUT = Path(__file__).parents[2] / "rules"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _has_a_value(cls, value: Any) -> Any:
+        """`skip:` with nothing behind it is a slip, and not the same as no `skip` at all."""
+        if value is None:
+            raise PydanticCustomError("no_value", "has no value")
+        return value
+
+
+class Range(_Strict):
+    """Integers between min and max, both included; one of them may be left out."""
+
+    min: Positive | None = Field(None, description="a positive integer")
+    max: Positive | None = Field(None, description="a positive integer")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min is None and self.max is None:
+            raise ValueError("a range needs min, max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min} is above max {self.max}")
+        return self
+
+    def __contains__(self, value: int) -> bool:
+        return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
+
+
+Number = Positive | Range
+Size = Positive | Annotated[list[Positive], Field(min_length=1, max_length=3)]
+Globs = str | Annotated[list[str], Field(min_length=1)]
+
+_GLOB = "a pattern with * and ?, or a list of such patterns"
+_NUMBER = "a positive integer, or {min: N, max: N}"
+
+
+class Match(_Strict):
+    """What a convolution must be for the rule to claim it; everything stated must hold."""
+
+    path: Globs | None = Field(None, description=f"{_GLOB}, for the module's qualified name")
+    stage: Globs | None = Field(None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem")
+    type: Globs | None = Field(None, description=f"{_GLOB}, for the class name")
+    stem: bool | None = Field(
+        None, description="true or false: whether it belongs to the stem, or takes the image itself"
+    )
+    kind: Kind | Annotated[list[Kind], Field(min_length=1)] | None = Field(
+        None, description="depthwise, grouped, dense, or a list of them"
+    )
+    dims: Annotated[int, Field(ge=1, le=3)] | None = Field(None, description="1, 2 or 3 spatial dimensions")
+    kernel_size: Size | Range | None = Field(
+        None,
+        description="a positive integer for all sides, a list with one for each, or {min: N, max: N}, largest side",
+    )
+    stride: Size | None = Field(None, description="a positive integer for all axes, or a list with one for each")
+    dilation: Size | None = Field(None, description="a positive integer for all axes, or a list with one for each")
+    in_channels: Number | None = Field(None, description=_NUMBER)
+    out_channels: Number | None = Field(None, description=_NUMBER)
+
+    def misses(self, site: "ConvSite") -> str | None:
+        """The first predicate that `site` fails, in words; None where all hold."""
+        for name, wanted in self:
+            if wanted is not None and not _PREDICATES[name](wanted, site):
+                found = _FOUND.get(name, lambda site, name=name: getattr(site, name))(site)
+                return f"{name} is {_shown(found)}, not {_shown(wanted)}"
+        return None
+
+
+class Defaults(_Strict):
+    """What holds where neither the rule nor the command line says so."""
+
+    dilated_kernel_size: Size | None = Field(
+        None, description="a positive integer for all sides, or a list with one for each side"
+    )
+
+
+class Layer(Defaults):
+    """How convolutions are replaced."""
+
+    kernel_count: Positive | Literal["auto"] | None = Field(None, description="a positive integer, or auto")
+    interpolation: Interpolation | None = Field(None, description=" or ".join(INTERPOLATIONS))
+    dense_axes: list[Annotated[int, Field(ge=0, le=2)]] | None = Field(
+        None, description="a list of spatial axes (0 is the first) along which nothing is learnt"
+    )
+
+
+class Rule(Layer):
+    """The first rule whose match holds claims the convolution: it is skipped, or replaced as the other keys say."""
+
+    name: str | None = Field(None, description="a text")
+    match: Match = Field(Match(), description="a mapping of predicates; without it, the rule claims everything")
+    stage_pattern: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="a regular expression for module names; those in which it finds the same are one stage, which "
+        "bears the name of the named group that matches, else what the groups or the whole pattern find",
+    )
+    skip: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="a text with the reason; the convolution stays as it is"
+    )
+
+    @field_validator("stage_pattern")
+    @classmethod
+    def _compiles(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"{shortened(value)!r} is not a regular expression: {error}") from error
+        return value
+
+    @model_validator(mode="after")
+    def _skips_or_converts(self) -> Self:
+        stated = [key for key in (*Layer.model_fields, "stage_pattern") if getattr(self, key) is not None]
+        if self.skip is not None and stated:
+            raise ValueError(f"a rule that skips cannot also state {', '.join(stated)}")
+        return self
+
+
+class RuleSet(_Strict):
+    """A rule file."""
+
+    # Not Literal[1]: to Python, True and 1.0 are 1.
+    format: Annotated[int, Field(ge=RULES_FORMAT, le=RULES_FORMAT)] = Field(
+        description=f"{RULES_FORMAT}, the version of this format"
+    )
+    description: str = Field("", description="a text")
+    defaults: Defaults = Field(Defaults(), description="a mapping with the size for rules that state none")
+    rules: list[Rule] = Field(min_length=1, description="a list of at least one rule")
+
+    _source: str = "rules"  # the file or name it was loaded from, for messages
+    _text: str = ""  # the file as it was given
+
+    @property
+    def source(self) -> str:
+        return self._source
+
+    @property
+    def text(self) -> str:
+        return self._text or yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False)
+
+    def label(self, index: int) -> str:
+        """How messages call a rule: its name, or its place."""
+        return self.rules[index].name or f"rules[{index}]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claims:
+    """Which rule claims which site."""
+
+    rule_of: dict[str, int]  # site name -> index of the rule
+    reasons: dict[str, str]  # site name -> why no rule claims it
+
+
+def builtin_rules() -> dict[str, Path]:
+    """The rule sets that come with the package, by name."""
+    folder = _SHIPPED if _SHIPPED.is_dir() else _CHECKOUT
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def load_rules(source: str | Path) -> RuleSet:
+    """The rule set of that name, or in that file.
+
+    Raises:
+        RuleError: No such rule set, or anything in it that this version does not know; one line with the place.
+    """
+    path = builtin_rules().get(str(source), Path(source))
+    try:
+        found = path.is_file()
+    except OSError as error:
+        raise RuleError(f"rules {shortened(source)!r}: {error.strerror}") from error
+    if not found:
+        known = [*builtin_rules(), AUTO]
+        raise RuleError(
+            f"rules {str(source)!r} are neither a file nor one of {', '.join(known)}{did_you_mean(str(source), known)}"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RuleError(f"{source}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RuleError(f"{source}: is not a UTF-8 text: {error}") from error
+    return parse_rules(text, source=str(source))
+
+
+def parse_rules(text: str, source: str = "rules") -> RuleSet:
+    """As `load_rules`, from the YAML text itself; `source` is what messages call it."""
+    try:
+        data = yaml.load(text, Loader=_UniqueKeyLoader)
+    except Exception as error:  # PyYAML's constructors raise whatever Python does: KeyError, AttributeError, ...
+        mark = getattr(error, "problem_mark", None)
+        place = f" line {mark.line + 1}:" if mark else ""
+        problem = getattr(error, "problem", None) or f"{type(error).__name__}: {one_line(error)}"
+        raise RuleError(f"{source}:{place} not valid YAML: {problem}") from error
+    if not isinstance(data, dict):
+        kinds = {list: "a list", str: "a text", type(None): "empty"}
+        kind = kinds.get(type(data), f"of type {type(data).__name__}")
+        raise RuleError(f"{source}: is {kind}, but must be a mapping with {', '.join(RuleSet.model_fields)}")
+    if odd := [key for key in data if not isinstance(key, str)]:
+        raise RuleError(f"{source}: unknown key {odd[0]!r}; known: {', '.join(RuleSet.model_fields)}")
+    try:
+        rules = RuleSet.model_validate(data)
+    except ValidationError as error:
+        raise RuleError(f"{source}: {_explain(error)}") from error
+    rules._source, rules._text = source, text
+    return rules
+
+
+def choose_rules(sites: Sequence["ConvSite"]) -> RuleSet:
+    """`auto`: the depthwise rule set where the model has such convolutions, else 3x3, else 3-D ones."""
+    candidates = [load_rules(name) for name in AUTO_RULES]
+    return next((rules for rules in candidates if claim_sites(rules, sites).rule_of), candidates[1])
+
+
+def claim_sites(rules: RuleSet, sites: Sequence["ConvSite"]) -> Claims:
+    """The first rule that matches claims a site."""
+    rule_of: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    for site in sites:
+        misses = [rule.match.misses(site) for rule in rules.rules]
+        index = next((index for index, miss in enumerate(misses) if miss is None), None)
+        if index is not None:
+            rule_of[site.name] = index
+        else:
+            wanted = f"rule {rules.label(0)!r}: {misses[0]}" if len(misses) == 1 else f"none of {len(misses)} rules"
+            reasons[site.name] = f"not matched ({wanted})"
+    return Claims(rule_of=rule_of, reasons=reasons)
+
+
+def rules_schema() -> dict[str, Any]:
+    """A JSON Schema of the rule format, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RuleSet.model_json_schema()}
+
+
+def _globs(wanted: Any, value: str | None) -> bool:
+    patterns = [wanted] if isinstance(wanted, str) else wanted
+    return value is not None and any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns)
+
+
+def _sizes(wanted: Any, found: tuple[int, ...]) -> bool:
+    if isinstance(wanted, Range):
+        return max(found) in wanted
+    return found == (tuple(wanted) if isinstance(wanted, list) else (wanted,) * len(found))
+
+
+def _number(wanted: Any, found: int) -> bool:
+    return found in wanted if isinstance(wanted, Range) else found == wanted
+
+
+_PREDICATES: dict[str, Callable[[Any, "ConvSite"], bool]] = {
+    "path": lambda wanted, site: any(_globs(wanted, name) for name in site.names),
+    "stage": lambda wanted, site: _globs(wanted, site.stage),
+    "type": lambda wanted, site: _globs(wanted, site.type),
+    "stem": lambda wanted, site: site.stem == wanted,
+    "kind": lambda wanted, site: site.kind in ([wanted] if isinstance(wanted, str) else wanted),
+    "dims": lambda wanted, site: site.dims == wanted,
+    "kernel_size": lambda wanted, site: _sizes(wanted, site.kernel_size),
+    "stride": lambda wanted, site: _sizes(wanted, site.stride),
+    "dilation": lambda wanted, site: _sizes(wanted, site.dilation),
+    "in_channels": lambda wanted, site: _number(wanted, site.in_channels),
+    "out_channels": lambda wanted, site: _number(wanted, site.out_channels),
+}
+_FOUND: dict[str, Callable[["ConvSite"], Any]] = {"path": lambda site: site.name}
+
+
+def _shown(value: Any) -> str:
+    """A value as a message shows it."""
+    if isinstance(value, Range):
+        return " and ".join(
+            f"{word} {end}" for word, end in [("from", value.min), ("to", value.max)] if end is not None
+        )
+    if isinstance(value, list | tuple) and value and all(isinstance(size, int) for size in value):
+        return size_text(value)
+    if isinstance(value, list | tuple):
+        return " or ".join(map(_shown, value))
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
+    return value if isinstance(value, str) and value else repr(value)
+
+
+def _explain(error: ValidationError) -> str:
+    """The first complaint of pydantic as one line: the place in the file, what was found, what is allowed."""
+    # A misspelt key says more than the complaint that the right one is missing, and a sentence of our own more than
+    # what the other members of a union have to say.
+    telling = {"extra_forbidden": 0, "value_error": 1}
+    problem = min(error.errors(), key=lambda problem: telling.get(problem["type"], 2))
+    place, field = "", None
+    owner: type[BaseModel] = RuleSet  # of the field
+    model: type[BaseModel] | None = RuleSet  # of what the field holds
+    for step in problem["loc"]:
+        if isinstance(step, int):
+            place += f"[{step}]"
+        elif model is not None and step in model.model_fields:
+            place += f".{step}" if place else step
+            owner, field = model, model.model_fields[step]
+            model = _NESTED.get(step)
+        else:
+            break  # the name of a union's member, or an unknown key
+    if problem["type"] == "extra_forbidden":
+        key, known = str(problem["loc"][-1]), list((model or Range).model_fields)
+        return (
+            f"{place + ': ' if place else ''}unknown key {key!r}{did_you_mean(key, known)}; known: {', '.join(known)}"
+        )
+    if problem["type"] == "missing":
+        return f"{place.rpartition('.')[0] or 'top level'}: {place.rpartition('.')[2]} is missing"
+    if problem["type"] == "value_error":
+        return f"{place}: {problem['ctx']['error']}"
+    if model is not None and place.endswith("]"):
+        allowed = f"a mapping with {', '.join(model.model_fields)}"
+    else:
+        allowed = str(field.description) if field is not None else ", ".join(owner.model_fields)
+    return f"{place}: found {shortened(repr(problem['input']))}; allowed is {allowed}"
+
+
+_NESTED: dict[str, type[BaseModel]] = {"rules": Rule, "match": Match, "defaults": Defaults}
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML lets the last of two equal keys win; here that is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode):
+                if key_node.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {key_node.value!r} stands twice", key_node.start_mark
+                    )
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,138 @@
+"""Drafts of layers to whole ones: which share their positions, how many elements they have, who owns what is tied."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from ..errors import PlanError
+from ..layers.geometry import size_text
+from ..networks.sites import Skipped
+from ..options import Scope, Tie
+from .budget import Budget, LayerCost, solve_counts
+from .plan import LayerCounts, LayerPlan, TieGroup
+
+UNSOLVED = 0  # a kernel count that is still to be solved for
+MODEL_UNIT = "model"  # the unit of the budget with scope "model"
+
+
+def tie_groups(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
+    """Layers of one stage and one shape. The same old kernel too: they are to start from the same grid."""
+    by_key: dict[tuple[object, ...], list[LayerPlan]] = {}
+    for draft in drafts:
+        if draft.stage is not None:
+            old = (draft.kernel_size, draft.dilation)
+            key = (draft.stage, draft.position_shape, draft.dilated_size, draft.dense_axes, draft.interpolation, *old)
+            by_key.setdefault(key, []).append(draft)
+    groups = [members for members in by_key.values() if len(members) > 1]
+    in_stage = Counter(members[0].stage for members in groups)
+    named: dict[str, list[LayerPlan]] = {}
+    for members in groups:
+        first = members[0]
+        name = str(first.stage)
+        if in_stage[first.stage] > 1:
+            name += f"/{first.out_channels}x{first.in_channels // first.groups}"
+        if name in named:
+            name += f"/{size_text(first.kernel_size)}"
+        alike = sum(other == name or other.startswith(f"{name}/") for other in named)
+        named[f"{name}/{alike + 1}" if alike else name] = members
+    return named
+
+
+def with_given_counts(
+    drafts: Sequence[LayerPlan], given: LayerCounts, tie: Tie, skipped: Sequence[Skipped]
+) -> list[LayerPlan]:
+    """The drafts with their counts; PlanError where drafts and counts are not of the same layers."""
+    names = {name for draft in drafts for name in draft.names}
+    for name in given.counts:
+        if name not in names:
+            reason = next((skip.reason for skip in skipped if skip.name == name), "the model has no such convolution")
+            raise PlanError(f"{given.source}: has elements for {name}, which would not be converted: {reason}")
+    missing = [draft.name for draft in drafts if not given.counts.keys() & set(draft.names)]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise PlanError(f"{given.source}: has no elements for {missing[0]}{more}, which would be converted")
+    counted = []
+    for draft in drafts:
+        count = next(given.counts[name] for name in draft.names if name in given.counts)
+        if draft.kernel_count not in (UNSOLVED, count):
+            stated = f"rule {draft.rule!r} states {draft.kernel_count}"
+            raise PlanError(f"{given.source}: {draft.name} has {count} elements in a kernel, but {stated}")
+        counted.append(replace(draft, kernel_count=count))
+    if tie == "stage":
+        _check_counts_in_groups(counted, given.source)
+    return counted
+
+
+def _check_counts_in_groups(drafts: Sequence[LayerPlan], source: str) -> None:
+    """Refuse counts that differ where one count would make a tie group."""
+    count_of = {draft.name: draft.kernel_count for draft in drafts}
+    alike = tie_groups([replace(draft, kernel_count=UNSOLVED) for draft in drafts])
+    for group, members in alike.items():
+        first = members[0].name
+        other = next((member.name for member in members if count_of[member.name] != count_of[first]), None)
+        if other is not None:
+            raise PlanError(
+                f"{source}: layers of {group} cannot share positions, since their kernel counts differ: "
+                f"{first} has {count_of[first]}, {other} has {count_of[other]}; use --tie none"
+            )
+
+
+def with_counts(
+    drafts: Sequence[LayerPlan], groups: dict[str, list[LayerPlan]], scope: Scope, share: Fraction
+) -> tuple[tuple[LayerPlan, ...], Budget]:
+    """The layers with their counts, solved for where they are not stated, and the budget that this uses."""
+    group_of = {draft.name: name for name, members in groups.items() for draft in members}
+    costs = []
+    for draft in drafts:
+        tie = group_of.get(draft.name)
+        # A tie group has one count: solving per layer, it is one layer with its share of the positions.
+        unit = {"model": MODEL_UNIT, "stage": draft.stage or draft.name, "layer": tie or draft.name}[scope]
+        costs.append(
+            LayerCost(
+                name=draft.name,
+                unit=unit,
+                tie_group=tie,
+                lines=draft.lines,
+                dense_weights=draft.dense_weights,
+                coordinates=draft.coordinates,
+                cells=draft.cells,
+                given_count=None if draft.kernel_count == UNSOLVED else draft.kernel_count,
+            )
+        )
+    solved = solve_counts(costs, share)
+    layers = tuple(
+        replace(draft, kernel_count=solved.counts[draft.name], tie_group=group_of.get(draft.name)) for draft in drafts
+    )
+    return layers, solved
+
+
+def named_owners(groups: dict[str, list[LayerPlan]], layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
+    """The lowest module that holds each group, and a name there that no other group has."""
+    taken: Counter[str] = Counter()
+    result = []
+    for name in groups:
+        members = [layer for layer in layers if layer.tie_group == name]
+        owner = common_parent([layer.name for layer in members])
+        taken[owner] += 1
+        suffix = f"_{taken[owner]}" if taken[owner] > 1 else ""
+        result.append(
+            TieGroup(
+                name=name,
+                owner=owner,
+                parameters={parameter: f"dcls_{parameter}{suffix}" for parameter in members[0].shared_parameters},
+                layers=tuple(layer.name for layer in members),
+            )
+        )
+    return tuple(result)
+
+
+def common_parent(names: Sequence[str]) -> str:
+    """The lowest module that holds all of these modules."""
+    parents = [name.split(".")[:-1] for name in names]
+    common = []
+    for parts in zip(*parents, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)

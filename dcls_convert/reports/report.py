@@ -1,0 +1,273 @@
+"""What a conversion costs and gains, as data; and its views for terminal, JSON and Markdown."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+from torch import nn
+
+from ..networks.sites import Skipped
+from ..networks.tracing import trace
+from ..planning.budget import BudgetUnit
+from ..planning.plan import ConversionPlan, LayerPlan
+
+REPORT_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A count before and after; the unit is the field's name."""
+
+    before: int | None
+    after: int | None
+
+    @property
+    def delta(self) -> int | None:
+        return None if self.before is None or self.after is None else self.after - self.before
+
+    @property
+    def percent(self) -> float | None:
+        return None if self.delta is None or not self.before else 100 * self.delta / self.before
+
+    def to_dict(self) -> dict[str, int | None]:
+        return {"before": self.before, "after": self.after, "delta": self.delta}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerReport:
+    """One replaced convolution. Tied positions are counted in the first layer of their group.
+
+    Of a folded model, the parameters are those of the plain convolution in the layer's place, and the kernel count is
+    what it was before.
+    """
+
+    name: str
+    stage: str | None
+    kind: str
+    kernel_size: tuple[int, ...]
+    dilated_size: tuple[int, ...]
+    kernel_count: int
+    interpolation: str
+    tie_group: str | None
+    params_before: int  # with bias
+    params_after: int  # with bias, and with the positions that are counted here
+    weight_params: int  # of params_after: weights of the elements; folded, of the whole window
+    position_params: int  # of params_after: positions and sigma; 0 where they are tied and counted elsewhere
+    macs_before: int | None
+    macs_after: int | None
+    fit_error: float | None = None  # relative kernel error of a warm start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetReport:
+    """Parameters that the new kernels and positions may use, and do; for a folded model, before folding."""
+
+    scope: str
+    limit: int
+    used: int
+    exact_count: float | None  # the bound before rounding down, to two digits; None where there are several units
+    units: tuple[BudgetUnit, ...]
+
+    @property
+    def slack(self) -> int:
+        return self.limit - self.used
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversionReport:
+    """The books of a conversion. The layers' parameters and `params_untouched` sum to `params`, and so do the MACs."""
+
+    format: int = REPORT_FORMAT
+    model: str | None
+    input_size: tuple[int, ...] | None
+    output: str | None  # the checkpoint folder; None where nothing was written
+    params: Change
+    macs: Change
+    macs_note: str | None  # why MACs are missing
+    budget: BudgetReport
+    layers: tuple[LayerReport, ...]
+    skipped: tuple[Skipped, ...]
+    stages_from: str
+    params_untouched: int
+    macs_untouched: int | None
+    plan: ConversionPlan = field(repr=False)  # what was carried out; not in the JSON, where plan.json has it
+
+    @property
+    def weight_params(self) -> int:
+        """Weights of all elements."""
+        return sum(layer.weight_params for layer in self.layers)
+
+    @property
+    def position_params(self) -> int:
+        """Positions and sigmas, tied ones once."""
+        return sum(layer.position_params for layer in self.layers)
+
+    @property
+    def folded(self) -> bool:
+        """Whether plain convolutions stand in the layers' places."""
+        return self.plan.folded
+
+    def with_output(self, output: str | None) -> "ConversionReport":
+        return replace(self, output=output)
+
+    def with_fit_errors(self, errors: Mapping[str, float]) -> "ConversionReport":
+        """With the relative kernel errors that `apply_plan_` gave, by layer name."""
+        layers = tuple(replace(layer, fit_error=errors.get(layer.name)) for layer in self.layers)
+        return replace(self, layers=layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        layers = [
+            {name: getattr(layer, name) for name in LayerReport.__dataclass_fields__}
+            | {"kernel_size": list(layer.kernel_size), "dilated_size": list(layer.dilated_size)}
+            for layer in self.layers
+        ]
+        budget = self.budget
+        return {
+            "format": self.format,
+            "model": self.model,
+            "input_size": list(self.input_size) if self.input_size else None,
+            "output": self.output,
+            "folded": self.folded,
+            "params": self.params.to_dict() | {"weights": self.weight_params, "positions": self.position_params},
+            "macs": self.macs.to_dict() | {"note": self.macs_note},
+            "budget": {
+                "scope": budget.scope,
+                "limit": budget.limit,
+                "used": budget.used,
+                "slack": budget.slack,
+                "exact_count": budget.exact_count,
+                "units": [
+                    {
+                        "name": unit.name,
+                        "limit": unit.limit,
+                        "used": unit.used,
+                        "slack": unit.slack,
+                        "exact_count": floor_2(unit.exact_count),
+                        "kernel_count": unit.kernel_count,
+                    }
+                    for unit in budget.units
+                ],
+            },
+            "layers": layers,
+            "params_untouched": self.params_untouched,
+            "macs_untouched": self.macs_untouched,
+            "skipped": [{"name": skip.name, "type": skip.type, "reason": skip.reason} for skip in self.skipped],
+            "stages_from": self.stages_from,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def __rich__(self) -> Any:
+        from .report_view import report_view
+
+        return report_view(self)
+
+
+def predict_report(plan: ConversionPlan) -> ConversionReport:
+    """The report of a plan that has not been carried out; no weights are needed."""
+    rows = [_planned_layer(plan, layer, with_positions) for layer, with_positions in _counted_once(plan)]
+    params = plan.params + sum(row.params_after - row.params_before for row in rows)
+    return _report(plan, params, None, rows)
+
+
+def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
+    """The report of a converted model, counted on the model itself; equal to `predict_report(plan)`.
+
+    Parameters are counted tensor by tensor, MACs by torch's flop counter in a forward pass on the meta device, without
+    the construction of the kernels.
+    """
+    flops: dict[str, dict[str, int]] = {}
+    total = None
+    if plan.macs is not None and plan.input_size is not None:
+        flops = trace(model, plan.input_size).flops
+        names = {name for layer in plan.layers for name in layer.names}
+        construction = sum(
+            count for name in names for operator, count in flops.get(name, {}).items() if operator != "convolution"
+        )
+        total = (sum(flops[""].values()) - construction) // 2
+
+    def measured(layer: LayerPlan, with_positions: bool) -> LayerReport:
+        module: Any = model.get_submodule(layer.name)
+        shared = [] if plan.folded else [p for p in (module.positions, module.sigma) if p is not None]
+        weights, positions = module.weight.numel(), sum(p.numel() for p in shared) * with_positions
+        convolved = sum(flops.get(name, {}).get("convolution", 0) for name in layer.names)
+        return replace(
+            _planned_layer(plan, layer, with_positions),
+            params_after=weights + positions + (module.bias.numel() if module.bias is not None else 0),
+            weight_params=weights,
+            position_params=positions,
+            macs_after=None if total is None else convolved // 2,
+        )
+
+    rows = [measured(layer, with_positions) for layer, with_positions in _counted_once(plan)]
+    return _report(plan, sum(p.numel() for p in model.parameters()), total, rows)
+
+
+def _report(plan: ConversionPlan, params: int, macs: int | None, rows: Sequence[LayerReport]) -> ConversionReport:
+    layers = tuple(rows)
+    untouched_macs = None
+    if plan.macs is not None:
+        untouched_macs = plan.macs - sum(layer.macs_before or 0 for layer in layers)
+        macs = untouched_macs + sum(layer.macs_after or 0 for layer in layers) if macs is None else macs
+    units = plan.budget
+    exact = units[0].exact_count if len(units) == 1 else None
+    return ConversionReport(
+        model=plan.model,
+        input_size=plan.input_size,
+        output=None,
+        params=Change(before=plan.params, after=params),
+        macs=Change(before=plan.macs, after=macs),
+        macs_note=plan.macs_note,
+        budget=BudgetReport(
+            scope=plan.scope,
+            limit=sum(unit.limit for unit in units),
+            used=sum(unit.used for unit in units),
+            exact_count=floor_2(exact),
+            units=units,
+        ),
+        layers=layers,
+        skipped=plan.skipped,
+        stages_from=plan.stages_from,
+        params_untouched=plan.params - sum(layer.params_before for layer in layers),
+        macs_untouched=untouched_macs,
+        plan=plan,
+    )
+
+
+def _counted_once(plan: ConversionPlan) -> Iterable[tuple[LayerPlan, bool]]:
+    """Every layer, and whether its positions are counted with it: in the first layer of a tie group alone."""
+    seen: set[str] = set()
+    for layer in plan.layers:
+        yield layer, layer.tie_group is None or layer.tie_group not in seen
+        seen.add(layer.tie_group or "")
+
+
+def _planned_layer(plan: ConversionPlan, layer: LayerPlan, with_positions: bool) -> LayerReport:
+    bias = layer.out_channels * layer.bias
+    positions = 0 if plan.folded else layer.position_params * with_positions
+    weights = layer.folded_weights if plan.folded else layer.element_weights
+    return LayerReport(
+        name=layer.name,
+        stage=layer.stage,
+        kind=layer.kind,
+        kernel_size=layer.kernel_size,
+        dilated_size=layer.dilated_size,
+        kernel_count=layer.kernel_count,
+        interpolation=layer.interpolation,
+        tie_group=layer.tie_group,
+        params_before=layer.dense_weights + bias,
+        params_after=weights + positions + bias,
+        weight_params=weights,
+        position_params=positions,
+        macs_before=layer.macs(layer.kernel_size),
+        macs_after=layer.macs(layer.dilated_size),
+    )
+
+
+def floor_2(number: Fraction | None) -> float | None:
+    """Rounded down to two digits, so that a bound just below 35 does not read 35."""
+    return None if number is None else int(number * 100) / 100

@@ -1,0 +1,226 @@
+"""How a report looks: rich tables for the terminal, Markdown for the model card. Formatting only."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..layers.geometry import size_text
+from .report import Change, ConversionReport, LayerReport
+
+OUTSIDE = "(no stage)"
+NOT_COUNTED = "n/a"
+MACS_SENTENCE = "every window cell is multiplied, empty or not."
+FOLDING_SENTENCE = (
+    "Folding the kernels into plain convolutions keeps the outputs and these MACs, saves the construction, and stores "
+    "window-sized kernels."
+)
+
+
+def report_view(report: ConversionReport, *, verbose: bool = False) -> RenderableType:
+    """The report for a terminal of 80 columns or more, with a row a stage, or a row a layer."""
+    size = f", input {size_text(report.input_size)}" if report.input_size else ""
+    title = Text(f"{report.model or 'model'} to DCLS{', folded' * report.folded}", style="bold") + Text(
+        size, style="not bold dim"
+    )
+    parts: list[RenderableType] = [title, Text()]
+    parts += [_layer_table(report.layers) if verbose else _stage_table(report.layers), Text(), _totals(report), Text()]
+    parts += [Padding(Text(line), (0, 0, 0, 1), expand=False) for line in _sentences(report)]
+    if report.skipped:
+        parts += [Text(), *_skipped(report, verbose)]
+    return Group(*parts)
+
+
+def report_markdown(report: ConversionReport) -> str:
+    """The report as Markdown tables, a row a stage."""
+    rows = [
+        "| stage | layers | kernel | count | parameters | MACs |",
+        "| --- | ---: | --- | ---: | ---: | ---: |",
+    ]
+    for stage, layers in _stages(report.layers):
+        rows.append(
+            f"| {stage} | {len(layers)} | {_kernels(layers)} | {_counts(layers)} "
+            f"| {_arrow(_params(layers))} | {_arrow(_macs(layers))} |"
+        )
+    rows += ["", "| total | before | after | change |", "| --- | ---: | ---: | ---: |"]
+    for name, change in [("parameters", report.params), ("MACs", report.macs)]:
+        rows.append(f"| {name} | {_exact(change.before)} | {_exact(change.after)} | {_delta(change)} |")
+    return "\n".join([*rows, "", *[f"- {line}" for line in _sentences(report)]]) + "\n"
+
+
+def _stage_table(layers: Sequence[LayerReport]) -> Table:
+    table = plain_table("Stage", "Layers", "Kernel", "Count", "Parameters", "MACs")
+    for stage, members in _stages(layers):
+        table.add_row(
+            Text(stage),
+            str(len(members)),
+            _kernels(members),
+            _counts(members),
+            _arrow(_params(members)),
+            short_arrow(_macs(members)),
+        )
+    return table
+
+
+def _layer_table(layers: Sequence[LayerReport]) -> Table:
+    table = plain_table("Layer", "Kernel", "Count", "Parameters", "MACs")
+    for layer in layers:
+        first_of_group = layer.tie_group is not None and layer.position_params > 0
+        table.add_row(
+            Text(layer.name),
+            _kernels([layer]).replace(" ", ""),
+            str(layer.kernel_count),
+            _arrow(_params([layer])) + ("*" if first_of_group else " "),
+            short_arrow(_macs([layer])),
+        )
+    if any(layer.tie_group for layer in layers):
+        table.caption = "* with the positions that the next layers of its tie group share"
+        table.caption_justify = "left"
+    return table
+
+
+def _totals(report: ConversionReport) -> Table:
+    table = plain_table("Whole model", "Before", "After", "Change", "")
+    untouched = Change(before=report.params_untouched, after=report.params_untouched)
+    for name, change, style in [
+        ("Parameters", report.params, "bold"),
+        ("  replaced layers", _params(report.layers), "dim"),
+        ("  everything else", untouched, "dim"),
+        ("MACs", report.macs, "bold"),
+    ]:
+        percent = "" if change.percent is None or style == "dim" else f"{change.percent:+.2f} %"
+        table.add_row(name, _exact(change.before), _exact(change.after), _signed(change.delta), percent, style=style)
+    return table
+
+
+def _sentences(report: ConversionReport) -> list[str]:
+    budget = report.budget
+    bound = ""
+    if budget.exact_count is not None:
+        solved = f"{budget.units[0].kernel_count} of {budget.exact_count:.2f} elements"
+        bound = f"kernel count {solved} that it admits; "
+    slack = f"{budget.slack:,} left" if budget.slack >= 0 else f"OVER BUDGET by {-budget.slack:,}"
+    lines = [
+        f"Budget ({budget.scope}){' before folding' * report.folded}: {bound}{budget.used:,} of {budget.limit:,} "
+        f"parameters used, {slack}.",
+        f"{_new_kernels(report)}; stages from {report.stages_from}.",
+    ]
+    if report.macs_note:
+        lines.append(f"MACs were not counted: {report.macs_note}.")
+    else:
+        held = (report.params.delta or 0) <= 0
+        rise = "MACs rise although parameters do not: " if held else "MACs rise with the window: "
+        lines.append(rise + MACS_SENTENCE + ("" if report.folded else f" {FOLDING_SENTENCE}"))
+    return lines
+
+
+def _new_kernels(report: ConversionReport) -> str:
+    if report.folded:
+        return f"Folded into plain convolutions: {report.weight_params:,} weights, one for every cell of the windows"
+    plain = all(layer.interpolation == "bilinear" for layer in report.layers)
+    positions = "positions" if plain else "positions and sigmas"
+    return f"New kernels: {report.weight_params:,} weights and {report.position_params:,} {positions}"
+
+
+def _skipped(report: ConversionReport, verbose: bool) -> list[RenderableType]:
+    if verbose:
+        rows = [f"{skip.name} ({skip.type}): {skip.reason}" for skip in report.skipped]
+    else:
+        rows = [
+            f"{count} x {type_}: {reason}"
+            for (type_, reason), count in Counter((skip.type, skip.reason) for skip in report.skipped).most_common(6)
+        ]
+    kinds = len({(skip.type, skip.reason) for skip in report.skipped})
+    if not verbose and kinds > len(rows):
+        rows.append(f"and {kinds - len(rows)} more kinds; --verbose lists them all")
+    head = Text(f" Kept as they are ({len(report.skipped)} convolutions):")
+    return [head, *[Padding(Text(row, style="dim"), (0, 0, 0, 3), expand=False) for row in rows]]
+
+
+def plain_table(first: str, *headings: str) -> Table:
+    """An empty table in the manner of this program: a column for names, and numbers to the right of it."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=True, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column(first, overflow="fold", min_width=len(first))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "Kernel" else "right", no_wrap=True, overflow="fold")
+    return table
+
+
+def _stages(layers: Iterable[LayerReport]) -> list[tuple[str, list[LayerReport]]]:
+    stages: dict[str, list[LayerReport]] = {}
+    for layer in layers:
+        stages.setdefault(layer.stage or OUTSIDE, []).append(layer)
+    return list(stages.items())
+
+
+def _params(layers: Iterable[LayerReport]) -> Change:
+    layers = list(layers)
+    return Change(
+        before=sum(layer.params_before for layer in layers), after=sum(layer.params_after for layer in layers)
+    )
+
+
+def _macs(layers: Iterable[LayerReport]) -> Change:
+    layers = list(layers)
+    if any(layer.macs_before is None or layer.macs_after is None for layer in layers):
+        return Change(before=None, after=None)
+    return Change(
+        before=sum(layer.macs_before or 0 for layer in layers), after=sum(layer.macs_after or 0 for layer in layers)
+    )
+
+
+def _kernels(layers: Iterable[LayerReport]) -> str:
+    pairs = {(layer.kernel_size, layer.dilated_size) for layer in layers}
+    olds, news = {old for old, _ in pairs}, {new for _, new in pairs}
+    return f"{_span(olds)} → {_span(news)}"
+
+
+def _span(sizes: set[tuple[int, ...]]) -> str:
+    ordered = sorted(sizes)
+    return size_text(ordered[0]) if len(ordered) == 1 else f"{size_text(ordered[0])}..{size_text(ordered[-1])}"
+
+
+def _counts(layers: Iterable[LayerReport]) -> str:
+    counts = sorted({layer.kernel_count for layer in layers})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]}..{counts[-1]}"
+
+
+def short_arrow(macs: Change) -> str:
+    """4455531264 and 4970337024 -> "4.456 → 4.97 G"."""
+    if macs.before is None or macs.after is None:
+        return NOT_COUNTED
+    unit, name = _unit(macs.before)
+    return f"{macs.before / unit:.4g} → {macs.after / unit:.4g}{name}"
+
+
+def short_count(count: int | None) -> str:
+    """4455531264 -> "4.456 G"."""
+    if count is None:
+        return NOT_COUNTED
+    unit, name = _unit(count)
+    return f"{count / unit:.4g}{name}"
+
+
+def _unit(count: int) -> tuple[float, str]:
+    units = [(1e9, " G"), (1e6, " M"), (1e3, " k"), (1, "")]
+    return next((unit for unit in units if count >= unit[0]), units[-1])
+
+
+def _exact(count: int | None) -> str:
+    return NOT_COUNTED if count is None else f"{count:,}"
+
+
+def _signed(count: int | None) -> str:
+    return NOT_COUNTED if count is None else f"{count:+,}"
+
+
+def _delta(change: Change) -> str:
+    return _signed(change.delta) + ("" if change.percent is None else f" ({change.percent:+.2f} %)")
+
+
+def _arrow(change: Change) -> str:
+    return f"{_exact(change.before)} → {_exact(change.after)}"

@@ -1,0 +1,134 @@
+"""How a survey of models looks: a table for the terminal, JSON and CSV. Formatting only."""
+
+import csv
+import dataclasses
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..layers.geometry import size_text
+from ..planning.rules import RuleSet
+from .report import Change
+from .report_view import short_arrow, short_count
+from .survey import ModelRow, Status, SurveyOptions
+
+SURVEY_FORMAT = 1
+CSV_COLUMNS = (
+    "name",
+    "status",
+    "replaced",
+    "dilated_sizes",
+    "kernel_counts",
+    "params_before",
+    "params_after",
+    "macs_before",
+    "macs_after",
+    "input_size",
+    "rules",
+    "convolutions",
+    "macs_note",
+    "reason",
+)
+_STYLES = {"planned": "", "nothing matches": "dim", "does not fit": "yellow", "failed": "red"}
+
+
+def summary(rows: Iterable[ModelRow]) -> dict[str, int]:
+    """How many models there are, and of each status."""
+    found = Counter(row.status for row in rows)
+    return {"models": found.total(), **{status: found[status] for status in get_args(Status)}}
+
+
+def summary_line(rows: Sequence[ModelRow]) -> str:
+    counts = summary(rows)
+    models = counts.pop("models")
+    parts = [f"{count} {status}" for status, count in counts.items() if count or status != "does not fit"]
+    return f"{models} model{'s' * (models != 1)}: {', '.join(parts)}"
+
+
+def failure_lines(rows: Iterable[ModelRow]) -> list[str]:
+    return [f"failed: {row.name}: {row.reason}" for row in rows if row.status == "failed"]
+
+
+def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
+    """A row a model, the failures again with one line each, and the summary."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("Model", overflow="fold")
+    table.add_column("Replaced", overflow="fold")
+    for heading in ("Count", "Parameters", "MACs"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [row.name, _replaced(row), _span(row.kernel_counts), _change(row.params), _change(row.macs)]
+        table.add_row(*map(Text, cells), style=_STYLES[row.status])
+    failures = [Text(line, style="red") for line in failure_lines(rows)]
+    return Group(table, Text(), *failures, Text(summary_line(rows), style="bold"))
+
+
+def survey_json(rows: Sequence[ModelRow], options: SurveyOptions, pattern: str | None) -> str:
+    """One object: format, options, models and summary."""
+    rules = options.rules.source if isinstance(options.rules, RuleSet) else options.rules
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    data: dict[str, Any] = {
+        "format": SURVEY_FORMAT,
+        "options": {"pattern": pattern, **given, "rules": rules, "budget": float(options.budget)},
+        "models": [row.to_dict() for row in rows],
+        "summary": {name.replace(" ", "_"): count for name, count in summary(rows).items()},
+    }
+    return json.dumps(data, indent=2) + "\n"
+
+
+def survey_csv(rows: Iterable[ModelRow]) -> str:
+    """A line a model; an unknown value is empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(_csv_row, rows))
+    return text.getvalue()
+
+
+def _csv_row(row: ModelRow) -> Mapping[str, object]:
+    return {
+        "name": row.name,
+        "status": row.status,
+        "replaced": _kinds(row.replaced),
+        "dilated_sizes": " ".join(map(size_text, row.dilated_sizes)),
+        "kernel_counts": " ".join(map(str, row.kernel_counts)),
+        "params_before": row.params.before,
+        "params_after": row.params.after,
+        "macs_before": row.macs.before,
+        "macs_after": row.macs.after,
+        "input_size": size_text(row.input_size) if row.input_size else None,
+        "rules": row.rules,
+        "convolutions": _kinds(row.convs),
+        "macs_note": row.macs_note,
+        "reason": row.reason,
+    }
+
+
+def _replaced(row: ModelRow) -> str:
+    """ "18 depthwise 7x7 → 17x17"; where nothing is replaced, what the model has instead, or what is wrong."""
+    if row.status == "planned":
+        sizes = [size_text(size) for size in row.dilated_sizes]
+        window = sizes[0] if len(sizes) == 1 else f"{sizes[0]}..{sizes[-1]}"
+        return f"{_kinds(row.replaced)} → {window}"
+    if row.status == "nothing matches":
+        return f"nothing; it has {_kinds(row.convs[:4]) or 'no convolution at all'}"
+    return f"{row.status}: {row.reason}"
+
+
+def _kinds(kinds: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in kinds)
+
+
+def _span(counts: Sequence[int]) -> str:
+    return "" if not counts else str(counts[0]) if len(counts) == 1 else f"{counts[0]}..{counts[-1]}"
+
+
+def _change(change: Change) -> str:
+    return short_count(change.before) if change.after is None else short_arrow(change)

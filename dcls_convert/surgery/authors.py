@@ -1,0 +1,278 @@
+"""Start from what the authors' own package (DCLS, on PyPI as `dcls`) trained: its elements and positions in our layers.
+
+Upstream spellings (P, SIG, "max") stand in this file alone. Names of layers are those of the model to convert.
+
+Axes: O output channels, I input channels per group, E kernel elements, A spatial axes.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..layers.conv_classes import find_form
+from ..layers.geometry import size_text
+from ..layers.interpolation import find_interpolation, spread_sum
+from ..networks.weights import load_weights_
+from ..options import AuthorsVersion
+from ..planning.plan import ConversionPlan, LayerCounts, LayerPlan
+from .place import apply_plan_
+
+_WEIGHT, _POSITIONS, _SIGMA = "weight", "P", "SIG"  # the entries of one of their layers, beside its bias
+_IN_ORDER = {1: (0,), 2: (0, 1), 3: (0, 2, 1)}  # dims -> the axes to which P[0], P[1], ... belong
+_REVERSED = {1: (0,), 2: (1, 0), 3: (2, 1, 0)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Version:
+    """What `version=` of their layers means. DCLS 0.1.1, the modules ConstructKernel1d to 3d."""
+
+    interpolation: str
+    axes: Mapping[int, tuple[int, ...]]
+    normaliser: float  # what they add to the sum by which an element's spread is divided
+
+
+_VERSIONS = {
+    "v0": _Version(interpolation="bilinear", axes=_IN_ORDER, normaliser=0.0),
+    "v1": _Version(interpolation="bilinear", axes=_REVERSED, normaliser=1e-7),
+    "max": _Version(interpolation="triangle", axes=_REVERSED, normaliser=1e-7),
+    "gauss": _Version(interpolation="gaussian", axes=_REVERSED, normaliser=1e-7),
+}
+RELEASED_VERSION: AuthorsVersion = "v0"  # of the checkpoints that they published; a file without SIG does not say
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AuthorsLayer:
+    """The elements of one of their layers, as they stand in the file."""
+
+    weight: Tensor  # (O, I, E)
+    positions: Tensor  # (A, O, I, E), in the version's order of axes
+    sigma: Tensor | None  # as positions, less its least value, of either sign
+
+    @property
+    def kernel_count(self) -> int:
+        return self.weight.shape[-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AuthorsWeights:
+    """A state dict with layers of the authors' package, sorted."""
+
+    where: str  # what messages call it
+    layers: dict[str, AuthorsLayer]
+    rest: dict[str, Tensor]  # every other entry
+
+    @property
+    def kernel_counts(self) -> LayerCounts:
+        """For `plan_conversion`."""
+        return LayerCounts(source=self.where, counts={name: layer.kernel_count for name, layer in self.layers.items()})
+
+    @property
+    def has_sigma(self) -> bool:
+        return any(layer.sigma is not None for layer in self.layers.values())
+
+
+def sort_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | None:
+    """The authors' layers in a state dict, and what else there is; None where it has none, no P beside a weight.
+
+    Args:
+        state: Under the names of the model to convert.
+        where: What messages call it.
+
+    Raises:
+        CheckpointError: A layer whose entries do not belong together.
+    """
+    marked = [name.removesuffix(f".{_POSITIONS}") for name in state if name.endswith(f".{_POSITIONS}")]
+    if not any(f"{name}.{_WEIGHT}" in state for name in marked):
+        return None
+    rest = dict(state)
+    layers: dict[str, AuthorsLayer] = {}
+    for name in marked:
+        if f"{name}.{_WEIGHT}" not in state:
+            raise CheckpointError(f"{where}: has {name}.{_POSITIONS}, but no {name}.{_WEIGHT}")
+        weight, positions = rest.pop(f"{name}.{_WEIGHT}"), rest.pop(f"{name}.{_POSITIONS}")
+        sigma = rest.pop(f"{name}.{_SIGMA}", None)
+        for entry, tensor in [(_POSITIONS, positions), (_SIGMA, sigma)]:
+            if tensor is not None:
+                _check_coordinates(tensor, weight, f"{where}: {name}.{entry}")
+        layers[name] = AuthorsLayer(weight=weight, positions=positions, sigma=sigma)
+    return AuthorsWeights(where=where, layers=layers, rest=rest)
+
+
+def _check_coordinates(tensor: Tensor, weight: Tensor, what: str) -> None:
+    belong = weight.dim() == 3 and weight.numel() > 0 and tensor.shape[1:] == weight.shape
+    if not belong or tensor.shape[0] not in _IN_ORDER:
+        raise CheckpointError(
+            f"{what} has shape {tuple(tensor.shape)}, which does not fit its weight {tuple(weight.shape)}; with a "
+            "weight (out, in/groups, count) it must be (1 to 3 axes, out, in/groups, count)"
+        )
+    if not tensor.is_floating_point() or not tensor.isfinite().all():
+        raise CheckpointError(f"{what} must be finite floating-point numbers")
+
+
+def start_from_authors_(
+    model: nn.Module,
+    plan: ConversionPlan,
+    weights: AuthorsWeights,
+    *,
+    version: AuthorsVersion | None = None,
+    new_classifier: bool = False,
+) -> list[str]:
+    """Load the weights into the model and convert it, so that it gives the outputs of the authors' network.
+
+    Args:
+        model: Not converted yet; changed in place.
+        plan: Made for it with `kernel_count=weights.kernel_counts`. For versions max and gauss, its windows must be
+            those of the training: they normalise over the window, which the file does not state.
+        weights: From `sort_weights`.
+        version: Of layers without SIG; the released v0 unless it is stated.
+        new_classifier: As in `load_weights_`.
+
+    Returns:
+        Names that kept their initial values.
+
+    Raises:
+        CheckpointError: Anything in the file that model or plan have no place for, or the reverse; the model is then
+            unchanged.
+    """
+    elements = element_state(weights, plan, version)
+    for layer in plan.layers:
+        conv = model.get_submodule(layer.name)
+        form = find_form(conv)
+        if form is not None and form.weight is not None:
+            raise CheckpointError(
+                f"{weights.where}: {layer.name} is a {type(conv).__name__}, which would transform the file's elements"
+            )
+    own = model.state_dict()
+    replaced = [f"{name}.weight" for layer in plan.layers for name in layer.names]
+    kernels = {name: own[name] for name in replaced if name in own}  # so that the rest must be all the rest
+    kept = load_weights_(model, weights.rest | kernels, weights.where, new_classifier=new_classifier)
+    apply_plan_(model, plan, init="largest")
+    superfluous = model.load_state_dict(elements, strict=False).unexpected_keys
+    assert not superfluous, superfluous
+    return kept
+
+
+def element_state(
+    weights: AuthorsWeights, plan: ConversionPlan, version: AuthorsVersion | None = None
+) -> dict[str, Tensor]:
+    """Weights, positions and sigmas of all layers of the plan, under their names in the converted model.
+
+    Raises:
+        CheckpointError: Elements that the plan's layers cannot take as they are.
+    """
+    if version is not None and weights.has_sigma:
+        raise CheckpointError(
+            f"{weights.where}: has {_SIGMA} entries, so it is of version max or gauss (--interpolation triangle or "
+            f"gaussian); --authors-version {version} is for files without"
+        )
+    ours = {layer.name: _translated(layer, weights, version) for layer in plan.layers}
+    _check_windows(plan, {name: parts["positions"] for name, parts in ours.items()}, weights.where)
+    state: dict[str, Tensor] = {}
+    for layer in plan.layers:
+        parts = ours[layer.name]
+        weight = parts.pop("weight")
+        state[f"{layer.name}.weight"] = _normalised(weight, layer, parts, _version_of(layer, weights, version))
+        if layer.tie_group is None:
+            state |= {f"{layer.name}.{name}": tensor for name, tensor in parts.items()}
+    for group in plan.tie_groups:
+        first, *others = group.layers
+        for name, tensor in ours[first].items():
+            for other in others:
+                if not torch.equal(ours[other][name], tensor):
+                    raise CheckpointError(
+                        f"{weights.where}: {name} of {first} and {other} differ, so the layers of {group.name} cannot "
+                        "share them; use --tie none"
+                    )
+            state[f"{group.owner}.{group.parameters[name]}".removeprefix(".")] = tensor
+    return state
+
+
+def _version_of(layer: LayerPlan, weights: AuthorsWeights, stated: AuthorsVersion | None) -> _Version:
+    """Told by what the file has and by the interpolation that the plan has."""
+    with_sigma = _find(layer, weights).sigma is not None
+    if with_sigma != find_interpolation(layer.interpolation).has_sigma:
+        raise CheckpointError(
+            f"{weights.where}: {layer.name} has {'a' if with_sigma else 'no'} {_SIGMA}, so its interpolation is "
+            + (
+                "triangle (their version max) or gaussian (gauss), which the file does not say; use --interpolation"
+                if with_sigma
+                else f"bilinear, not {layer.interpolation}"
+            )
+        )
+    if not with_sigma:
+        return _VERSIONS[stated or RELEASED_VERSION]
+    return next(version for version in _VERSIONS.values() if version.interpolation == layer.interpolation)
+
+
+def _find(layer: LayerPlan, weights: AuthorsWeights) -> AuthorsLayer:
+    found = next((weights.layers[name] for name in layer.names if name in weights.layers), None)
+    if found is None:
+        raise CheckpointError(f"{weights.where}: has no elements for {layer.name}, which is to be converted")
+    return found
+
+
+def _translated(layer: LayerPlan, weights: AuthorsWeights, stated: AuthorsVersion | None) -> dict[str, Tensor]:
+    """weight (O, I, E), positions (A, O, I, E) from the centre in our order of axes, and sigma, if there is one."""
+    version, theirs = _version_of(layer, weights, stated), _find(layer, weights)
+    if tuple(theirs.positions.shape) != layer.position_shape:
+        raise CheckpointError(
+            f"{weights.where}: {layer.name}.{_POSITIONS} has shape {tuple(theirs.positions.shape)}, the model needs "
+            f"{layer.position_shape}"
+        )
+    size = layer.dilated_size
+    axes = version.axes[len(size)]
+    order = [axes.index(axis) for axis in range(len(size))]
+    # They count from half the size of the axis that has the place of this one, which for another side is not its half.
+    shift = [size[index] // 2 - size[axis] // 2 for axis, index in enumerate(order)]
+    offset = torch.tensor(shift, device=theirs.positions.device).reshape(-1, 1, 1, 1)
+    parts = {"weight": theirs.weight, "positions": _at_least_float32(theirs.positions)[order] + offset}
+    least = find_interpolation(layer.interpolation).min_sigma
+    if theirs.sigma is not None and least is not None:
+        parts["sigma"] = _at_least_float32(theirs.sigma)[order].abs() + least
+    return parts
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _normalised(weight: Tensor, layer: LayerPlan, parts: Mapping[str, Tensor], version: _Version) -> Tensor:
+    """The weights with which our kernels, whose elements are spread to exactly their weight, equal theirs."""
+    if not version.normaliser:
+        return weight
+    sigma = parts["sigma"].double() if "sigma" in parts else None
+    total = spread_sum(parts["positions"].double(), sigma, layer.dilated_size, layer.interpolation)  # (O, I, E)
+    return (weight.double() * total / (total + version.normaliser)).to(weight.dtype)
+
+
+def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where: str) -> None:
+    """Refuse positions outside of the windows, and say which window holds those of all layers that have this one."""
+    for layer in plan.layers:
+        size = layer.dilated_size
+        if _holding(size, positions[layer.name]) == size:
+            continue
+        alike = [positions[other.name] for other in plan.layers if other.dilated_size == size]
+        needed = tuple(map(max, zip(*(_holding(size, places) for places in alike), strict=True)))
+        if len(set(size)) == 1:
+            needed = (max(needed),) * len(needed)
+        option = needed[0] if len(set(needed)) == 1 else size_text(needed)
+        axis = next(axis for axis, side in enumerate(_holding(size, positions[layer.name])) if side != size[axis])
+        furthest = positions[layer.name][axis].abs().max().item()
+        raise CheckpointError(
+            f"{where}: {layer.name} has elements {furthest:g} cells from the centre (axis {axis}), outside of its "
+            f"window {size_text(size)}; use the window of its training, at least {size_text(needed)} "
+            f"(--dilated-size {option})"
+        )
+
+
+def _holding(size: Sequence[int], positions: Tensor) -> tuple[int, ...]:
+    """The window, grown by pairs of cells where it does not hold all positions (A, O, I, E)."""
+    sides = []
+    for side, places in zip(size, positions, strict=True):
+        before, after = math.ceil(-places.min().item()), math.ceil(places.max().item())  # cells beside the centre
+        sides.append(max(side, 2 * max(before, after) + 1 if side % 2 else max(2 * before, 2 * after + 2)))
+    return tuple(sides)

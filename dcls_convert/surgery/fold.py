@@ -1,0 +1,108 @@
+"""Every DCLS layer becomes its plain convolution, by our own function or by timm's `reparameterize_model`."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
+
+from torch import fx, nn
+
+from ..errors import PlanError
+from ..layers.dcls_conv import DclsConvNd
+from ..layers.positions import drop_spare_from_decay_
+
+# What timm's `reparameterize_model` calls on a child, the first that there is; it goes below the child afterwards.
+REPARAMETERIZING = ("fuse", "reparameterize", "switch_to_deploy")
+
+
+def fold_to_dense_(model: nn.Module) -> int:
+    """Replace every DCLS layer by its plain convolution, drop the tied positions, and return how many there were.
+
+    Outputs stay the same; what was learnable in place is then an ordinary dense kernel of the window's size. timm's
+    savers (`save_for_hf`, `push_to_hf_hub`) write a config for the model that rebuilds it folded.
+
+    `timm.utils.reparameterize_model(model)` folds a converted model too, and after that whatever else of it timm can
+    fuse. timm starts at the model's children: positions that are tied across several of them go with the last of the
+    layers, but the model's own arguments, which timm's savers write, still say that it is not folded. Save a model that
+    this function has folded.
+
+    Raises:
+        PlanError: The model is itself a DCLS layer.
+    """
+    if isinstance(model, DclsConvNd):
+        raise PlanError("the model is itself a DCLS layer, which cannot be replaced in place; use its fuse()")
+    layers = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, DclsConvNd)]
+    folded = {layer: layer.fuse() for _, layer in layers}
+    for name, layer in layers:
+        model.set_submodule(name, folded[layer])
+    _drop_unused_positions(folded)
+    _drop_fold_first(model)
+    drop_spare_from_decay_(model)
+    _tell_timm_of_folding(model)
+    return len(folded)
+
+
+def fold_before_timm_fuses_(model: nn.Module) -> None:
+    """Let timm's `reparameterize_model` fold a converted model before it fuses other things in it.
+
+    By itself timm would call each layer's `fuse`, but leave the tied positions on their owner, and what fuses a
+    convolution with its normalisation (RepViT, LeViT) would take the elements' weights for a kernel.
+    """
+    for module in (model, *_children(model)):
+        has_layers = any(isinstance(inner, DclsConvNd) for inner in module.modules())
+        if has_layers and not isinstance(module, DclsConvNd | fx.GraphModule):
+            name = next((name for name in REPARAMETERIZING if hasattr(module, name)), "reparameterize")
+            vars(module)[name] = FoldFirst(module, name)
+
+
+class FoldFirst:
+    """A method of one module alone: folds all that is in the module, and then does what its class has by that name."""
+
+    def __init__(self, module: nn.Module | None, name: str) -> None:
+        self.module, self.name = module, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.module is None:
+            raise RuntimeError("copied without its module; use dcls_convert.fold_to_dense_")
+        fold_to_dense_(self.module)  # takes this object off the module as well
+        own = getattr(self.module, self.name, None)
+        return None if own is None else own(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A module whose class copies its attributes in a way of its own would be copied without end from here.
+        return type(self)(memo.get(id(self.module)), self.name)
+
+
+def _children(model: nn.Module) -> Iterator[nn.Module]:
+    """The children of a model; of a GraphModule, whose copies and pickles keep no such attribute, its own children."""
+    for child in model.children():
+        if isinstance(child, fx.GraphModule):
+            yield from _children(child)
+        else:
+            yield child
+
+
+def _drop_fold_first(model: nn.Module) -> None:
+    for module in model.modules():
+        for name in REPARAMETERIZING:
+            if isinstance(vars(module).get(name), FoldFirst):
+                del vars(module)[name]
+
+
+def _drop_unused_positions(folded: Iterable[DclsConvNd]) -> None:
+    """Take tied parameters off their owner where no layer below it needs them any more."""
+    for layer in folded:
+        owner, names = layer._owner, set(layer._owner_names.values())
+        if owner is None:
+            continue
+        others = [m for m in owner.modules() if isinstance(m, DclsConvNd) and m._owner is owner]
+        if not any(names & set(other._owner_names.values()) for other in others):
+            for tied in folded:
+                if tied._owner is owner and names & set(tied._owner_names.values()):
+                    tied.untie_()  # it may still stand where the owner does not reach
+            for name in names:
+                owner._parameters.pop(name, None)
+
+
+def _tell_timm_of_folding(model: nn.Module) -> None:
+    arguments = vars(model).get("_model_args")
+    if isinstance(arguments, dict) and isinstance(arguments.get("plan"), dict):
+        vars(model)["_model_args"] = {**arguments, "plan": {**arguments["plan"], "folded": True}}

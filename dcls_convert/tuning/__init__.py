@@ -1,0 +1,23 @@
+"""What a training loop needs beside the model: parameter groups, clamping, the repulsive loss, records of positions.
+
+    optimizer = torch.optim.AdamW(dcls_convert.tuning.param_groups(model, lr=4e-3, weight_decay=0.05))
+
+Source of the techniques: arXiv:2112.03740, section 3 "Learning techniques". All of it works for models without DCLS
+layers too, and inside the wrappers of DDP, `torch.compile` and EMA.
+"""
+
+from ..layers.positions import no_weight_decay
+from .param_groups import clamp_positions_, param_groups, repulsive_loss
+from .tracker import Histogram, PositionTracker, TrackedPositions, TrackRecord, read_track
+
+__all__ = [
+    "Histogram",
+    "PositionTracker",
+    "TrackRecord",
+    "TrackedPositions",
+    "clamp_positions_",
+    "no_weight_decay",
+    "param_groups",
+    "read_track",
+    "repulsive_loss",
+]

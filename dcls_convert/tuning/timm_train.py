@@ -1,0 +1,111 @@
+"""timm's own train.py, unchanged, for converted models: python -m dcls_convert.tuning.timm_train train.py ARGUMENTS...
+
+Two things are done before the script runs. The package is imported, so that timm loads our folders
+(`--model local-dir:FOLDER --pretrained`), and timm's `create_optimizer_v2` gives positions the groups of
+`tuning.param_groups` where nothing else is asked for: five times the learning rate, no decay. All else is timm's.
+"""
+
+import contextlib
+import importlib
+import inspect
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import DclsConvertError
+from ..layers.positions import shared_parameters
+from .param_groups import POSITION_LR_SCALE, param_groups
+
+USAGE = "python -m dcls_convert.tuning.timm_train [--position-lr-scale X] SCRIPT.py [ARGUMENTS...]"
+SCALE_OPTION = "--position-lr-scale"
+# Arguments of timm's create_optimizer_v2 -> what its functions for groups call them.
+GROUPING = {
+    "weight_decay": "weight_decay",
+    "filter_bias_and_bn": "weight_decay_exclude_1d",
+    "fallback_list": "fallback_list",
+    "fallback_no_weight_decay": "fallback_no_weight_decay",
+}
+LAYER_GROUPING = {
+    "layer_decay": "layer_decay",
+    "layer_decay_min_scale": "min_scale",
+    "layer_decay_no_opt_scale": "no_opt_scale",
+}
+
+
+def with_position_groups(
+    create_optimizer: Callable[..., Any], position_lr_scale: float = POSITION_LR_SCALE
+) -> Callable[..., Any]:
+    """timm's `create_optimizer_v2` with `tuning.param_groups` where the caller names no `param_group_fn`.
+
+    Models without DCLS layers, and parameters that the caller has grouped already, pass through as they are. The
+    groups state timm's `lr_scale`, which its schedulers apply.
+    """
+    signature = inspect.signature(create_optimizer)
+
+    @wraps(create_optimizer)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given, model = bound.arguments, args[0] if args else kwargs.get("model_or_params")
+        if given.get("param_group_fn") is None and isinstance(model, nn.Module) and shared_parameters(model):
+            wanted = GROUPING if given.get("layer_decay") is None else GROUPING | LAYER_GROUPING
+            options = {ours: given[timms] for timms, ours in wanted.items() if timms in given}
+            kwargs["param_group_fn"] = partial(param_groups, position_lr_scale=position_lr_scale, **options)
+        return create_optimizer(*args, **kwargs)
+
+    return create
+
+
+@contextlib.contextmanager
+def position_groups_in_timm(position_lr_scale: float = POSITION_LR_SCALE) -> Iterator[None]:
+    """Within the block, `timm.optim.create_optimizer_v2` is `with_position_groups` of itself."""
+    optim: Any = importlib.import_module("timm.optim")
+    before = optim.create_optimizer_v2
+    optim.create_optimizer_v2 = with_position_groups(before, position_lr_scale)
+    try:
+        yield
+    finally:
+        optim.create_optimizer_v2 = before
+
+
+def run_script(arguments: list[str]) -> None:
+    """Run `[--position-lr-scale X] SCRIPT ARGUMENTS...` as `python SCRIPT ARGUMENTS...` would.
+
+    Raises:
+        DclsConvertError: No script, or a scale that is no number.
+    """
+    scale = POSITION_LR_SCALE
+    if arguments and arguments[0].partition("=")[0] == SCALE_OPTION:
+        option, equals, value = arguments[0].partition("=")
+        value, arguments = (value, arguments[1:]) if equals else ("".join(arguments[1:2]), arguments[2:])
+        try:
+            scale = float(value)
+        except ValueError as error:
+            raise DclsConvertError(f"{option} {value!r} must be a number") from error
+    if not arguments or arguments[0].startswith("-"):
+        raise DclsConvertError(f"name the script to run: {USAGE}")
+    script = Path(arguments[0])
+    if not script.is_file():
+        raise DclsConvertError(f"{script}: no such script; timm's train.py is in its repository, not in its wheel")
+    sys.argv = [str(script), *arguments[1:]]
+    sys.path[0] = os.fspath(script.resolve().parent)  # where Python itself looks first when it runs a script
+    with position_groups_in_timm(scale):
+        runpy.run_path(str(script), run_name="__main__")
+
+
+def main() -> None:
+    try:
+        run_script(sys.argv[1:])
+    except DclsConvertError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""Statistics of positions: closed forms, an oracle in plain loops, and what `inspect` prints of a folder."""
+
+import itertools
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from timm.models import save_for_hf
+from torch import nn
+
+import dcls_convert
+from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_report, save_converted
+from dcls_convert.checkpoints.folder import PLAN
+from dcls_convert.checkpoints.inspection import inspect_folder, position_sets
+from dcls_convert.checkpoints.stamp import WEIGHTS
+from dcls_convert.cli.app import main
+from dcls_convert.errors import CheckpointError
+from dcls_convert.layers.interpolation import position_limits
+from dcls_convert.layers.position_statistics import border_share, mean_distance, overlap_share, spread
+from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.surgery.place import fold_to_dense_
+
+from ..conftest import TINY
+
+IMAGE = (3, 32, 32)
+
+
+def grid(*sides):
+    """All cells of a window as the elements of one kernel: (A, 1, 1, cells)."""
+    axes = [range(low, high + 1) for low, high in map(position_limits, sides)]
+    return torch.tensor(list(itertools.product(*axes)), dtype=torch.float64).T.reshape(len(sides), 1, 1, -1)
+
+
+def drawn(*shape, scale=2.0, dtype=torch.float64):
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).to(dtype)
+
+
+# --- Closed forms
+
+
+@pytest.mark.parametrize("sides", [(5,), (7, 7), (8, 5), (6, 4), (3, 5, 7)])
+def test_every_cell_of_a_window(sides):
+    positions = grid(*sides)
+    inner = math.prod(side - 2 for side in sides)
+    assert border_share(positions, sides) == (math.prod(sides) - inner) / math.prod(sides)
+    assert overlap_share(positions) == 0  # neighbours are exactly one cell apart
+    assert overlap_share(positions, 1 + 1e-9) == 1
+    for found, side in zip(spread(positions), sides, strict=True):
+        low, high = position_limits(side)
+        assert found == pytest.approx(math.sqrt(sum(cell**2 for cell in range(low, high + 1)) / side))
+
+
+def test_elements_in_the_centre_overlap_and_have_no_spread():
+    positions = torch.zeros(2, 3, 1, 4)
+    assert (border_share(positions, (5, 5)), overlap_share(positions)) == (0, 1)
+    assert (spread(positions), mean_distance(positions)) == ((0, 0), 0)
+
+
+def test_a_single_element_overlaps_with_none():
+    assert overlap_share(torch.zeros(2, 3, 1, 1)) == 0
+
+
+def test_the_distance_is_euclidean_and_within_a_kernel():
+    pair = torch.tensor([[0.0, 0.8], [0.0, 0.8]]).reshape(2, 1, 1, 2)  # 1.13 cells apart, 0.8 along each axis
+    assert overlap_share(pair) == 0
+    assert overlap_share(pair, 1.2) == 1
+    apart = torch.tensor([[0.0, 0.1], [0.0, 0.1]]).reshape(2, 2, 1, 1)  # near, but of two kernels
+    assert overlap_share(apart) == 0
+    mean = mean_distance(torch.tensor([[3.0, 0.0], [4.0, 1.0]]).reshape(2, 1, 1, 2))
+    assert mean == (5 + 1) / 2
+
+
+@pytest.mark.parametrize(("place", "share"), [(3.5, 1), (3.49, 0), (4, 1), (9, 1), (-3.5, 1), (-3.49, 0), (math.pi, 0)])
+def test_the_border_is_half_a_cell_wide_on_both_sides_of_both_axes(place, share):
+    for positions in (torch.tensor([place, 0.0]), torch.tensor([0.0, place])):
+        assert border_share(positions.double().reshape(2, 1, 1, 1), (9, 9)) == share
+
+
+def test_windows_of_even_size_have_their_limits():
+    positions = torch.tensor([-4.0, -3.0, 0.0, 2.0, 3.0]).reshape(1, 1, 1, 5)
+    assert border_share(positions, (8,)) == 2 / 5  # from -4 to 3
+
+
+def test_sides_of_one_cell_have_no_border():
+    positions = torch.zeros(2, 1, 1, 4)
+    assert border_share(positions, (9, 1)) == 0
+
+
+def test_half_precision_is_compared_exactly():
+    positions = torch.tensor([1.0, 2**-9]).reshape(1, 1, 1, 2)  # their difference would be 1 in bfloat16
+    assert overlap_share(positions.bfloat16()) == overlap_share(positions) == 1
+
+
+# --- An oracle in plain loops, and chunks
+
+
+def slow_overlap(positions, distance):
+    kernels = positions.reshape(positions.shape[0], -1, positions.shape[-1]).permute(1, 2, 0).tolist()
+    overlapping = sum(
+        any(math.dist(one, other) < distance for index, other in enumerate(kernel) if index != own)
+        for kernel in kernels
+        for own, one in enumerate(kernel)
+    )
+    return overlapping / math.prod(positions.shape[1:])
+
+
+def slow_border(positions, size, margin):
+    elements = positions.reshape(positions.shape[0], -1).T.tolist()
+    at_border = 0
+    for element in elements:
+        limits = [position_limits(side) for side in size]
+        at_border += any(
+            place <= low + margin or place >= high - margin
+            for place, (low, high) in zip(element, limits, strict=True)
+            if high > low
+        )
+    return at_border / len(elements)
+
+
+SHAPES = [(1, 4, 1, 6), (2, 3, 2, 5), (2, 8, 1, 13), (3, 2, 2, 4), (2, 3, 1, 4, 7)]  # the last with a dense axis
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("distance", [0.5, 1.0, 2.0])
+def test_shares_are_those_of_plain_loops(shape, distance):
+    positions, size = drawn(*shape), (5, 8, 3)[: shape[0]]
+    assert overlap_share(positions, distance) == slow_overlap(positions, distance)
+    assert border_share(positions, size, distance) == slow_border(positions, size, distance)
+    for found, coordinate in zip(spread(positions), positions, strict=True):
+        assert found == pytest.approx(math.sqrt(sum(c * c for c in coordinate.flatten().tolist()) / coordinate.numel()))
+    elements = positions.reshape(shape[0], -1).T.tolist()
+    assert mean_distance(positions) == pytest.approx(sum(map(math.hypot, *zip(*elements, strict=True))) / len(elements))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("most", [1, 7, 40, 200])
+def test_chunks_change_nothing(shape, most):
+    positions = drawn(*shape)
+    assert overlap_share(positions, most_distances=most) == overlap_share(positions)
+
+
+def test_memory_is_bounded(monkeypatch):
+    """No more distances at once than asked for, for kernels larger than that too."""
+    seen = []
+    near = torch.Tensor.any
+
+    def watched(tensor, *args):
+        seen.append(tensor.numel())
+        return near(tensor, *args)
+
+    monkeypatch.setattr(torch.Tensor, "any", watched)
+    overlap_share(drawn(2, 30, 1, 34), most_distances=4_000)
+    overlap_share(drawn(2, 3, 1, 100), most_distances=4_000)
+    assert max(seen) <= 4_000
+    assert sum(seen) == 30 * 34**2 + 3 * 100**2
+
+
+# --- Folders
+
+
+def saved(folder, size=9, **options):
+    source = ModelSource(name=f"timm:{TINY}")
+    model = build_model(source)
+    plan = plan_conversion(find_convs(model, IMAGE), dilated_size=size, model=source.name, **options)
+    apply_plan_(model, plan, init="random", positions="uniform")
+    return model, plan, save_converted(model, plan, folder, report=predict_report(plan), fingerprint=False)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tie": "none"}, {"interpolation": "gaussian"}, {"size": (9, 11)}, {"scope": "stage"}]
+)
+def test_rows_are_those_of_the_model(tmp_path, options):
+    model, plan, folder = saved(tmp_path / "out", **options)
+    found = inspect_folder(folder)
+    assert sorted(name for row in found.positions for name in row.layers) == sorted(layer.name for layer in plan.layers)
+    assert [row.name for row in found.positions if row.tied] == [group.name for group in plan.tie_groups]
+    for row in found.positions:
+        for layer in map(model.get_submodule, row.layers):
+            assert row.elements == layer.positions[0].numel()
+            assert row.dilated_size == layer.dilated_kernel_size
+            assert row.border_share == border_share(layer.positions, layer.dilated_kernel_size)
+            assert row.overlap_share == overlap_share(layer.positions)
+            assert row.spread == spread(layer.positions)
+            assert row.mean_distance == mean_distance(layer.positions)
+            sigma = None if layer.sigma is None else pytest.approx(layer.sigma.mean().item())
+            assert row.mean_sigma == sigma
+    total = found.to_dict()["total"]
+    assert total["layers"] == len(plan.layers)
+    registered = [p for name, p in model.named_parameters() if name.endswith("positions")]
+    assert total["elements"] == sum(p[0].numel() for p in registered)
+    flat = [(row.border_share, row.elements) for row in found.positions]
+    assert total["border_share"] == pytest.approx(sum(a * b for a, b in flat) / sum(b for _, b in flat))
+
+
+def test_nothing_is_built(tmp_path, monkeypatch):
+    _, _, folder = saved(tmp_path / "out")
+
+    def build(*_args, **_kwargs):
+        raise AssertionError("must not be built")
+
+    monkeypatch.setattr("dcls_convert.networks.source._build", build)
+    monkeypatch.setattr(nn.Module, "__init__", build)
+    assert inspect_folder(folder).elements
+
+
+def test_dense_axes_and_models_of_the_users_own(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, groups=4))
+    rules = dcls_convert.planning.rules.parse_rules(
+        "format: 1\nrules:\n- match: {kind: depthwise}\n  dilated_kernel_size: [3, 9]\n  dense_axes: [0]\n"
+        "  kernel_count: 2\n"
+    )
+    plan = plan_conversion(find_convs(model, IMAGE), rules)
+    apply_plan_(model, plan, init="random", positions="uniform")
+    folder = save_converted(model, plan, tmp_path / "own", report=predict_report(plan))
+    (row,) = inspect_folder(folder).positions
+    assert (row.name, row.dense_axes, row.kernels, row.elements) == ("1", (0,), 4 * 3, 4 * 3 * 2)
+    assert row.spread == spread(model[1].positions)
+    assert row.border_share == border_share(model[1].positions, (9,))
+
+
+def test_a_folder_that_timm_saved_will_do(tmp_path):
+    model, _, folder = saved(tmp_path / "out")
+    save_for_hf(model, tmp_path / "tuned", safe_serialization=True)
+    assert inspect_folder(tmp_path / "tuned").positions == inspect_folder(folder).positions
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CheckpointError, match=r"plan\.json: cannot be read"):
+        inspect_folder(tmp_path / "other")
+    save_for_hf(timm.create_model(TINY), tmp_path / "other", safe_serialization=True)
+    with pytest.raises(CheckpointError, match=r"has no plan\.json, and config\.json holds no plan either"):
+        inspect_folder(tmp_path / "other")
+
+
+def change(folder, edit):
+    tensors = load_file(folder / WEIGHTS)
+    edit(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+NAME = "stages.2.blocks.dcls_positions"
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda t: t.pop(NAME), f"lacks {NAME}, the positions of stages.2"),
+        (lambda t: t[NAME].fill_(torch.nan), f"{NAME} has values that are not finite"),
+        (
+            lambda t: t.update({NAME: t[NAME][:1].clone()}),
+            r"has shape \(1, 48, 1, \d+\) and is torch.float32; the plan",
+        ),
+        (lambda t: t.update({NAME: t[NAME].int()}), "and is torch.int32; the plan"),
+    ],
+)
+def test_damage_is_one_line(tmp_path, edit, says):
+    _, _, folder = saved(tmp_path / "out")
+    change(folder, edit)
+    with pytest.raises(CheckpointError, match=says):
+        inspect_folder(folder)
+
+
+def test_weights_of_another_plan_are_refused(tmp_path):
+    _, _, folder = saved(tmp_path / "out")
+    _, _, other = saved(tmp_path / "other", size=11)
+    shutil.copy(other / PLAN, folder)
+    with pytest.raises(CheckpointError, match="was not written with the plan beside it"):
+        inspect_folder(folder)
+
+
+# --- The command
+
+
+def run(*arguments, code=0):
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    assert stopped.value.code == code
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.usefixtures("narrow")
+def test_the_table_has_a_row_for_every_tensor_and_fits_80_columns(tmp_path, capsys):
+    _, plan, folder = saved(tmp_path / "out", interpolation="gaussian")
+    run("inspect", folder)
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert max(map(len, out.splitlines()[1:])) <= 80  # the first has the folder's name
+    found = inspect_folder(folder)
+    assert len(found.positions) == len(position_sets(plan)) == 4
+    for row in found.positions[1:]:
+        (line,) = [line for line in out.splitlines() if line.startswith(f"{row.name} ")]
+        cells = line.split()
+        count = f"{row.kernel_count} in 9x9"
+        assert cells[1] == str(len(row.layers))
+        assert count in line
+        assert f"{100 * row.border_share:.1f} %" in line
+        assert f"{100 * row.overlap_share:.1f} %" in line
+        assert cells[-4:] == [*(f"{s:.2f}" for s in row.spread), f"{row.mean_distance:.2f}", f"{row.mean_sigma:.2f}"]
+    (line,) = [line for line in out.splitlines() if line.startswith("all ")]
+    assert line.split()[1] == str(len(plan.layers))
+    assert f"{100 * found.share('border_share'):.1f} %" in line
+    assert f"{found.elements:,} elements" in out
+
+
+def test_json_is_all_of_stdout(tmp_path, capsys):
+    _, _, folder = saved(tmp_path / "out")
+    run("inspect", folder, "--json")
+    out, err = capsys.readouterr()
+    assert err == ""
+    data = json.loads(out)
+    assert data == json.loads(inspect_folder(folder).to_json())
+    assert (data["format"], data["model"], data["border_margin"]) == (1, f"timm:{TINY}", 0.5)
+    assert data["positions"][1]["layers"] == ["stages.1.blocks.0.conv_dw", "stages.1.blocks.1.conv_dw"]
+    assert data["positions"][1]["mean_sigma"] is None
+
+
+def test_a_folded_folder_has_no_positions_any_more(tmp_path, capsys):
+    model, plan, _ = saved(tmp_path / "out")
+    fold_to_dense_(model)
+    plan = replace(plan, folded=True)
+    folder = save_converted(model, plan, tmp_path / "folded", report=predict_report(plan), fingerprint=False)
+    assert position_sets(plan) == ()
+    run("inspect", folder, "--json", code=2)
+    expected = f"error: {folder}: is folded into plain convolutions and has no positions any more\n"
+    assert capsys.readouterr() == ("", expected)

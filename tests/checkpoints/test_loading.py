@@ -1,0 +1,210 @@
+"""Weights from a file become the model's own: the model is that of the ordinary path, and no second copy is made."""
+
+import gc
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dcls_convert import convert_, load_converted, save_converted
+from dcls_convert.checkpoints.folder import write_weights
+from dcls_convert.checkpoints.stamp import METADATA_KEY
+from dcls_convert.cli import convert as commands
+from dcls_convert.cli.app import main
+from dcls_convert.networks import weights
+from dcls_convert.networks.sites import find_convs
+from dcls_convert.networks.source import ModelSource, build_hollow, build_model
+from dcls_convert.networks.weights import fill_, load_weights_, read_weights
+from dcls_convert.planning.planner import plan_conversion
+from dcls_convert.surgery.place import apply_plan_
+
+FAMILIES = {
+    "timm:test_convnext": {},
+    "timm:test_efficientnet": {},
+    "timm:test_vit": {},
+    "timm:resnetblur18": {},  # blur kernels, not in the file
+    "timm:swin_tiny_patch4_window7_224": {"depths": (1, 1, 1, 1), "embed_dim": 24},  # relative positions
+    "timm:halonet26t": {},
+    "torchvision:mnasnet0_5": {},  # asks for the version of its format
+    "torchvision:shufflenet_v2_x0_5": {},
+    "torchvision:ssdlite320_mobilenet_v3_large": {},  # anchors in a plain attribute
+}
+# Not to be had without drawing or calculating more than the file has; on the CPU, as ever.
+BUILT = {
+    "timm:resnetblur18",
+    "timm:swin_tiny_patch4_window7_224",
+    "torchvision:ssdlite320_mobilenet_v3_large",
+}
+
+
+def tensors_of(model):
+    """All of them by place, also those in plain attributes, which no state dict has."""
+    return {
+        f"{name}.{key}.{index}": leaf
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        for index, leaf in enumerate(tree_leaves(value))
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_filled_from_a_file_is_the_ordinary_one(tmp_path, name):
+    source = ModelSource(name=name, args=FAMILIES[name])
+    save_file(build_model(source, seed=1).state_dict(), tmp_path / "w.safetensors")
+    wanted = build_model(source, seed=0)
+    load_weights_(wanted, read_weights(tmp_path / "w.safetensors"), "file")
+    found = build_hollow(source)
+    filled = found is not None and fill_(found, read_weights(tmp_path / "w.safetensors"), "file")
+    assert filled == (name not in BUILT)
+    if not filled:
+        return
+    ours, theirs = tensors_of(found), tensors_of(wanted)
+    assert ours.keys() == theirs.keys()
+    for place, tensor in theirs.items():
+        mine = ours[place]
+        assert (mine.dtype, mine.device, mine.stride()) == (tensor.dtype, tensor.device, tensor.stride()), place
+        assert mine.requires_grad == tensor.requires_grad, place
+        assert type(mine) is type(tensor), place
+        assert torch.equal(mine, tensor), place
+        assert mine.data_ptr() % weights.ALIGNMENT == 0, place
+    assert [m.training for m in found.modules()] == [m.training for m in wanted.modules()]
+
+
+def test_most_families_are_filled():
+    assert sum(build_hollow(ModelSource(name=name, args=args)) is not None for name, args in FAMILIES.items()) >= 6
+
+
+class Unsaved(nn.Module):
+    def __init__(self, values):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, groups=3)
+        self.hidden = {"scales": [values()]}
+
+
+@pytest.mark.parametrize("values", [lambda: torch.empty(3).normal_(), lambda: torch.randn(3)], ids=["empty", "randn"])
+def test_a_model_with_random_values_that_no_file_has_is_built(monkeypatch, values):
+    monkeypatch.setattr("dcls_convert.networks.source._build", lambda *_, **__: Unsaved(values))
+    hollow = build_hollow(ModelSource(name="timm:x"))
+    assert hollow is None or not fill_(hollow, Unsaved(values).state_dict(), "file")
+
+
+def test_the_users_own_code_is_run_once():
+    assert build_hollow(ModelSource(name="collections:OrderedDict")) is None
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of all memory that operators allocate on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.memories, self.most = {}, 0  # none is taken for freed: an upper bound
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                memory = tensor.untyped_storage()
+                if memory.data_ptr() not in known and memory.nbytes():
+                    self.memories[memory.data_ptr()] = memory.nbytes()
+        self.most = max(self.most, sum(self.memories.values()))
+        return result
+
+
+def test_loading_allocates_no_second_model(tmp_path):
+    source = ModelSource(name="timm:test_convnext")
+    save_file(build_model(source).state_dict(), tmp_path / "w.safetensors")
+    state = read_weights(tmp_path / "w.safetensors")
+    pointers = {name: tensor.data_ptr() for name, tensor in state.items()}
+    with Allocated() as counted:
+        model = build_hollow(source)
+        assert fill_(model, state, "file")
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == pointers
+    assert counted.most < 0.05 * sum(tensor.nbytes for tensor in state.values())
+
+
+def test_views_of_one_memory_become_tensors_of_their_own():
+    whole = torch.arange(8.0)
+    model = nn.Linear(4, 1, device="meta")
+    assert fill_(model, {"weight": whole[:4].reshape(1, 4), "bias": whole[4:5]}, "file")
+    with torch.no_grad():
+        model.weight.zero_()
+    assert torch.equal(whole, torch.arange(8.0))
+    assert model.bias.item() == 4
+
+
+def test_another_precision_in_the_file_becomes_the_models():
+    model = nn.Linear(4, 1, device="meta")
+    state = nn.Linear(4, 1).half().state_dict()
+    assert fill_(model, state, "file")
+    assert model.weight.dtype == torch.float32
+    assert torch.equal(model.weight, state["weight"].float())
+
+
+def test_the_command_draws_no_weights_that_a_file_has(tmp_path, monkeypatch, capsys):
+    save_file(build_model(ModelSource(name="timm:test_convnext"), seed=3).state_dict(), tmp_path / "w.safetensors")
+    arguments = ["timm:test_convnext", "--dilated-size", "9", "--init", "largest", "-q"]
+    arguments += ["--checkpoint", str(tmp_path / "w.safetensors"), "--output"]
+    folders = [tmp_path / "hollow", tmp_path / "ordinary"]
+    real, cpu = build_model, []
+    monkeypatch.setattr(commands, "build_model", lambda *a, **k: cpu.append(k.get("device")) or real(*a, **k))
+    for folder in folders:
+        with pytest.raises(SystemExit) as stop:
+            main([*arguments, str(folder)])
+        assert stop.value.code == 0
+        assert cpu == (["meta"] if folder == folders[0] else ["meta", "meta", None])
+        monkeypatch.setattr(commands, "build_hollow", lambda _: None)
+    capsys.readouterr()
+    for path in sorted(folders[0].iterdir()):
+        assert path.read_bytes() == (folders[1] / path.name).read_bytes(), path.name
+    loaded = load_converted(folders[0])
+    saved = load_file(folders[0] / "model.safetensors")
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, saved[name])
+
+
+# Writing.
+
+
+def converted():
+    source = ModelSource(name="timm:test_convnext")
+    model = build_model(source)
+    plan = plan_conversion(find_convs(model), dilated_size=9, model=source.name)
+    apply_plan_(model, plan, init="random")
+    return model.eval(), plan
+
+
+def test_the_weights_file_has_the_librarys_own_bytes(tmp_path):
+    model, plan = converted()
+    stamp = write_weights(model, plan, tmp_path / "ours")
+    save_file(model.state_dict(), tmp_path / "theirs", metadata={METADATA_KEY: stamp.to_json()})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    for name, tensor in load_file(tmp_path / "ours").items():
+        assert torch.equal(tensor, model.state_dict()[name])
+
+
+def test_writing_allocates_no_second_model(tmp_path):
+    model, plan = converted()
+    gc.collect()
+    with Allocated() as counted:
+        write_weights(model, plan, tmp_path / "ours", fingerprint=False)
+    assert counted.most < 0.05 * sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize("name", ["timm:test_convnext", "timm:test_efficientnet"])
+def test_a_checkpoint_is_loaded_without_drawing_weights(tmp_path, monkeypatch, name):
+    model = build_model(ModelSource(name=name), seed=1)
+    report = convert_(model, dilated_size=9, init="largest")
+    save_converted(model, report.plan, tmp_path / "folder")
+    wanted = load_converted(tmp_path / "folder", model=build_model(ModelSource(name=name), seed=2))
+    monkeypatch.setattr("dcls_convert.checkpoints.folder.build_model", lambda *_: pytest.fail("weights are drawn"))
+    ours, theirs = tensors_of(load_converted(tmp_path / "folder")), tensors_of(wanted)
+    assert ours.keys() == theirs.keys()
+    for place, tensor in theirs.items():
+        assert torch.equal(ours[place], tensor), place
+        assert ours[place].requires_grad == tensor.requires_grad, place
+        assert ours[place].data_ptr() % weights.ALIGNMENT == 0, place

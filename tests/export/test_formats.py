@@ -1,0 +1,356 @@
+"""What `dcls-convert fold` writes gives the outputs of the checkpoint it was made from, or is not written at all."""
+
+import json
+import logging
+import math
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import dcls_convert.export.formats
+from dcls_convert import apply_plan_, find_convs, fold_to_dense_, load_converted, plan_conversion, save_converted
+from dcls_convert.errors import DclsConvertError
+from dcls_convert.export.formats import BATCHES, fold_checkpoint
+from dcls_convert.networks.outputs import relative_error
+from dcls_convert.networks.quiet import quietly
+from dcls_convert.networks.source import ModelSource, build_model
+
+from ..cli.test_bad_input import refused, run, snapshot  # noqa: F401
+from ..surgery.test_fold import FLOAT32_ERROR, IMAGE, tiny, trained
+
+EXPORTS = ("onnx", "pt2")
+FORMATS = ("timm", *EXPORTS)
+
+
+class Plain(nn.Module):
+    """A network of the user's own; small, since exporters take their time."""
+
+    def __init__(self):
+        super().__init__()
+        self.stage = nn.Sequential(*[nn.Conv2d(3, 3, 3, padding=1, groups=3) for _ in range(2)])
+
+    def forward(self, x):
+        return self.stage(x)
+
+
+class ByImage(Plain):
+    """Its graph depends on the number of images."""
+
+    def forward(self, x):
+        return torch.stack([self.stage(image) * (1 + index) for index, image in enumerate(x)])
+
+
+class Several(Plain):
+    """Its outputs have a structure."""
+
+    def forward(self, x):
+        y = self.stage(x)
+        return {"maps": [y, y[:, :1] * 2], "mean": (y.mean((2, 3)), None)}
+
+
+def checkpoint_of(factory, folder):
+    name = f"{__name__}:{factory.__name__}"
+    model = build_model(ModelSource(name=name))
+    plan = plan_conversion(find_convs(model, IMAGE), dilated_size=5, model=name)
+    apply_plan_(model, plan, init="random")
+    return save_converted(trained(model), plan, folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Folders by name; not to be written to."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for factory in (Plain, ByImage, Several):
+        checkpoint_of(factory, folder / factory.__name__)
+    save_converted(*tiny(), folder / "convnext")
+    before = snapshot(folder)
+    yield folder
+    assert snapshot(folder) == before
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def loaded_outputs(checkpoint, images):
+    with torch.no_grad():
+        return load_converted(checkpoint)(images)
+
+
+def session_outputs(path, images):
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return [torch.from_numpy(output) for output in session.run(None, {session.get_inputs()[0].name: images.numpy()})]
+
+
+def pt2_outputs(path, images):
+    with torch.no_grad():
+        return [torch.export.load(path).module()(images)]
+
+
+RUNNERS = {"onnx": session_outputs, "pt2": pt2_outputs}
+
+
+@pytest.mark.parametrize("format", RUNNERS)
+def test_exported_files_give_the_same_for_any_number_of_images(checkpoints, format):
+    found = fold_checkpoint(checkpoints / "convnext", format)
+    assert (found.kind, found.output, found.batch) == (format, f"convnext.{format}", None)
+    assert [path.name for path in Path().iterdir()] == [f"convnext.{format}"]
+    model = load_converted(checkpoints / "convnext")
+    for batch in (1, 2, *BATCHES, 5):
+        images = torch.randn(batch, *IMAGE)
+        with torch.no_grad():
+            wanted = model(images)
+        (given,) = RUNNERS[format](found.output, images)
+        assert relative_error(wanted, given) < FLOAT32_ERROR
+    assert Path(found.output).stat().st_mode & 0o777 == 0o666 & ~dcls_convert.checkpoints.folder._umask()
+
+
+@pytest.mark.parametrize("format", EXPORTS)
+def test_a_folded_checkpoint_can_be_exported_but_not_folded_again(tmp_path, checkpoints, format):
+    fold_checkpoint(checkpoints / "Plain", "timm", tmp_path / "once")
+    with pytest.raises(DclsConvertError, match=r"is folded already, and .*:Plain is not of timm's registry"):
+        fold_checkpoint(tmp_path / "once", "timm", tmp_path / "twice")
+    found = fold_checkpoint(tmp_path / "once", format, tmp_path / f"x.{format}")
+    assert found.params_before == found.params_after
+    images = torch.randn(2, *IMAGE)
+    wanted = loaded_outputs(checkpoints / "Plain", images)
+    assert relative_error(wanted, RUNNERS[format](found.output, images)[0]) < FLOAT32_ERROR
+    assert {path.name for path in tmp_path.iterdir()} == {"once", f"x.{format}"}
+
+
+@pytest.mark.parametrize("format", EXPORTS)
+def test_a_model_for_one_number_of_images_is_exported_for_one(checkpoints, format):
+    found = fold_checkpoint(checkpoints / "ByImage", format)
+    assert found.batch == 1
+    assert found.note.startswith(f"the export to {format} ")  # fails, or with torch 2.8 gives what does not run
+    assert not {"\x1b", "\n"} & set(found.note)
+    images = torch.randn(1, *IMAGE)
+    wanted = loaded_outputs(checkpoints / "ByImage", images)
+    assert relative_error(wanted, RUNNERS[format](found.output, images)[0]) < FLOAT32_ERROR
+    assert [path.name for path in Path().iterdir()] == [found.output]
+
+
+def test_what_a_failed_export_wrote_is_gone(monkeypatch, checkpoints):
+    export = torch.onnx.export
+
+    def for_one_image(model, args, path, *, dynamic_shapes, **options):
+        if dynamic_shapes is not None:
+            path.with_name("x.onnx.data").write_text("left over")
+            raise RuntimeError("not for any number")
+        export(model, args, path, dynamic_shapes=None, **options)
+
+    monkeypatch.setattr("torch.onnx.export", for_one_image)
+    found = fold_checkpoint(checkpoints / "Plain", "onnx", Path("x.onnx"))
+    assert (found.batch, found.note) == (1, "the export to onnx fails: RuntimeError: not for any number")
+    assert [path.name for path in Path().iterdir()] == ["x.onnx"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_outputs_of_any_structure(checkpoints, format):
+    found = fold_checkpoint(checkpoints / "Several", format)
+    assert found.batch is None
+    images = torch.randn(2, *IMAGE)
+    wanted = loaded_outputs(checkpoints / "Several", images)
+    if format == "onnx":
+        flat = [*wanted["maps"], wanted["mean"][0]]
+        assert relative_error(flat, session_outputs(found.output, images)) < FLOAT32_ERROR
+    elif format == "pt2":
+        assert relative_error(wanted, pt2_outputs(found.output, images)[0]) < FLOAT32_ERROR
+    else:
+        assert found.kind == "dcls"
+        assert relative_error(wanted, loaded_outputs(found.output, images)) < FLOAT32_ERROR
+
+
+@pytest.mark.parametrize("limit", [0, 10**9])
+def test_weights_go_into_a_second_file_only_where_one_is_too_small(tmp_path, monkeypatch, checkpoints, limit):
+    monkeypatch.setattr(dcls_convert.export.formats, "MOST_IN_ONE_FILE", limit)
+    fold_checkpoint(checkpoints / "Plain", "onnx", tmp_path / "x.onnx")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == ({"x.onnx", "x.onnx.data"} if limit == 0 else {"x.onnx"})
+    images = torch.randn(2, *IMAGE)
+    wanted = loaded_outputs(checkpoints / "Plain", images)
+    assert relative_error([wanted], session_outputs(tmp_path / "x.onnx", images)) < FLOAT32_ERROR
+
+
+# What goes wrong.
+
+
+def broken(monkeypatch, how):
+    """Make the exported program another one than the model."""
+    run_export = dcls_convert.export.formats._run_export
+
+    def export(job, path, bound, export, batches):
+        def and_then(path, images, dynamic):
+            exported = export(path, images, dynamic)
+            return lambda images: torch.utils._pytree.tree_map(how, exported(images))
+
+        return run_export(job, path, bound, and_then, batches)
+
+    monkeypatch.setattr(dcls_convert.export.formats, "_run_export", export)
+
+
+@pytest.mark.parametrize("format", EXPORTS)
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (lambda y: y * 1.01, r"relative error is \d\.\de-0[23], allowed is 1e-0[34]"),
+        (lambda y: y * math.nan, "not finite"),
+        (lambda y: y[:, :-1], "has shape"),
+    ],
+)
+def test_an_export_with_other_outputs_is_not_kept(tmp_path, monkeypatch, checkpoints, format, how, says):
+    (tmp_path / f"x.{format}").write_text("old")
+    broken(monkeypatch, how)
+    with pytest.raises(DclsConvertError, match=says):
+        fold_checkpoint(checkpoints / "Plain", format, tmp_path / f"x.{format}", force=True)
+    assert snapshot(tmp_path) == {f"x.{format}": b"old"}
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("no")])
+@pytest.mark.parametrize(
+    ("format", "name", "culprit"),
+    [
+        ("timm", "convnext", "dcls_convert.export.stock_timm.timm_config"),
+        ("timm", "Plain", "dcls_convert.checkpoints.folder.timm_config"),
+        ("onnx", "Plain", "torch.onnx.export"),
+        ("pt2", "Plain", "torch.export.save"),
+    ],
+)
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch, checkpoints, format, name, culprit, error):
+    def fail(*_args, **_kwargs):
+        raise error
+
+    monkeypatch.setattr(culprit, fail)
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else (DclsConvertError, RuntimeError)
+    with pytest.raises(expected):
+        fold_checkpoint(checkpoints / name, format, tmp_path / "new" / f"x.{format}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_gives_nan_is_refused(tmp_path):
+    model, plan = tiny()
+    with torch.no_grad():
+        model.stages[1].blocks.dcls_positions.fill_(math.nan)
+    save_converted(model, plan, tmp_path / "in")
+    for format in FORMATS:
+        with pytest.raises(DclsConvertError, match="not finite"):
+            fold_checkpoint(tmp_path / "in", format, tmp_path / f"x.{format}")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoints):
+    def fold_wrongly(model):
+        count = fold_to_dense_(model)
+        model.stage[1].weight.data.mul_(2)
+        return count
+
+    monkeypatch.setattr(dcls_convert.export.formats, "fold_to_dense_", fold_wrongly)
+    with pytest.raises(DclsConvertError, match="folding: the outputs' relative error is"):
+        fold_checkpoint(checkpoints / "Plain", "timm", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def here(tmp_path, checkpoints):
+    """A checkpoint `in`, and what is in the way."""
+    (tmp_path / "in").symlink_to(checkpoints / "Plain")
+    (tmp_path / "x.onnx").write_text("old")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "folder.onnx").mkdir()
+    (tmp_path / "link.onnx").symlink_to("x.onnx")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("in --format onnx --output x.onnx", "already exists; --force replaces it"),
+        ("in --format onnx --output folder.onnx --force", "is not a file, so it is left"),
+        ("in --format onnx --output link.onnx --force", "is a link, so it is left"),
+        ("in --format onnx --output notes.txt --force", "must end in .onnx"),
+        ("in --format pt2 --output x.onnx --force", "must end in .pt2"),
+        ("in --format onnx --output notes.txt/x.onnx", "notes.txt is not a folder"),
+        ("in --output full", "already exists"),
+        ("in --output full --force", "holds 'notes.txt'"),
+        ("in --output in --force", "is the checkpoint itself"),
+        ("full", "full/plan.json: cannot be read"),
+        ("nowhere", "nowhere: is not a folder"),
+        ("nowhere --format onnx", "nowhere: is not a folder"),
+        ("notes.txt --format pt2", "notes.txt: is not a folder"),
+    ],
+)
+def test_refusals(refused, here, arguments, says):  # noqa: F811
+    refused("fold", *arguments.split(), says=[says])
+
+
+@pytest.mark.parametrize("missing", ["onnx", "onnxscript", "onnxruntime"])
+def test_a_missing_package_is_named_before_any_work(refused, here, monkeypatch, missing):  # noqa: F811
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr(dcls_convert.export.formats, "load_converted", None)
+    refused(
+        "fold", "in", "--format", "onnx", says=[f"--format onnx needs {missing}: pip install 'dcls-convert[export]'"]
+    )
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "plan.json"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_damaged_checkpoint_is_refused(refused, checkpoints, tmp_path, file, format):  # noqa: F811
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for path in (checkpoints / "Plain").iterdir():
+        content = path.read_bytes()
+        (folder / path.name).write_bytes(content[:-99] if path.name == file else content)
+    refused("fold", "in", "--format", format, says=[f"in/{file}: "])
+
+
+# The command.
+
+
+def test_quietly_keeps_all_but_errors_away(capfd, caplog):
+    disabled = logging.root.manager.disable
+
+    @quietly()
+    def noisy():
+        print("said")
+        print("said", file=sys.stderr)
+        warnings.warn("said", stacklevel=1)
+        logging.getLogger("torch").critical("said")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        noisy()
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+    assert logging.root.manager.disable == disabled
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_command_says_what_it_wrote(checkpoints, capfd, format):
+    checkpoint = str(checkpoints / "Plain")
+    code, out, err = run(["fold", checkpoint, "--format", format, "--json", "--output", f"x.{format}"], capfd)
+    assert code == 0
+    found = json.loads(out)
+    assert found["format"] == format
+    assert found["output"] == f"x.{format}"
+    assert found["relative_error"] < FLOAT32_ERROR
+    assert (found["layers"], found["input_size"]) == (2, list(IMAGE))
+    assert all(line.startswith(f"{checkpoint}: ") for line in err.splitlines())
+    code, out, err = run(["fold", checkpoint, "--format", format, "--quiet", "--output", f"y.{format}"], capfd)
+    assert (code, out, err) == (0, f"y.{format}\n", "")
+    code, out, err = run(["fold", checkpoint, "--format", format, "--output", f"z.{format}"], capfd)
+    assert code == 0
+    assert f"{found['relative_error']:.1e}" in out
+    assert f"{found['params_before']:,} → {found['params_after']:,}" in out
+    snippet = out.partition("\n\n")[2]
+    names: dict[str, object] = {}
+    exec(textwrap.dedent(snippet), names)
+    assert "model" in names or "session" in names

@@ -1,0 +1,401 @@
+"""Elements fitted to trained kernels: how close they come, what is guaranteed, and where it does not matter how."""
+
+import itertools
+import math
+
+import pytest
+import timm
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.layers import ScaledStdConv2d, StdConv2d
+from torch import nn
+
+from dcls_convert import DclsConv2d, DclsConvertError, apply_plan_, calibrate, convert_, find_convs, plan_conversion
+from dcls_convert.fitting.boxes import box_of
+from dcls_convert.fitting.least_squares import fit_lines
+from dcls_convert.fitting.warm_start import fit_elements
+from dcls_convert.layers.elements import largest_elements
+from dcls_convert.layers.geometry import grid_positions
+from dcls_convert.layers.interpolation import construct_kernel, find_interpolation, learnt_axes, position_limits
+from dcls_convert.planning.rules import parse_rules
+
+CASES = {
+    "depthwise 7x7": {"shape": (6, 1, 7, 7), "size": (17, 17), "count": 34},
+    "dense 3x3": {"shape": (4, 3, 3, 3), "size": (7, 7), "count": 5},
+    "not square": {"shape": (4, 2, 3, 5), "size": (9, 7), "count": 6},
+    "dilated": {"shape": (4, 2, 3, 3), "size": (9, 7), "dilation": (2, 1), "count": 5},
+    "even": {"shape": (4, 2, 4, 4), "size": (8, 6), "count": 7},
+    "1-D": {"shape": (8, 2, 7), "size": (17,), "count": 4},
+    "3-D": {"shape": (3, 2, 3, 3, 3), "size": (5, 7, 7), "count": 11},
+    "partly dense": {"shape": (3, 2, 3, 3, 3), "size": (3, 7, 7), "dense_axes": (0,), "count": 5},
+    "flat": {"shape": (4, 2, 1, 7), "size": (1, 13), "dense_axes": (0,), "count": 4},
+}
+
+
+def kernels_of(case, layers=3, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(case["shape"], generator=generator).to(dtype) for _ in range(layers)]
+
+
+def options_of(case):
+    return {
+        "kernel_count": case["count"],
+        "dilation": case.get("dilation", (1,) * len(case["size"])),
+        "size": case["size"],
+        "dense_axes": case.get("dense_axes", ()),
+    }
+
+
+def distances(kernels, weights, positions, case, interpolation="bilinear"):
+    """|constructed - old| of each layer, by the constructor itself on the whole window."""
+    options = options_of(case)
+    sigma = find_interpolation(interpolation).initial_sigma
+    found = []
+    for kernel, weight in zip(kernels, weights, strict=True):
+        constructed = construct_kernel(
+            weight.double(),
+            positions.double(),
+            case["size"],
+            interpolation=interpolation,
+            sigma=None if sigma is None else torch.full_like(positions, sigma, dtype=torch.double),
+            dense_axes=options["dense_axes"],
+        )
+        shapes = zip(kernel.shape[2:], options["dilation"], case["size"], strict=True)
+        places = [[cell + size // 2 for cell in grid_positions(side, step, size)] for side, step, size in shapes]
+        for index in itertools.product(*(range(side) for side in kernel.shape[2:])):
+            where = tuple(axis[cell] for axis, cell in zip(places, index, strict=True))
+            constructed[(slice(None), slice(None), *where)] -= kernel[(slice(None), slice(None), *index)].double()
+        found.append(float(constructed.norm()))
+    return found
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "triangle", "gaussian"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_fit_is_closer_than_the_largest_cells_in_every_layer(name, interpolation):
+    case = CASES[name]
+    kernels = kernels_of(case)
+    weights, positions = fit_elements(kernels, interpolation=interpolation, **options_of(case))
+    others, grid = largest_elements(kernels, **options_of(case))
+    assert positions.shape == grid.shape
+    assert [weight.shape for weight in weights] == [weight.shape for weight in others]
+    fitted = distances(kernels, weights, positions, case, interpolation)
+    largest = distances(kernels, others, grid, case, interpolation)
+    for near, far in zip(fitted, largest, strict=True):
+        assert near <= far * (1 + 1e-6)
+    assert sum(fitted) < 0.95 * sum(largest)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_positions_lie_where_the_old_kernel_was_and_weights_do_not_run_away(name):
+    case = CASES[name]
+    kernels = kernels_of(case)
+    weights, positions = fit_elements(kernels, **options_of(case))
+    axes = learnt_axes(len(case["size"]), case.get("dense_axes", ()))
+    for place, axis in zip(positions, axes, strict=True):
+        grid = grid_positions(case["shape"][2 + axis], options_of(case)["dilation"][axis], case["size"][axis])
+        assert grid[0] <= float(place.min()) <= float(place.max()) <= grid[-1]
+        low, high = position_limits(case["size"][axis])
+        assert low <= float(place.min()) <= float(place.max()) <= high
+    largest = max(float(kernel.abs().max()) for kernel in kernels)
+    assert max(float(weight.abs().max()) for weight in weights) < 30 * largest
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_the_least_squares_for_the_positions(name):
+    """The gradient of the squared distance by each weight is that of the ridge: nearly nothing."""
+    case = CASES[name]
+    kernels = kernels_of(case, layers=2)
+    weights, positions = fit_elements(kernels, **options_of(case))
+    for kernel, weight in zip(kernels, weights, strict=True):
+        free = weight.double().requires_grad_()
+        constructed = construct_kernel(free, positions.double(), case["size"], dense_axes=case.get("dense_axes", ()))
+        shapes = zip(kernel.shape[2:], options_of(case)["dilation"], case["size"], strict=True)
+        places = [[cell + size // 2 for cell in grid_positions(side, step, size)] for side, step, size in shapes]
+        padded = torch.zeros_like(constructed)
+        padded[(slice(None), slice(None), *torch.meshgrid(*map(torch.tensor, places), indexing="ij"))] = kernel.double()
+        (gradient,) = torch.autograd.grad((constructed - padded).square().sum() / 2, free)
+        assert gradient.abs().max() < 0.02 * kernel.abs().max()
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "triangle"])
+def test_as_many_elements_as_cells_are_the_old_kernel(interpolation):
+    case = {"shape": (4, 2, 3, 3), "size": (7, 7), "count": 9}
+    kernels = kernels_of(case)
+    weights, positions = fit_elements(kernels, interpolation=interpolation, **options_of(case))
+    assert max(distances(kernels, weights, positions, case, interpolation)) < 1e-6
+
+
+def test_a_kernel_that_was_constructed_from_elements_is_found_again():
+    """One layer, elements apart from each other: the fit has no reason to leave anything."""
+    torch.manual_seed(0)
+    cells = torch.tensor(list(itertools.product([-2.0, 0.0, 2.0], repeat=2)))
+    positions = (cells + torch.rand(16, 9, 2)).clamp(max=3).permute(2, 0, 1).unsqueeze(2)  # (A, O, I, E)
+    weights = torch.rand(16, 1, 9) + 0.5
+    kernel = construct_kernel(weights, positions, (7, 7))
+    case = {"shape": tuple(kernel.shape), "size": (17, 17), "count": 18}
+    found, places = fit_elements([kernel], **options_of(case))
+    assert distances([kernel], found, places, case)[0] < 0.02 * float(kernel.norm())
+
+
+def test_smooth_kernels_are_fitted_much_better_than_by_their_largest_cells():
+    torch.manual_seed(0)
+    blur = torch.tensor([1.0, 2.0, 1.0]) / 4
+    rough = torch.randn(3 * 32, 1, 9, 9)
+    kernels = nn.functional.conv2d(rough, (blur[:, None] * blur)[None, None]).reshape(3, 32, 1, 7, 7).unbind(0)
+    case = {"shape": (32, 1, 7, 7), "size": (17, 17), "count": 34}
+    fitted = distances(kernels, *fit_elements(kernels, **options_of(case)), case)
+    largest = distances(kernels, *largest_elements(kernels, **options_of(case)), case)
+    assert sum(fitted) < 0.2 * sum(largest)
+
+
+def test_the_result_depends_on_values_and_seed_alone():
+    case = CASES["dense 3x3"]
+    kernels = kernels_of(case)
+    torch.manual_seed(1)
+    weights, positions = fit_elements(kernels, seed=3, **options_of(case))
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    again, places = fit_elements(kernels, seed=3, **options_of(case))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(positions, places)
+    assert all(torch.equal(one, other) for one, other in zip(weights, again, strict=True))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e15])
+def test_the_scale_of_the_kernels_does_not_matter(scale):
+    case = CASES["dense 3x3"]
+    kernels = kernels_of(case)
+    weights, positions = fit_elements(kernels, **options_of(case))
+    scaled, places = fit_elements([scale * kernel for kernel in kernels], **options_of(case))
+    one = sum(distances(kernels, weights, positions, case))
+    other = sum(distances([scale * kernel for kernel in kernels], scaled, places, case)) / scale
+    assert math.isclose(one, other, rel_tol=0.05)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-20, 1e10, 0.5]), min_size=18, max_size=18),
+    st.integers(1, 8),
+    st.sampled_from(["bilinear", "gaussian"]),
+)
+def test_odd_kernels_give_finite_elements_no_worse_than_the_largest(values, count, interpolation):
+    """Zeros, equal cells, cells that drown others."""
+    kernels = list(torch.tensor(values).reshape(2, 1, 1, 3, 3))
+    case = {"shape": (1, 1, 3, 3), "size": (7, 7), "count": count}
+    weights, positions = fit_elements(kernels, interpolation=interpolation, **options_of(case))
+    assert positions.isfinite().all()
+    assert all(weight.isfinite().all() for weight in weights)
+    fitted = distances(kernels, weights, positions, case, interpolation)
+    largest = distances(kernels, *largest_elements(kernels, **options_of(case)), case, interpolation)
+    for near, far, kernel in zip(fitted, largest, kernels, strict=True):
+        assert near <= far * (1 + 1e-5) + 1e-6 * float(kernel.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_kernels_of_other_dtypes_give_elements_of_that_dtype(dtype):
+    case = CASES["dense 3x3"]
+    kernels = kernels_of(case, dtype=dtype)
+    weights, positions = fit_elements(kernels, **options_of(case))
+    assert {tensor.dtype for tensor in (*weights, positions)} == {dtype}
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "triangle", "gaussian"])
+def test_the_profile_is_that_of_the_constructor_and_its_derivative_is_right(interpolation):
+    """Where the box is the window."""
+    box = box_of((5,), (1,), (5,), interpolation)
+    places = torch.linspace(0, 4, 41, dtype=torch.double)[:-1].reshape(1, -1)
+    value, slope = box.profile(places, 5)
+    sigma = find_interpolation(interpolation).initial_sigma
+    for index, place in enumerate(places[0]):
+        kernel = construct_kernel(
+            torch.ones(1, 1, 1, dtype=torch.double),
+            (place - 2).reshape(1, 1, 1, 1),
+            (5,),
+            interpolation=interpolation,
+            sigma=None if sigma is None else torch.full((1, 1, 1, 1), sigma, dtype=torch.double),
+        )
+        torch.testing.assert_close(value[0, index], kernel[0, 0], rtol=1e-12, atol=1e-12)
+    step = 1e-6
+    beyond, _ = box.profile(places + step, 5)
+    torch.testing.assert_close(slope, (beyond - value) / step, rtol=1e-4, atol=1e-4)
+
+
+def test_the_curvature_is_that_of_what_the_weights_leave():
+    """Kaufman's gradient is exact: the cost's derivative by the places, weights following."""
+    from dcls_convert.fitting.least_squares import _Problem, _step
+
+    torch.manual_seed(0)
+    box = box_of((5, 5), (1, 1), (9, 9), "bilinear")
+    problem = _Problem(targets=torch.randn(1, 3, 25).double(), sides=(5, 5), profile=box.profile, roots=None)
+    places = torch.rand(1, 6, 2).double() * 3.9
+    state = problem.at(places)
+    gradient = torch.zeros(12, dtype=torch.double)
+    for index in range(12):
+        moved = places.clone()
+        moved.view(-1)[index] += 1e-6
+        gradient[index] = (problem.at(moved).cost - state.cost)[0] / 1e-6
+    step = _step(state, torch.full((1,), 1e6, dtype=torch.double)).flatten()  # so damped that it is steepest descent
+    assert float(step @ gradient) < 0
+    metrics = (state.slopes @ state.left.unsqueeze(1).mT).squeeze(1)  # (N, E * A, L)
+    exact = -2 * (metrics * state.weights.repeat_interleave(2, -1).mT).sum(-1)[0]
+    torch.testing.assert_close(exact, gradient, rtol=1e-3, atol=1e-3)
+
+
+def test_a_root_that_is_the_identity_changes_nothing_and_one_that_weighs_cells_moves_the_error():
+    case = CASES["dense 3x3"]
+    kernels = kernels_of(case)
+    plain = fit_elements(kernels, **options_of(case))
+    roots = [torch.eye(9).expand(3, 9, 9)] * 3
+    same = fit_elements(kernels, roots=roots, **options_of(case))
+    assert math.isclose(sum(distances(kernels, *plain, case)), sum(distances(kernels, *same, case)), rel_tol=0.03)
+    heavy = torch.diag(torch.tensor([10.0, 1, 1, 1, 1, 1, 1, 1, 1]))
+    weighed = fit_elements(kernels, roots=[heavy.expand(3, 9, 9)] * 3, **options_of(case))
+
+    def corner(weights, positions):
+        return sum(
+            float((construct_kernel(weight, positions, (7, 7))[..., 2, 2] - kernel[..., 0, 0]).square().sum())
+            for kernel, weight in zip(kernels, weights, strict=True)
+        )
+
+    assert corner(*weighed) < 0.2 * corner(*plain)
+
+
+def test_there_must_be_a_start():
+    with pytest.raises(ValueError, match="nowhere to start"):
+        fit_lines(torch.ones(1, 1, 9), [], (3, 3), box_of((3, 3), (1, 1), (7, 7), "bilinear").profile)
+
+
+# In a model.
+
+
+def depthwise_net():
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Conv2d(6, 6, 5, padding=2, groups=6), nn.ReLU())  # noqa: E731
+    return nn.Sequential(nn.Conv2d(3, 6, 1), nn.Sequential(block(), block(), block()))
+
+
+@pytest.mark.parametrize("init", ["auto", "fit", "largest", "exact"])
+def test_the_report_states_each_layers_relative_kernel_error(init):
+    model = depthwise_net()
+    old = {name: module.weight.detach() for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
+    report = convert_(model, init=init, dilated_size=9, input_size=(3, 16, 16))
+    for layer in report.layers:
+        left = model.get_submodule(layer.name).kernel().detach()
+        left[..., 2:7, 2:7] -= old[layer.name]
+        assert math.isclose(layer.fit_error, float(left.norm() / old[layer.name].norm()), rel_tol=1e-4, abs_tol=1e-6)
+    assert (init == "exact") == all(layer.fit_error < 1e-6 for layer in report.layers)
+    assert report.to_dict()["layers"][0]["fit_error"] == report.layers[0].fit_error
+
+
+def test_random_elements_have_no_error_to_state():
+    report = convert_(depthwise_net(), init="random", dilated_size=9, input_size=(3, 16, 16))
+    assert [layer.fit_error for layer in report.layers] == [None] * 3
+
+
+def test_a_model_on_meta_is_converted_without_values():
+    with torch.device("meta"):
+        model = depthwise_net()
+    report = convert_(model, dilated_size=9, input_size=(3, 16, 16))
+    assert [layer.fit_error for layer in report.layers] == [None] * 3
+
+
+@pytest.mark.parametrize("conv_class", [StdConv2d, ScaledStdConv2d])
+def test_where_elements_are_standardised_the_start_is_no_worse_than_the_largest(conv_class):
+    rules = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [3, 3]}\n")
+
+    def errors(init):
+        torch.manual_seed(0)
+        model = nn.Sequential(conv_class(3, 8, 3, padding=1), nn.ReLU(), conv_class(8, 8, 3, padding=1))
+        report = convert_(model, init=init, rules=rules, dilated_size=7, input_size=(3, 8, 8))
+        return [layer.fit_error for layer in report.layers]
+
+    assert all(fit <= largest for fit, largest in zip(errors("fit"), errors("largest"), strict=True))
+
+
+def test_positions_get_a_gradient_after_the_fit():
+    model = depthwise_net()
+    convert_(model, dilated_size=9, input_size=(3, 16, 16))
+    layers = [module for module in model.modules() if isinstance(module, DclsConv2d)]
+    for layer in layers:
+        positions = layer.positions
+        (gradient,) = torch.autograd.grad((layer.kernel() * torch.randn(6, 1, 9, 9)).sum(), positions)
+        assert (gradient != 0).all()
+
+
+# Calibration.
+
+
+def conv_net(kernel_size=5, **conv):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, kernel_size, bias=False, **conv))
+
+
+@pytest.mark.parametrize("conv", [{"groups": 8}, {"groups": 2}, {}])
+def test_the_root_measures_what_an_error_does_to_the_output(conv):
+    """For one input channel at a time, which is all that a correlation within channels can know."""
+    model = conv_net(**conv)
+    rules = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [5, 5]}\n")
+    plan = plan_conversion(find_convs(model, (3, 40, 40)), rules, dilated_size=9)
+    images = torch.nn.functional.avg_pool2d(torch.randn(6, 3, 44, 44), 5, stride=1)
+    roots = calibrate(model, plan, [images[:4], images[4:]])["1"]
+    assert roots.shape == (8, 25, 25)
+    entering = model[0](images).detach()
+    torch.manual_seed(1)
+    for channel in range(8):
+        error = torch.randn(1, 1, 5, 5)
+        leaving = nn.functional.conv2d(entering[:, channel : channel + 1], error, padding=4)
+        wanted = leaving.square().sum() / entering[:, channel].numel()
+        found = (error.flatten() @ roots[channel]).square().sum()
+        assert math.isclose(float(found), float(wanted), rel_tol=0.05)
+
+
+def test_calibration_keeps_outputs_closer_than_the_plain_fit():
+    torch.manual_seed(0)
+    images = torch.nn.functional.avg_pool2d(torch.randn(16, 3, 28, 28), 5, stride=1)
+    moved = {}
+    for calibrated in (False, True):
+        model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 7, padding=3, groups=16))
+        torch.manual_seed(3)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        before = model(images).detach()
+        plan = plan_conversion(find_convs(model, (3, 24, 24)), dilated_size=13, budget=60)
+        calibration = calibrate(model, plan, [images[:8]]) if calibrated else None
+        apply_plan_(model, plan, init="fit", calibration=calibration)
+        moved[calibrated] = float((model(images).detach() - before)[8:].norm() / before[8:].norm())
+    assert moved[True] < 0.8 * moved[False]
+
+
+def test_calibration_reads_a_folder_and_leaves_the_model_alone(tmp_path):
+    from PIL import Image
+
+    (tmp_path / "cats").mkdir()
+    for index in range(3):
+        Image.new("RGB", (50 + index, 40), (index * 60, 90, 200)).save(tmp_path / "cats" / f"{index}.png")
+    (tmp_path / "broken.jpg").write_bytes(b"no image")
+    (tmp_path / "notes.txt").write_text("no image either")
+    model = timm.create_model("test_convnext").train()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan = plan_conversion(find_convs(model))
+    notes = []
+    roots = calibrate(model, plan, tmp_path, note=notes.append)
+    assert roots.keys() == {layer.name for layer in plan.layers}
+    assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'broken.jpg'} is not an image"]
+    assert model.training
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "none", "there is no such folder"),
+        (lambda folder: (folder / "file", (folder / "file").touch())[0], "is not a folder"),
+        (lambda folder: folder, "no files there end in .jpg"),
+    ],
+)
+def test_a_folder_without_images_is_refused(tmp_path, make, message):
+    model = timm.create_model("test_convnext")
+    with pytest.raises(DclsConvertError, match=message):
+        calibrate(model, plan_conversion(find_convs(model)), make(tmp_path))

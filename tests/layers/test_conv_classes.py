@@ -1,0 +1,223 @@
+"""Convolution classes with a forward of their own: timm's, and those that a user registers."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame
+from torch import nn
+
+import dcls_convert
+from dcls_convert import DclsConv2d, PlanError, convert_, find_convs, fold_to_dense_, register_conv
+from dcls_convert.layers.conv_classes import PLAIN, find_form, why_not_replaceable
+from dcls_convert.layers.geometry import DYNAMIC_SAME
+
+SIZES = [(12, 17), (11, 16), (9, 9)]  # both parities: dynamic SAME padding depends on them
+
+
+SHAPES = [
+    {"kernel_size": 3},
+    {"kernel_size": 3, "stride": 2},
+    {"kernel_size": (5, 3), "stride": (2, 1)},
+    {"kernel_size": 3, "dilation": 2},
+    {"kernel_size": 4, "stride": 2},
+    {"kernel_size": 2, "stride": 2},
+    {"kernel_size": 3, "stride": 3, "groups": 2},
+]
+CLASSES = [Conv2dSame, StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame]
+
+
+def built(conv_class, shape, seed=0):
+    torch.manual_seed(seed)
+    conv = conv_class(6, 4, **shape).double()
+    if hasattr(conv, "gain"):
+        nn.init.normal_(conv.gain)
+    if conv.bias is not None:
+        nn.init.normal_(conv.bias)
+    return conv
+
+
+def exact(conv, grow=4):
+    """With as many elements as cells, in a larger window."""
+    window = [(size - 1) * spacing + 1 + grow for size, spacing in zip(conv.kernel_size, conv.dilation, strict=True)]
+    cells = conv.kernel_size[0] * conv.kernel_size[1]
+    return DclsConv2d.from_conv(conv, kernel_count=cells, dilated_kernel_size=window)
+
+
+def each(function):
+    function = pytest.mark.parametrize("shape", SHAPES, ids=str)(function)
+    return pytest.mark.parametrize("conv_class", CLASSES, ids=lambda cls: cls.__name__)(function)
+
+
+@each
+def test_a_dense_grid_of_elements_is_the_old_layer(conv_class, shape):
+    conv = built(conv_class, shape)
+    layer = exact(conv)
+    for size in SIZES:
+        image = torch.randn(2, 6, *size, dtype=torch.double)
+        torch.testing.assert_close(layer(image), conv(image), rtol=1e-12, atol=1e-12)
+
+
+@each
+def test_gradients_of_weight_gain_and_bias_are_those_of_the_old_layer(conv_class, shape):
+    conv = built(conv_class, shape)
+    other = copy.deepcopy(conv)
+    layer = exact(other)
+    image = torch.randn(2, 6, 12, 17, dtype=torch.double)
+    conv(image).square().sum().backward()
+    layer(image).square().sum().backward()
+    torch.testing.assert_close(layer.weight.grad.flatten(2), conv.weight.grad.flatten(2), rtol=1e-9, atol=1e-9)
+    for name in {"bias", "gain"} & set(dict(conv.named_parameters())):
+        assert getattr(layer, name) is getattr(other, name)
+        torch.testing.assert_close(getattr(layer, name).grad, getattr(conv, name).grad, rtol=1e-9, atol=1e-9)
+
+
+@each
+def test_folding_gives_the_same_outputs(conv_class, shape):
+    layer = DclsConv2d.from_conv(built(conv_class, shape), kernel_count=2, dilated_kernel_size=exact_window(shape))
+    nn.init.uniform_(layer.positions, -2, 2)
+    folded = layer.eval().fuse()
+    assert find_form(folded).weight is None
+    assert isinstance(folded, Conv2dSame) is (layer.padding == DYNAMIC_SAME)
+    assert set(folded.state_dict()) <= {"weight", "bias"}
+    for size in SIZES:
+        image = torch.randn(2, 6, *size, dtype=torch.double)
+        torch.testing.assert_close(folded(image), layer(image), rtol=1e-12, atol=1e-12)
+
+
+def exact_window(shape):
+    sizes = shape["kernel_size"] if isinstance(shape["kernel_size"], tuple) else (shape["kernel_size"],) * 2
+    return [(size - 1) * shape.get("dilation", 1) + 5 for size in sizes]
+
+
+@pytest.mark.parametrize("conv_class", CLASSES, ids=lambda cls: cls.__name__)
+def test_copies_pickles_and_compiled_layers_compute_the_same(conv_class):
+    layer = exact(built(conv_class, {"kernel_size": 3, "stride": 2}))
+    image = torch.randn(1, 6, 9, 12, dtype=torch.double)
+    wanted = layer(image)
+    assert torch.equal(copy.deepcopy(layer)(image), wanted)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(image), wanted)
+    compiled = torch.compile(layer.eval(), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(image), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 4, 9, 16])
+def test_the_scale_follows_the_number_of_elements(count):
+    """Scaled weight standardisation keeps the energy of a filter: gain^2 times gamma^2, whatever its fan-in."""
+    conv = built(ScaledStdConv2d, {"kernel_size": 3})
+    layer = DclsConv2d.from_conv(conv, kernel_count=count, dilated_kernel_size=7)
+    nn.init.normal_(layer.weight)
+    energy = layer.form.effective_weight(layer, layer.weight).square().sum(dim=(1, 2))
+    torch.testing.assert_close(energy, conv.gain.flatten().square(), rtol=1e-4, atol=0)
+
+
+def test_the_elements_that_are_kept_are_the_largest_as_they_are_convolved():
+    """A weight that is the filter's mean is nothing after standardisation, however large it is."""
+    conv = StdConv2d(1, 1, 3, padding=1)
+    with torch.no_grad():
+        conv.weight.copy_(torch.tensor([5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 4.0, 6.0]).reshape(1, 1, 3, 3))
+    layer = DclsConv2d.from_conv(conv, kernel_count=2, dilated_kernel_size=3)
+    assert layer.weight.flatten().tolist() == [4, 6]
+    assert layer.positions.flatten(1).T.tolist() == [[1, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("conv_class", [Conv2dSame, StdConv2dSame])
+def test_same_padding_with_a_stride_above_the_kernel_is_refused(conv_class):
+    """There the old layer drops cells at the border, where a larger window would see them."""
+    conv = conv_class(6, 4, 1, stride=2)
+    with pytest.raises(PlanError, match="dynamic SAME padding needs a kernel of at least the stride 2, not 1"):
+        DclsConv2d.from_conv(conv, kernel_count=1, dilated_kernel_size=5)
+
+
+def test_a_folded_model_keeps_its_dynamic_padding_and_its_outputs():
+    model = nn.Sequential(StdConv2dSame(3, 6, 3, stride=2), nn.ReLU(), ScaledStdConv2dSame(6, 6, 3, stride=2)).double()
+    report = convert_(model, dilated_size=5, rules=RULES, input_size=(3, 17, 12))
+    assert [layer.name for layer in report.layers] == ["0", "2"]
+    image = torch.randn(1, 3, 17, 12, dtype=torch.double)
+    wanted = model.eval()(image)
+    assert fold_to_dense_(model) == 2
+    torch.testing.assert_close(model(image), wanted, rtol=1e-12, atol=1e-12)
+
+
+RULES = dcls_convert.planning.rules.parse_rules("format: 1\nrules:\n  - match: {kernel_size: [3, 3]}\n")
+
+
+# A class of the user's own.
+
+
+class Centred(nn.Conv2d):
+    """Removes the mean of every filter, and has a temperature."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, input):
+        return self._conv_forward(input, centred(self, self.weight), self.bias)
+
+
+def centred(conv, weight):
+    return (weight - weight.mean(dim=tuple(range(1, weight.dim())), keepdim=True)) / conv.temperature
+
+
+class Inheriting(Centred):
+    pass
+
+
+class Overriding(Centred):
+    def forward(self, input):
+        return super().forward(input) + 1
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr("dcls_convert.layers.conv_classes._FORMS", {})
+    register_conv(Centred, weight=centred, parameters=["temperature"])
+
+
+@pytest.mark.parametrize("conv_class", [Centred, Inheriting])
+def test_a_registered_class_and_what_inherits_its_forward_is_converted_without_loss(registered, conv_class):
+    model = nn.Sequential(conv_class(3, 4, 3, padding=1)).double()
+    image = torch.randn(1, 3, 8, 8, dtype=torch.double)
+    wanted, temperature = model(image), model[0].temperature
+    convert_(model, dilated_size=7, kernel_count=9, rules=RULES, input_size=(3, 8, 8))
+    assert model[0].temperature is temperature
+    torch.testing.assert_close(model(image), wanted, rtol=1e-12, atol=1e-12)
+    model(image).sum().backward()
+    assert temperature.grad is not None
+    fold_to_dense_(model)
+    torch.testing.assert_close(model(image), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_class_is_not_known_before_it_is_registered_nor_is_one_that_overrides_it(registered):
+    assert why_not_replaceable(Centred(3, 4, 3)) is None
+    assert "register_conv" in why_not_replaceable(Overriding(3, 4, 3))
+    assert find_form(StdConv2d(3, 4, 3)) is None, "the fixture knows nothing else"
+    assert find_form(nn.Conv2d(3, 4, 3)) is PLAIN
+    convs = find_convs(nn.Sequential(Centred(3, 4, 3), Overriding(4, 4, 3)), (3, 9, 9))
+    assert [site.name for site in convs.sites] == ["0"]
+    assert [skip.name for skip in convs.skipped] == ["1"]
+
+
+def test_parameters_that_were_not_named_are_not_lost_in_silence(registered):
+    conv = Centred(3, 4, 3)
+    conv.register_parameter("more", nn.Parameter(torch.ones(1)))
+    assert why_not_replaceable(conv) == "its weight is computed from other parameters (bias, more, temperature, weight)"
+
+
+class ForwardOfItsBase(nn.Conv2d):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (nn.Linear, "no subclass"),
+        (nn.ConvTranspose2d, "no subclass"),
+        (ForwardOfItsBase, "has the forward of Conv2d"),
+    ],
+)
+def test_what_cannot_or_need_not_be_registered_is_refused(cls, reason):
+    with pytest.raises(TypeError, match=reason):
+        register_conv(cls)

@@ -1,0 +1,603 @@
+"""Laws of kernel construction, against plain loops over the paper's algorithms and against the authors' own package.
+
+Axes: O output channels, I input channels per group, E kernel elements, A learnt axes. Windows are never square, unless
+the authors' code can do no other, so that swapped axes are seen.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import DCLS.construct.modules as authors
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dcls_convert.layers.interpolation import (
+    INTERPOLATIONS,
+    MIN_TRIANGLE_SIGMA,
+    construct_kernel,
+    find_interpolation,
+    position_limits,
+)
+
+FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
+STEP = 1e-7  # cells; of one-sided differences, whose error is of the order of the step itself
+ONE_SIDED_ATOL = 1e-5  # a hundred steps; the derivatives on the two sides of a kink differ by about 1
+AUTHORS_NORMALISER = 1e-7  # what they add to the sum that they divide by
+
+WINDOWS = {1: (7,), 2: (5, 8), 3: (4, 3, 6)}  # odd and even cells
+SMALL_WINDOWS = {1: (5,), 2: (3, 4), 3: (2, 3, 4)}
+PARTLY_DENSE = [(2, (0,)), (2, (1,)), (3, (0,)), (3, (1,)), (3, (2,)), (3, (0, 1)), (3, (0, 2)), (3, (1, 2))]
+every_interpolation = pytest.mark.parametrize("interpolation", list(INTERPOLATIONS))
+every_dims = pytest.mark.parametrize("dims", [1, 2, 3])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elements:
+    weight: Tensor  # (O, I, *dense axes, E)
+    positions: Tensor  # (A, *weight.shape), in cells from the kernel centre
+    sigma: Tensor | None  # as positions
+    size: tuple[int, ...]
+    dense_axes: tuple[int, ...]
+    interpolation: str
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [tensor for tensor in (self.weight, self.positions, self.sigma) if tensor is not None]
+
+    def kernel(self, *inputs: Tensor) -> Tensor:
+        """The kernel of the elements, or of other tensors in their places."""
+        weight, positions, *sigma = inputs or self.inputs
+        return construct_kernel(
+            weight,
+            positions,
+            self.size,
+            interpolation=self.interpolation,
+            sigma=sigma[0] if sigma else None,
+            dense_axes=self.dense_axes,
+        )
+
+    def gradients(self, toward: Tensor) -> list[Tensor]:
+        """Of the sum of `toward` times the kernel, one for each of `inputs`."""
+        inputs = [tensor.detach().requires_grad_() for tensor in self.inputs]
+        return list(torch.autograd.grad((toward * self.kernel(*inputs)).sum(), inputs))
+
+
+def borders(size, dense_axes=()):
+    """The first and last cells of the window along each learnt axis, from its centre; written without the package."""
+    lengths = [length for axis, length in enumerate(size) if axis not in dense_axes]
+    return [-(length // 2) for length in lengths], [length - 1 - length // 2 for length in lengths]
+
+
+def uniform(shape, low, high, generator):
+    return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
+
+
+def elements(size, interpolation="bilinear", *, dense_axes=(), count=4, channels=(2, 3), seed=0):
+    """Elements with random weights, at random places inside the window."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*channels, *[size[axis] for axis in dense_axes], count)
+    lows, highs = borders(size, dense_axes)
+    return Elements(
+        weight=torch.randn(shape, generator=generator, dtype=torch.float64),
+        positions=torch.stack([uniform(shape, low, high, generator) for low, high in zip(lows, highs, strict=True)]),
+        sigma=uniform((len(lows), *shape), 1.1, 1.9, generator) if INTERPOLATIONS[interpolation].has_sigma else None,
+        size=size,
+        dense_axes=dense_axes,
+        interpolation=interpolation,
+    )
+
+
+def per_axis(values, like):
+    """One number for each learnt axis, in the shape of positions."""
+    return torch.tensor(values, dtype=like.dtype).view(-1, *[1] * (like.dim() - 1)).expand_as(like).clone()
+
+
+def random_like(tensor, seed=1):
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def close(actual, expected, atol=FLOAT64_ATOL):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+# The paper's algorithms.
+
+
+def corners(position, size):
+    """The cells around one element: cell, whether below (0) or above (1) on each axis, fractions of the position."""
+    cells = [coordinate + length // 2 for coordinate, length in zip(position, size, strict=True)]
+    # At the upper border there is no cell above: the cell below is taken as the last but one, its fraction as 1.
+    floors = [min(math.floor(cell), length - 2) for cell, length in zip(cells, size, strict=True)]
+    fractions = [cell - floor for cell, floor in zip(cells, floors, strict=True)]
+    for choice in itertools.product((0, 1), repeat=len(size)):
+        yield tuple(floor + up for floor, up in zip(floors, choice, strict=True)), choice, fractions
+
+
+def algorithm_1(weights, positions, size):
+    """weights (E), positions (A, E) -> kernel (*size)."""
+    kernel = torch.zeros(size, dtype=torch.float64)
+    for weight, *position in zip(weights.tolist(), *positions.tolist(), strict=True):
+        for cell, choice, fractions in corners(position, size):
+            kernel[cell] += weight * math.prod(r if up else 1 - r for up, r in zip(choice, fractions, strict=True))
+    return kernel
+
+
+def algorithm_2(weights, positions, size, grad_kernel):
+    """Gradients of weights (E) and of positions (A, E)."""
+    grad_weights, grad_positions = torch.zeros_like(weights), torch.zeros_like(positions)
+    for i, (weight, *position) in enumerate(zip(weights.tolist(), *positions.tolist(), strict=True)):
+        for cell, choice, fractions in corners(position, size):
+            shares = [r if up else 1 - r for up, r in zip(choice, fractions, strict=True)]
+            grad_weights[i] += grad_kernel[cell] * math.prod(shares)
+            for axis, up in enumerate(choice):
+                others = math.prod(shares[:axis] + shares[axis + 1 :])
+                grad_positions[axis, i] += weight * (1 if up else -1) * grad_kernel[cell] * others
+    return grad_weights, grad_positions
+
+
+def placed(where, size, *, count=6, channels=(2, 3)):
+    """Elements between cells, on whole cells below the upper border, at a border, or a mixture, axis by axis."""
+    inside = elements(size, count=count, channels=channels)
+    low, high = (per_axis(border, inside.positions) for border in borders(size))
+    places = {"inside": inside.positions, "whole": inside.positions.floor(), "lower": low, "upper": high}
+    turns = torch.randint(len(places), low.shape, generator=torch.Generator().manual_seed(2))
+    places["mixed"] = torch.stack(list(places.values())).gather(0, turns[None])[0]
+    return replace(inside, positions=places[where])
+
+
+@every_dims
+@pytest.mark.parametrize("where", ["inside", "whole", "lower", "upper", "mixed"])
+def test_bilinear_is_algorithms_1_and_2(dims, where):
+    size = WINDOWS[dims]
+    old = placed(where, size)
+    kernel = old.kernel()
+    toward = random_like(kernel)
+    grad_weight, grad_positions = old.gradients(toward)
+    for o, i in itertools.product(range(2), range(3)):
+        weights, positions = old.weight[o, i], old.positions[:, o, i]
+        close(kernel[o, i], algorithm_1(weights, positions, size))
+        expected_weight, expected_positions = algorithm_2(weights, positions, size, toward[o, i])
+        close(grad_weight[o, i], expected_weight)
+        close(grad_positions[:, o, i], expected_positions)
+
+
+@every_dims
+@pytest.mark.parametrize("where", ["whole", "lower", "upper"])
+def test_bilinear_elements_on_whole_cells_are_not_stuck(dims, where):
+    old = placed(where, WINDOWS[dims])
+    _, grad_positions = old.gradients(random_like(old.kernel()))
+    assert (grad_positions != 0).all()
+
+
+@every_interpolation
+@pytest.mark.parametrize(("dims", "dense_axes"), [(1, ()), (2, ()), (3, ()), *PARTLY_DENSE])
+def test_gradients_are_the_derivatives_of_the_kernel(interpolation, dims, dense_axes):
+    some = elements(SMALL_WINDOWS[dims], interpolation, dense_axes=dense_axes, count=2, channels=(2, 1))
+    assert torch.autograd.gradcheck(some.kernel, [tensor.requires_grad_() for tensor in some.inputs])
+
+
+@every_interpolation
+@pytest.mark.parametrize(("dims", "dense_axes"), PARTLY_DENSE)
+def test_every_cell_of_a_dense_axis_has_a_kernel_of_its_own(interpolation, dims, dense_axes):
+    size = WINDOWS[dims]
+    whole = elements(size, interpolation, dense_axes=dense_axes)
+    kernel = whole.kernel()
+    assert kernel.shape == (2, 3, *size)
+    for cells in itertools.product(*[range(size[axis]) for axis in dense_axes]):
+        part = Elements(
+            weight=whole.weight[:, :, *cells],
+            positions=whole.positions[:, :, :, *cells],
+            sigma=None if whole.sigma is None else whole.sigma[:, :, :, *cells],
+            size=tuple(length for axis, length in enumerate(size) if axis not in dense_axes),
+            dense_axes=(),
+            interpolation=interpolation,
+        )
+        where = dict(zip(dense_axes, cells, strict=True))
+        close(kernel[:, :, *[where.get(axis, slice(None)) for axis in range(dims)]], part.kernel())
+
+
+# The triangle's kinks, and least sigmas.
+
+
+@every_dims
+@pytest.mark.parametrize("where", ["whole", "lower", "upper"])
+@pytest.mark.parametrize("sigma", [MIN_TRIANGLE_SIGMA, 2.0])  # whole sigmas: the kinks lie on cells
+def test_triangle_derivatives_at_kinks_are_those_of_the_side_that_is_meant(dims, where, sigma):
+    # One element a kernel, so that all may be moved at once and looked at kernel by kernel.
+    old = placed(where, WINDOWS[dims], count=1, channels=(4, 3))
+    old = replace(old, interpolation="triangle", sigma=torch.full_like(old.positions, sigma))
+    toward = random_like(old.kernel())
+
+    def difference(name, axis, step):
+        changed = getattr(old, name).clone()
+        changed[axis] += step
+        return (toward * (replace(old, **{name: changed}).kernel() - old.kernel())).flatten(2).sum(
+            2, keepdim=True
+        ) / step
+
+    _, grad_positions, grad_sigma = old.gradients(toward)
+    inward = -STEP if where == "upper" else STEP
+    for axis in range(dims):
+        close(grad_positions[axis], difference("positions", axis, inward), ONE_SIDED_ATOL)
+        close(grad_sigma[axis], difference("sigma", axis, STEP), ONE_SIDED_ATOL)
+
+
+@every_dims
+@pytest.mark.parametrize("where", ["inside", "whole", "lower", "upper"])
+def test_narrowest_triangle_is_bilinear_with_a_sigma_that_can_grow(dims, where):
+    bilinear = placed(where, WINDOWS[dims])
+    narrow = replace(bilinear, interpolation="triangle", sigma=torch.full_like(bilinear.positions, MIN_TRIANGLE_SIGMA))
+    toward = random_like(bilinear.kernel())
+    close(narrow.kernel(), bilinear.kernel())
+    *same, grad_sigma = narrow.gradients(toward)
+    close(same, bilinear.gradients(toward))
+    assert (grad_sigma != 0).all()
+
+
+@pytest.mark.parametrize(("interpolation", "least"), [("triangle", 1.0), ("gaussian", 0.27)])  # DCLS 0.1.1
+def test_sigma_below_its_least_value_counts_as_that_value_and_can_grow_back(interpolation, least):
+    old = elements((5, 8), interpolation)
+    at_least = replace(old, sigma=torch.full_like(old.sigma, least))
+    below = replace(old, sigma=torch.full_like(old.sigma, least - 0.2))
+    toward = random_like(old.kernel())
+    close(below.kernel(), at_least.kernel())
+    close(below.gradients(toward), at_least.gradients(toward))
+    assert (below.gradients(toward)[2] != 0).all()
+
+
+# Elements in the window.
+
+
+@every_interpolation
+@every_dims
+def test_overlapping_elements_add(interpolation, dims):
+    some = elements(WINDOWS[dims], interpolation)
+    at_first = replace(
+        some,
+        positions=some.positions[..., :1].expand_as(some.positions),
+        sigma=None if some.sigma is None else some.sigma[..., :1].expand_as(some.sigma),
+    )
+    _, *place = [tensor[..., :1] for tensor in at_first.inputs]
+    close(at_first.kernel(), some.kernel(some.weight.sum(-1, keepdim=True), *place))
+    one_by_one = [some.kernel(*[tensor[..., e : e + 1] for tensor in some.inputs]) for e in range(4)]
+    close(some.kernel(), sum(one_by_one))
+
+
+@st.composite
+def elements_anywhere(draw):
+    """Windows of every size, elements anywhere in or around them, on and between cells, of every width."""
+    size = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    dense_axes = draw(st.sampled_from([(), *[(axis,) for axis in range(len(size)) if len(size) > 1]]))
+    interpolation = draw(st.sampled_from(list(INTERPOLATIONS)))
+    some = elements(size, interpolation, dense_axes=dense_axes, count=draw(st.integers(1, 3)), channels=(1, 2))
+    coordinate = st.one_of(st.integers(-12, 12).map(float), st.floats(-12, 12))
+
+    def drawn(like, values):
+        """A number for each axis and element, the same in all kernels."""
+        axes, count = like.shape[0], like.shape[-1]
+        numbers = draw(st.lists(values, min_size=axes * count, max_size=axes * count))
+        return torch.tensor(numbers, dtype=torch.float64).view(axes, *[1] * (like.dim() - 2), count).expand_as(like)
+
+    sigma = None if some.sigma is None else drawn(some.sigma, st.floats(0, 6))
+    return replace(some, positions=drawn(some.positions, coordinate), sigma=sigma)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(some=elements_anywhere())
+def test_no_weight_is_lost_wherever_the_elements_are(some):
+    kernel = some.kernel()
+    spatial = tuple(axis for axis in range(2, kernel.dim()) if axis - 2 not in some.dense_axes)
+    close(kernel.sum(spatial), some.weight.sum(-1))
+    assert kernel.shape[2:] == some.size
+
+
+@every_interpolation
+@every_dims
+@pytest.mark.parametrize("side", [0, 1])
+def test_elements_beyond_the_window_are_taken_at_its_border_and_can_come_back(interpolation, dims, side):
+    size = WINDOWS[dims]
+    some = elements(size, interpolation)
+    at_border = replace(some, positions=per_axis(borders(size)[side], some.positions))
+    beyond = replace(some, positions=at_border.positions + (-2.3, 2.3)[side])
+    toward = random_like(some.kernel())
+    close(beyond.kernel(), at_border.kernel())
+    gradients = beyond.gradients(toward)
+    close(gradients, at_border.gradients(toward))
+    assert (gradients[1] != 0).all()
+
+
+@pytest.mark.parametrize(("size", "limits"), [(1, (0, 0)), (2, (-1, 0)), (7, (-3, 3)), (8, (-4, 3)), (17, (-8, 8))])
+def test_position_limits_are_the_first_and_last_cell_from_the_centre(size, limits):
+    assert position_limits(size) == limits
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    for limit, cell in zip(limits, (0, size - 1), strict=True):
+        kernel = construct_kernel(one, limit * one[None], (size,))
+        assert kernel.flatten().nonzero().tolist() == [[cell]]
+
+
+@every_interpolation
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_position_that_is_not_a_number_shows_in_its_kernel_alone(interpolation, axis):
+    old = elements((5, 7), interpolation)
+    positions = old.positions.clone()
+    positions[axis, 0, 0, 1] = math.nan
+    broken = replace(old, positions=positions)
+    kernel, healthy = broken.kernel(), old.kernel()
+    assert kernel[0, 0].isnan().any()
+    kernel[0, 0] = healthy[0, 0]
+    assert torch.equal(kernel, healthy)
+    broken.gradients(random_like(kernel))  # does not crash
+
+
+# The authors' package. Its import table: which of our axes P[0], P[1], ... and SIG[0], ... belong to.
+
+AUTHORS_INTERPOLATION = {"v0": "bilinear", "v1": "bilinear", "max": "triangle", "gauss": "gaussian"}
+AUTHORS_AXES = {
+    ("Dcls1d", "v0"): (0,),
+    ("Dcls1d", "v1"): (0,),
+    ("Dcls1d", "max"): (0,),
+    ("Dcls1d", "gauss"): (0,),
+    ("Dcls2d", "v0"): (0, 1),
+    ("Dcls2d", "v1"): (1, 0),
+    ("Dcls2d", "max"): (1, 0),
+    ("Dcls2d", "gauss"): (1, 0),
+    ("Dcls3d", "v0"): (0, 2, 1),
+    ("Dcls3d", "v1"): (2, 1, 0),
+    ("Dcls3d", "max"): (2, 1, 0),
+    ("Dcls3d", "gauss"): (2, 1, 0),
+}
+# Where P has another order than the axes, they add half the size of the wrong axis, which must be the same half.
+EQUAL_HALVES = {"Dcls1d": [(7,), (8,)], "Dcls2d": [(7, 7), (6, 6), (5, 4)], "Dcls3d": [(5, 5, 5), (4, 5, 4), (5, 4, 4)]}
+AUTHORS_WINDOWS = [
+    *[(layer, version, size) for layer, version in AUTHORS_AXES for size in EQUAL_HALVES[layer]],
+    *[("Dcls2d", "v0", size) for size in [(5, 8), (9, 2)]],
+    ("Dcls3d", "v0", (3, 6, 7)),
+]
+
+
+def in_authors_order(tensor, axes):
+    return None if tensor is None else tensor[list(axes)]
+
+
+def authors_sigma(some):
+    """Theirs is ours without the least value, which they add to its amount."""
+    least = INTERPOLATIONS[some.interpolation].min_sigma
+    return None if some.sigma is None else some.sigma - least
+
+
+def weight_by_authors(some, lengths):
+    """Our weights, less what their normaliser takes away: they divide by S + 1e-7, S the sum over the grid."""
+    total = torch.ones_like(some.weight)
+    for axis, length in enumerate(lengths):
+        offset = torch.arange(length) - (some.positions[axis] + length // 2).unsqueeze(-1)
+        if some.interpolation == "gaussian":
+            profile = torch.exp(-0.5 * (offset / some.sigma[axis].unsqueeze(-1)) ** 2)
+        else:
+            width = 1.0 if some.sigma is None else some.sigma[axis].unsqueeze(-1)
+            profile = (width - offset.abs()).clamp(min=0)
+        total = total * profile.sum(-1)
+    return some.weight * total / (total + AUTHORS_NORMALISER)
+
+
+@pytest.mark.parametrize(("layer", "version", "size"), AUTHORS_WINDOWS)
+def test_kernels_are_those_of_the_authors(layer, version, size):
+    some = elements(size, AUTHORS_INTERPOLATION[version], count=5)
+    theirs = getattr(authors, layer)(3, 2, kernel_count=5, dilated_kernel_size=size, version=version)
+    axes, least = AUTHORS_AXES[layer, version], INTERPOLATIONS[some.interpolation].min_sigma
+    sigmas = [None] if some.sigma is None else [some.sigma, torch.full_like(some.sigma, least)]
+    for case in [replace(some, sigma=sigma) for sigma in sigmas]:
+        places = [in_authors_order(tensor, axes) for tensor in (case.positions, authors_sigma(case))]
+        ours = case if version == "v0" else replace(case, weight=weight_by_authors(case, size))
+        close(ours.kernel(), theirs.DCK(case.weight, *places))
+
+
+@every_dims
+@pytest.mark.parametrize("where", ["inside", "whole", "lower"])  # at the upper border, theirs points out of the window
+def test_gradients_are_those_of_the_authors_floor_form(dims, where):
+    size = {1: (7,), 2: (5, 8), 3: (5, 4, 4)}[dims]
+    some = placed(where, size)
+    axes = AUTHORS_AXES[f"Dcls{dims}d", "v0"]
+    theirs = getattr(authors, f"Dcls{dims}d")(3, 2, kernel_count=6, dilated_kernel_size=size, version="v0")
+    weight, positions = some.weight.clone().requires_grad_(), some.positions.clone().requires_grad_()
+    toward = random_like(some.kernel())
+    (toward * theirs.DCK(weight, in_authors_order(positions, axes), None)).sum().backward()
+    close(some.gradients(toward), [weight.grad, positions.grad])
+
+
+@pytest.mark.parametrize("version", ["v1", "max", "gauss"])
+def test_dense_axes_are_those_of_the_authors_3_1d(version):
+    some = elements((2, 3, 7), AUTHORS_INTERPOLATION[version], dense_axes=(0, 1), count=5)
+    theirs = authors.Dcls3_1d(
+        3, 2, kernel_count=5, dense_kernel_size=(2, 3), dilated_kernel_size=7, version=version, bias=False
+    )
+    kernel = theirs.DCK(some.weight, some.positions, authors_sigma(some))
+    close(replace(some, weight=weight_by_authors(some, (7,))).kernel(), kernel)
+
+
+@pytest.mark.parametrize("version", ["v0", "v1", "max", "gauss"])
+@pytest.mark.parametrize("flat_dim", [0, 1])
+def test_an_axis_of_one_cell_is_that_of_the_authors_2d_k1d(version, flat_dim):
+    flat_axis = 1 - flat_dim
+    size = (8, 1) if flat_axis else (1, 8)
+    some = elements(size, AUTHORS_INTERPOLATION[version], dense_axes=(flat_axis,), count=5)
+    options = {"version": version, "flat_dim": flat_dim, "bias": False}
+    theirs = authors.Dcls2dK1d(3, 2, kernel_count=5, dilated_kernel_size=8, **options)
+    with torch.no_grad():
+        theirs.double().weight.copy_(some.weight.squeeze(2))
+        theirs.P.copy_(some.positions.squeeze(3))
+        if some.sigma is not None:
+            theirs.SIG.copy_(authors_sigma(some).squeeze(3))
+    ours = some if version == "v0" else replace(some, weight=weight_by_authors(some, (8,)))
+    x = random_like(torch.empty(1, 3, 11, 12))
+    close(nn.functional.conv2d(x, ours.kernel()), theirs(x).detach())
+
+
+def test_kernel_is_that_of_the_papers_listing():
+    size = (5, 4)  # equal halves, as above
+    some = elements(size, count=5)
+    close(some.kernel(), papers_listing_2d(some.weight, in_authors_order(some.positions, (1, 0)), size))
+
+
+def papers_listing_2d(W, P, size):
+    """ConstructKernel2d.forward of the paper's appendix, its buffers I and J written as one grid."""
+    J, I = torch.meshgrid(*[torch.arange(length) for length in size], indexing="ij")  # noqa: E741
+    I, J = I[..., None, None, None], J[..., None, None, None]  # noqa: E741
+    P = P + torch.tensor(size).view(2, 1, 1, 1) // 2
+    (R1, R2), (P1, P2) = P - P.floor(), P.floor()
+    cond1, cond2, cond3, cond4 = I == P1, J == P2, I == P1 + 1, J == P2 + 1
+    W1, W2 = torch.where(cond1 * cond2, 1.0, 0.0), torch.where(cond1 * cond4, 1.0, 0.0)
+    W3, W4 = torch.where(cond3 * cond2, 1.0, 0.0), torch.where(cond3 * cond4, 1.0, 0.0)
+    K = W1 + R1 * R2 * (W1 - W2 - W3 + W4) + R1 * (W3 - W1) + R2 * (W2 - W1)
+    return (W * K).sum(4).permute(2, 3, 0, 1)
+
+
+# Number formats, cost, compilation.
+
+
+@every_interpolation
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_the_float32_kernel_rounded_once(interpolation, dtype):
+    some = elements((17, 8), interpolation)
+    narrow = [tensor.to(dtype) for tensor in some.inputs]
+    kernel = some.kernel(*narrow)
+    assert kernel.dtype == dtype
+    assert torch.equal(kernel, some.kernel(*[tensor.float() for tensor in narrow]).to(dtype))
+
+
+@every_interpolation
+@every_dims
+def test_autocast_does_not_narrow_the_kernel(interpolation, dims):
+    some = elements(WINDOWS[dims], interpolation)
+    single = [tensor.float() for tensor in some.inputs]
+    with torch.autocast("cpu", torch.bfloat16):
+        kernel = some.kernel(*single)
+    assert kernel.dtype == torch.float32
+    assert torch.equal(kernel, some.kernel(*single))
+
+
+@every_interpolation
+def test_kernels_are_constructed_on_the_meta_device(interpolation):
+    some = elements((5, 8), interpolation)
+    assert some.kernel(*[tensor.to("meta") for tensor in some.inputs]).shape == (2, 3, 5, 8)
+
+
+class CountCells(TorchDispatchMode):
+    """Counts the cells of all tensors made inside, those that share memory once; more than is ever alive at a time."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
+        self.kept = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.kept[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that no address comes twice
+        return result
+
+    @property
+    def cells(self):
+        made = [tensor for address, tensor in self.kept.items() if address not in self.given]
+        return sum(tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in made)
+
+
+def cells_made(side, interpolation):
+    """By construction and its gradients, for a window of `side` x `side` and the same elements."""
+    inside = elements((17, 17), interpolation, count=10)
+    some = replace(inside, size=(side, side))
+    inputs = [tensor.requires_grad_() for tensor in some.inputs]
+    toward = torch.ones(2, 3, side, side, dtype=torch.float64)
+    with CountCells([*inputs, toward]) as count:
+        some.kernel(*inputs).backward(toward)
+    assert all(tensor.grad is not None for tensor in inputs)
+    return count.cells
+
+
+def test_bilinear_makes_nothing_of_the_windows_size_but_the_kernel():
+    kernel = {side: 2 * 3 * side**2 for side in (17, 65)}
+    assert cells_made(65, "bilinear") - kernel[65] == cells_made(17, "bilinear") - kernel[17]
+
+
+@pytest.mark.parametrize("interpolation", ["triangle", "gaussian"])
+def test_separable_kernels_cost_as_their_side_not_their_area(interpolation):
+    kernel = {side: 2 * 3 * side**2 for side in (17, 65)}
+    beside = {side: cells_made(side, interpolation) - kernel[side] for side in kernel}
+    assert beside[65] <= 65 / 17 * beside[17]  # the area grows by 14.6
+
+
+class Constructor(nn.Module):
+    """`construct_kernel` as a module, for torch.export."""
+
+    def __init__(self, some):
+        super().__init__()
+        self.some = some
+
+    def forward(self, *inputs):
+        return self.some.kernel(*inputs)
+
+
+COMPILED = [("bilinear", (5, 8), ()), ("triangle", (5, 8), ()), ("gaussian", (4, 3, 6), (1,))]
+
+
+@pytest.mark.parametrize(("interpolation", "size", "dense_axes"), COMPILED)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_whole_it_gives_the_same_kernel_and_gradients(interpolation, size, dense_axes, autocast):
+    torch.compiler.reset()
+    some = elements(size, interpolation, dense_axes=dense_axes)
+    toward = random_like(some.kernel())
+    compiled = torch.compile(Constructor(some), fullgraph=True, backend="aot_eager")
+    inputs = [tensor.clone().requires_grad_() for tensor in some.inputs]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        kernel = compiled(*inputs)
+    close(kernel, some.kernel())
+    close(list(torch.autograd.grad((toward * kernel).sum(), inputs)), some.gradients(toward))
+
+
+@pytest.mark.parametrize(("interpolation", "size", "dense_axes"), COMPILED)
+def test_exported_it_gives_the_same_kernel(interpolation, size, dense_axes):
+    some = elements(size, interpolation, dense_axes=dense_axes)
+    program = torch.export.export(Constructor(some), tuple(some.inputs))
+    other = elements(size, interpolation, dense_axes=dense_axes, seed=7)
+    close(program.module()(*other.inputs), other.kernel())
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": (2, 3, 5, 4)}, r"\(2, 3, 5, 4\).*size=\(5, 8\) it must be \(out, in/groups, count\)"),
+        ({"weight": (2, 3, 4), "dense_axes": (1,)}, r"it must be \(out, in/groups, 8, count\)"),
+        ({"weight": (2, 3, 5, 4), "dense_axes": (1,)}, r"it must be \(out, in/groups, 8, count\)"),
+        ({"positions": (2, 3, 4)}, r"positions have shape \(2, 3, 4\).*they must be \(2, 2, 3, 4\)"),
+        ({"positions": (1, 2, 3, 4)}, r"they must be \(2, 2, 3, 4\)"),
+        ({"weight": (2, 3, 8, 4), "dense_axes": (1,)}, r"they must be \(1, 2, 3, 8, 4\)"),
+        ({"sigma": (2, 2, 3, 4)}, "bilinear interpolation has no sigma"),
+        ({"interpolation": "triangle"}, "triangle interpolation needs a sigma"),
+        ({"interpolation": "gaussian"}, "gaussian interpolation needs a sigma"),
+        ({"interpolation": "gaussian", "sigma": (2, 3, 4)}, r"sigma has shape \(2, 3, 4\).*must be \(2, 2, 3, 4\)"),
+        ({"interpolation": "gauss"}, "'gauss' is not known; it is one of bilinear, triangle, gaussian"),
+        ({"size": (5,)}, r"they must be \(1, 2, 3, 4\)"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused_by_name(changes, message):
+    shapes = {"weight": (2, 3, 4), "positions": (2, 2, 3, 4), "sigma": None}
+    tensors = {name: shape and torch.zeros(shape) for name, shape in {**shapes, **changes}.items() if name in shapes}
+    options = {"size": (5, 8), **{name: value for name, value in changes.items() if name not in shapes}}
+    with pytest.raises(ValueError, match=message):
+        construct_kernel(**tensors, **options)
+
+
+def test_sigma_is_known_by_interpolation():
+    assert {name: find_interpolation(name).has_sigma for name in INTERPOLATIONS} == {
+        "bilinear": False,
+        "triangle": True,
+        "gaussian": True,
+    }

@@ -1,0 +1,50 @@
+"""Outputs of any structure are compared tensor by tensor, and what cannot be compared is an error."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from dcls_convert.networks.outputs import ComparisonError, check_equal, relative_error
+
+
+def test_the_relative_error_is_that_of_the_worst_tensor():
+    a = {"x": [torch.tensor([1.0, -4.0]), torch.tensor(100.0)], "n": (torch.tensor([3, 4]), "text", None)}
+    b = copy.deepcopy(a)
+    assert relative_error(a, b) == 0
+    b["x"][0][0] = 1.5
+    b["x"][1] += 10
+    assert relative_error(a, b) == 0.5 / 4
+    b["n"][0][1] = 6
+    assert relative_error(a, b) == 2 / 4
+    assert relative_error(torch.zeros(2), torch.tensor([0.0, 1e-30])) == math.inf
+    assert relative_error((torch.zeros(0), torch.zeros(2)), (torch.zeros(0), torch.zeros(2))) == 0
+    assert relative_error(torch.tensor([3 + 4j]), torch.tensor([3 + 3j])) == 1 / 5
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "says"),
+    [
+        (torch.zeros(2), torch.zeros(3), r"output has shape \(2,\) and \(3,\)"),
+        ([torch.zeros(2)], (torch.zeros(2),), "a list of 1 and a tuple of 1"),
+        ({"a": torch.zeros(2)}, {"b": torch.zeros(2)}, "structure"),
+        ({"a": [torch.zeros(2), 1]}, {"a": [torch.zeros(2), 2]}, r"output\['a'\]\[1\] is"),
+        ([torch.zeros(2), None], [torch.zeros(2), torch.zeros(2)], "structure|is a"),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]), "not finite"),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, math.inf]), "not finite"),
+        (["text"], ["text"], "no tensor"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error(a, b, says):
+    with pytest.raises(ComparisonError, match=says):
+        relative_error(a, b)
+
+
+def test_the_bound_is_the_largest_error_allowed():
+    a, b = torch.tensor([8.0, 4.0]), torch.tensor([8.0, 5.0])
+    assert check_equal(a, b, bound=1 / 8, what="it") == 1 / 8
+    with pytest.raises(ComparisonError, match=r"it: the outputs' relative error is 1\.2e-01, allowed is 1e-01"):
+        check_equal(a, b, bound=0.12, what="it")
+    with pytest.raises(ComparisonError, match="it: output has shape"):
+        check_equal(a, b[:1], bound=1, what="it")

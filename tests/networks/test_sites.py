@@ -1,0 +1,626 @@
+"""What `find_convs` finds: every convolution once, as it is, and the model as it was."""
+
+import math
+from dataclasses import astuple
+
+import pytest
+import timm
+import torch
+import torchvision
+from timm.layers.conv2d_same import Conv2dSameExport
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+
+from dcls_convert.errors import PlanError
+from dcls_convert.layers.conv_classes import CONV_CLASSES
+from dcls_convert.layers.dcls_conv import DclsConvNd
+from dcls_convert.networks.sites import find_convs
+from dcls_convert.networks.tracing import trace
+from dcls_convert.planning.planner import plan_conversion
+from dcls_convert.reports.report import predict_report
+from dcls_convert.surgery.convert import convert_
+
+SPATIAL = {1: (14,), 2: (9, 14), 3: (5, 9, 7)}  # never square
+
+
+class Holder(nn.Module):
+    """One convolution among other things; the input has 4 channels."""
+
+    def __init__(self, conv):
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x):
+        return self.conv(x).relu()
+
+
+class WithOrdinary(nn.Module):
+    """A convolution that may be odd, before one that is not."""
+
+    def __init__(self, odd):
+        super().__init__()
+        self.odd, self.ordinary = odd, depthwise()
+
+    def forward(self, x):
+        return self.odd(self.ordinary(x))
+
+
+def depthwise(**options):
+    return nn.Conv2d(4, 4, 3, **({"padding": 1, "groups": 4} | options))
+
+
+class BaseForward(nn.Conv2d):
+    """A subclass that adds nothing to the forward."""
+
+    def helper(self):
+        return 0
+
+
+class OwnForward(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x.flip(-1))
+
+
+class OwnConvForward(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight - weight.mean(), bias)
+
+
+class OwnCall(nn.Conv2d):
+    def __call__(self, x):
+        return super().__call__(x.flip(-1))
+
+
+# Sites.
+
+FORMS = {
+    "depthwise": ("depthwise", lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1)),
+    "depthwise with multiplier": ("depthwise", lambda: nn.Conv2d(4, 12, (5, 3), groups=4, bias=False)),
+    "grouped": ("grouped", lambda: nn.Conv2d(4, 6, 3, groups=2, stride=(2, 1))),
+    "dense": ("dense", lambda: nn.Conv2d(4, 6, (3, 5), stride=(1, 2), padding=(2, 0), dilation=(2, 1))),
+    "dense pointwise": ("dense", lambda: nn.Conv2d(4, 6, 1)),
+    "same": ("depthwise", lambda: nn.Conv2d(4, 4, (3, 7), groups=4, padding="same", dilation=(1, 2))),
+    "valid": ("dense", lambda: nn.Conv2d(4, 6, 3, padding="valid")),
+    "reflect": ("dense", lambda: nn.Conv2d(4, 6, 5, padding=2, padding_mode="reflect")),
+    "1-D": ("depthwise", lambda: nn.Conv1d(4, 8, 5, groups=4, stride=2)),
+    "1-D dense": ("dense", lambda: nn.Conv1d(4, 6, 3)),
+    "3-D": ("depthwise", lambda: nn.Conv3d(4, 4, (3, 5, 1), groups=4, padding=(1, 0, 0))),
+    "3-D grouped": ("grouped", lambda: nn.Conv3d(4, 4, 3, groups=2, stride=(1, 2, 1))),
+    "subclass": ("depthwise", lambda: BaseForward(4, 4, 3, groups=4)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_site_is_what_the_convolution_is(form):
+    kind, build = FORMS[form]
+    conv = build()
+    dims = len(conv.kernel_size)
+    found = find_convs(Holder(conv), (4, *SPATIAL[dims]))
+    ((site,), skipped) = found
+    output = conv(torch.zeros(1, 4, *SPATIAL[dims]))
+    assert skipped == ()
+    assert (site.names, site.name, site.type, site.kind, site.stage) == (
+        ("conv",),
+        "conv",
+        type(conv).__name__,
+        kind,
+        None,
+    )
+    for name in (
+        "in_channels",
+        "out_channels",
+        "groups",
+        "kernel_size",
+        "stride",
+        "padding",
+        "dilation",
+        "padding_mode",
+    ):
+        assert getattr(site, name) == getattr(conv, name), name
+    assert (site.bias, site.dims, site.weights) == (conv.bias is not None, dims, conv.weight.numel())
+    assert (site.output_size, site.input_extent) == (output.shape[2:], SPATIAL[dims])
+    assert site.macs == found.macs == output.numel() * conv.weight[0].numel()
+    assert found.params == sum(parameter.numel() for parameter in conv.parameters())
+
+
+def test_a_single_channel_is_not_depthwise():
+    ((site,), _) = find_convs(Holder(nn.Conv2d(1, 1, 3)), (1, 8, 8))
+    assert site.kind == "dense"
+
+
+def test_macs_of_a_model_are_those_of_all_its_operators():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1),  # 3 x 11 x 7 -> 8 x 6 x 4
+        nn.ConvTranspose2d(8, 4, 2, stride=2),  # 4 x 12 x 8
+        depthwise(),
+        nn.Flatten(),
+        nn.Linear(4 * 12 * 8, 5),
+    )
+    found = find_convs(model, (3, 11, 7))
+    transposed = 6 * 4 * 8 * 4 * 2 * 2  # every input cell times every weight of its channel
+    assert found.macs == 6 * 4 * 8 * 3 * 9 + transposed + 12 * 8 * 4 * 9 + 4 * 12 * 8 * 5
+    assert [site.name for site in found.sites] == ["0", "2"]
+    assert trace(model, (3, 11, 7)).flops["1"] == {"convolution": 2 * transposed}
+
+
+class Twice(nn.Module):
+    """One object under two names, used on inputs of 8, 4 and 8 columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = depthwise()
+        self.second = nn.Sequential(self.first)
+
+    def forward(self, x):
+        return self.first(self.second(self.first(x)[..., ::2]).repeat(1, 1, 1, 2))
+
+
+def test_a_shared_object_is_one_site_under_all_its_names_and_counts_all_its_calls():
+    found = find_convs(Twice(), (4, 6, 8))
+    (site,) = found.sites
+    assert site.names == ("first", "second.0")
+    assert (site.output_size, site.input_extent) == ((6, 8), (6, 4))
+    assert site.output_positions == 6 * (8 + 4 + 8)
+    assert found.macs == site.macs == 6 * (8 + 4 + 8) * 4 * 9
+    assert found.params == 4 * 9 + 4
+
+
+def test_a_convolution_that_is_not_called_costs_nothing():
+    model = WithOrdinary(depthwise())
+    model.unused = depthwise()
+    site = find_convs(model, (4, 8, 8)).sites[2]
+    assert (site.name, site.macs, site.output_size, site.output_positions) == ("unused", 0, None, 0)
+
+
+class Calls(Holder):
+    def __init__(self, conv, call):
+        super().__init__(conv)
+        self.call = call
+
+    def forward(self, x):
+        return self.call(self.conv, x)
+
+
+@pytest.mark.parametrize(
+    ("call", "positions"),
+    [
+        (lambda conv, x: conv(x.repeat(3, 1, 1, 1)), 3 * 9 * 14),  # windows of one image as a batch
+        (lambda conv, x: conv(input=x), 9 * 14),
+        (lambda conv, x: conv(x[0]), 9 * 14),  # torch takes an image without a batch axis
+    ],
+    ids=["as several images", "by keyword", "without batch"],
+)
+def test_macs_do_not_depend_on_how_a_convolution_is_called(call, positions):
+    found = find_convs(Calls(depthwise(), call), (4, 9, 14))
+    assert found.macs == positions * 4 * 9
+    (site,) = found.sites
+    assert (site.macs, site.output_size, site.input_extent) == (found.macs, (9, 14), (9, 14))
+
+
+class Trains(Holder):
+    """In training it has another head, and a normalisation that a single image does not suffice for."""
+
+    def __init__(self):
+        super().__init__(depthwise())
+        self.head, self.norm = nn.Linear(4, 2), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        x = self.norm(self.conv(x).mean((2, 3)))
+        return (self.head(x), self.head(x)) if self.training else self.head(x)
+
+
+def test_macs_are_those_of_evaluation_whatever_mode_the_model_is_in():
+    assert find_convs(Trains().train(), (4, 9, 14)) == find_convs(Trains().eval(), (4, 9, 14))
+    assert find_convs(Trains().train(), (4, 9, 14)).macs == 9 * 14 * 4 * 9 + 4 * 2
+
+
+# What is skipped.
+
+
+def changed(conv, change):
+    change(conv)
+    return conv
+
+
+def parametrised_bias(conv):
+    parametrize.register_parametrization(conv, "bias", nn.Tanh())
+
+
+def replaced_forward(conv):
+    """As offloading hooks do it: a forward on the instance."""
+    forward = conv.forward
+    conv.forward = lambda x: forward(x) * 2
+
+
+OWN = "has a forward of its own"
+ODD = {
+    "transposed": (lambda: nn.ConvTranspose2d(4, 4, 3, padding=1), "transposed convolution"),
+    "timm Conv2dSameExport": (lambda: Conv2dSameExport(4, 4, 3, padding=1), OWN),
+    "own forward": (lambda: OwnForward(4, 4, 3, padding=1), OWN),
+    "own _conv_forward": (lambda: OwnConvForward(4, 4, 3, padding=1), OWN),
+    "own __call__": (lambda: OwnCall(4, 4, 3, padding=1), OWN),
+    "forward on the instance": (lambda: changed(depthwise(), replaced_forward), "forward of its own"),
+    "parametrised weight": (lambda: parametrizations.weight_norm(depthwise()), "its weight is parametrised"),
+    "parametrised bias": (lambda: changed(depthwise(), parametrised_bias), "its bias is parametrised"),
+    "old weight_norm": (lambda: weight_norm(depthwise()), "computed from other parameters"),
+    "old spectral_norm": (lambda: spectral_norm(depthwise()), "computed from other parameters"),
+    "pruned": (lambda: prune.l1_unstructured(depthwise(), "weight", 0.5), "computed from other parameters"),
+    "lazy": (lambda: nn.LazyConv2d(4, 3, padding=1), "lazy"),
+    "child": (lambda: changed(depthwise(), lambda conv: conv.add_module("extra", nn.ReLU())), "holds extra"),
+    "buffer": (lambda: changed(depthwise(), lambda conv: conv.register_buffer("mask", torch.ones(3))), "holds mask"),
+}
+# torch says so of its old functions, which pre-trained models use all the same.
+old_functions = pytest.mark.filterwarnings("ignore:.*deprecated in favor of:FutureWarning")
+
+
+@old_functions
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_not_known_is_skipped_with_the_reason(odd):
+    build, reason = ODD[odd]
+    model = WithOrdinary(build())
+    found = find_convs(model, (4, 12, 12))
+    (skip,) = found.skipped
+    assert [site.name for site in found.sites] == ["ordinary"]
+    assert (skip.name, skip.type) == ("odd", type(model.odd).__name__)
+    assert reason in skip.reason
+    assert "\n" not in skip.reason
+    assert (found.macs is None) is (odd == "lazy"), "what stays is counted all the same"
+
+
+@old_functions
+@pytest.mark.parametrize("odd", [odd for odd in ODD if odd != "lazy"])  # which cannot be run before its first input
+def test_what_is_skipped_stays_and_is_reported(odd):
+    model = WithOrdinary(ODD[odd][0]()).eval()
+    kept, image = model.odd, torch.rand(2, 4, 12, 12)
+    before = kept(image)
+    report = convert_(model, dilated_size=7, input_size=(4, 12, 12))
+    assert model.odd is kept
+    assert torch.equal(kept(image), before)
+    assert isinstance(model.ordinary, DclsConvNd)
+    assert [(skip.name, skip.type) for skip in report.skipped] == [("odd", type(kept).__name__)]
+
+
+def test_a_subclass_with_the_forward_of_its_base_is_converted():
+    model = Holder(BaseForward(4, 4, 3, groups=4, padding=1))
+    report = convert_(model, dilated_size=7, input_size=(4, 9, 14))
+    assert isinstance(model.conv, DclsConvNd)
+    assert report.skipped == ()
+
+
+@pytest.mark.parametrize("conv", [torchvision.models.video.resnet.Conv3DNoTemporal(4, 4), BaseForward(4, 4, 3)])
+def test_real_subclasses_with_the_forward_of_their_base_are_sites(conv):
+    (site,) = find_convs(Holder(conv)).sites
+    assert site.type == type(conv).__name__
+    assert isinstance(conv, CONV_CLASSES[site.dims])
+
+
+def test_convolutions_that_share_a_weight_are_skipped_and_name_each_other():
+    model = WithOrdinary(depthwise())
+    model.twin = changed(depthwise(), lambda conv: setattr(conv, "weight", model.odd.weight))
+    found = find_convs(model, (4, 8, 8))
+    assert [site.name for site in found.sites] == ["ordinary"]
+    assert {skip.name: skip.reason for skip in found.skipped} == dict.fromkeys(
+        ["odd", "twin"], "its weight is shared with odd and twin"
+    )
+    assert found.params == 2 * 36 + 3 * 4  # a shared weight once
+
+
+def test_a_weight_that_another_module_holds_is_not_converted_either():
+    """Only the convolution would lose it."""
+
+    class Embedding(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.table = weight
+
+    model = WithOrdinary(depthwise())
+    model.embedding = Embedding(model.odd.weight)
+    (skip,) = find_convs(model).skipped
+    assert skip.reason == "its weight is shared with odd and embedding"
+
+
+# The model is left as it was.
+
+
+def state_of(model):
+    """All that could change in a model: its objects, where they are, and what hangs on them."""
+    state = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        state[name] = (id(module), module.training, set(vars(module)))
+        for key, value in vars(module).items():
+            if "hooks" in key:
+                state[name, key] = list(value.items()) if hasattr(value, "items") else value
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                facts = (id(tensor), type(tensor), tensor.device, tensor.dtype, tensor.requires_grad, tensor._version)
+                state[name, key] = (*facts, id(tensor.grad), tensor.data_ptr() if tensor.device.type == "cpu" else 0)
+    return state
+
+
+class Mixed(nn.Module):
+    """Shared and frozen parts, parts in eval mode, hooks, buffers, a gradient, a tied head."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(depthwise(), nn.BatchNorm2d(4), nn.Dropout())
+        self.again = nn.ModuleList([self.block, nn.Sequential(self.block[0], nn.Conv2d(4, 4, 1))])
+        self.head = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.head.weight
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+        self.block[1].eval()
+        self.again[1][1].requires_grad_(False)
+        self.head.weight.grad = torch.ones(4, 4)
+        self.block[0].register_forward_hook(lambda module, inputs, output: output + 1)
+        self.register_forward_pre_hook(lambda module, inputs: None)
+
+    def forward(self, x):
+        for block in self.again:
+            x = block(x)
+        return self.tied(self.head(x.mean((2, 3)))) * self.scale
+
+
+class Fails(Mixed):
+    def forward(self, x):
+        super().forward(x)
+        raise RuntimeError("this model\nfails on purpose")
+
+
+@pytest.mark.parametrize(
+    ("build", "input_size", "runs"),
+    [
+        (Mixed, (4, 9, 14), True),
+        (Mixed, None, False),
+        (Fails, (4, 9, 14), False),
+        (lambda: Mixed().to("meta"), (4, 9, 14), True),
+        (lambda: Mixed().half(), (4, 9, 14), True),
+        (lambda: timm.create_model("coat_tiny"), None, True),  # has shared modules; once left meta tensors behind
+        (lambda: timm.create_model("test_efficientnet"), (3, 64, 64), True),
+    ],
+    ids=["mixed", "without a size", "fails", "on meta", "half", "coat_tiny", "test_efficientnet"],
+)
+def test_the_model_is_left_exactly_as_it_was(build, input_size, runs):
+    model = build()
+    before, generator = state_of(model), torch.get_rng_state()
+    found = find_convs(model, input_size)
+    assert state_of(model) == before
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert (found.macs is not None) is runs
+    assert find_convs(model, input_size) == found
+
+
+def test_the_image_has_the_dtype_that_the_convolutions_take():
+    """Not that of a table kept in double precision."""
+    model = Holder(depthwise())
+    model.register_buffer("table", torch.ones(3, dtype=torch.float64))
+    assert find_convs(model, (4, 9, 14)).macs == 9 * 14 * 4 * 9
+
+
+def test_hooks_of_the_user_are_not_run():
+    model, seen = Holder(depthwise()), []
+    for module in model.modules():
+        module.register_forward_hook(lambda *arguments: seen.append(arguments))
+    assert find_convs(model, (4, 9, 14)).macs is not None
+    assert seen == []
+
+
+class Caches(nn.Module):
+    """Keeps a table as long as the size is the same, as modules with position encodings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.table = depthwise(), None
+
+    def forward(self, x):
+        if self.table is None or self.table.shape != x.shape[2:]:
+            self.table = torch.ones(x.shape[2:], device=x.device)
+        return self.conv(x) * self.table
+
+
+def test_a_model_that_caches_still_runs_afterwards():
+    model = Caches()
+    find_convs(model, (4, 9, 14))
+    assert model(torch.zeros(1, 4, 9, 14)).device.type == "cpu"
+
+
+# Stages.
+
+
+def stages_of(model, **options):
+    sites = find_convs(model, **options).sites
+    return {site.name: site.stage for site in sites}
+
+
+def on_meta(build, *args, **kwargs):
+    with torch.device("meta"):
+        return build(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "stages", "some"),
+    [
+        (
+            timm.create_model,
+            "convnext_atto",
+            [None, "stages.0", "stages.1", "stages.2", "stages.3"],
+            {"stem.0": None, "stages.1.downsample.1": "stages.1", "stages.3.blocks.1.conv_dw": "stages.3"},
+        ),
+        (
+            timm.create_model,
+            "resnet18",
+            [None, "layer1", "layer2", "layer3", "layer4"],
+            {"conv1": None, "layer1.0.conv2": "layer1", "layer4.0.downsample.0": "layer4"},
+        ),
+        (
+            timm.create_model,
+            "efficientnet_b0",
+            [None, *(f"blocks.{index}" for index in range(7))],
+            {"conv_stem": None, "blocks.0.0.conv_dw": "blocks.0", "blocks.6.0.conv_dw": "blocks.6", "conv_head": None},
+        ),
+        (
+            timm.create_model,
+            "regnetx_002",
+            [None, "s1", "s2", "s3", "s4"],
+            {"stem.conv": None, "s1.b1.conv2.conv": "s1", "s4.b7.conv3.conv": "s4"},
+        ),
+        (
+            torchvision.models.get_model,
+            "resnet50",
+            [None, "layer1", "layer2", "layer3", "layer4"],
+            {"conv1": None, "layer3.0.downsample.0": "layer3", "layer2.3.conv2": "layer2"},
+        ),
+    ],
+)
+def test_stages_are_those_of_the_architecture(build, name, stages, some):
+    found = stages_of(on_meta(build, name), input_size=(3, 64, 64))
+    assert list(dict.fromkeys(sorted(found.values(), key=str))) == sorted(stages, key=str)
+    assert {name: found[name] for name in some} == some
+
+
+@pytest.mark.parametrize(
+    ("path", "stage"),
+    [
+        ("conv", None),
+        ("conv1", None),  # the number of a layer, not of a stage
+        ("stem.conv1", None),
+        ("layer1.0.conv2", "layer1"),
+        ("features.3.1.block.0", "features.3"),
+        ("features.12", None),
+        ("body.stages.2.blocks.7.dw", "body.stages.2"),
+        ("stage10.unit", "stage10"),
+    ],
+)
+def test_without_a_matcher_the_stage_is_the_path_up_to_its_first_number(path, stage):
+    model = module = nn.Module()
+    *parents, last = path.split(".")
+    for name in parents:
+        module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    module.add_module(last, depthwise())
+    assert stages_of(model) == {path: stage}
+
+
+class WithMatcher(Holder):
+    def __init__(self, groups):
+        super().__init__(nn.Sequential(nn.Sequential(depthwise())))
+        self.groups = groups
+
+    def group_matcher(self, coarse=False):
+        if not coarse:
+            return {"blocks": r"^single\.(\d+)"}
+        return self.groups() if callable(self.groups) else self.groups
+
+
+@pytest.mark.parametrize(
+    ("groups", "stage"),
+    [
+        ({"stem": r"^stem", "blocks": r"^conv\.(\d+)"}, "conv.0"),
+        ({"stem": r"^conv", "blocks": [(r"^other\.(\d+)", None)]}, None),
+        ({"blocks": [(r"^conv\.(\d+)", None), (r"^norm", (99999,))]}, "conv.0"),
+        ({"blocks": [(r"^conv", (99999,))]}, "conv.0"),  # a head alone says nothing: the module path does
+        ({}, "conv.0"),
+        (lambda: 1 / 0, "conv.0"),
+        (lambda: {"blocks": "("}, "conv.0"),
+    ],
+)
+def test_a_matcher_that_says_nothing_gives_way_to_the_module_path(groups, stage):
+    assert stages_of(WithMatcher(groups)) == {"conv.0.0": stage}
+
+
+# The stem.
+
+
+def test_the_stem_is_what_takes_the_image_itself():
+    """Not whatever has as many channels as the image."""
+    model = WithOrdinary(nn.Sequential(depthwise(), nn.Conv2d(4, 3, 1), nn.Conv2d(3, 4, 3)))
+    stems = {site.name: site.stem for site in find_convs(model, (4, 9, 14)).sites}
+    assert stems == {"odd.0": False, "odd.1": False, "odd.2": False, "ordinary": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [
+        ("resnet18", ["conv1"]),
+        ("resnet18d", ["conv1.0", "conv1.3", "conv1.6"]),
+        ("convnext_atto", ["stem.0"]),
+        ("efficientnet_b0", ["conv_stem"]),
+    ],
+)
+def test_the_stem_of_a_timm_model_is_the_architectures(name, stem):
+    assert [site.name for site in find_convs(on_meta(timm.create_model, name)).sites if site.stem] == stem
+
+
+def test_a_converted_model_is_refused():
+    model = WithOrdinary(nn.Conv2d(4, 4, 3))
+    convert_(model, dilated_size=7)
+    with pytest.raises(PlanError, match="the model is converted already: it has 1 DCLS layer"):
+        find_convs(model)
+
+
+# Sizes, and models that cannot be traced.
+
+
+class NeedsValues(Holder):
+    """Its way depends on its values, which meta tensors do not have."""
+
+    def forward(self, x):
+        return self.conv(x) if x.sum().item() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("model", "input_size", "note"),
+    [
+        (NeedsValues(depthwise()), (4, 8, 8), "does not run on the meta device at (4, 8, 8)"),
+        (Holder(depthwise()), (5, 8, 8), "does not run on the meta device at (5, 8, 8)"),
+        (Holder(depthwise()), None, "no input size is known"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_has_no_macs_but_can_be_planned(model, input_size, note):
+    found = find_convs(model, input_size)
+    assert found.macs is None
+    assert note in found.macs_note
+    assert "\n" not in found.macs_note
+    (site,) = found.sites
+    assert [site.macs, site.output_size, site.input_extent, site.output_positions] == [None] * 4
+    report = predict_report(plan_conversion(found, dilated_size=7))
+    assert astuple(report.macs) == (None, None)
+    assert report.macs_note == found.macs_note
+    assert report == convert_(model, dilated_size=7, input_size=input_size).with_fit_errors({})
+
+
+@pytest.mark.parametrize(
+    ("build", "given", "understood"),
+    [
+        (nn.Identity, (8, 9), (3, 8, 9)),
+        (nn.Identity, (4, 8, 9), (4, 8, 9)),
+        (lambda: nn.Conv1d(4, 4, 3), (4, 9), (4, 9)),
+        (lambda: nn.Conv2d(4, 4, 3), [4, 8, 9], (4, 8, 9)),
+        (lambda: nn.Conv3d(4, 4, 3), (5, 8, 9), (3, 5, 8, 9)),
+        (lambda: nn.Conv3d(4, 4, 3), (4, 5, 8, 9), (4, 5, 8, 9)),
+        (lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.Conv2d(4, 4, 3)), (8, 9), (3, 8, 9)),
+    ],
+)
+def test_an_input_size_without_channels_has_three_of_them(build, given, understood):
+    assert find_convs(build(), given).input_size == understood
+
+
+@pytest.mark.parametrize(
+    "size",
+    [(8,), (1, 2, 3, 4), (1, 2, 3, 4, 5), (3, 0, 8), (3, -8, 8), (3, 8.0, 8), (3, "8", 8), (), 8, "3x8"],
+)
+def test_a_wrong_input_size_is_refused_with_what_it_must_be(size):
+    with pytest.raises(PlanError, match=r"input size .* must be channels and"):
+        find_convs(Holder(depthwise()), size)
+
+
+@pytest.mark.parametrize(("options", "size"), [({}, (3, 160, 160)), ({"in_chans": 1}, (1, 160, 160))])
+def test_a_timm_model_states_its_input_size_and_channels(options, size):
+    found = find_convs(on_meta(timm.create_model, "test_convnext", **options))
+    assert found.input_size == size
+    assert found.sites[0].in_channels == size[0]
+    assert found.macs > math.prod(size)
+
+
+def test_a_model_without_convolutions_has_none():
+    sites, skipped = found = find_convs(nn.Linear(4, 4), (4, 4, 4))
+    assert (sites, skipped, found.macs, found.params) == ((), (), 4**4, 20)

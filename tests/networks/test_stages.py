@@ -1,0 +1,149 @@
+"""Stages from timm's word, from the structure of a model, and from a rule's pattern."""
+
+from itertools import pairwise
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+from dcls_convert import RuleError, convert_, find_convs, plan_conversion
+from dcls_convert.networks.stages import output_stride, stage_by_pattern
+from dcls_convert.planning.rules import parse_rules
+
+MATCHER, STRUCTURE, PATH = "timm's group_matcher", "output stride and module path", "module path"
+
+
+def found_in(build, name, size=(3, 224, 224)):
+    with torch.device("meta"):
+        return find_convs(build(name), size)
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "source", "stages"),
+    [
+        (timm.create_model, "convnext_atto", MATCHER, ["stages.0", "stages.1", "stages.2", "stages.3"]),
+        (timm.create_model, "dla34", MATCHER, [f"level{index}" for index in range(6)]),
+        # timm names single layers and blocks of these.
+        (timm.create_model, "vgg11", STRUCTURE, [f"features/stride{2**index}" for index in range(1, 5)]),
+        (timm.create_model, "convmixer_768_32", STRUCTURE, ["blocks/stride8"]),
+        (timm.create_model, "xception41", STRUCTURE, [f"blocks/stride{2**index}" for index in range(1, 6)]),
+        (timm.create_model, "caformer_s18", STRUCTURE, ["stages.0", "stages.1"]),
+        # torchvision says nothing.
+        (torchvision.models.get_model, "resnet50", STRUCTURE, ["layer1", "layer2", "layer3", "layer4"]),
+        (torchvision.models.get_model, "densenet121", STRUCTURE, [f"features.denseblock{i}" for i in range(1, 5)]),
+        (torchvision.models.get_model, "vgg11", STRUCTURE, [f"features/stride{2**index}" for index in range(1, 5)]),
+        (torchvision.models.get_model, "convnext_tiny", STRUCTURE, [f"features/stride{4 * 2**i}" for i in range(4)]),
+        (torchvision.models.get_model, "shufflenet_v2_x0_5", STRUCTURE, ["stage2", "stage3", "stage4"]),
+        (
+            torchvision.models.get_model,
+            "mnasnet0_5",
+            STRUCTURE,
+            ["layers.8", "layers.9", "layers/stride16", "layers/stride2", "layers/stride32"],
+        ),
+    ],
+)
+def test_converted_layers_are_in_these_stages(build, name, source, stages):
+    plan = plan_conversion(found_in(build, name))
+    assert plan.stages_from == source
+    assert sorted({layer.stage for layer in plan.layers}) == sorted(stages)
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (timm.create_model, "hrnet_w18_small"),
+        (timm.create_model, "coat_tiny"),
+        (timm.create_model, "fastvit_t8"),
+        (torchvision.models.get_model, "mobilenet_v3_small"),
+        (torchvision.models.get_model, "mnasnet0_5"),
+    ],
+)
+def test_tied_layers_are_of_one_stage_shape_and_resolution(build, name):
+    convs = found_in(build, name)
+    plan = plan_conversion(convs)
+    sizes = {site.name: site.output_size for site in convs.sites}
+    layers = {layer.name: layer for layer in plan.layers}
+    for group in plan.tie_groups:
+        members = [layers[name] for name in group.layers]
+        assert len(members) > 1
+        for one, other in pairwise(members):
+            assert one.stage == other.stage is not None
+            assert one.position_shape == other.position_shape
+            assert one.dilated_size == other.dilated_size
+            assert (one.kernel_size, one.dilation) == (other.kernel_size, other.dilation)
+        if "/stride" in members[0].stage:
+            assert len({output_stride((224, 224), sizes[member.name]) for member in members}) == 1
+
+
+def test_convolutions_of_the_stem_are_in_no_stage():
+    convs = found_in(timm.create_model, "vgg11")
+    assert [site.name for site in convs.sites if site.stage is None] == [
+        "features.0",
+        "pre_logits.fc1",
+        "pre_logits.fc2",
+    ]
+
+
+def test_a_model_that_cannot_be_traced_has_its_paths():
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 3)), nn.Sequential(nn.Conv2d(5, 5, 3)))
+    convs = find_convs(model, (3, 32, 32))
+    assert convs.macs is None
+    assert (convs.stages_from, [site.stage for site in convs.sites]) == (PATH, ["0", "1"])
+
+
+@pytest.mark.parametrize("size", [32, 33, 223, 224, 255, 256, 299, 331, 600])
+def test_the_output_stride_is_what_the_strides_multiply_to(size):
+    """However the borders are treated, as long as maps are not tiny."""
+    for padding in (0, 1):
+        image, strides = torch.empty(1, 1, size, size, device="meta"), 1
+        while image.shape[-1] >= 16:
+            assert output_stride((size, size), tuple(image.shape[-2:])) == (strides, strides)
+            image, strides = nn.Conv2d(1, 1, 3, 2, padding, device="meta")(image), 2 * strides
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "stage"),
+    [
+        (r"blocks\.\d+", "body.blocks.12.conv", "blocks.12"),
+        (r"blocks\.(\d)", "body.blocks.12.conv", "1"),
+        (r"(\w+)\.(\d+)", "body.blocks.12.conv", "blocks.12"),
+        (r"blocks\.(?:(?P<early>[0-3])|(?P<late>\d+))\.", "blocks.3.conv", "early"),
+        (r"blocks\.(?:(?P<early>[0-3])|(?P<late>\d+))\.", "blocks.12.conv", "late"),
+        (r"stages", "body.blocks.12.conv", None),
+        (r"x*", "body", None),
+    ],
+)
+def test_what_a_pattern_finds_is_the_stage(pattern, name, stage):
+    assert stage_by_pattern(pattern, name) == stage
+
+
+PATTERN = """
+format: 1
+rules:
+  - name: halves
+    match: {kind: depthwise}
+    stage_pattern: 'blocks\\.(?:(?P<first>\\d)|(?P<second>\\d\\d))\\.'
+"""
+
+
+def test_a_rule_says_what_a_stage_is():
+    model = timm.models.ConvMixer(dim=8, depth=12, kernel_size=5)
+    report = convert_(model, rules=parse_rules(PATTERN), dilated_size=9, input_size=(3, 64, 64))
+    assert report.stages_from == f"{STRUCTURE}, the pattern of rule 'halves'"
+    assert [layer.stage for layer in report.layers] == ["first"] * 10 + ["second"] * 2
+    assert [group.name for group in report.plan.tie_groups] == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stage_pattern: '('", r"rules\[0\].stage_pattern: '\(' is not a regular expression: "),
+        ("stage_pattern: ''", r"rules\[0\].stage_pattern: found ''; allowed is a regular expression"),
+        ("stage_pattern: x\n    skip: not now", "a rule that skips cannot also state stage_pattern"),
+    ],
+)
+def test_a_pattern_that_cannot_be_is_refused(text, message):
+    with pytest.raises(RuleError, match=message):
+        parse_rules(f"format: 1\nrules:\n  - match: {{kind: depthwise}}\n    {text}\n")

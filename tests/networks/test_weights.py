@@ -1,0 +1,189 @@
+"""Trained weights: from files, from the hub (a faked client), and what conversion keeps of them."""
+
+import argparse
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+import torchvision
+from safetensors.torch import save_file
+
+import dcls_convert
+from dcls_convert.checkpoints.folder import load_converted
+from dcls_convert.cli.app import main
+from dcls_convert.errors import CheckpointError
+from dcls_convert.layers.dcls_conv import DclsConv2d
+from dcls_convert.networks.weights import load_weights_, read_weights
+
+from ..conftest import TINY
+
+
+def run(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 0
+
+
+@pytest.fixture
+def trained():
+    """A network whose weights are no initialisation."""
+    torch.manual_seed(7)
+    model = timm.create_model(TINY).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: s,
+        lambda s: {"state_dict": s, "epoch": 3},
+        lambda s: {"model": s, "optimizer": {"lr": 1.0}},
+        lambda s: {"state_dict": {k: v * 0 for k, v in s.items()}, "state_dict_ema": s},
+        lambda s: {"model": {k: v * 0 for k, v in s.items()}, "model_ema": s},
+        lambda s: {"state_dict": {f"module.{k}": v for k, v in s.items()}, "args": argparse.Namespace(lr=1)},
+        lambda s: {f"_orig_mod.{k}": v for k, v in s.items()},
+        lambda s: {f"_orig_mod.module.{k}": v for k, v in s.items()},
+        lambda s: {"model": {"state_dict": {f"module._orig_mod.{k}": v for k, v in s.items()}}},
+    ],
+)
+def test_wrappers_and_prefixes_are_understood(tmp_path, trained, wrap):
+    torch.save(wrap(trained.state_dict()), tmp_path / "weights.pth")
+    assert equal(read_weights(tmp_path / "weights.pth"), dict(trained.state_dict()))
+
+
+def test_safetensors_are_read(tmp_path, trained):
+    save_file(trained.state_dict(), tmp_path / "weights.safetensors")
+    assert equal(read_weights(tmp_path / "weights.safetensors"), dict(trained.state_dict()))
+
+
+def test_everything_but_the_replaced_kernels_is_kept_exactly(tmp_path, monkeypatch, trained):
+    monkeypatch.chdir(tmp_path)
+    save_file(trained.state_dict(), "weights.safetensors")
+    run(TINY, "--checkpoint", "weights.safetensors", "--quiet", "--output", "out")
+    converted = load_converted("out")
+    replaced = {name + ".weight" for name, m in converted.named_modules() if isinstance(m, DclsConv2d)}
+    own, old = converted.state_dict(), trained.state_dict()
+    assert len(replaced) == 9
+    assert all(torch.equal(own[name], old[name]) for name in old.keys() - replaced)
+
+
+def test_replaced_kernels_keep_their_largest_cells_over_the_tie_group(trained):
+    kernels = {name: m.weight.detach().clone() for name, m in trained.named_modules() if name.endswith("conv_dw")}
+    report = dcls_convert.convert_(trained, dilated_size=11, init="largest")
+    for group in {row.tie_group for row in report.layers if row.tie_group}:
+        names = [row.name for row in report.layers if row.tie_group == group]
+        energy = sum(kernels[name].square() for name in names).flatten(1)
+        count = report.layers[0].kernel_count
+        kept = torch.zeros_like(energy, dtype=torch.bool).scatter(1, energy.topk(count).indices, True)
+        for name in names:
+            expected = torch.where(kept, kernels[name].flatten(1), 0).unflatten(1, (1, 7, 7))
+            found = trained.get_submodule(name).kernel()
+            assert torch.equal(found[:, :, 2:9, 2:9], expected)
+            assert found.count_nonzero() == expected.count_nonzero()  # nothing outside the old kernel
+
+
+def test_with_every_cell_kept_the_network_is_the_old_one(trained):
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        before = trained(x)
+        dcls_convert.convert_(trained, dilated_size=17, kernel_count=49)
+        # The same products in another order of summation, float32.
+        torch.testing.assert_close(trained(x), before, rtol=1e-4, atol=1e-4)
+
+
+def test_another_head_starts_afresh_and_says_so(tmp_path, monkeypatch, trained, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_file(trained.state_dict(), "weights.safetensors")
+    run(TINY, "--checkpoint", "weights.safetensors", "--num-classes", "5", "--output", "out")
+    assert "note: head.fc.weight has another shape in the checkpoint" in capsys.readouterr().err
+    converted = load_converted("out")
+    assert converted.num_classes == 5
+    assert torch.equal(converted.stem[0].weight, trained.stem[0].weight)
+
+
+def test_mismatches_leave_the_model_alone(trained):
+    other = timm.create_model(TINY)
+    before = {name: t.clone() for name, t in other.state_dict().items()}
+    state = dict(trained.state_dict())
+    del state["stem.0.bias"]
+    with pytest.raises(CheckpointError, match=r"lacks stem\.0\.bias$"):
+        load_weights_(other, state, "file")
+    with pytest.raises(CheckpointError, match=r"stem\.0\.bias has shape \(3,\), the model needs \(24,\)"):
+        load_weights_(other, state | {"stem.0.bias": torch.zeros(3)}, "file")
+    assert equal(other.state_dict(), before)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch, trained):
+    """A hub client that serves one repository from a folder, and notes what was asked for."""
+    folder = tmp_path / "hub"
+    timm.models.save_for_hf(trained, folder, safe_serialization=True)
+    asked: list[str] = []
+
+    def download(repo_id=None, filename=None, **_options):
+        asked.append(f"{repo_id}/{filename}")
+        return str(folder / filename)
+
+    monkeypatch.setattr("timm.models._hub.hf_hub_download", download)
+    monkeypatch.chdir(tmp_path)
+    return asked
+
+
+def test_pretrained_comes_through_timm(hub, trained):
+    run(TINY, "--pretrained", "--quiet", "--output", "out")
+    assert hub == [f"timm/{trained.pretrained_cfg['hf_hub_id'].removeprefix('timm/')}/model.safetensors"]
+    assert torch.equal(load_converted("out").stem[0].weight, trained.stem[0].weight)
+
+
+def test_hub_repositories_and_local_folders_are_models(hub, tmp_path, trained):
+    run("hf-hub:someone/model", "--pretrained", "--quiet", "--output", "from-hub")
+    run(f"local-dir:{tmp_path / 'hub'}", "--pretrained", "--quiet", "--output", "from-folder")
+    plans = [json.loads((tmp_path / name / "plan.json").read_text()) for name in ("from-hub", "from-folder")]
+    assert {plan["model"] for plan in plans} == {f"timm:{TINY}"}  # rebuilt without the hub
+    shutil.rmtree(tmp_path / "hub")
+    for name in ("from-hub", "from-folder"):
+        assert torch.equal(load_converted(tmp_path / name).stem[0].weight, trained.stem[0].weight)
+
+
+def test_unreachable_weights_are_one_line(tmp_path, monkeypatch, capsys):
+    def download(*_args, **_options):
+        raise ConnectionError("the hub\ncannot be reached")
+
+    monkeypatch.setattr("timm.models._hub.hf_hub_download", download)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main([TINY, "--pretrained"])
+    assert stopped.value.code == 2
+    assert "its pretrained weights cannot be had: ConnectionError: the hub cannot be reached" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torchvision_weights_come_through_its_own_loader(tmp_path, monkeypatch):
+    import torchvision
+
+    torch.manual_seed(3)
+    state = torchvision.models.shufflenet_v2_x0_5(weights=None).state_dict()
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", lambda *_args, **_options: state)
+    monkeypatch.chdir(tmp_path)
+    run("torchvision:shufflenet_v2_x0_5", "--pretrained", "--dilated-size", "9", "--quiet", "--output", "out")
+    assert torch.equal(load_converted("out").conv1[0].weight, state["conv1.0.weight"])
+
+
+def test_a_module_that_asks_for_the_version_of_its_format_loads_from_files_that_keep_none(tmp_path):
+    """torchvision's MNASNet does."""
+    model = torchvision.models.get_model("mnasnet0_5", num_classes=3)
+    report = dcls_convert.convert_(model, init="largest", input_size=(3, 64, 64))
+    plan = replace(report.plan, model="torchvision:mnasnet0_5", model_args={"num_classes": 3})
+    dcls_convert.save_converted(model, plan, tmp_path / "out")
+    loaded = dcls_convert.load_converted(tmp_path / "out")
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())

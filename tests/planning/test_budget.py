@@ -1,0 +1,352 @@
+"""The count rule as a law: the solved count keeps to the budget, one more does not. And the paper's numbers."""
+
+import functools
+import math
+import re
+from fractions import Fraction
+
+import pytest
+import timm
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcls_convert.errors import PlanError
+from dcls_convert.layers.geometry import conv_macs
+from dcls_convert.networks.sites import find_convs
+from dcls_convert.planning.budget import LayerCost, parse_percent, solve_counts
+from dcls_convert.planning.planner import plan_conversion
+from dcls_convert.planning.rules import parse_rules
+from dcls_convert.reports.report import predict_report
+
+HUNDREDTH_OF_A_PERCENT = Fraction(1, 10_000)
+
+laws = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+
+
+# An oracle that counts parameters one element at a time, and knows no formula.
+
+
+def parameters(layers, counts):
+    """Weights of every layer, and the coordinates of every tie group once."""
+    weights = sum(layer.lines for layer in layers for _ in range(counts[layer.name]))
+    owners = {layer.tie_group or layer.name: layer for layer in layers}
+    return weights + sum(
+        owner.lines * owner.coordinates for owner in owners.values() for _ in range(counts[owner.name])
+    )
+
+
+def all_counts(layers, free_count):
+    return {layer.name: free_count if layer.given_count is None else layer.given_count for layer in layers}
+
+
+def largest_count(layers, limit):
+    """By trial: the largest count for the layers that have none; None where all of them have one."""
+    cells = [layer.cells for layer in layers if layer.given_count is None]
+    tried = range(1, min(cells, default=0) + 1)
+    fitting = [count for count in tried if parameters(layers, all_counts(layers, count)) <= limit]
+    return max(fitting, default=0) if cells else None
+
+
+@st.composite
+def layer_costs(draw, with_given=True):
+    """Layers of up to three units, in tie groups and alone; a group has one shape, and one given count or none."""
+    layers = []
+    for index in range(draw(st.integers(1, 5))):
+        size, kernel_cells = draw(st.integers(1, 4)), draw(st.integers(1, 12))
+        lines, coordinates = draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 3, 4, 6]))
+        cells = draw(st.integers(1, 25))
+        given_count = draw(st.none() | st.integers(1, cells)) if with_given else None
+        tied, unit = size > 1 and draw(st.booleans()), draw(st.sampled_from("abc"))
+        layers += [
+            LayerCost(
+                name=f"layer{index}.{member}",
+                unit=unit,
+                tie_group=f"group{index}" if tied else None,
+                lines=lines,
+                dense_weights=lines * kernel_cells,
+                coordinates=coordinates,
+                cells=cells,
+                given_count=given_count,
+            )
+            for member in range(size)
+        ]
+    return draw(st.permutations(layers))
+
+
+percentages = st.integers(1, 30_000).map(lambda hundredths: f"{hundredths / 100:.2f}")
+
+
+def by_unit(layers):
+    units = {}
+    for layer in layers:
+        units.setdefault(layer.unit, []).append(layer)
+    return units
+
+
+@given(layers=layer_costs(), percent=percentages)
+@laws
+def test_the_count_is_the_largest_within_the_budget(layers, percent):
+    share = parse_percent(percent)
+    limits = {name: math.floor(share * sum(x.dense_weights for x in unit)) for name, unit in by_unit(layers).items()}
+    wanted = {name: largest_count(unit, limits[name]) for name, unit in by_unit(layers).items()}
+    if 0 in wanted.values():
+        with pytest.raises(PlanError, match="admits no element"):
+            solve_counts(layers, share)
+        return
+    budget = solve_counts(layers, share)
+    assert budget.counts == {
+        name: n for key, unit in by_unit(layers).items() for name, n in all_counts(unit, wanted[key]).items()
+    }
+    assert {unit.name: unit.limit for unit in budget.units} == limits
+    assert budget.limit == sum(limits.values())
+    assert budget.used == parameters(layers, budget.counts)
+    for unit in budget.units:
+        members = by_unit(layers)[unit.name]
+        assert unit.used == parameters(members, budget.counts)
+        assert unit.slack == unit.limit - unit.used
+        same = {
+            budget.counts[layer.name] for layer in members if wanted[unit.name] is None or layer.given_count is None
+        }
+        assert {unit.kernel_count} == (same if len(same) == 1 else {None})
+
+
+@given(layers=layer_costs(with_given=False), percent=percentages)
+@laws
+def test_the_exact_count_would_use_the_budget_up(layers, percent):
+    """And the count is that rounded down, or the window's cells where that is less."""
+    try:
+        budget = solve_counts(layers, parse_percent(percent))
+    except PlanError:
+        return
+    for unit in budget.units:
+        members = by_unit(layers)[unit.name]
+        assert unit.exact_count * parameters(members, dict.fromkeys(budget.counts, 1)) == unit.limit
+        assert unit.kernel_count == min([math.floor(unit.exact_count), *(layer.cells for layer in members)])
+
+
+@given(layers=layer_costs(), hundredths=st.integers(1, 300))
+@laws
+def test_the_smallest_budget_that_is_named_does_and_less_does_not(layers, hundredths):
+    share = hundredths * HUNDREDTH_OF_A_PERCENT
+    try:
+        solve_counts(layers, share)
+    except PlanError as error:
+        named = parse_percent(re.fullmatch(r".*the smallest budget that does is (\S+) %", str(error))[1])
+        assert named > share
+        assert min(solve_counts(layers, named).counts.values()) >= 1
+        with pytest.raises(PlanError, match="admits no element"):
+            solve_counts(layers, named - HUNDREDTH_OF_A_PERCENT)
+
+
+@given(layers=layer_costs())
+@laws
+def test_units_do_not_borrow_from_each_other(layers):
+    """Solving units together is solving each by itself."""
+    try:
+        together = solve_counts(layers, Fraction(1))
+    except PlanError:
+        return
+    for unit in together.units:
+        (alone,) = solve_counts(by_unit(layers)[unit.name], Fraction(1)).units
+        assert alone == unit
+
+
+def cost(name="a", **changes):
+    values = {"unit": "model", "tie_group": None, "lines": 4, "dense_weights": 36, "coordinates": 2, "cells": 49}
+    return LayerCost(name=name, **(values | changes))
+
+
+def test_a_given_count_over_the_budget_is_kept_and_shows_as_negative_slack():
+    budget = solve_counts([cost(given_count=4)], Fraction(1))
+    (unit,) = budget.units
+    assert (unit.kernel_count, unit.used, unit.limit, unit.slack) == (4, 48, 36, -12)
+    assert unit.exact_count == 3
+
+
+def test_given_counts_that_leave_nothing_for_the_rest_are_refused():
+    """4 * 3 * 5 = 60 of 72 parameters are spent; the free layer needs 12, and has them at a hundred percent alone."""
+    spent = [cost("a", given_count=5), cost("b")]
+    assert solve_counts(spent, Fraction(1)).counts == {"a": 5, "b": 1}
+    with pytest.raises(PlanError, match=r"a budget of 99.99 % admits no element in model; .* is 100 %"):
+        solve_counts(spent, Fraction("0.9999"))
+
+
+def test_a_count_above_the_cells_is_refused_with_the_most_that_fits():
+    message = re.escape("a: kernel count 50 is more than the 49 cells of its window; use 49 or fewer")
+    with pytest.raises(PlanError, match=message):
+        solve_counts([cost(given_count=50)], Fraction(1))
+
+
+def test_several_units_without_an_element_are_counted_in_one_line():
+    layers = [cost(name, unit=name, dense_weights=weights) for name, weights in [("a", 8), ("b", 4), ("c", 36)]]
+    with pytest.raises(PlanError) as error:
+        solve_counts(layers, Fraction(1))
+    assert str(error.value) == (
+        "a budget of 100 % admits no element in a and 1 more; the smallest budget that does is 300 %"
+    )
+
+
+# Percentages.
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("33.333333", Fraction(33_333_333, 100_000_000)),
+        ("0.01", Fraction(1, 10_000)),
+        ("99.5", Fraction(199, 200)),
+        ("1e2", Fraction(1)),
+        ("250", Fraction(5, 2)),
+        (100, Fraction(1)),
+        (100.0, Fraction(1)),
+        (0.1, Fraction(1, 1000)),  # what was written, not the binary number next to it
+        (33.333333, Fraction(33_333_333, 100_000_000)),
+    ],
+)
+def test_a_percentage_is_read_exactly(text, share):
+    assert parse_percent(text) == share
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *["", "abc", "12%", "1/3", "0", "-5", "nan", "inf", "-inf", "1,5", 0, -0.5, None, True],
+        *["1e99999999999", "1e-99999999999"],  # as exact numbers, these would fill the memory
+    ],
+)
+def test_what_is_no_percentage_above_0_is_refused_in_one_line(text):
+    with pytest.raises(PlanError, match=r"percentage (above 0|from [\d.]+ to \d+)") as error:
+        parse_percent(text)
+    assert str(text) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("percent", "limit"), [("33.333333", 999_999), ("33.3333334", 1_000_000), ("66.666667", 2_000_000)]
+)
+def test_a_limit_is_rounded_down_once_and_from_the_exact_product(percent, limit):
+    layer = cost(lines=1, dense_weights=3_000_000)
+    assert solve_counts([layer], parse_percent(percent)).limit == limit
+
+
+def test_macs_of_a_convolution_are_positions_times_weights():
+    """The stem of ConvNeXt-T at 224: 56 x 56 positions, 96 filters of 3 x 4 x 4."""
+    assert conv_macs(56 * 56, 96, 3, (4, 4)) == 14_450_688
+
+
+# The paper's numbers.
+
+CONVNEXT = {  # depth and width of the stages
+    "convnext_tiny": ((3, 3, 9, 3), (96, 192, 384, 768)),
+    "convnext_small": ((3, 3, 27, 3), (96, 192, 384, 768)),
+    "convnext_base": ((3, 3, 27, 3), (128, 256, 512, 1024)),
+}
+
+
+@functools.cache
+def convs_of(name):
+    with torch.device("meta"):
+        return find_convs(timm.create_model(name))
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "options", "counts"),
+    [
+        ("convnext_tiny", 17, {}, [34]),
+        ("convnext_small", 17, {}, [40]),
+        ("convnext_base", 17, {}, [40]),
+        ("convnext_tiny", 17, {"scope": "stage"}, [29, 29, 40, 29]),
+        ("convnext_tiny", 17, {"scope": "layer"}, [29, 29, 40, 29]),  # a tie group counts as one layer
+        ("convnext_tiny", 17, {"tie": "none"}, [16]),
+        ("convnext_tiny", 17, {"scope": "layer", "tie": "none"}, [16] * 18),
+        ("convnext_tiny", 17, {"interpolation": "gaussian"}, [26]),
+        ("convnext_small", 17, {"interpolation": "gaussian"}, [34]),
+        ("convnext_base", 17, {"interpolation": "gaussian"}, [34]),
+        ("convnext_tiny", 17, {"interpolation": "triangle"}, [26]),
+        ("resnet50", 7, {}, [5]),
+        ("resnet50", 7, {"tie": "none"}, [3]),
+    ],
+)
+def test_counts_of_the_paper(model, size, options, counts):
+    plan = plan_conversion(convs_of(model), dilated_size=size, **options)
+    assert [unit.kernel_count for unit in plan.budget] == counts
+    assert {layer.kernel_count for layer in plan.layers} == set(counts)
+    assert sum(unit.used for unit in plan.budget) <= sum(unit.limit for unit in plan.budget)
+
+
+@pytest.mark.parametrize(("interpolation", "coordinates"), [("bilinear", 2), ("gaussian", 4)])
+@pytest.mark.parametrize("model", CONVNEXT)
+def test_exact_counts_of_convnext_follow_from_its_depths_and_widths(model, interpolation, coordinates):
+    depths, widths = CONVNEXT[model]
+    lines = sum(depth * width for depth, width in zip(depths, widths, strict=True))
+    plan = plan_conversion(convs_of(model), dilated_size=17, interpolation=interpolation)
+    (unit,) = plan.budget
+    assert unit.exact_count == Fraction(49 * lines, lines + coordinates * sum(widths))
+    assert unit.limit == 49 * lines
+
+
+def test_books_of_convnext_tiny():
+    report = predict_report(plan_conversion(convs_of("convnext_tiny"), dilated_size=17))
+    assert (report.params.before, report.params.after) == (28_589_128, 28_587_688)
+    assert (report.budget.limit, report.budget.used, report.budget.exact_count) == (324_576, 323_136, 34.15)
+    assert report.macs.before == 4_455_531_264
+    assert f"{report.macs.after / 1e9:.2f}" == "4.97"
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "count", "params", "giga_macs"),
+    [
+        ("convnext_small", 17, "auto", "50.2", "9.5"),
+        ("convnext_base", 17, "auto", "88.6", "16.5"),
+        ("resnet50", 7, "auto", "24.0", "12.3"),
+        ("resnet50", 7, 6, "26.0", "12.3"),  # given, over the budget
+    ],
+)
+def test_sizes_of_the_paper(model, size, count, params, giga_macs):
+    report = predict_report(plan_conversion(convs_of(model), dilated_size=size, kernel_count=count))
+    assert f"{report.params.after / 1e6:.1f}" == params
+    assert f"{report.macs.after / 1e9:.1f}" == giga_macs
+
+
+# From plan to budget and back.
+
+
+@pytest.mark.parametrize("scope", ["model", "stage", "layer"])
+def test_counts_that_rules_state_are_paid_from_the_same_budget(scope):
+    rules = parse_rules("""
+format: 1
+rules:
+- {match: {kind: depthwise, stage: stages.0}, kernel_count: 10}
+- {match: {kind: depthwise, stage: [stages.1, stages.2]}}
+- {match: {kind: depthwise, stage: stages.3}, kernel_count: auto}
+""")
+    plan = plan_conversion(convs_of("convnext_tiny"), rules, dilated_size=17, scope=scope)
+    assert {layer.kernel_count for layer in plan.layers if layer.stage == "stages.0"} == {10}
+    assert sum(unit.used for unit in plan.budget) == sum(
+        (layer.lines * layer.kernel_count) for layer in plan.layers
+    ) + sum(
+        layer.lines * layer.kernel_count * 2 for layer in {layer.tie_group: layer for layer in plan.layers}.values()
+    )
+    if scope == "model":  # the first stage saves, and the others have it
+        assert {layer.kernel_count for layer in plan.layers if layer.stage != "stages.0"} == {35}
+        (unit,) = plan.budget
+        assert 0 <= unit.slack < sum(layer.lines for layer in plan.layers if layer.stage != "stages.0") + 2 * 1344
+
+
+def test_a_budget_reaches_the_plan_exactly():
+    plan = plan_conversion(convs_of("convnext_tiny"), dilated_size=17, budget="33.333333")
+    assert plan.share == Fraction(33_333_333, 100_000_000)
+    assert plan.budget[0].limit == math.floor(plan.share * 324_576) == 108_191
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "34", None, 17 * 17 + 1])
+def test_a_kernel_count_that_cannot_be_is_refused(count):
+    with pytest.raises(PlanError, match=r"kernel count"):
+        plan_conversion(convs_of("convnext_tiny"), dilated_size=17, kernel_count=count)
+
+
+@pytest.mark.parametrize("percent", ["1e3", "100000"])
+def test_no_count_exceeds_the_cells_of_the_window(percent):
+    plan = plan_conversion(convs_of("convnext_tiny"), dilated_size=9, budget=percent)
+    assert {layer.kernel_count for layer in plan.layers} == {81}

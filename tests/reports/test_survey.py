@@ -1,0 +1,417 @@
+"""`dcls-convert models`: what would become of the models of both registries; and all of them, marked `zoo`."""
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import timm
+import torchvision
+from torch import nn
+
+from dcls_convert.cli.app import main
+from dcls_convert.cli.models_run import suitable_workers, survey_models
+from dcls_convert.errors import ModelError
+from dcls_convert.networks.sites import find_convs
+from dcls_convert.networks.source import ModelSource, build_model, registry_names, stated_input_size
+from dcls_convert.reports.report import Change
+from dcls_convert.reports.survey import ModelRow, SurveyOptions, names_matching, survey_model
+from dcls_convert.reports.survey_view import CSV_COLUMNS, summary, summary_line, survey_csv, survey_json
+
+from ..conftest import TINY
+
+KNOWN = ["timm:bat", "timm:resnet18", "timm:resnet18d", "torchvision:resnet18", "torchvision:vgg11"]
+
+
+@pytest.fixture(autouse=True)
+def _handlers_as_they_were():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """The command without processes, for speed; what they do has tests of its own."""
+
+    def survey(names, options, *, workers=None, timeout=None, advance=lambda row: None):
+        rows = [survey_model(name, options) for name in names]
+        for row in rows:
+            advance(row)
+        return rows
+
+    monkeypatch.setattr("dcls_convert.cli.models_run.survey_models", survey)
+
+
+def run(*arguments, code=0):
+    with pytest.raises(SystemExit) as stopped:
+        main(["models", *arguments])
+    assert stopped.value.code == code
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    {
+        None: KNOWN,
+        "*": KNOWN,
+        "timm:*": KNOWN[:3],
+        "torchvision:*": KNOWN[3:],
+        "resnet18": ["timm:resnet18", "torchvision:resnet18"],  # a name, so not resnet18d
+        "timm:resnet18": ["timm:resnet18"],
+        "resnet": ["timm:resnet18", "timm:resnet18d", "torchvision:resnet18"],  # a part of names
+        "timm:net": ["timm:resnet18", "timm:resnet18d"],
+        "resnet*": ["timm:resnet18", "timm:resnet18d", "torchvision:resnet18"],
+        "*18": ["timm:resnet18", "torchvision:resnet18"],
+        "[rv]*1?": ["timm:resnet18", "torchvision:resnet18", "torchvision:vgg11"],
+        "ResNet18D": ["timm:resnet18d"],
+    }.items(),
+)
+def test_patterns(pattern, found):
+    assert names_matching(pattern, KNOWN) == found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    {
+        "resnet81": "resnet18",
+        "timm:resnet1_*": "resnet18",
+        "vgg12": "vgg11",
+        "torchvision:bat": "bat",
+        "": None,
+        "no such thing": None,
+        "resnet?": "resnet18",
+    }.items(),
+)
+def test_a_pattern_that_matches_nothing_names_what_is_near(pattern, near):
+    with pytest.raises(ModelError, match="no model of timm or torchvision matches") as error:
+        names_matching(pattern, KNOWN)
+    assert (f"did you mean {near!r}" in str(error.value)) == (near is not None)
+    assert "\n" not in str(error.value)
+
+
+def test_registry_names_are_those_of_the_libraries_in_order():
+    names = registry_names()
+    of = {prefix: [name for name in names if name.startswith(prefix)] for prefix in ("timm:", "torchvision:")}
+    assert names == of["timm:"] + of["torchvision:"]
+    assert of["timm:"] == sorted(f"timm:{name}" for name in timm.list_models() if name != "dcls")
+    assert of["torchvision:"] == sorted(f"torchvision:{name}" for name in torchvision.models.list_models())
+
+
+# torchvision's input sizes.
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    {
+        "resnet50": (3, 224, 224),
+        "inception_v3": (3, 299, 299),
+        "efficientnet_b7": (3, 600, 600),
+        "vit_h_14": (3, 224, 224),  # its weights are for 518 pixels, without them it is built for 224
+        "deeplabv3_mobilenet_v3_large": (3, 520, 520),
+        "fasterrcnn_mobilenet_v3_large_320_fpn": (3, 320, 320),
+        "retinanet_resnet50_fpn_v2": (3, 800, 800),
+        "ssd300_vgg16": (3, 300, 300),
+        "r3d_18": (3, 16, 112, 112),
+        "s3d": (3, 16, 224, 224),
+        "raft_small": (3, 224, 224),  # nothing is stated
+    }.items(),
+)
+def test_stated_input_sizes(name, size):
+    source = ModelSource(name=f"torchvision:{name}")
+    assert stated_input_size(source, build_model(source, device="meta")) == size
+
+
+def test_only_torchvisions_models_need_a_size_from_elsewhere():
+    source = ModelSource(name=f"timm:{TINY}")
+    model = build_model(source, device="meta")
+    assert stated_input_size(source, model) is None
+    assert stated_input_size(ModelSource(name="mine:build"), model) is None, "a model of timm, from the user's factory"
+    assert stated_input_size(ModelSource(name="mine:build"), nn.Identity()) == (3, 224, 224)
+
+
+@pytest.mark.parametrize(
+    "name",
+    "efficientnet_b1 lraspp_mobilenet_v3_large mc3_18 mvit_v1_b swin3d_t regnet_y_128gf "
+    "ssd300_vgg16 ssdlite320_mobilenet_v3_large fcos_resnet50_fpn retinanet_resnet50_fpn".split(),
+)
+def test_macs_are_those_that_torchvision_states(name):
+    """At the stated size; for detectors too, which do not run to their end without an image."""
+    source = ModelSource(name=f"torchvision:{name}")
+    model = build_model(source, device="meta")
+    convs = find_convs(model, stated_input_size(source, model))
+    stated = torchvision.models.get_model_weights(name).DEFAULT.meta["_ops"]
+    assert convs.macs / 1e9 == pytest.approx(stated, abs=0.0011)
+
+
+def test_macs_that_depend_on_the_image_are_not_counted():
+    row = survey_model("torchvision:maskrcnn_resnet50_fpn", SurveyOptions())
+    assert (row.status, row.macs) == ("planned", Change(before=None, after=None))
+    assert "what a MaskRCNN computes depends on how many regions it finds" in row.macs_note
+
+
+def test_models_whose_factory_calculates_with_tensors_are_planned_without_their_weights():
+    model = build_model(ModelSource(name="torchvision:regnet_y_400mf"), device="meta")
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+# One model.
+
+
+def test_a_planned_model_has_the_papers_numbers():
+    row = survey_model("timm:convnext_tiny", SurveyOptions(dilated_size=17))
+    assert row.status == "planned"
+    assert row.reason is None
+    assert dict(row.convs) == {"depthwise 7x7": 18, "dense 2x2": 3, "dense 4x4 in the stem": 1}
+    assert row.replaced == (("depthwise 7x7", 18),)
+    assert (row.kernel_counts, row.dilated_sizes) == ((34,), ((17, 17),))
+    assert row.params == Change(before=28_589_128, after=28_587_688)
+    assert row.macs.before == 4_455_531_264
+
+
+def test_a_model_in_which_nothing_matches_says_what_it_has():
+    row = survey_model("torchvision:vit_b_16", SurveyOptions())
+    assert row.status == "nothing matches"
+    assert "it has 1 dense 16x16 in the stem" in row.reason
+    assert row.params.before == 86_567_656
+    assert row.params.after is row.macs.after is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dilated_size": 16}, "window 16 (axis 0 of 16x16) must be odd as the kernel 7 is"),
+        ({"dilated_size": (17,)}, "17"),
+        ({"budget": "0.01"}, "admits no element"),
+        ({"input_size": (3, 1, 1)}, "input size 3x1x1"),
+        ({"input_size": (3, 16, 112, 112)}, "the model is 2-D"),
+    ],
+)
+def test_what_the_user_asks_for_does_not_fit(options, says):
+    row = survey_model(f"timm:{TINY}", SurveyOptions(**options))
+    assert row.status == "does not fit"
+    assert says in row.reason
+
+
+def test_a_model_that_cannot_be_built_has_failed(monkeypatch):
+    monkeypatch.setattr("timm.create_model", lambda *_, **__: 1 / 0)
+    row = survey_model(f"timm:{TINY}", SurveyOptions())
+    assert row.status == "failed"
+    assert "ZeroDivisionError" in row.reason
+
+
+# The command.
+
+SMALL = f"timm:{TINY}*"
+
+
+def test_table(capsys, here):
+    run(SMALL)
+    out, err = capsys.readouterr()
+    (line,) = [line for line in out.splitlines() if line.startswith(f"timm:{TINY} ")]
+    row = survey_model(f"timm:{TINY}", SurveyOptions())
+    assert "9 depthwise 7x7 → 17x17" in line
+    assert f" {row.kernel_counts[0]} " in line
+    names = names_matching(SMALL)
+    assert out.splitlines()[-1] == f"{len(names)} models: {len(names)} planned, 0 nothing matches, 0 failed"
+    assert err == ""
+
+
+def test_json_is_all_of_stdout(capsys, here):
+    run(SMALL, "--json", "--dilated-size", "9", "--scope", "stage")
+    out, err = capsys.readouterr()
+    data = json.loads(out)
+    assert list(data) == ["format", "options", "models", "summary"]
+    assert data["format"] == 1
+    assert data["options"] == {
+        "pattern": SMALL,
+        "dilated_size": 9,
+        "rules": "auto",
+        "budget": 100.0,
+        "scope": "stage",
+        "tie": "stage",
+        "interpolation": None,
+        "input_size": None,
+    }
+    options = SurveyOptions(dilated_size=9, scope="stage")
+    names = names_matching(SMALL)
+    assert data["models"] == [json.loads(json.dumps(survey_model(name, options).to_dict())) for name in names]
+    assert data["summary"] == {
+        "models": len(names),
+        "planned": len(names),
+        "nothing_matches": 0,
+        "does_not_fit": 0,
+        "failed": 0,
+    }
+    assert err.splitlines()[-1].startswith(f"{len(names)} models: ")
+
+
+def test_csv_has_the_numbers_of_the_json(capsys, here):
+    run("resnet18", "--csv")
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    run("resnet18", "--json")
+    models = json.loads(capsys.readouterr().out)["models"]
+    assert [row["name"] for row in rows] == ["timm:resnet18", "torchvision:resnet18"]
+    for row, model in zip(rows, models, strict=True):
+        assert tuple(row) == CSV_COLUMNS
+        assert int(row["params_after"]) == model["params"]["after"]
+        assert int(row["macs_after"]) == model["macs"]["after"]
+        assert row["reason"] == ""
+
+
+def test_json_and_csv_tell_every_field():
+    """Of a row, so that none is forgotten when one is added."""
+    full = ModelRow(
+        name="timm:a",
+        status="failed",
+        reason='a "quoted", reason',
+        convs=(("dense 3x3", 2),),
+        replaced=(("dense 3x3", 1),),
+        dilated_sizes=((7, 7),),
+        kernel_counts=(5, 6),
+        rules="mine.yaml",
+        input_size=(3, 8, 8),
+        params=Change(before=10, after=9),
+        macs=Change(before=20, after=30),
+        macs_note="a note",
+    )
+    empty = ModelRow(name="timm:b", status="failed")
+    assert all(
+        getattr(full, field.name) != getattr(empty, field.name) or field.name == "status"
+        for field in dataclasses.fields(full)
+    )
+    lines = list(csv.DictReader(io.StringIO(survey_csv([full, empty]))))
+    objects = json.loads(survey_json([full, empty], SurveyOptions(), None))["models"]
+    assert all(lines[0].values())
+    assert {key for key, value in lines[1].items() if value} == {"name", "status"}
+    assert all(value for value in objects[0].values())
+    assert lines[0]["reason"] == objects[0]["reason"] == full.reason
+    assert objects[0].keys() == objects[1].keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    {
+        ("resnot50",): "did you mean 'resnet50",
+        ("--json", "--csv"): "--json and --csv exclude each other",
+        ("--jobs", "0"): "--jobs '0' must be an integer from 1",
+        ("--timeout", "soon"): "--timeout 'soon' must be an integer from 1",
+        ("--budget", "much"): "budget 'much' must be a percentage",
+        ("--rules", "no.yaml"): "no.yaml",
+        ("--dilated-size", "big"): "--dilated-size 'big' is not a size",
+        ("--input-size", "224"): "--input-size '224'",
+    }.items(),
+)
+def test_mistakes_are_one_line_and_exit_code_2(capsys, arguments, says):
+    run(*arguments, code=2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert says in line
+
+
+def test_an_option_that_the_rules_overrule_is_refused_once(capsys, tmp_path):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("format: 1\nrules:\n- {match: {kind: depthwise}, dilated_kernel_size: 9}\n")
+    run("--rules", str(rules), "--dilated-size", "11", code=2)
+    assert "the dilated size given has no effect" in capsys.readouterr().err
+
+
+def test_a_failure_is_listed_and_exit_code_1(capsys, monkeypatch, here):
+    def fails(name, options):
+        return ModelRow(name=name, status="failed", reason="its process was killed [by] SIGKILL")
+
+    monkeypatch.setattr(sys.modules[__name__], "survey_model", fails)
+    line = f"failed: timm:{TINY}: its process was killed [by] SIGKILL"
+    run(f"timm:{TINY}", code=1)
+    assert line in capsys.readouterr().out.splitlines()
+    run(f"timm:{TINY}", "--csv", code=1)
+    assert line in capsys.readouterr().err.splitlines()
+
+
+def test_progress_tells_of_failures(capsys, monkeypatch, here):
+    monkeypatch.setattr("dcls_convert.cli.models_run.SECONDS_A_LINE", 0)
+    run(f"timm:{TINY}")
+    assert capsys.readouterr().err == "models: 1 of 1\n"
+
+
+# Processes.
+
+
+def test_processes_give_the_rows_in_the_order_of_names():
+    names = ["torchvision:resnet18", "timm:resnet18", f"timm:{TINY}", "timm:no_such_model", "torchvision:vit_b_32"]
+    options = SurveyOptions(budget=90)
+    seen = []
+    rows = survey_models(names, options, workers=2, timeout=60, advance=seen.append)
+    assert rows == [survey_model(name, options) for name in names]
+    assert sorted(row.name for row in seen) == sorted(names)
+    assert [row.status for row in rows] == ["planned"] * 3 + ["failed", "nothing matches"]
+
+
+def test_workers_suit_the_work():
+    assert suitable_workers(1) == suitable_workers(8) == 1
+    assert 1 <= suitable_workers(10_000) <= (os.cpu_count() or 1)
+
+
+def test_ctrl_c_is_one_line_and_leaves_no_process(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dcls_convert", "models", "--jobs", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(_children(process.pid)) < 3 and time.monotonic() < deadline:  # two workers and a tracker of resources
+        time.sleep(0.05)
+    children = _children(process.pid)
+    assert len(children) >= 3
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert err.splitlines() == ["error: interrupted; nothing was left behind"]
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def _children(pid):
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+# All of them.
+
+
+@pytest.mark.zoo
+def test_every_model_of_both_registries_is_planned_or_says_why_not():
+    started = time.monotonic()
+    names = names_matching(None)
+    rows = survey_models(names, SurveyOptions(), workers=2, timeout=120)
+    print(f"\n{summary_line(rows)}; {time.monotonic() - started:.0f} s")
+    assert [row.name for row in rows] == names
+    assert len(names) == len(timm.list_models()) - timm.is_model("dcls") + len(torchvision.models.list_models())
+    assert [f"{row.name}: {row.reason}" for row in rows if row.status not in ("planned", "nothing matches")] == []
+    counts = summary(rows)
+    assert counts["planned"] + counts["nothing matches"] == counts["models"] == len(names)
+    for row in rows:
+        if row.status == "planned":
+            assert row.replaced, row
+            assert row.params.after <= row.params.before, row
+        else:
+            assert "it has" in row.reason, row
+        assert (row.macs.before is None) == (row.macs_note is not None), row

@@ -1,0 +1,653 @@
+"""What the authors' package trained lands in our layers without loss: their layers against ours, two families end to
+end, and files that do not fit.
+
+Axes: O output channels, I input channels per group, E kernel elements, A spatial axes.
+"""
+
+import itertools
+import json
+import re
+
+import DCLS.construct.modules as authors
+import pytest
+import timm
+import torch
+import torchvision
+from timm.models.resnet import Bottleneck, ResNet
+from torch import nn
+
+import dcls_convert
+from dcls_convert.cli.app import main
+from dcls_convert.errors import CheckpointError
+from dcls_convert.layers.dcls_conv import DclsConvNd
+from dcls_convert.networks.source import with_names_of
+from dcls_convert.surgery.authors import element_state, sort_weights
+
+from ..conftest import TINY
+
+FLOAT64_ATOL = 1e-10  # their normaliser, were it left out, would make 1e-7
+FLOAT32_TOLERANCE = 1e-5
+CLASSES, COUNT = 1000, 5
+DIMS, DEPTHS = (24, 32, 48, 64), (1, 2, 4, 2)  # of TINY
+SMALL = ("--input-size", "3x64x64")  # for speed
+RESNET = f"{__name__}:resnet"
+INTERPOLATIONS = {"v0": "bilinear", "v1": "bilinear", "max": "triangle", "gauss": "gaussian"}
+CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+def random_places_(layer, generator):
+    """Places all over the window of one of their layers, its borders included, and spreads of both signs."""
+    with torch.no_grad():
+        for places, side in zip(layer.P, layer.dilated_kernel_size, strict=True):
+            places.uniform_(-(side // 2), (side - 1) // 2, generator=generator)
+            places.flatten()[:2] = torch.tensor([-(side // 2), (side - 1) // 2])
+        if layer.SIG is not None:
+            layer.SIG.uniform_(-1.5, 1.5, generator=generator)
+
+
+# --- Stand-ins for their networks
+
+
+class OriginalBlock(nn.Module):
+    """A ConvNeXt block in the original naming, with their layer or a dense 7x7."""
+
+    def __init__(self, width, version):
+        super().__init__()
+        options = {"padding": 8, "dilated_kernel_size": 17, "groups": width, "version": version}
+        self.dwconv = (
+            authors.Dcls2d(width, width, kernel_count=COUNT, **options)
+            if version
+            else nn.Conv2d(width, width, 7, padding=3, groups=width)
+        )
+        self.norm = nn.LayerNorm(width, eps=1e-5)
+        self.pwconv1, self.pwconv2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.gamma = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        y = self.norm(self.dwconv(x).permute(0, 2, 3, 1))
+        y = self.pwconv2(nn.functional.gelu(self.pwconv1(y), approximate="tanh"))
+        return x + (self.gamma * y).permute(0, 3, 1, 2)
+
+
+class OriginalNorm(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class OriginalConvNeXt(nn.Module):
+    """ConvNeXt in the original naming, in the dimensions of timm's TINY."""
+
+    def __init__(self, version):
+        super().__init__()
+        steps = [(3, DIMS[0], 4), *((before, after, 2) for before, after in itertools.pairwise(DIMS))]
+        convs = [nn.Conv2d(before, after, side, stride=side) for before, after, side in steps]
+        norms = [OriginalNorm(DIMS[max(index - 1, 0)], eps=1e-5) for index in range(4)]
+        parts = [(convs[0], norms[0]), *((norms[index], convs[index]) for index in (1, 2, 3))]
+        self.downsample_layers = nn.ModuleList(nn.Sequential(*pair) for pair in parts)
+        self.stages = nn.ModuleList(
+            nn.Sequential(*(OriginalBlock(width, version) for _ in range(depth)))
+            for width, depth in zip(DIMS, DEPTHS, strict=True)
+        )
+        self.norm = nn.LayerNorm(DIMS[-1], eps=1e-5)
+        self.head = nn.Linear(DIMS[-1], CLASSES)
+
+    def forward(self, x):
+        for downsample, stage in zip(self.downsample_layers, self.stages, strict=True):
+            x = stage(downsample(x))
+        return self.head(self.norm(x.mean((-2, -1))))
+
+
+def trained_(model, stages):
+    """Weights that are no initialisation, and places that are the same in every layer of a stage, as they do."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if not name.endswith(("P", "SIG")):
+                tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_var"):
+                buffer.copy_(torch.rand(buffer.shape, generator=generator) * 4 + 2)
+    for stage in stages:
+        shared = {}
+        for layer in stage.modules():
+            if isinstance(layer, authors.Dcls2d):
+                first = shared.setdefault(layer.weight.shape, layer)
+                if first is layer:
+                    random_places_(layer, generator)
+                layer.P, layer.SIG = first.P, first.SIG
+    return model.eval()
+
+
+def convnext(version):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = OriginalConvNeXt(version)
+    return trained_(model, model.stages)
+
+
+def resnet(num_classes=CLASSES):
+    """timm's, to be converted."""
+    return ResNet(Bottleneck, (1, 2, 1, 1), num_classes=num_classes, base_width=8)
+
+
+def authors_resnet(version):
+    """torchvision's, every 3x3 of whose blocks is their layer."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        blocks = torchvision.models.resnet.Bottleneck
+        model = torchvision.models.ResNet(blocks, [1, 2, 1, 1], num_classes=CLASSES, width_per_group=8)
+        stages = [model.layer1, model.layer2, model.layer3, model.layer4]
+        for block in (block for stage in stages for block in stage):
+            old = block.conv2
+            block.conv2 = authors.Dcls2d(
+                old.in_channels,
+                old.out_channels,
+                kernel_count=COUNT,
+                dilated_kernel_size=7,
+                stride=old.stride,
+                padding=3,
+                bias=False,
+                version=version,
+            )
+    return trained_(model, stages)
+
+
+FAMILIES = {"convnext": (convnext, TINY, 17), "resnet": (authors_resnet, RESNET, 7)}
+
+
+def outputs(model, dtype=torch.float32):
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(2), dtype=dtype)
+    with torch.no_grad():
+        return model.eval()(x)
+
+
+def close(found, expected, tolerance=FLOAT32_TOLERANCE):
+    """Within the tolerance of the largest output; and the outputs are more than the bias of the last layer."""
+    assert expected.std(0).max() > expected.abs().max() / 100
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * expected.abs().max().item())
+
+
+def run(capfd, *arguments, code=0):
+    """stdout, stderr."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    out, err = capfd.readouterr()
+    assert stopped.value.code == code, err
+    return out, err
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def states():
+    """State dicts of the stand-ins, for tests that change a copy."""
+    return {
+        "v0": convnext("v0").state_dict(),
+        "gauss": convnext("gauss").state_dict(),
+        "resnet": authors_resnet("v0").state_dict(),
+    }
+
+
+# --- Layers
+
+# To which axis P[0], P[1], ... belong, by dims and whether it is version v0.
+AXES = {(2, True): (0, 1), (3, True): (0, 2, 1), (2, False): (1, 0), (3, False): (2, 1, 0)}
+LAYERS = [
+    *((dims, version, (7,) * dims) for dims in (1, 2, 3) for version in INTERPOLATIONS),
+    (2, "v0", (5, 9)),
+    (3, "v0", (3, 5, 7)),
+    (2, "v1", (9, 5)),
+    (2, "max", (5, 9)),
+    (2, "gauss", (9, 5)),
+    (3, "gauss", (7, 5, 3)),
+]
+
+
+def authors_layer(dims, version, size, groups):
+    generator = torch.Generator().manual_seed(3)
+    padding = tuple(side // 2 for side in size)
+    layer = getattr(authors, f"Dcls{dims}d")(
+        6, 6, 4, dilated_kernel_size=size, padding=padding, stride=2, groups=groups, version=version
+    )
+    random_places_(layer, generator)
+    if len(set(size)) > 1:  # then they count from half the size of another axis; the places are to be in the window
+        with torch.no_grad():
+            for index, axis in enumerate(AXES[dims, version == "v0"]):
+                layer.P[index].uniform_(0, size[axis] - 1, generator=generator).sub_(size[index] // 2)
+    return layer
+
+
+@pytest.mark.parametrize("groups", [1, 6])
+@pytest.mark.parametrize(("dims", "version", "size"), LAYERS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, FLOAT64_ATOL), (torch.float32, FLOAT32_TOLERANCE)])
+def test_layers_are_those_of_the_authors(dims, version, size, groups, dtype, tolerance):
+    theirs = authors_layer(dims, version, size, groups).to(dtype)
+    ours = nn.Sequential(CONVS[dims](6, 6, 3, padding=1, stride=2, groups=groups, dtype=dtype))
+    rules = "format: 1\nrules:\n- match: {kernel_size: {min: 3}}\n"
+    dcls_convert.convert_from_authors_(
+        ours,
+        {f"0.{name}": tensor for name, tensor in theirs.state_dict().items()},
+        dilated_size=size,
+        rules=dcls_convert.planning.rules.parse_rules(rules),
+        interpolation=INTERPOLATIONS[version],
+        version="v1" if version == "v1" else None,
+    )
+    x = torch.randn(2, 6, *[11, 12, 13][:dims], dtype=dtype, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=tolerance)
+        torch.testing.assert_close(ours.train()(x), theirs(x), rtol=0, atol=tolerance)  # nothing is clamped away
+
+
+def test_weights_of_v0_are_the_very_numbers(states):
+    model = timm.create_model(TINY)
+    dcls_convert.convert_from_authors_(model, states["v0"], dilated_size=17)
+    for name, tensor in with_names_of(timm.create_model(TINY), states["v0"]).items():
+        if name.endswith(".P"):
+            assert torch.equal(model.get_submodule(name[:-2]).positions, tensor)
+        else:
+            assert torch.equal(model.state_dict()[name], tensor)
+
+
+# --- Two families, from the file to timm's factory
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("version", INTERPOLATIONS)
+def test_networks_give_the_authors_outputs_through_the_command_line(capfd, family, version):
+    build, model, size = FAMILIES[family]
+    theirs = build(version)
+    torch.save({"model": theirs.state_dict(), "epoch": 3}, "theirs.pth")
+    options = ["--interpolation", INTERPOLATIONS[version]] if theirs_has_sigma(theirs) else []
+    options += ["--authors-version", "v1"] if version == "v1" else []
+    out, err = run(
+        capfd, model, *SMALL, "--checkpoint", "theirs.pth", "--dilated-size", size, *options, "--output", "out"
+    )
+    assert "Wrote out, from the authors' elements and positions" in out
+    assert ("note: " in err) == (version == "v0")
+    expected = outputs(theirs)
+    ours = dcls_convert.load_converted("out")
+    close(outputs(ours), expected)
+    close(outputs(timm.create_model("local-dir:out", pretrained=True)), expected)
+    layers = [module for module in ours.modules() if isinstance(module, DclsConvNd)]
+    assert {layer.kernel_count for layer in layers} == {COUNT}
+    assert sum(layer.is_tied for layer in layers) >= 2
+
+
+def theirs_has_sigma(model):
+    return any(name.endswith("SIG") for name in model.state_dict())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("version", INTERPOLATIONS)
+def test_networks_give_the_authors_outputs_in_float64(family, version):
+    build, model, size = FAMILIES[family]
+    theirs = build(version).double()
+    ours = (resnet() if model == RESNET else timm.create_model(model)).double()
+    dcls_convert.convert_from_authors_(
+        ours,
+        theirs.state_dict(),
+        dilated_size=size,
+        interpolation=INTERPOLATIONS[version],
+        version="v1" if version == "v1" else None,
+    )
+    close(outputs(ours, torch.float64), outputs(theirs, torch.float64), FLOAT64_ATOL)
+
+
+def test_versions_without_sigma_differ(states):
+    models = [timm.create_model(TINY) for _ in range(2)]
+    for model, version in zip(models, ("v0", "v1"), strict=True):
+        dcls_convert.convert_from_authors_(model, states["v0"], version=version)
+    assert (outputs(models[0]) - outputs(models[1])).abs().max() > 0.01
+
+
+def test_a_larger_window_gives_the_same_outputs(states):
+    model = timm.create_model(TINY)
+    dcls_convert.convert_from_authors_(model, states["v0"], dilated_size=21)
+    close(outputs(model), outputs(convnext("v0")))
+
+
+def test_a_model_of_timm_by_name_with_convolutions_for_its_linear_layers():
+    """convnext_atto: 1x1 convolutions where the original has linear layers."""
+    atto = timm.create_model("convnext_atto")
+    own = atto.state_dict()
+    names = [name for name, module in atto.named_modules() if name.endswith("conv_dw")]
+    assert len(names) == 12
+    generator = torch.Generator().manual_seed(5)
+    state = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in own.items()}
+    for name in names:
+        width = own[f"{name}.weight"].shape[0]
+        places = torch.Generator().manual_seed(width)
+        state[f"{name}.weight"] = torch.randn(width, 1, COUNT, generator=generator)
+        state[f"{name}.P"] = torch.rand(2, width, 1, COUNT, generator=places) * 16 - 8
+    original = {original_name(name): squeezed(name, tensor) for name, tensor in state.items()}
+    torch.save({"model": original}, "theirs.pth")
+    dcls_convert.convert_from_authors_(atto, "theirs.pth", input_size=(3, 32, 32))
+    for name, tensor in atto.state_dict().items():
+        if "dcls_" not in name:
+            assert torch.equal(tensor, state[name])
+    assert all(torch.equal(atto.get_submodule(name).positions, state[f"{name}.P"]) for name in names)
+
+
+def original_name(name):
+    """timm's name of a ConvNeXt's tensor in the original naming."""
+    name = name.replace("stem.", "downsample_layers.0.").replace("head.norm.", "norm.").replace("head.fc.", "head.")
+    name = re.sub(r"stages\.(\d)\.downsample\.", r"downsample_layers.\1.", name)
+    name = re.sub(r"stages\.(\d)\.blocks\.", r"stages.\1.", name)
+    return name.replace("conv_dw", "dwconv").replace("mlp.fc", "pwconv")
+
+
+def squeezed(name, tensor):
+    return tensor[:, :, 0, 0] if "mlp.fc" in name and tensor.dim() == 4 else tensor
+
+
+# --- Ordinary files in the original naming
+
+
+def test_files_in_the_original_naming_load_like_timms(capfd):
+    theirs = convnext(None)
+    torch.save({"model": theirs.state_dict()}, "original.pth")
+    run(capfd, TINY, *SMALL, "--checkpoint", "original.pth", "--kernel-count", 49, "--output", "out", "-q")
+    close(outputs(dcls_convert.load_converted("out")), outputs(theirs))
+
+
+def test_names_stay_where_the_translation_fits_no_better(monkeypatch):
+    model = timm.create_model(TINY)
+    unknown = {"a.dwconv.weight": torch.zeros(2, 2), "head.weight": torch.zeros(3)}  # timm's function raises a KeyError
+    other = {"a.dwconv.weight": torch.zeros(1)}  # becomes a.conv_dw.weight
+    for source, state in [(model, unknown), (model, other), (timm.create_model("resnet18"), other), (nn.ReLU(), other)]:
+        assert with_names_of(source, state) == state
+    own = model.state_dict()
+    assert with_names_of(model, own).keys() == own.keys()
+    hollow = {name: tensor.to("meta") for name, tensor in own.items()}
+    monkeypatch.setattr("timm.models.convnext.checkpoint_filter_fn", lambda *_: hollow)
+    assert with_names_of(model, other) == other  # tensors of a model without weights are no weights
+
+
+# --- Options
+
+
+@pytest.mark.parametrize("options", [[], ["--kernel-count", COUNT]])
+def test_a_dry_run_counts_with_the_files_elements(capfd, states, options):
+    torch.save(states["v0"], "theirs.pth")
+    out, _ = run(capfd, TINY, *SMALL, "--checkpoint", "theirs.pth", "--dry-run", "--json", *options)
+    report = json.loads(out)
+    assert {layer["kernel_count"] for layer in report["layers"]} == {COUNT}
+    assert sum(layer["params_after"] for layer in report["layers"]) == sum(
+        width * (COUNT * (depth + 2) + depth) for width, depth in zip(DIMS, DEPTHS, strict=True)
+    )
+
+
+def test_another_head_starts_afresh_and_says_so(capfd, states):
+    torch.save(states["v0"], "theirs.pth")
+    _, err = run(capfd, TINY, *SMALL, "--checkpoint", "theirs.pth", "--num-classes", 5, "--output", "out")
+    assert "note: head.fc.weight has another shape in the checkpoint" in err
+    ours = dcls_convert.load_converted("out")
+    assert outputs(ours).shape == (2, 5)
+    assert torch.equal(ours.stages[3].blocks[1].conv_dw.weight, states["v0"]["stages.3.1.dwconv.weight"])
+
+
+def differing(state):
+    """The places of two layers of the third stage are no longer the same."""
+    return state | {"stages.2.1.dwconv.P": state["stages.2.1.dwconv.P"] / 2}
+
+
+def test_layers_with_places_of_their_own_are_for_untied_layers(capfd):
+    theirs = convnext("v0")
+    for layer in theirs.modules():
+        if isinstance(layer, authors.Dcls2d):
+            layer.P = nn.Parameter(layer.P.detach().clone())
+    theirs.load_state_dict(differing(theirs.state_dict()))
+    torch.save(theirs.state_dict(), "theirs.pth")
+    run(capfd, TINY, *SMALL, "--checkpoint", "theirs.pth", "--tie", "none", "--output", "out", "-q")
+    ours = dcls_convert.load_converted("out")
+    close(outputs(ours), outputs(theirs))
+    assert not any(layer.is_tied for layer in ours.modules() if isinstance(layer, DclsConvNd))
+
+
+def shortened(state, layer, count):
+    """With `count` elements in a kernel of that layer."""
+    return {n: t[..., :count] if n in (f"{layer}.weight", f"{layer}.P") else t for n, t in state.items()}
+
+
+def test_stages_may_differ_in_their_counts(states):
+    state = states["v0"]
+    for index in range(2):
+        state = shortened(state, f"stages.1.{index}.dwconv", 3)
+    model = timm.create_model(TINY)
+    report = dcls_convert.convert_from_authors_(model, state)
+    assert [row.kernel_count for row in report.layers] == [5, 3, 3, 5, 5, 5, 5, 5, 5]
+    assert torch.equal(model.stages[1].blocks[1].conv_dw.weight, state["stages.1.1.dwconv.weight"])
+
+
+# --- What does not fit
+
+FIRST = "stages.0.blocks.0.conv_dw"  # 24 channels, alone in its stage
+PAIR = "stages.1.0.dwconv"  # in the original naming, with another one in its stage
+
+
+def without(*names):
+    return lambda state: {name: tensor for name, tensor in state.items() if name not in names}
+
+
+def changed(name, change):
+    return lambda state: state | {name: change(state[name])}
+
+
+def moved(size):
+    """One element of the first layer is that far from the centre, along the columns."""
+
+    def move(places):
+        places = places.clone()
+        places[1, 0, 0, 0] = size
+        return places
+
+    return changed("stages.0.0.dwconv.P", move)
+
+
+REFUSED = {
+    "no P of one layer": (without(f"{PAIR}.P"), [], ["has no elements for stages.1.blocks.0.conv_dw", "converted"]),
+    "no P of two layers": (
+        without(f"{PAIR}.P", "stages.3.0.dwconv.P"),
+        [],
+        ["has no elements for stages.1.blocks.0.conv_dw and 1 more"],
+    ),
+    "P alone": (without(f"{PAIR}.weight"), [], ["has stages.1.blocks.0.conv_dw.P, but no", "conv_dw.weight"]),
+    "P for what is no convolution": (
+        lambda state: state | {"head.P": torch.zeros(2, 3, 1, 5), "head.weight": torch.zeros(3, 1, 5)},
+        [],
+        ["has elements for head.fc, which would not be converted: the model has no such convolution"],
+    ),
+    "P for what is not converted": (
+        lambda state: (
+            state
+            | {"downsample_layers.0.0.P": torch.zeros(2, 3, 1, 5), "downsample_layers.0.0.weight": torch.ones(3, 1, 5)}
+        ),
+        [],
+        ["has elements for stem.0, which would not be converted: "],
+    ),
+    "other counts in a stage": (
+        lambda state: shortened(state, PAIR, 4),
+        [],
+        ["layers of stages.1 cannot share positions", "conv_dw has 4, stages.1.blocks.1.conv_dw has 5", "--tie none"],
+    ),
+    "other places in a stage": (
+        differing,
+        [],
+        ["positions of stages.2.blocks.0.conv_dw and stages.2.blocks.1.conv_dw differ", "stages.2", "--tie none"],
+    ),
+    "P of another count than its weight": (
+        changed(f"{PAIR}.P", lambda places: places[..., :4]),
+        [],
+        ["conv_dw.P has shape (2, 32, 1, 4), which does not fit its weight (32, 1, 5)"],
+    ),
+    "P without axes": (changed(f"{PAIR}.P", lambda places: places[0]), [], ["P has shape (32, 1, 5)", "weight"]),
+    "P of three axes": (
+        changed(f"{PAIR}.P", lambda places: places[[0, 0, 1]]),
+        [],
+        ["conv_dw.P has shape (3, 32, 1, 5), the model needs (2, 32, 1, 5)"],
+    ),
+    "P not finite": (changed(f"{PAIR}.P", lambda places: places * float("nan")), [], ["conv_dw.P must be finite"]),
+    "no elements": (
+        lambda state: shortened(state, PAIR, 0),
+        [],
+        ["P has shape (2, 32, 1, 0), which does not fit its weight (32, 1, 0)"],
+    ),
+    "P of integers": (changed(f"{PAIR}.P", torch.Tensor.int), [], ["conv_dw.P must be finite floating-point"]),
+    "a dense weight beside P": (
+        changed(f"{PAIR}.weight", lambda weight: weight[..., None]),
+        [],
+        ["which does not fit its weight (32, 1, 5, 1)"],
+    ),
+    "other channels": (
+        lambda state: {name: t[..., :16, :, :] if PAIR in name and t.dim() > 2 else t for name, t in state.items()},
+        [],
+        ["stages.1.blocks.0.conv_dw.P has shape (2, 16, 1, 5), the model needs (2, 32, 1, 5)"],
+    ),
+    "other channels of the bias": (changed(f"{PAIR}.bias", lambda t: t[:3]), [], ["conv_dw.bias has shape (3,)"]),
+    "other channels elsewhere": (
+        changed("stages.1.0.pwconv2.bias", lambda t: t[:3]),
+        [],
+        ["stages.1.blocks.0.mlp.fc2.bias has shape (3,), the model needs (32,)"],
+    ),
+    "one missing": (without("stages.0.0.gamma"), [], ["does not fit the model: it lacks stages.0.blocks.0.gamma"]),
+    "one too many": (lambda state: state | {"x": torch.zeros(1)}, [], ["does not fit the model: it has x too many"]),
+    "a spread too many": (lambda state: state | {"stages.0.0.SIG": torch.zeros(1)}, [], ["SIG too many"]),
+    "outside of the window": (
+        moved(9.25),
+        [],
+        [f"{FIRST} has elements 9.25 cells", "axis 1", "window 17x17", "at least 21x21 (--dilated-size 21)"],
+    ),
+    "the default window": ((lambda state: state), ["--dilated-size", "9"], ["window 9x9", "(--dilated-size 17)"]),
+    "a rectangular window": (
+        moved(7.5),
+        ["--dilated-size", "21x11"],
+        ["outside of its window 21x11", "at least 21x17 (--dilated-size 21x17)"],
+    ),
+    "far outside": (moved(1e30), [], ["has elements 1e+30 cells"]),
+    "another count": (dict, ["--kernel-count", "6"], ["5 in a kernel; leave --kernel-count 6"]),
+    "a budget": (dict, ["--budget", "90"], ["has elements of its own", "leave --budget 90"]),
+    "a scope": (dict, ["--scope", "stage"], ["leave --scope stage"]),
+    "random elements": (dict, ["--init", "random"], ["leave --init random"]),
+    "largest elements": (dict, ["--init", "largest"], ["leave --init largest"]),
+    "uniform positions": (dict, ["--init", "random", "--positions", "uniform"], ["leave --"]),
+    "a spread is asked for": (dict, ["--interpolation", "gaussian"], ["has no SIG", "bilinear, not gaussian"]),
+    "another model": (dict, ["--in-chans", "4", "--input-size", "4x64x64"], ["stem.0.weight has shape (24, 3, 4, 4)"]),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_does_not_fit_is_one_line(capfd, folder, states, kind):
+    change, options, says = REFUSED[kind]
+    torch.save({"model": change(states["v0"])}, "theirs.pth")
+    refused(capfd, folder, TINY, *SMALL, "--checkpoint", "theirs.pth", *options, says=says)
+
+
+@pytest.mark.parametrize("kind", ["no P of one layer", "other places in a stage", "outside of the window", "a budget"])
+def test_a_dry_run_refuses_what_does_not_fit(capfd, folder, states, kind):
+    change, options, says = REFUSED[kind]
+    torch.save({"model": change(states["v0"])}, "theirs.pth")
+    refused(capfd, folder, TINY, *SMALL, "--checkpoint", "theirs.pth", "--dry-run", *options, says=says)
+
+
+def refused(capfd, folder, *arguments, says):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    out, err = run(capfd, *arguments, code=2)
+    assert out == ""
+    line = err.splitlines()[-1]
+    assert line.startswith("error: checkpoint theirs.pth: "), err
+    assert err.count("error: ") == 1
+    for part in says:
+        assert part in line
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], ["conv_dw has a SIG", "triangle (their version max) or gaussian (gauss)", "use --interpolation"]),
+        (["--interpolation", "gaussian", "--authors-version", "v0"], ["has SIG entries", "--authors-version v0"]),
+    ],
+)
+def test_files_with_sigma_need_an_interpolation_that_has_one(capfd, folder, states, options, says):
+    torch.save(states["gauss"], "theirs.pth")
+    refused(capfd, folder, TINY, *SMALL, "--checkpoint", "theirs.pth", *options, says=says)
+
+
+def test_spreads_that_differ_cannot_be_shared(capfd, folder, states):
+    torch.save(changed("stages.2.3.dwconv.SIG", lambda t: t + 1)(states["gauss"]), "theirs.pth")
+    options = ["--interpolation", "gaussian"]
+    refused(capfd, folder, TINY, *SMALL, "--checkpoint", "theirs.pth", *options, says=["sigma of", "--tie none"])
+
+
+def test_the_version_is_for_files_of_the_authors(capfd, folder):
+    torch.save(timm.create_model(TINY).state_dict(), "theirs.pth")
+    options = ["--checkpoint", "theirs.pth", "--authors-version", "v1"]
+    refused(capfd, folder, TINY, *SMALL, *options, says=["has no layers of the authors' package"])
+    _, err = run(capfd, TINY, "--authors-version", "v1", code=2)
+    assert "needs --checkpoint" in err
+
+
+def test_rules_that_contradict_the_file_are_refused(capfd, folder, states):
+    torch.save(states["v0"], "theirs.pth")
+    rules = "format: 1\nrules:\n- match: {kind: depthwise}\n  dilated_kernel_size: 17\n  kernel_count: "
+    (folder / "other.yaml").write_text(rules + "7\n")
+    (folder / "same.yaml").write_text(rules + f"{COUNT}\n")
+    options = [TINY, *SMALL, "--checkpoint", "theirs.pth", "--rules"]
+    refused(capfd, folder, *options, "other.yaml", says=[f"{FIRST} has 5 elements in a kernel, but rule", "states 7"])
+    run(capfd, *options, "same.yaml", "--dry-run")
+
+
+def test_the_resnet_file_is_not_for_a_convnext(capfd, folder, states):
+    torch.save(states["resnet"], "theirs.pth")
+    says = ["has elements for layer1.0.conv2, which would not be converted: the model has no such convolution"]
+    refused(capfd, folder, TINY, *SMALL, "--checkpoint", "theirs.pth", says=says)
+
+
+@pytest.mark.parametrize("kind", ["no P of one layer", "other places in a stage", "one missing", "one too many"])
+def test_a_refused_file_leaves_the_model_alone(states, kind):
+    model = timm.create_model(TINY)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(dcls_convert.DclsConvertError, match=r"^the state dict: "):
+        dcls_convert.convert_from_authors_(model, REFUSED[kind][0](states["v0"]))
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_ordinary_state_dict_is_none_of_theirs():
+    model = timm.create_model(TINY)
+    assert sort_weights(model.state_dict(), "a file") is None
+    assert sort_weights({"P": torch.zeros(1), "x.P": torch.zeros(1)}, "a file") is None
+    with pytest.raises(CheckpointError, match="has no layers of the authors' package"):
+        dcls_convert.convert_from_authors_(model, model.state_dict())
+
+
+def test_elements_and_plan_must_be_of_the_same_layers(states):
+    weights = sort_weights(with_names_of(timm.create_model(TINY), states["v0"]), "a file")
+    plan = dcls_convert.plan_conversion(dcls_convert.find_convs(timm.create_model(TINY)), kernel_count=COUNT)
+    assert len(element_state(weights, plan)) == 9 + 1 + 3  # weights, positions of a layer alone, and of three stages
+    del weights.layers[FIRST]
+    with pytest.raises(CheckpointError, match=f"a file: has no elements for {FIRST}"):
+        element_state(weights, plan)
+
+
+def test_a_layer_that_would_transform_the_elements_is_refused():
+    from timm.layers import StdConv2d
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), StdConv2d(4, 4, 3))
+    state = {
+        "0.weight": model[0].weight.detach(),
+        "0.bias": model[0].bias.detach(),
+        "1.weight": torch.randn(4, 4, 2),
+        "1.P": torch.rand(2, 4, 4, 2),
+    }
+    kernel = model[1].weight
+    with pytest.raises(CheckpointError, match="1 is a StdConv2d, which would transform the file's elements"):
+        dcls_convert.convert_from_authors_(model, state, dilated_size=7)
+    assert model[1].weight is kernel

@@ -1,0 +1,158 @@
+"""Nothing of a model is lost: across families, with as many elements as cells the outputs stay as they were."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from dcls_convert import NothingMatchesError, convert_
+from dcls_convert.layers.dcls_conv import DclsConvNd
+from dcls_convert.networks.source import build_model, resolve_model
+from dcls_convert.planning.rules import parse_rules
+
+FACTORISED = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [1, 7]}\n  - match: {kernel_size: [7, 1]}\n")
+FIRST_STAGE = parse_rules("format: 1\nrules:\n  - match: {dims: 3, stage: layer1}\n")
+# One small model of each: what runs in the layers that are replaced, input, rules.
+FAMILIES = {
+    "convnext_atto": {},
+    "resnet18": {},
+    "mobilenetv2_050": {},
+    "mobilenetv3_small_050": {},
+    "mobilenetv4_conv_small": {},
+    "efficientnet_b0": {},
+    "tf_efficientnet_b0": {},  # dynamic SAME padding, strides of 2 and sizes of 5
+    "tf_mixnet_s": {"window": 13},  # sizes from 3 to 11 side by side, dynamic SAME padding
+    "regnety_002": {},  # grouped
+    "resnext26ts": {},
+    "inception_v3": {"input": (3, 96, 96)},
+    "inception_v4": {"input": (3, 96, 96), "rules": FACTORISED, "window": 9},
+    "coat_lite_tiny": {"input": (3, 224, 224)},  # shared instances
+    "nf_regnet_b0": {},  # scaled weight standardisation, gain
+    "eca_nfnet_l0": {},
+    "resnetv2_50x1_bit": {},  # weight standardisation
+    "vit_base_r50_s16_224": {"input": (3, 224, 224), "options": {"depth": 1}},  # that, with dynamic SAME padding
+    "fastvit_t8": {},
+    "convmixer_768_32": {"window": 9},  # padding="same"
+    "caformer_s18": {},
+    "convformer_s18": {},
+    "edgenext_xx_small": {"window": 11},
+    "hrnet_w18_small": {},
+    "dla34": {},
+    "densenet121": {},
+    "repvgg_a0": {},
+    "xception41": {},
+    "ghostnet_050": {},  # depth multiplier
+    "res2net50_26w_4s": {},
+    "cspresnet50": {},
+    "mobileone_s0": {},
+    "torchvision:vgg11": {"options": {"num_classes": 2}},
+    "torchvision:shufflenet_v2_x0_5": {},
+    "torchvision:deeplabv3_mobilenet_v3_large": {},  # dilated, a mapping as output
+    "torchvision:r2plus1d_18": {"input": (3, 4, 32, 32)},  # 1x3x3 and 3x1x1
+    "torchvision:r3d_18": {"input": (3, 4, 16, 16), "rules": FIRST_STAGE},
+    "torchvision:s3d": {"input": (3, 16, 224, 224)},
+}
+
+
+def built(name, options):
+    """With something in the parameters that start as zeros: what is multiplied by 0 is equal whatever it is."""
+    source = resolve_model(name)
+    if options:
+        source = type(source)(name=source.name, args=options)
+    model = build_model(source).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() <= 1 or parameter.abs().max() < 1e-4:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def floats(outputs):
+    return [leaf for leaf in tree_leaves(outputs) if leaf.is_floating_point()]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_an_exact_start_leaves_the_outputs_as_they_were(name):
+    """In float32, to 1e-5 of the largest output; and says what it costs."""
+    family = FAMILIES[name]
+    model = built(name, family.get("options"))
+    size = family.get("input", (3, 64, 64))
+    image = torch.rand(1, *size, generator=torch.Generator().manual_seed(2))
+    before = floats(model(image))
+    report = convert_(
+        model,
+        init="exact",
+        input_size=size,
+        rules=family.get("rules", "auto"),
+        dilated_size=family.get("window", 9 if "rules" not in family and _depthwise(model) else 5),
+    )
+    after = floats(model(image))
+    assert not report.skipped or all(skip.reason.startswith(("not matched", "window")) for skip in report.skipped)
+    for old, new in zip(before, after, strict=True):
+        assert old.abs().max() > 0
+        assert old.std() > 1e-6 * old.abs().max(), "an output that says nothing"
+        assert (old - new).abs().max() <= 1e-5 * old.abs().max()
+    assert report.params.after == sum(parameter.numel() for parameter in model.parameters())
+    assert report.params.delta == report.position_params, "weights stay, positions are added"
+
+
+def _depthwise(model):
+    return any(isinstance(m, nn.Conv2d) and m.groups == m.in_channels > 1 for m in model.modules())
+
+
+@torch.no_grad()
+def test_a_detection_model_keeps_its_features_and_proposals():
+    """Its detections are none for random weights."""
+    model = built("torchvision:fasterrcnn_mobilenet_v3_large_320_fpn", None)
+    image = torch.rand(1, 3, 64, 96, generator=torch.Generator().manual_seed(2))
+
+    def outputs():
+        features = model.backbone(image)
+        return floats([features, model.rpn.head(list(features.values()))])
+
+    before = outputs()
+    report = convert_(model, init="exact", dilated_size=7)
+    assert len(report.layers) == 15
+    for old, new in zip(before, outputs(), strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-5 * float(old.abs().max()))
+    assert isinstance(model([image[0]]), list)
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "vit_tiny_patch16_224", "torchvision:swin_t"])
+def test_nothing_matches_in_transformers_whose_only_convolution_takes_the_image(name):
+    model = build_model(resolve_model(name), device="meta")
+    with pytest.raises(NothingMatchesError, match="it has 1 dense"):
+        convert_(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"features_only": True}], ids=["classifier", "features"])
+@pytest.mark.parametrize("window", [5, 9, 17])
+@pytest.mark.parametrize("name", ["mobilenetv2_100", "efficientnet_b0"])
+def test_every_module_keeps_its_output_shape(name, window, options):
+    with torch.device("meta"):
+        model = timm.create_model(name, **options).eval()
+    shapes = {}
+
+    def run():
+        seen = []
+        handles = [
+            module.register_forward_hook(lambda _, __, output, path=path: seen.append((path, shapes_of(output))))
+            for path, module in model.named_modules()
+        ]
+        model(torch.empty(1, 3, 224, 224, device="meta"))
+        for handle in handles:
+            handle.remove()
+        return dict(seen)
+
+    shapes = run()
+    convert_(model, dilated_size=window, input_size=(3, 224, 224))
+    converted = [module for module in model.modules() if isinstance(module, DclsConvNd)]
+    assert sum(max(layer.stride) > 1 for layer in converted) >= 3
+    assert run() == shapes
+
+
+def shapes_of(output):
+    return [tuple(leaf.shape) for leaf in tree_leaves(output)]

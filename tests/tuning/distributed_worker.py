@@ -1,0 +1,147 @@
+"""What `test_distributed` runs in every process: two steps of training, in one process or as one of several.
+
+python -m tests.distributed_worker RANK PROCESSES FOLDER runs all cases and leaves what came of them in FOLDER/RANK.pt.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.distributed as dist
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dcls_convert
+from dcls_convert import tuning
+from dcls_convert.layers.dcls_conv import DclsConv2d
+
+BATCH, STEPS = 4, 2
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    engine: str = "none"  # or "ddp", or what gets a group of its own in FSDP2: "root", "stage", "block", "stage+block"
+    interpolation: str = "bilinear"
+    dilated_size: tuple[int, int] = (9, 9)
+    accumulate: int = 1  # batches of one step
+    repulsive: bool = False
+
+    @property
+    def in_one_process(self) -> "Case":
+        return replace(self, engine="none")
+
+    @property
+    def sharded(self) -> bool:
+        return self.engine not in ("none", "ddp")
+
+
+CASES = [
+    Case(engine="ddp"),
+    Case(engine="ddp", accumulate=2),
+    Case(engine="ddp", interpolation="gaussian", repulsive=True),
+    Case(engine="root"),
+    Case(engine="stage"),
+    Case(engine="block"),
+    Case(engine="block", accumulate=2),
+    Case(engine="stage+block", interpolation="gaussian", dilated_size=(11, 7)),  # limits of their own for each axis
+    Case(engine="stage+block", repulsive=True),
+]
+
+
+def converted(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    # Layer scale starts at 1e-6, at which no position would learn.
+    model = timm.create_model("test_convnext", num_classes=3, ls_init_value=0.5)
+    dcls_convert.convert_(model, dilated_size=case.dilated_size, interpolation=case.interpolation, init="random")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "positions" in name:
+                parameter.mul_(4)  # so that many are at the border, where clamping matters in every step
+    tuning.clamp_positions_(model)
+    return model.double().train()
+
+
+def shard_(model: nn.Module, engine: str) -> None:
+    """FSDP2, the innermost first; the positions that blocks share are in the group of the next one above."""
+    for stage in model.stages:
+        if "block" in engine:
+            for block in stage.blocks:
+                fully_shard(block)
+        if "stage" in engine:
+            fully_shard(stage)
+    fully_shard(model)
+
+
+def batches(step: int, case: Case) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    for _ in range(case.accumulate):
+        images = torch.randn(BATCH, 3, 32, 32, generator=generator, dtype=torch.float64)
+        yield images, torch.randint(3, (BATCH,), generator=generator)
+
+
+@contextlib.contextmanager
+def gradients_between_processes(model: nn.Module, case: Case, wanted: bool) -> Iterator[None]:
+    if case.sharded:
+        model.set_requires_gradient_sync(wanted)
+    with model.no_sync() if case.engine == "ddp" and not wanted else contextlib.nullcontext():
+        yield
+
+
+def ties(model: nn.Module) -> list[tuple[int, int]]:
+    """For every layer, which registered parameter its positions are, and how many names that has."""
+    parameters = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
+    found = [id(module.positions) for module in model.modules() if isinstance(module, DclsConv2d)]
+    return [(parameters.index(positions), parameters.count(positions)) for positions in found]
+
+
+def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
+    plain = model = converted(case)
+    averaged = ModelEmaV3(plain, decay=0.5)
+    if case.sharded:
+        shard_(model, case.engine)
+        shard_(averaged.module, case.engine)
+    elif case.engine == "ddp":
+        model = DistributedDataParallel(plain)
+    optimizer = torch.optim.AdamW(tuning.param_groups(plain, lr=0.01, position_lr_scale=20.0))
+    part = slice(rank * BATCH // processes, (rank + 1) * BATCH // processes)
+    losses = []
+    for step in range(STEPS):
+        for index, (images, labels) in enumerate(batches(step, case)):
+            with gradients_between_processes(model, case, wanted=index == case.accumulate - 1):
+                loss = nn.functional.cross_entropy(model(images[part]), labels[part])
+                if case.repulsive:
+                    loss = loss + 0.1 * tuning.repulsive_loss(plain) ** 2
+                (loss / case.accumulate).backward()
+                losses.append(loss.detach())
+        optimizer.step()
+        tuning.clamp_positions_(plain)
+        optimizer.zero_grad()
+        averaged.update(plain)
+    return {
+        "state": get_model_state_dict(plain, options=FULL),
+        "averaged": get_model_state_dict(averaged.module, options=FULL),
+        "losses": torch.stack(losses),
+        "ties": ties(plain),
+        "ties averaged": ties(averaged.module),
+        "parameters": len(list(plain.parameters())),
+    }
+
+
+def main(rank: int, processes: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=processes)
+    torch.save([train(case, rank, processes) for case in CASES], folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,203 @@
+"""Several processes train a converted model as one does, and a killed run of examples/finetune.py ends as any other."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+import timm
+import torch
+
+import dcls_convert
+from dcls_convert.cli.app import main
+
+from ..conftest import TINY
+from .distributed_worker import CASES, Case, converted, train
+
+pytestmark = pytest.mark.distributed
+ROOT = Path(__file__).parents[2]
+FINETUNE = str(ROOT / "examples" / "finetune.py")
+PROCESSES = 2
+FLOAT64_ATOL = 1e-9  # Adam divides by roots of small gradients, which makes 1e-16 larger
+# Each process on one core, and no GPU, also where there is one.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+
+
+def stop(processes: list[psutil.Popen]) -> None:
+    """Kill processes of this test, and what they started, also what they moved to sessions of its own."""
+    family = []
+    for process in processes:
+        if process.poll() is None:
+            family += [*process.children(recursive=True), process]
+    for member in family:
+        member.send_signal(signal.SIGKILL)
+    psutil.wait_procs(family)
+
+
+def finish(processes: list[psutil.Popen], timeout: float = 300) -> None:
+    try:
+        assert [process.wait(timeout=timeout) for process in processes] == [0] * len(processes)
+    finally:
+        stop(processes)
+
+
+# Training steps.
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """For each rank what came of all cases; one start for all, since that is what takes long."""
+    folder = tmp_path_factory.mktemp("trained")
+    command = [sys.executable, "-m", "tests.distributed_worker"]
+    finish(
+        [
+            psutil.Popen([*command, str(rank), str(PROCESSES), str(folder)], cwd=ROOT, env=ENVIRONMENT)
+            for rank in range(PROCESSES)
+        ]
+    )
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(PROCESSES)]
+
+
+@cache
+def trained_alone(case: Case):
+    return train(case)
+
+
+def assert_equal_states(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=FLOAT64_ATOL, msg=lambda m, n=name: f"{n}: {m}")
+
+
+each_case = pytest.mark.parametrize(
+    ("index", "case"), list(enumerate(CASES)), ids=[f"{case.engine}-{index}" for index, case in enumerate(CASES)]
+)
+
+
+@each_case
+def test_steps_are_those_of_one_process_with_the_whole_batch(trained, index, case):
+    alone, first = trained_alone(case.in_one_process), trained[0][index]
+    for kind in ("state", "averaged"):
+        assert_equal_states(first[kind], alone[kind])
+    losses = torch.stack([results[index]["losses"] for results in trained]).mean(0)
+    torch.testing.assert_close(losses, alone["losses"], rtol=0, atol=FLOAT64_ATOL)
+    moved = alone["state"]["stages.2.blocks.dcls_positions"] - converted(case).stages[2].blocks.dcls_positions
+    assert moved.abs().max() > 0.1
+
+
+@each_case
+def test_ties_are_intact(trained, index, case):
+    alone = trained_alone(case.in_one_process)
+    for results in trained:
+        assert results[index]["ties"] == results[index]["ties averaged"] == alone["ties"]
+        assert results[index]["parameters"] == alone["parameters"]
+    assert {count for _, count in alone["ties"]} == {1}
+
+
+@each_case
+def test_a_state_from_all_processes_loads_in_one(trained, index, case, tmp_path):
+    state = trained[0][index]["state"]
+    torch.save(state, tmp_path / "state.pt")
+    model = converted(case)
+    model.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    expected = converted(case)
+    expected.load_state_dict(trained_alone(case.in_one_process)["state"])
+    image = torch.randn(1, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(image), expected.eval()(image), rtol=0, atol=FLOAT64_ATOL)
+
+
+def test_positions_reach_the_border(trained):
+    positions = trained[0][0]["state"]["stages.2.blocks.dcls_positions"]
+    assert 0.01 < (positions.abs() == 4).double().mean() < 0.9
+
+
+# A run of examples/finetune.py that is killed.
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def finetune(folder: Path, output: str, *more: str) -> psutil.Popen:
+    """Two processes by accelerate's launcher: 5 updates an epoch, a state every 2."""
+    launch = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    launch += ["--dynamo_backend", "no", "--main_process_port", str(free_port())]
+    options = ["--epochs", "2", "--batch-size", "72", "--accumulate", "2", "--save-every", "2", "--mixup", "0.2"]
+    options += ["--lr", "0.005", "--drop-path", "0.2", "--output", output, *more]
+    return psutil.Popen(
+        [sys.executable, "-m", "accelerate.commands.launch", *launch, FINETUNE, folder.name, *options],
+        cwd=folder.parent,
+        env=ENVIRONMENT,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finetune") / "tiny-dcls9"
+    torch.manual_seed(0)
+    model = timm.create_model(TINY)
+    report = dcls_convert.convert_(model, dilated_size=9)
+    return dcls_convert.save_converted(model, report.plan, folder)
+
+
+@pytest.fixture(scope="module")
+def whole_run(folder):
+    finish([finetune(folder, "whole")])
+    return folder.parent / "whole"
+
+
+@pytest.fixture(scope="module")
+def killed_run(folder):
+    """Killed in its second epoch at the latest, with a state of the first."""
+    run, state = finetune(folder, "killed"), folder.parent / "killed" / "state.pt"
+    try:
+        while not state.exists():
+            assert run.poll() is None
+            time.sleep(0.01)
+    finally:
+        stop([run])
+    return state.parent
+
+
+def assert_same(found: object, expected: object, where: str = "state") -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list | tuple):  # one becomes the other on the way
+        assert len(found) == len(expected), where
+        for index, value in enumerate(expected):
+            assert_same(found[index], value, f"{where}.{index}")
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected), where
+    else:
+        assert found == expected, where
+
+
+def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(folder, whole_run, killed_run):
+    updates = torch.load(killed_run / "state.pt", weights_only=True)["update"]
+    finish([finetune(folder, "killed", "--resume")])
+    found, expected = (torch.load(run / "state.pt", weights_only=True) for run in (killed_run, whole_run))
+    assert updates < found["update"] == 8
+    assert (found["settings"].pop("output"), expected["settings"].pop("output")) == ("killed", "whole")
+    assert_same(found, expected)
+    for file in ("best/model.safetensors", "best/config.json", "history.json"):
+        assert (killed_run / file).read_bytes() == (whole_run / file).read_bytes()
+
+
+def test_the_best_checkpoint_is_sound_and_better_than_guessing(whole_run, capsys):
+    history = torch.load(whole_run / "state.pt", weights_only=True)["history"]
+    assert max(history["accuracy"]) > 30
+    with pytest.raises(SystemExit) as stopped:
+        main(["verify", str(whole_run / "best")])
+    assert stopped.value.code == 0, capsys.readouterr().out
+    assert timm.create_model(f"local-dir:{whole_run / 'best'}", pretrained=True).num_classes == 10

@@ -1,0 +1,575 @@
+"""Parameter groups, weight decay by timm's own optimizers, clamping, and the repulsive loss."""
+
+import copy
+import functools
+import itertools
+import logging
+import math
+import pickle
+
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
+from timm.scheduler import CosineLRScheduler, StepLRScheduler
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import dcls_convert
+from dcls_convert import tuning
+from dcls_convert.layers.dcls_conv import DclsConv1d, DclsConv2d, DclsConv3d, DclsConvNd
+from dcls_convert.layers.interpolation import position_limits
+from dcls_convert.layers.positions import SpareFromDecay, shared_parameters, unwrapped
+from dcls_convert.tuning.repulsion import repulsion
+
+from ..conftest import TINY
+
+FLOAT64 = {"rtol": 1e-12, "atol": 1e-12}
+
+
+class Plain(nn.Module):
+    """No timm model: layers by hand, two of them tied at the root, names that mislead."""
+
+    def __init__(self):
+        super().__init__()
+        make = {"kernel_count": 3, "dilated_kernel_size": (5, 7), "padding": (2, 3)}
+        self.first = DclsConv2d(3, 4, interpolation="triangle", **make)
+        self.second, self.third = DclsConv2d(4, 4, **make), DclsConv2d(4, 4, **make)
+        self.shared = nn.Parameter(self.second.positions.detach().clone())
+        for layer in (self.second, self.third):
+            layer.tie_(self, {"positions": "shared"})
+        self.norm = nn.BatchNorm2d(4)
+        self.positions = nn.Parameter(torch.randn(4, 4, 1, 1))  # not of a DCLS layer
+        self.token = nn.Parameter(torch.randn(1, 4))
+
+    def no_weight_decay(self):
+        return {"token"}
+
+    def forward(self, x):
+        return self.norm(self.third(self.second(self.first(x)))).mean((2, 3)) * self.token
+
+
+def converted(kind: str) -> nn.Module:
+    return copy.deepcopy(_converted(kind))
+
+
+@functools.cache
+def _converted(kind: str) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if kind == "plain":
+            return Plain()
+        if kind == "no dcls":
+            return timm.create_model(TINY)
+        model = timm.create_model("test_resnet" if kind == "resnet" else TINY)
+        options = {"untied": {"tie": "none"}, "gaussian": {"interpolation": "gaussian"}, "resnet": {}, "tied": {}}[kind]
+        dcls_convert.convert_(model, dilated_size=5 if kind == "resnet" else 9, init="random", **options)
+        return model
+
+
+KINDS = ["tied", "untied", "gaussian", "resnet", "plain", "no dcls"]
+
+
+@pytest.fixture(params=KINDS)
+def model(request):
+    return converted(request.param)
+
+
+@pytest.fixture
+def tied():
+    return converted("tied")
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def layers(model: nn.Module) -> list[DclsConvNd]:
+    return [module for module in model.modules() if isinstance(module, DclsConvNd)]
+
+
+def moving_names(model: nn.Module) -> set[str]:
+    """Positions and sigmas, by what the layers use."""
+    used = {id(tensor) for layer in layers(model) for tensor in (layer.positions, layer.sigma)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in used}
+
+
+def named(model: nn.Module, groups) -> list[dict]:
+    """Groups with names instead of parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [{**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in groups]
+
+
+def without(groups, names) -> list[dict]:
+    left = [{**group, "params": [name for name in group["params"] if name not in names]} for group in groups]
+    return [group for group in left if group["params"]]
+
+
+# Parameter groups.
+
+
+@pytest.mark.parametrize("weight_decay", [0.05, 0.0])
+@pytest.mark.parametrize("options", [{}, {"weight_decay_exclude_1d": False}, {"no_weight_decay_list": ["*.weight"]}])
+def test_all_but_the_positions_is_as_timm_has_it(model, weight_decay, options):
+    extra = {*options.get("no_weight_decay_list", ()), *({"token"} if isinstance(model, Plain) else ())}
+    timms = param_groups_weight_decay(model, weight_decay=weight_decay, **{**options, "no_weight_decay_list": extra})
+    ours = named(model, tuning.param_groups(model, weight_decay=weight_decay, **options))
+    moving = moving_names(model)
+    rest = without(ours, moving)
+    assert rest == without(named(model, timms), moving)
+    if not moving:
+        assert rest == ours == named(model, timms)
+    else:
+        apart = [group for group in ours if group not in rest]
+        assert set(itertools.chain(*(group["params"] for group in apart))) == moving
+        assert [(group["weight_decay"], group["lr_scale"]) for group in apart] == [(0.0, 5.0)]
+
+
+def test_every_trainable_parameter_is_in_one_group(model):
+    for parameter in list(model.parameters())[::3]:
+        parameter.requires_grad = False
+    groups = tuning.param_groups(model, lr=0.1)
+    found = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(found) == sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_frozen_positions_are_left_out(tied):
+    for layer in layers(tied):
+        layer.positions.requires_grad = False
+    assert not any("lr_scale" in group for group in tuning.param_groups(tied))
+
+
+def test_sigmas_may_have_a_scale_of_their_own():
+    model = converted("gaussian")
+    groups = named(model, tuning.param_groups(model, position_lr_scale=3, sigma_lr_scale=2))
+    for group in groups:
+        kinds = {"sigma" if "sigma" in name else "positions" for name in group["params"]} if "lr_scale" in group else ()
+        assert group.get("lr_scale") == (None if not kinds else 2.0 if kinds == {"sigma"} else 3.0)
+
+
+def ratios(optimizer: torch.optim.Optimizer) -> set[float]:
+    """Learning rates of the positions over those of the rest."""
+    moving = [group for group in optimizer.param_groups if group.get("use_fallback")]
+    rest = [group for group in optimizer.param_groups if not group.get("use_fallback")]
+    assert moving
+    assert rest
+    return {round(a["lr"] / b["lr"], 9) for a in moving for b in rest if b["lr"]}
+
+
+def each_step(optimizer, step, count=12) -> set[float]:
+    found = ratios(optimizer)
+    for index in range(count):
+        optimizer.step()
+        step(index)
+        found |= ratios(optimizer)
+    return found
+
+
+def sequential(optimizer):
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(optimizer, 8)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
+
+
+TORCH_SCHEDULERS = {
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 3),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20),
+    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
+    "sequential": sequential,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # SequentialLR of torch 2.8 itself
+@pytest.mark.parametrize("by_timm", [False, True])
+@pytest.mark.parametrize("scheduler", TORCH_SCHEDULERS)
+def test_with_lr_positions_learn_5_times_as_fast_under_the_schedulers_of_torch(tied, scheduler, by_timm):
+    if by_timm:
+        optimizer = create_optimizer_v2(
+            tied, "adamw", lr=0.01, param_group_fn=lambda model: tuning.param_groups(model, 0.01)
+        )
+    else:
+        optimizer = torch.optim.SGD(tuning.param_groups(tied, lr=0.01))
+    made = TORCH_SCHEDULERS[scheduler](optimizer)
+    assert each_step(optimizer, lambda _: made.step()) == {5.0}
+
+
+@pytest.mark.parametrize("lr", [None, 0.01])
+@pytest.mark.parametrize("kind", ["cosine", "step"])
+def test_positions_learn_5_times_as_fast_under_the_schedulers_of_timm(tied, kind, lr):
+    def groups(model):
+        return tuning.param_groups(model, lr)
+
+    optimizer = create_optimizer_v2(tied, "adamw", lr=0.01, param_group_fn=groups)
+    # A rate that the scheduler itself states is scaled by lr_scale alone.
+    floors = {} if lr else {"warmup_lr_init": 1e-4, "lr_min": 1e-5}
+    if kind == "cosine":
+        scheduler = CosineLRScheduler(optimizer, t_initial=14, warmup_t=3, **floors)
+    else:
+        floors.pop("lr_min", None)
+        scheduler = StepLRScheduler(optimizer, decay_t=4, warmup_t=3, **floors)
+    assert each_step(optimizer, lambda index: scheduler.step(index + 1)) == {5.0}
+
+
+def test_floors_of_a_scheduler_of_timm_never_make_it_more(tied):
+    optimizer = torch.optim.AdamW(tuning.param_groups(tied, lr=0.01))
+    scheduler = CosineLRScheduler(optimizer, t_initial=14, warmup_t=3, warmup_lr_init=1e-4, lr_min=1e-5)
+    assert max(each_step(optimizer, lambda index: scheduler.step(index + 1))) <= 5.0
+
+
+def test_param_groups_is_a_param_group_fn_of_timm(tied):
+    optimizer = create_optimizer_v2(
+        tied, "lookahead_adamw", lr=0.01, weight_decay=0.3, param_group_fn=tuning.param_groups
+    )
+    decays = {name: group["weight_decay"] for group in named(tied, optimizer.param_groups) for name in group["params"]}
+    for name, parameter in tied.named_parameters():
+        assert decays[name] == (0.0 if parameter.ndim == 1 or name in moving_names(tied) else tuning.WEIGHT_DECAY)
+
+
+def test_a_step_moves_positions_5_times_as_far_and_does_not_draw_them_to_the_centre(tied):
+    tied.double().train()
+    tied(torch.randn(2, 3, 32, 32, dtype=torch.float64)).square().sum().backward()
+    before = {name: parameter.detach().clone() for name, parameter in tied.named_parameters()}
+    torch.optim.SGD(tuning.param_groups(tied, lr=1e-3, weight_decay=0.1)).step()
+    for name, parameter in tied.named_parameters():
+        rate = 5e-3 if name in moving_names(tied) else 1e-3
+        decay = 0.1 if parameter.ndim > 1 and name not in moving_names(tied) else 0.0
+        wanted = before[name] - rate * (parameter.grad + decay * before[name])
+        torch.testing.assert_close(parameter.detach(), wanted, **FLOAT64)
+
+
+def test_muon_of_timm_leaves_positions_to_adamw(tied):
+    optimizer = create_optimizer_v2(tied, "muon", lr=0.01, param_group_fn=tuning.param_groups)
+    for parameter in tied.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kinds = {name: set(optimizer.state[parameter]) for name, parameter in tied.named_parameters()}
+    assert all("exp_avg_sq" in kinds[name] for name in moving_names(tied))
+    assert any("exp_avg_sq" not in kind for kind in kinds.values())
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "gaussian", "resnet"])
+def test_layer_decay_is_as_timm_has_it_for_the_model_that_was_converted(kind):
+    model = converted(kind)
+    names = dict(model.named_parameters()).keys()
+    original = timm.create_model("test_resnet" if kind == "resnet" else TINY)
+    timms = scales(original, param_groups_layer_decay(original, weight_decay=0.1, layer_decay=0.5))
+    ours = scales(model, tuning.param_groups(model, weight_decay=0.1, layer_decay=0.5))
+    assert {name: ours[name] for name in names - moving_names(model)} == timms
+    first = {id(tensor): layer for layer in reversed(layers(model)) for tensor in (layer.positions, layer.sigma)}
+    weights = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name in moving_names(model):
+        weight = weights[id(first[id(model.get_parameter(name))].weight)]
+        assert ours[name] == (5 * timms[weight][0], 0.0)
+    assert len({ours[name] for name in moving_names(model)}) > 1
+
+
+def scales(model, groups) -> dict[str, tuple[float, float]]:
+    return {
+        name: (group["lr_scale"], group["weight_decay"]) for group in named(model, groups) for name in group["params"]
+    }
+
+
+def test_layer_decay_with_lr_states_the_rate_of_every_group(tied):
+    relative = tuning.param_groups(tied, layer_decay=0.5)
+    absolute = tuning.param_groups(tied, lr=0.01, layer_decay=0.5)
+    assert [group["lr"] for group in absolute] == pytest.approx([0.01 * group["lr_scale"] for group in relative])
+    assert not any("lr_scale" in group for group in absolute)
+
+
+def test_layer_decay_of_a_model_without_group_matcher(caplog):
+    caplog.set_level(logging.ERROR, logger="timm")  # timm says that it has no effect there
+    model = Plain()
+    assert set(scales(model, tuning.param_groups(model, layer_decay=0.5)).values()) == {
+        (1.0, 0.0),
+        (1.0, tuning.WEIGHT_DECAY),
+        (5.0, 0.0),
+    }
+
+
+def test_wrapped_models_are_grouped_as_what_they_wrap(one_rank):
+    for kind in ("tied", "plain"):
+        model = converted(kind)
+        alone = named(model, tuning.param_groups(model))
+        for wrap in (nn.parallel.DistributedDataParallel, torch.compile, nn.DataParallel):
+            wrapped = wrap(model)
+            assert unwrapped(wrapped) is model
+            assert named(model, tuning.param_groups(wrapped)) == alone
+            assert tuning.no_weight_decay(wrapped) == moving_names(wrapped)
+        ddp = nn.parallel.DistributedDataParallel(torch.compile(model))
+        assert named(model, tuning.param_groups(ddp)) == alone
+        for average in (ModelEmaV3, torch.optim.swa_utils.AveragedModel):
+            averaged = average(model)
+            assert named(unwrapped(averaged), tuning.param_groups(averaged)) == alone
+    tied = converted("tied")
+    alone = named(tied, tuning.param_groups(tied))
+    tied.stages[1] = torch.compile(tied.stages[1])  # a part of it
+    for group in (found := named(tied, tuning.param_groups(tied))):
+        group["params"] = [name.replace("_orig_mod.", "") for name in group["params"]]
+    assert found == alone
+
+
+def test_a_module_with_one_child_is_no_wrapper_by_that():
+    model = nn.Sequential(Plain())
+    assert unwrapped(model) is model
+    assert tuning.no_weight_decay(model) == {"0.shared", "0.first.positions", "0.first.sigma"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lr": -1.0},
+        {"lr": math.inf},
+        {"position_lr_scale": math.nan},
+        {"sigma_lr_scale": -5},
+        {"weight_decay": -0.1},
+        {"layer_decay": -1},
+    ],
+)
+def test_rates_that_make_no_sense_are_refused(tied, wrong):
+    with pytest.raises(dcls_convert.DclsConvertError, match=f"^{next(iter(wrong))}=.*at least 0"):
+        tuning.param_groups(tied, **wrong)
+
+
+# Weight decay by timm's own optimizers.
+
+
+def test_no_weight_decay_names_positions_and_sigmas(model):
+    assert tuning.no_weight_decay(model) == moving_names(model)
+
+
+def decayed(model: nn.Module) -> set[str]:
+    """The names that an optimizer that timm itself makes decays."""
+    groups = named(model, create_optimizer_v2(model, "adamw", lr=0.1, weight_decay=0.1).param_groups)
+    return {name for group in groups if group["weight_decay"] for name in group["params"]}
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "gaussian", "resnet"])
+def test_timm_itself_does_not_decay_positions_of_converted_models_and_their_copies(kind):
+    model = converted(kind)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), ModelEmaV3(model).module):
+        wanted = {name for name, p in one.named_parameters() if p.ndim > 1} - moving_names(one)
+        assert decayed(one) == wanted
+        assert one.no_weight_decay() == moving_names(one)
+        assert vars(one)["no_weight_decay"].module is one
+
+
+def test_timm_does_not_decay_positions_of_a_checkpoint_that_it_loads(tied, tmp_path):
+    timm.models.save_for_hf(tied, tmp_path / "saved")
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
+    assert loaded.no_weight_decay() == moving_names(loaded) != set()
+
+
+class WithOwn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.token = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Parameter(torch.zeros(1, 8))
+
+    def no_weight_decay(self):
+        return ["token"]
+
+    def forward(self, x):
+        return self.conv(x)
+
+
+def test_what_the_model_itself_names_stays_named_and_comes_back():
+    of_class, of_instance = WithOwn(), WithOwn()
+    of_instance.no_weight_decay = lambda: {"conv.bias"}
+    for model, own in [(of_class, ["token"]), (of_instance, {"conv.bias"})]:
+        dcls_convert.convert_(model, dilated_size=5, input_size=(8, 16, 16))
+        assert model.no_weight_decay() == {*own, "conv.positions"}
+        assert dcls_convert.fold_to_dense_(model) == 1
+        assert not isinstance(vars(model).get("no_weight_decay"), SpareFromDecay)
+        assert model.no_weight_decay() == own
+
+
+def test_the_method_copied_alone_names_nothing(tied):
+    assert copy.deepcopy(tied.no_weight_decay)() == set()
+
+
+# Clamping.
+
+
+def test_clamping_brings_everything_inside_and_moves_nothing_else(model):
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    tuning.clamp_positions_(model)
+    for name, parameter in model.named_parameters():  # all are inside as they are
+        assert torch.equal(parameter, before[name])
+    with torch.no_grad():
+        for name in moving_names(model):
+            model.get_parameter(name).add_(torch.randn_like(model.get_parameter(name)) * 100)
+    moved = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert tuning.clamp_positions_(model) is None
+    for shared in shared_parameters(model):
+        if shared.kind == "positions":
+            for index, size in enumerate(shared.learnt_size):
+                assert (shared.tensor[index].min(), shared.tensor[index].max()) == position_limits(size)
+                wanted = moved[shared.name][index].clamp(*position_limits(size))
+                assert torch.equal(shared.tensor[index], wanted)
+        else:
+            assert shared.tensor.min() > 0
+    for name in before.keys() - moving_names(model):
+        assert torch.equal(model.get_parameter(name), before[name])
+
+
+# The repulsive loss.
+
+
+def oracle(positions: torch.Tensor) -> float:
+    """The formula in plain loops: positions (A, *C, E)."""
+    axes, count = positions.shape[0], positions.shape[-1]
+    kernels = positions.reshape(axes, -1, count).tolist()
+    total, number = 0.0, len(kernels[0])
+    for kernel in range(number):
+        for i in range(count):
+            for j in range(i + 1, count):
+                distance = math.dist(*([kernels[a][kernel][e] for a in range(axes)] for e in (i, j)))
+                total += max(0.0, 1 - distance)
+    return 2 * total / (count * (count - 1) * number)
+
+
+def seeded(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scale
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 2, 4), (2, 3, 1, 5), (3, 2, 1, 6), (2, 2, 1, 3, 4), (1, 2, 1, 2, 2, 2)])
+@pytest.mark.parametrize("most", [1, 12, 40, 1 << 20])
+def test_the_repulsive_loss_is_the_formula(shape, most):
+    positions = seeded(*shape).requires_grad_()
+    torch.testing.assert_close(repulsion(positions, most).item(), oracle(positions), **FLOAT64)
+    assert torch.autograd.gradcheck(lambda p: repulsion(p, most), positions)
+    assert torch.autograd.gradcheck(lambda p: repulsion(p, most) ** 2, positions)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        DclsConv1d(4, 4, kernel_count=5, dilated_kernel_size=7, groups=2),
+        DclsConv2d(4, 6, kernel_count=5, dilated_kernel_size=(5, 7)),
+        DclsConv2d(4, 6, kernel_count=2, dilated_kernel_size=(3, 7), dense_axes=(0,)),
+        DclsConv3d(2, 2, kernel_count=3, dilated_kernel_size=3),
+        DclsConv3d(2, 2, kernel_count=3, dilated_kernel_size=(2, 5, 5), dense_axes=[0]),
+    ],
+    ids=repr,
+)
+def test_layers_of_all_dimensions_have_it(layer):
+    layer.double()
+    assert tuning.repulsive_loss(layer).item() == pytest.approx(oracle(layer.positions.detach()), rel=1e-12)
+
+
+def test_distinct_tensors_count_once_each(model):
+    model.double()
+    tensors = {id(layer.positions): layer.positions.detach() for layer in layers(model)}
+    wanted = sum(map(oracle, tensors.values())) / len(tensors) if tensors else 0.0
+    found = tuning.repulsive_loss(model)
+    assert found.shape == ()
+    assert found.item() == pytest.approx(wanted, rel=1e-12)
+    if tensors:
+        (found**2).backward()
+        assert {name for name, p in model.named_parameters() if p.grad is not None} == {
+            name for name in moving_names(model) if "sigma" not in name
+        }
+
+
+def test_elements_at_one_place_have_a_finite_gradient():
+    positions = torch.zeros(2, 3, 1, 4, requires_grad=True)
+    repulsion(positions).backward()
+    assert repulsion(positions).item() == 1.0
+    assert torch.equal(positions.grad, torch.zeros_like(positions))
+    with torch.no_grad():
+        positions[0, :, :, 0] += 1e-30  # its square underflows
+        positions[1, :, :, 1] += 1e-7
+    positions.grad = None
+    repulsion(positions).backward()
+    assert positions.grad.isfinite().all()
+    assert positions.grad.abs().max() <= 2 * 3 / 12  # at most 1 for a pair, 3 pairs of an element
+
+
+def test_descending_it_drives_elements_apart_until_none_are_near():
+    positions = seeded(2, 4, 1, 5, scale=0.3).requires_grad_()
+    optimizer = torch.optim.SGD([positions], lr=2.0)
+    start = repulsion(positions).item()
+    for _ in range(200):
+        optimizer.zero_grad()
+        repulsion(positions).backward()
+        optimizer.step()
+    assert start > 0.3
+    assert repulsion(positions).item() < 1e-3
+
+
+def test_one_element_repels_nothing():
+    positions = torch.zeros(2, 3, 1, 1, requires_grad=True)
+    repulsion(positions).backward()
+    assert repulsion(positions).item() == 0.0
+    assert torch.equal(positions.grad, torch.zeros_like(positions))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_positions_are_computed_in_float32(dtype):
+    narrow = seeded(2, 3, 1, 6).to(dtype).requires_grad_()
+    wide = narrow.detach().float().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = repulsion(narrow)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, repulsion(wide))
+    loss.backward()
+    repulsion(wide).backward()
+    assert narrow.grad.dtype == dtype
+    assert torch.equal(narrow.grad, wide.grad.to(dtype))
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 64, 5), (2, 4, 1, 300)])
+def test_memory_stays_bounded_in_forward_and_backward(shape):
+    positions, most = torch.randn(shape, requires_grad=True), 10_000
+    with Largest() as seen:
+        repulsion(positions, most).backward()
+    assert positions.numel() <= seen.elements <= max(positions.numel(), most)
+    assert seen.elements < positions[0].numel() * shape[-1]  # all distances at once
+
+
+# FSDP2.
+
+
+@pytest.mark.parametrize("size", [9, [9, 11]])
+def test_everything_works_on_sharded_parameters(one_rank, size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    whole = timm.create_model(TINY)
+    rules = {"format": 1, "rules": [{"match": {"kind": "depthwise"}, "dilated_kernel_size": size}]}
+    dcls_convert.convert_(whole, rules=dcls_convert.RuleSet.model_validate(rules), init="random")
+    sharded = copy.deepcopy(whole)
+    mesh = init_device_mesh("cpu", (1,))
+    for module in (*sharded.stages, sharded):
+        fully_shard(module, mesh=mesh)
+    assert named(sharded, tuning.param_groups(sharded)) == named(whole, tuning.param_groups(whole))
+    for model in (whole, sharded):
+        tuning.repulsive_loss(model).backward()
+        torch.optim.SGD(tuning.param_groups(model, lr=10.0)).step()
+        with torch.no_grad():
+            for layer in layers(model):
+                layer.positions.mul_(30)
+        tuning.clamp_positions_(model)
+        model.state_dict()  # clamps as well
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(sharded.get_parameter(name).full_tensor(), parameter), name
+    assert tuning.PositionTracker(whole).update(0) == tuning.PositionTracker(sharded).update(0)
