@@ -41,20 +41,35 @@ def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
-def shortened(text: object, limit: int = 60) -> str:
-    """What a message shows of a text that may be long."""
-    text = str(text)
+def printable(text: object) -> str:
+    """Text from outside as it may reach a terminal: control characters and lone surrogates are escaped."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for character in str(text)
+    )
+
+
+def shown(text: object, limit: int = 60) -> str:
+    """What a message shows of a text from outside, which may be long or hold anything."""
+    text = printable(str(text)[: limit + 1])
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def listed(names: Iterable[object], most: int = 3) -> str:
+    """ "a, b, c and 4 more"; "nothing" where there are none."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(shown(name, 120) for name in names[:most]) or "nothing") + more
 
 
 def one_line(error: BaseException) -> str:
     """The message of any exception, on one line: what a library said, without its layout."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return printable(" ".join(str(error).split())) or type(error).__name__
 
 
 def newer_format(where: object, found: int, known: int) -> str:
     """What to say of data that a newer version of the program wrote."""
     return (
-        f"{where}: has format {shortened(found, 20)}, this dcls-convert knows {known} at most; "
+        f"{where}: has format {shown(found, 20)}, this dcls-convert knows {known} at most; "
         "upgrade it: pip install --upgrade dcls-convert"
     )

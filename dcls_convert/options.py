@@ -1,6 +1,7 @@
 """Names and defaults of the options, for command line, rule files and library alike. Imports nothing heavy."""
 
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 Interpolation = Literal["bilinear", "triangle", "gaussian"]
 Scope = Literal["model", "stage", "layer"]
@@ -20,3 +21,21 @@ FOLD_FORMATS: tuple[str, ...] = get_args(FoldFormat)
 AUTO = "auto"
 EXACT = "exact"  # as many elements as the old kernel has cells, at their places: the same function
 DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the parameter count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """What may be asked of a plan; the one list of planning options, with their defaults.
+
+    The planner reads it, `convert_` and `plan_conversion` take its fields as keyword arguments, and the command line
+    makes its arguments from it.
+    """
+
+    dilated_size: int | tuple[int, ...] | None = None  # cells; None leaves it to the rules
+    kernel_count: Any = AUTO  # "auto", "exact", an integer, or planning.plan.LayerCounts
+    rules: Any = AUTO  # "auto", a name, a file, or a planning.rules.RuleSet
+    scope: Scope = "model"  # what one count is solved for
+    tie: Tie = "stage"  # which layers share their positions
+    budget: float = DEFAULT_BUDGET  # percent of the replaced weights
+    interpolation: Interpolation | None = None  # for rules that state none; bilinear without it
+    strict: bool = False  # refuse where a matching convolution cannot take the size

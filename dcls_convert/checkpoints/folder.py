@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import __version__
-from ..errors import CheckpointError, DclsConvertError, PlanError, one_line, shortened
+from ..errors import CheckpointError, DclsConvertError, PlanError, one_line, shown
 from ..networks.source import ModelSource, build_hollow, build_model
 from ..networks.weights import alias_names, fill_, load_weights_
 from ..planning.plan import ConversionPlan, plan_from_json
@@ -169,7 +169,7 @@ def check_output(folder: Path, *, force: bool) -> None:
     try:
         _check_output(folder, force)
     except OSError as error:
-        raise CheckpointError(f"output {shortened(folder)}: {error.strerror}") from error
+        raise CheckpointError(f"output {shown(folder)}: {error.strerror}") from error
 
 
 def _check_output(folder: Path, force: bool) -> None:
@@ -238,7 +238,7 @@ def check_output_file(path: Path, *, force: bool) -> None:
         else:
             _check_output(path, force=False)
     except OSError as error:
-        raise CheckpointError(f"output {shortened(path)}: {error.strerror}") from error
+        raise CheckpointError(f"output {shown(path)}: {error.strerror}") from error
 
 
 @contextlib.contextmanager

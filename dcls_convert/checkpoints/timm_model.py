@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, ModelError, shortened
+from ..errors import CheckpointError, ModelError, shown
 from ..networks.source import ModelSource, build_model
 from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan, LayerPlan, TieGroup, plan_from_json
@@ -111,7 +111,7 @@ def _checked_stamp(
     for name in sorted(wanted.keys() | (stored_args or wanted).keys()):
         found = (stored_args or wanted).get(name)
         if found != wanted.get(name):
-            raise CheckpointError(f"config.json: model_args.{name} is {shortened(found)}, not what the plan says")
+            raise CheckpointError(f"config.json: model_args.{name} is {shown(found)}, not what the plan says")
     return stamp
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, DclsConvertError, one_line, shortened
+from ..errors import CheckpointError, DclsConvertError, one_line, shown
 from ..layers.interpolation import find_interpolation, position_limits
 from ..planning.plan import ConversionPlan, check_plan
 from ..reports.report import REPORT_FORMAT, predict_report
@@ -89,7 +89,7 @@ def rebuild_in_fresh_process(folder: Path) -> list[Check]:
             return [Check(**check) for check in json.loads(result.read_text(encoding="utf-8"))]
     how = f"was ended by signal {-done.returncode}" if done.returncode < 0 else f"ended with code {done.returncode}"
     last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    return [Check(name="model", ok=False, detail=f"the process that rebuilt it {how}: {shortened(last, 300)}")]
+    return [Check(name="model", ok=False, detail=f"the process that rebuilt it {how}: {shown(last, 300)}")]
 
 
 def verify_folder(folder: str | Path, *, rebuild: Callable[[Path], list[Check]] | None = None) -> Verification:
@@ -153,7 +153,7 @@ def _file_checks(folder: Path, files: Sequence[str]) -> list[Check]:
     checks = checks or [Check(name="files", ok=True, detail=f"all {len(files)} are there and readable")]
     foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in files)
     if foreign:
-        names = ", ".join(repr(shortened(name)) for name in foreign[:MOST_DIFFERENCES])
+        names = ", ".join(repr(shown(name)) for name in foreign[:MOST_DIFFERENCES])
         detail = f"note: {names}{_more(len(foreign) - MOST_DIFFERENCES)} not of dcls-convert"
         checks.append(Check(name="other files", ok=True, detail=detail))
     return checks
@@ -343,15 +343,11 @@ def _each_difference(found: object, expected: object, place: str) -> Iterator[st
         for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             yield from _each_difference(ours, theirs, f"{place}.{index}")
     elif type(found) is not type(expected) or found != expected:
-        yield f"{shortened(place)} is {_shown(found)}, {PLAN} gives {_shown(expected)}"
+        yield f"{shown(place)} is {_shown(found)}, {PLAN} gives {_shown(expected)}"
 
 
 def _shown(value: object) -> str:
-    return (
-        f"{len(value)} entries"
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else shortened(repr(value))
-    )
+    return f"{len(value)} entries" if isinstance(value, Sequence) and not isinstance(value, str) else shown(repr(value))
 
 
 def _told(error: Exception, path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..errors import DclsConvertError, one_line, shortened
+from ..errors import DclsConvertError, one_line, shown
 from ..options import AUTO, DEFAULT_BUDGET, AuthorsVersion, Init, Interpolation, Positions, Scope, Tie
 from .arguments import HELP_OPTIONS, MOST_CHANNELS, MOST_SEED, parse_count, parse_input_size, parse_integer, parse_size
 from .checkpoints import add_checkpoint_commands
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
         sys.exit(EXIT_BUG)
     except OSError as error:  # the disk, a permission, a name that no file system takes: not ours to mend
-        about = f"{shortened(error.filename)!r}: " if error.filename else ""
+        about = f"{shown(error.filename)!r}: " if error.filename else ""
         _fail(f"{about}{error.strerror or one_line(error)}", EXIT_MISTAKE)
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE):

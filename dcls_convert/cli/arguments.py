@@ -1,6 +1,6 @@
 """What the commands share: option values from their text, refused with the option's name. Imports no torch."""
 
-from ..errors import DclsConvertError, shortened
+from ..errors import DclsConvertError, shown
 from ..options import AUTO
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
@@ -16,7 +16,7 @@ def parse_size(option: str, text: str | None) -> int | tuple[int, ...] | None:
     sides = _sides(text)
     if sides is None or len(sides) > 3:
         raise DclsConvertError(
-            f"{option} {shortened(text)!r} is not a size; give an integer from 1 to {_MOST_SIDE} such as 17, "
+            f"{option} {shown(text)!r} is not a size; give an integer from 1 to {_MOST_SIDE} such as 17, "
             "or sides such as 17x9"
         )
     return sides[0] if len(sides) == 1 else sides
@@ -27,7 +27,7 @@ def parse_integer(option: str, text: str | None, *, least: int, most: int) -> in
         return None
     number = _integer(text)
     if number is None or not least <= number <= most:
-        raise DclsConvertError(f"{option} {shortened(text)!r} must be an integer from {least} to {most}")
+        raise DclsConvertError(f"{option} {shown(text)!r} must be an integer from {least} to {most}")
     return number
 
 
@@ -44,8 +44,7 @@ def parse_input_size(text: str | None) -> tuple[int, ...] | None:
     sizes = _sides(text)
     if sizes is None or not 2 <= len(sizes) <= 4:
         raise DclsConvertError(
-            f"--input-size {shortened(text)!r} must be channels and sides, each from 1 to {_MOST_SIDE}, "
-            "such as 3x224x224"
+            f"--input-size {shown(text)!r} must be channels and sides, each from 1 to {_MOST_SIDE}, such as 3x224x224"
         )
     return sizes
 

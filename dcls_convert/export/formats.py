@@ -23,7 +23,7 @@ from ..checkpoints.folder import (
     read_plan,
     save_converted,
 )
-from ..errors import CheckpointError, DclsConvertError, ModelError, one_line, shortened
+from ..errors import CheckpointError, DclsConvertError, ModelError, one_line, shown
 from ..networks.outputs import ComparisonError, check_equal
 from ..networks.quiet import quietly
 from ..options import FoldFormat
@@ -122,7 +122,7 @@ def _check_fold_output(checkpoint: Path, format: FoldFormat, output: Path, force
         check_output(output, force=force)
         return
     if output.suffix != suffix:
-        raise CheckpointError(f"output {shortened(output)} must end in {suffix}")
+        raise CheckpointError(f"output {shown(output)} must end in {suffix}")
     check_output_file(output, force=force)
     missing = [name for name in ONNX_PACKAGES if format == "onnx" and importlib.util.find_spec(name) is None]
     if missing:
@@ -298,4 +298,4 @@ def _brief(error: BaseException) -> str:
     """What went wrong at the bottom of it; exporters wrap an error in much advice to the model's author."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {shortened(ANSI_COLOUR.sub('', one_line(error)), 200)}"
+    return f"{type(error).__name__}: {shown(ANSI_COLOUR.sub('', one_line(error)), 200)}"

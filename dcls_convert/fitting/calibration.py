@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DclsConvertError, one_line, shortened
+from ..errors import DclsConvertError, one_line, shown
 from ..planning.plan import ConversionPlan, LayerPlan
 from .boxes import box_of
 
@@ -118,7 +118,7 @@ class _Correlations:
 def _read_images(folder: Path, model: nn.Module, plan: ConversionPlan, note: Callable[[str], None]) -> Iterator[Tensor]:
     if not folder.is_dir():
         missing = "is not a folder" if folder.exists() else "there is no such folder"
-        raise DclsConvertError(f"calibration images {shortened(folder)}: {missing}")
+        raise DclsConvertError(f"calibration images {shown(folder)}: {missing}")
     size = plan.input_size
     if size is None or len(size) != 3 or size[0] not in (1, 3):
         raise DclsConvertError("calibration: the model does not take images of 1 or 3 channels")

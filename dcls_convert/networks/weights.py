@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import CheckpointError, one_line, shortened
+from ..errors import CheckpointError, one_line, shown
 
 # What training scripts wrap a state dict in, the one to take first. timm takes averaged weights before plain ones.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
@@ -62,7 +62,7 @@ def check_weights_file(path: Path) -> None:
             missing = "there is no such file" if not path.exists() else "is not a file"
             raise CheckpointError(f"checkpoint {path}: {missing}")
     except OSError as error:
-        raise CheckpointError(f"checkpoint {shortened(path)}: {error.strerror}") from error
+        raise CheckpointError(f"checkpoint {shown(path)}: {error.strerror}") from error
 
 
 def load_weights_(

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..errors import RuleError, did_you_mean, one_line, shortened
+from ..errors import RuleError, did_you_mean, one_line, shown
 from ..layers.geometry import size_text
 from ..options import AUTO, INTERPOLATIONS, Interpolation
 
@@ -133,7 +133,7 @@ class Rule(Layer):
         try:
             re.compile(value)
         except re.error as error:
-            raise ValueError(f"{shortened(value)!r} is not a regular expression: {error}") from error
+            raise ValueError(f"{shown(value)!r} is not a regular expression: {error}") from error
         return value
 
     @model_validator(mode="after")
@@ -195,7 +195,7 @@ def load_rules(source: str | Path) -> RuleSet:
     try:
         found = path.is_file()
     except OSError as error:
-        raise RuleError(f"rules {shortened(source)!r}: {error.strerror}") from error
+        raise RuleError(f"rules {shown(source)!r}: {error.strerror}") from error
     if not found:
         known = [*builtin_rules(), AUTO]
         raise RuleError(
@@ -336,7 +336,7 @@ def _explain(error: ValidationError) -> str:
         allowed = f"a mapping with {', '.join(model.model_fields)}"
     else:
         allowed = str(field.description) if field is not None else ", ".join(owner.model_fields)
-    return f"{place}: found {shortened(repr(problem['input']))}; allowed is {allowed}"
+    return f"{place}: found {shown(repr(problem['input']))}; allowed is {allowed}"
 
 
 _NESTED: dict[str, type[BaseModel]] = {"rules": Rule, "match": Match, "defaults": Defaults}

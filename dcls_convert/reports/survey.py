@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import DclsConvertError, ModelError, NothingMatchesError, PlanError, RuleError, did_you_mean, shortened
+from ..errors import DclsConvertError, ModelError, NothingMatchesError, PlanError, RuleError, did_you_mean, shown
 from ..layers.geometry import size_text
 from ..networks.sites import ModelConvs, find_convs, kinds_of_convs
 from ..networks.source import ModelSource, build_model, registry_names, stated_input_size
@@ -95,7 +95,7 @@ def names_matching(pattern: str | None, known: Sequence[str] | None = None) -> l
     if not found:
         bare = wanted.rpartition(":")[2].strip("".join(WILDCARDS))
         near = did_you_mean(bare, (name.partition(":")[2] for name in known), 3)
-        raise ModelError(f"no model of timm or torchvision matches {shortened(pattern)!r}{near}")
+        raise ModelError(f"no model of timm or torchvision matches {shown(pattern)!r}{near}")
     return found
 
 
