@@ -41,11 +41,21 @@ def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
-def printable(text: object) -> str:
-    """Text from outside as it may reach a terminal: control characters and lone surrogates are escaped."""
+def printable(text: object, keep: str = "") -> str:
+    """Text from outside as it may reach a terminal: control characters and lone surrogates are escaped.
+
+    Args:
+        text: Shown as str() gives it.
+        keep: Characters that stay as they are, such as line ends.
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
     return "".join(
-        character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode("ascii")
-        for character in str(text)
+        character
+        if character.isprintable() or character in keep
+        else character.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for character in text
     )
 
 

@@ -1,58 +1,59 @@
-"""The command line: read arguments, call the library, print, choose the exit code. Imports no torch by itself."""
+"""The program: its commands, and how it ends, with one line at most and the documented exit code. Imports no torch."""
 
 import os
+import re
 import signal
 import sys
+import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .. import __version__
 from ..errors import DclsConvertError, one_line, shown
-from ..options import AUTO, DEFAULT_BUDGET, AuthorsVersion, Init, Interpolation, Positions, Scope, Tie
-from .arguments import HELP_OPTIONS, MOST_CHANNELS, MOST_SEED, parse_count, parse_input_size, parse_integer, parse_size
-from .checkpoints import add_checkpoint_commands
+from . import console
+from .arguments import CommandGroup
+from .convert import convert
+from .fold import fold
+from .inspect import inspect
 from .models import models
 from .rules import rules_app
+from .verify import verify
 
 EXIT_BUG = 1
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 a bug; 2 a mistake in what was given, or nowhere to write or print to; 3 nothing in the model "
+    "matches the rules; 130 interrupted."
+)
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
-DEFAULT_COMMAND = "convert"
-# Whatever the parser finds wrong with an argument; the class's home differs between versions of typer.
-_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+SECONDS_TO_CLEAN = 5.0  # after a signal; the next one in this time is ignored
+LONGEST_WORD = 250  # characters in a message; a path may have about as many
 
 
-def _wants_completion() -> bool:
-    """Whether the shell asks for completions, or the user for the options that install them."""
-    return any(name.startswith("_DCLS_CONVERT_") for name in os.environ) or sys.argv[1:2] in (
-        ["--help"],
-        ["-h"],
-        ["--install-completion"],
-        ["--show-completion"],
-    )
+class _Program(CommandGroup):
+    default_command = "convert"
 
 
 app = typer.Typer(
     name="dcls-convert",
-    # A help without rich, and completion only where it is asked for: each would double the time of every answer.
-    add_completion=_wants_completion(),
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=HELP_OPTIONS,
+    cls=_Program,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+    epilog=EXIT_CODES,
     help="Give a network's convolutions learnable element positions (DCLS, arXiv:2112.03740).\n\n"
-    "\b\n  dcls-convert convnext_tiny --dilated-size 17\n\n"
+    "dcls-convert convnext_tiny --dilated-size 17\n\n"
     "converts a timm or torchvision model, reports parameters and MACs, and writes a checkpoint that timm loads. "
-    "'convert' is the default command; its options: dcls-convert convert --help",
+    "`convert` is the default command; its options: dcls-convert convert --help",
 )
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"dcls-convert {__version__}")
+        console.show(f"dcls-convert {__version__}")
         raise typer.Exit
 
 
@@ -65,164 +66,80 @@ def _main(
     pass
 
 
-@app.command(context_settings=HELP_OPTIONS)
-def convert(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, hf-hub:REPO, "
-            "local-dir:FOLDER, or package.module:factory, which imports and runs your own code.",
-        ),
-    ],
-    dilated_size: Annotated[
-        str | None,
-        typer.Option(metavar="N|HxW", help="Window in which elements move; 17 or 17x17."),
-    ] = None,
-    kernel_count: Annotated[str, typer.Option(metavar="N|auto", help="Elements in a kernel.")] = AUTO,
-    budget: Annotated[
-        str,
-        typer.Option(metavar="PERCENT", help="Of the replaced weights, for the new kernels."),
-    ] = f"{DEFAULT_BUDGET:g}",
-    scope: Annotated[Scope, typer.Option(help="For what one count is solved.")] = "model",
-    tie: Annotated[Tie, typer.Option(help="Which layers share their positions.")] = "stage",
-    interpolation: Annotated[
-        Interpolation | None,
-        typer.Option(help="How an element spreads over cells.  [default: bilinear]"),
-    ] = None,
-    rules: Annotated[str, typer.Option(metavar="FILE|NAME|auto", help="Rule file, or a built-in set.")] = AUTO,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail where a layer cannot take the size.")] = False,
-    pretrained: Annotated[
-        bool, typer.Option("--pretrained", help="Start from timm's or torchvision's weights.")
-    ] = False,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Start from a safetensors or torch file, also one of DCLS's authors."),
-    ] = None,
-    authors_version: Annotated[
-        AuthorsVersion | None,
-        typer.Option(help="Of the authors' layers, for such a file without SIG.  [default: v0, as released]"),
-    ] = None,
-    init: Annotated[
-        Init,
-        typer.Option(
-            help="Elements: random; fit, closest to the old kernels; largest, their largest cells; exact, all cells "
-            "(the same outputs, at more parameters). auto: random without weights, else fit.",
-        ),
-    ] = "auto",
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Images: fit what comes out of the kernels for such, not the kernels."),
-    ] = None,
-    positions: Annotated[Positions, typer.Option(help="Random positions: N(0, 0.5 cells), or uniform.")] = "normal",
-    num_classes: Annotated[str | None, typer.Option(metavar="N", help="Classes of the model's head.")] = None,
-    in_chans: Annotated[str | None, typer.Option(metavar="N", help="Input channels.")] = None,
-    input_size: Annotated[
-        str | None,
-        typer.Option(metavar="CxHxW", help="For MACs; the model's own without it."),
-    ] = None,
-    seed: Annotated[str, typer.Option(metavar="N", help="Of all random values.")] = "0",
-    output: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Checkpoint folder.  [default: ./MODEL-dclsSIZE]"),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace that checkpoint.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only: no weights, no download.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A row for every layer.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and no report either.")] = False,
-) -> None:
-    """Replace a model's convolutions, report, and write a checkpoint."""
-    from .convert import ConvertOptions, run_convert
-
-    run_convert(
-        ConvertOptions(
-            model=model,
-            dilated_size=parse_size("--dilated-size", dilated_size),
-            kernel_count=parse_count(kernel_count),
-            budget=budget,
-            scope=scope,
-            tie=tie,
-            interpolation=interpolation,
-            rules=rules,
-            strict=strict,
-            pretrained=pretrained,
-            checkpoint=checkpoint,
-            authors_version=authors_version,
-            init=init,
-            calibrate=calibrate,
-            positions=positions,
-            num_classes=parse_integer("--num-classes", num_classes, least=0, most=MOST_CHANNELS),
-            in_chans=parse_integer("--in-chans", in_chans, least=1, most=MOST_CHANNELS),
-            input_size=parse_input_size(input_size),
-            seed=parse_integer("--seed", seed, least=0, most=MOST_SEED) or 0,
-            output=output,
-            force=force,
-            dry_run=dry_run,
-            json=json_,
-            verbose=verbose,
-            quiet=quiet,
-        )
-    )
-
-
-app.command(context_settings=HELP_OPTIONS)(models)
-add_checkpoint_commands(app)
+app.command()(convert)
+app.command()(models)
+app.command()(inspect)
+app.command()(fold)
+app.command()(verify)
 app.add_typer(rules_app, name="rules")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script: whatever happens ends in one line and the documented exit code."""
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), _interrupt)
+    """The console script."""
     try:
-        code = _run(list(sys.argv[1:] if arguments is None else arguments))
-    except _USAGE_ERROR as error:
-        message = error.format_message() if hasattr(error, "format_message") else str(error)
-        _fail(f"{' '.join(message.split()).rstrip('.')}. Try 'dcls-convert --help'.", EXIT_MISTAKE)
+        _interrupt_once()
+        console.set_up()
+        code, line = _run(list(sys.argv[1:] if arguments is None else arguments))
+        _ignore_signals()
+    except KeyboardInterrupt:
+        _ignore_signals()
+        code, line = EXIT_INTERRUPTED, "interrupted"
+    if line:
+        console.message(f"error: {line}", style="red")
+    console.finish()
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> tuple[int, str | None]:
+    """The exit code, and what went wrong, in one line."""
+    try:
+        result = typer.main.get_command(app).main(arguments, prog_name="dcls-convert", standalone_mode=False)
+    except typer.TyperException as error:  # the parser's
+        message = one_line(error.format_message()).replace("Value error, ", "").rstrip(".")
+        return EXIT_MISTAKE, f"{_short(message)}. Try 'dcls-convert --help'."
     except DclsConvertError as error:
-        _fail(one_line(error), error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        code = EXIT_INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
-        sys.exit(EXIT_BUG)
-    except OSError as error:  # the disk, a permission, a name that no file system takes: not ours to mend
-        about = f"{shown(error.filename)!r}: " if error.filename else ""
-        _fail(f"{about}{error.strerror or one_line(error)}", EXIT_MISTAKE)
+        return error.exit_code, _short(one_line(error))
+    except typer.Abort:
+        return EXIT_INTERRUPTED, "interrupted"
+    except OSError as error:  # the disk, a permission, a name that no file system takes
+        about = f"'{shown(error.filename)}': " if error.filename else ""
+        return EXIT_MISTAKE, f"{about}{error.strerror or one_line(error)}"
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
-        _fail(
+        return EXIT_BUG, (
             f"this is a bug in dcls-convert: {type(error).__name__}: {one_line(error)[:300]} "
-            f"(set {TRACEBACK_VARIABLE}=1 for a traceback to report)",
-            EXIT_BUG,
+            f"(set {TRACEBACK_VARIABLE}=1 for a traceback to report)"
         )
-    if code == EXIT_INTERRUPTED:  # typer makes this code of a KeyboardInterrupt
-        _fail("interrupted; nothing was left behind", EXIT_INTERRUPTED)
-    sys.exit(code if isinstance(code, int) else 0)
+    code = result if isinstance(result, int) else 0  # of typer.Exit; typer makes 130 of a KeyboardInterrupt
+    return code, "interrupted" if code == EXIT_INTERRUPTED else None
 
 
-def _run(arguments: list[str]) -> object:
-    """`dcls-convert MODEL` is `dcls-convert convert MODEL`: whatever is no command and no option of the program."""
-    program = typer.main.get_command(app)
-    own = {option for parameter in program.params for option in parameter.opts} | {"--help", "-h"}
-    commands = program.commands  # type: ignore[attr-defined]
-    if arguments in ([], ["rules"]):
-        arguments = [*arguments, "--help"]
-    if arguments[0] in own or "_DCLS_CONVERT_COMPLETE" in os.environ:
-        return program.main(args=arguments, prog_name="dcls-convert", standalone_mode=False)
-    if arguments[0] not in commands:
-        arguments = [DEFAULT_COMMAND, *arguments]
-    name, *rest = arguments
-    return commands[name].main(args=rest, prog_name=f"dcls-convert {name}", standalone_mode=False)
+def _short(message: str) -> str:
+    """A message without endless words, such as a name of thousands of characters."""
+    return re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: shown(word[0], LONGEST_WORD), message)
 
 
-def _interrupt(_signal: int, _frame: object) -> None:
-    raise KeyboardInterrupt
+def _interrupt_once() -> None:
+    """Let the first signal raise KeyboardInterrupt, so that everything cleans up; further ones must not disturb that.
+
+    A signal that was ignored when the program started (by nohup, or for a shell's background job) stays ignored.
+    """
+    first = -SECONDS_TO_CLEAN
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        nonlocal first
+        now = time.monotonic()
+        if now - first >= SECONDS_TO_CLEAN:  # again later, in case a library swallowed the first
+            first = now
+            raise KeyboardInterrupt
+
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, interrupt)
 
 
-def _fail(message: str, code: int) -> None:
-    typer.secho(f"error: {message}", fg="red", err=True)
-    sys.exit(code)
+def _ignore_signals() -> None:
+    """All is done but for the last line."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

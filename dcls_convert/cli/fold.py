@@ -1,50 +1,68 @@
-"""What `dcls-convert fold` prints."""
+"""`dcls-convert fold`: plain convolutions in the layers' places."""
 
 import json
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.text import Text
+import typer
 
-from ..checkpoints.folder import LOAD_WITH_TIMM, LOAD_WITHOUT_TIMM
-from ..export.formats import Folded, fold_checkpoint
-from ..export.stock_timm import LOAD_WITH_STOCK_TIMM
-from ..layers.geometry import size_text
 from ..options import FoldFormat
+from . import console
+from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode
+
+if TYPE_CHECKING:
+    from ..export.formats import Folded
 
 LOADING = {
-    "stock timm": LOAD_WITH_STOCK_TIMM,
     "onnx": 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n',
     "pt2": 'import torch\n\nmodel = torch.export.load("{folder}").module()\n',
 }
 
 
-def run_fold(
-    checkpoint: Path, format: FoldFormat, output: Path | None, *, force: bool, as_json: bool, quiet: bool
+def fold(
+    checkpoint: Checkpoint,
+    format: Annotated[
+        FoldFormat,
+        typer.Option(
+            rich_help_panel=OUTPUT,
+            help="timm: a folder, which timm loads by itself where its architecture allows. onnx, pt2: one file.",
+        ),
+    ] = "timm",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            rich_help_panel=OUTPUT,
+            show_default="./CHECKPOINT-folded, ./CHECKPOINT.onnx or ./CHECKPOINT.pt2",
+            help="Folder or file to write.",
+        ),
+    ] = None,
+    force: Force = False,
+    trust_code: TrustCode = False,
+    json_: Json = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Fold, then say what was written: as text, as JSON, or (quiet) its name alone."""
-    progress = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
-    # What models and their loaders print is progress, and must not get into the results.
-    with redirect_stdout(sys.stderr):
-        folded = fold_checkpoint(
-            checkpoint,
-            format,
-            output,
-            force=force,
-            step=lambda text: progress.print(Text(f"{checkpoint}: {text}")),
-        )
-    if as_json:
-        sys.stdout.write(json.dumps(folded.to_dict(), indent=2) + "\n")
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    for line in [folded.output] if quiet else _lines(folded):
-        console.print(Text(line))
+    """Turn a checkpoint's layers into plain convolutions, for use elsewhere.
+
+    Positions are no longer learnable then. Outputs stay the same, which is checked before anything is written.
+    """
+    from ..export.formats import fold_checkpoint
+
+    with console.steps(str(checkpoint), quiet=quiet) as step:
+        folded = fold_checkpoint(checkpoint, format, output, force=force, step=step)
+    with console.standing(folded.output):
+        if json_:
+            console.write(json.dumps(folded.to_dict(), indent=2) + "\n")
+        else:
+            console.show(*([folded.output] if quiet else _lines(folded)))
 
 
-def _lines(folded: Folded) -> list[str]:
-    loading = LOADING.get(folded.kind) or (LOAD_WITH_TIMM if folded.with_timm else LOAD_WITHOUT_TIMM)
+def _lines(folded: "Folded") -> list[str]:
+    from ..checkpoints.folder import LOAD_WITH_TIMM, LOAD_WITHOUT_TIMM
+    from ..export.stock_timm import LOAD_WITH_STOCK_TIMM
+
+    loading = {**LOADING, "stock timm": LOAD_WITH_STOCK_TIMM}.get(folded.kind)
+    loading = loading or (LOAD_WITH_TIMM if folded.with_timm else LOAD_WITHOUT_TIMM)
     grown = f" → {folded.params_after:,}, since kernels are now stored with all cells of their windows"
     return [
         f"Folded {folded.layers} layers of {folded.checkpoint}; parameters {folded.params_before:,}"
@@ -56,7 +74,9 @@ def _lines(folded: Folded) -> list[str]:
     ]
 
 
-def _what(folded: Folded) -> str:
+def _what(folded: "Folded") -> str:
+    from ..layers.geometry import size_text
+
     if folded.kind == "stock timm":
         sizes = ", ".join(f"{name}={value}" for name, value in (folded.kernel_args or {}).items())
         return f"timm loads it by itself{', with ' + sizes if sizes else ''}; dcls-convert is not needed"

@@ -1,74 +1,116 @@
-"""`dcls-convert models [PATTERN]`. Imports no torch by itself."""
+"""`dcls-convert models`: what would become of many models at once."""
 
-from typing import Annotated
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..errors import DclsConvertError
-from ..options import AUTO, DEFAULT_BUDGET, Interpolation, Scope, Tie
-from .arguments import parse_input_size, parse_integer, parse_size
+from ..errors import DclsConvertError, printable
+from ..options import AUTO, PlanOptions
+from . import console
+from .arguments import OUTPUT, InputSize, Json, number, with_plan_options
+
+if TYPE_CHECKING:
+    from ..reports.survey import ModelRow
 
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
 MOST_JOBS = 1024
 MOST_SECONDS = 86_400
-DEFAULT_SECONDS = "120"  # the slowest of all models takes two on an idle core
+SECONDS_A_MODEL = 120  # the slowest of all models takes two seconds on an idle core
+SECONDS_A_LINE = 10.0  # of progress, where stderr is no terminal
+WIDTH_IN_A_FILE = 160  # columns; most rows stay on one line
+RUNNING = "How to run"
 
 
+@with_plan_options
 def models(
+    options: PlanOptions,
     pattern: Annotated[
         str | None,
         typer.Argument(
             metavar="PATTERN",
-            help="Names to survey, as a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. Without * ? [ "
-            "it is a name, or else a part of names. All models of both registries without it.",
+            help="Names to survey, as a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. Without * ? or [ "
+            "it is a name, or else a part of names. Without a pattern, all models of both registries.",
             show_default=False,
         ),
     ] = None,
-    dilated_size: Annotated[
-        str | None, typer.Option(metavar="N|HxW", help="Window in which elements move; 17 or 17x17.")
+    input_size: InputSize = None,
+    jobs: Annotated[
+        int | None,
+        number(int, 1, MOST_JOBS, metavar="N", rich_help_panel=RUNNING, help="Processes; one a processor without it."),
     ] = None,
-    rules: Annotated[str, typer.Option(metavar="FILE|NAME|auto", help="Rule file, or a built-in set.")] = AUTO,
-    budget: Annotated[
-        str, typer.Option(metavar="PERCENT", help="Of the replaced weights, for the new kernels.")
-    ] = f"{DEFAULT_BUDGET:g}",
-    scope: Annotated[Scope, typer.Option(help="For what one count is solved.")] = "model",
-    tie: Annotated[Tie, typer.Option(help="Which layers share their positions.")] = "stage",
-    interpolation: Annotated[
-        Interpolation | None,
-        typer.Option(help="How an element spreads over cells.  [default: bilinear]"),
-    ] = None,
-    input_size: Annotated[
-        str | None, typer.Option(metavar="CxHxW", help="For MACs; each model's own without it.")
-    ] = None,
-    jobs: Annotated[str | None, typer.Option(metavar="N", help="Processes.  [default: as many as processors]")] = None,
-    timeout: Annotated[str, typer.Option(metavar="SECONDS", help="For one model.")] = DEFAULT_SECONDS,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
+    timeout: Annotated[
+        float, number(int, 1, MOST_SECONDS, metavar="SECONDS", rich_help_panel=RUNNING, help="Limit for one model.")
+    ] = SECONDS_A_MODEL,
+    json_: Json = False,
+    csv: Annotated[bool, typer.Option("--csv", rich_help_panel=OUTPUT, help="Print CSV.")] = False,
 ) -> None:
-    """What would convert, over the timm and torchvision registries; no weights, no download."""
+    """Show what would convert, over the timm and torchvision registries. No weights, no download."""
     if json_ and csv:
         raise DclsConvertError("--json and --csv exclude each other")
-    size = parse_size("--dilated-size", dilated_size)
-    image = parse_input_size(input_size)
-    processes = parse_integer("--jobs", jobs, least=1, most=MOST_JOBS)
-    seconds = parse_integer("--timeout", timeout, least=1, most=MOST_SECONDS)
-    from .models_run import ModelsOptions, run_models
+    from ..reports.survey import names_matching, survey_models
+    from ..reports.survey_view import failure_lines, summary_line, survey_csv, survey_json, survey_view
 
-    clean = run_models(
-        ModelsOptions(
-            pattern=pattern,
-            dilated_size=size,
-            rules=rules,
-            budget=budget,
-            scope=scope,
-            tie=tie,
-            interpolation=interpolation,
-            input_size=image,
-            jobs=processes,
-            timeout=float(seconds or DEFAULT_SECONDS),
-            json=json_,
-            csv=csv,
+    options = _with_rules(options)
+    names = names_matching(pattern)
+    with _progress(len(names)) as advance:
+        rows = survey_models(
+            names, options, input_size=input_size, workers=jobs, timeout=float(timeout), advance=advance
         )
-    )
-    if not clean:
+    if json_:
+        console.write(survey_json(rows, options, pattern=pattern, input_size=input_size))
+    elif csv:
+        console.write(survey_csv(rows))
+    else:
+        console.show(survey_view(rows), least_width=WIDTH_IN_A_FILE)
+    if json_ or csv:
+        for line in [*failure_lines(rows), summary_line(rows)]:
+            console.message(line)
+    if any(row.status == "failed" for row in rows):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _with_rules(options: PlanOptions) -> PlanOptions:
+    """The rules read once, and options refused that they overrule in every model."""
+    from ..planning.planner import check_overruled
+    from ..planning.rules import load_rules
+
+    if options.rules == AUTO:
+        return options
+    rules = load_rules(options.rules)
+    check_overruled(rules, options)
+    return replace(options, rules=rules)
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[["ModelRow"], None]]:
+    """On stderr: a bar on a terminal, a line now and then elsewhere."""
+    done = failed = 0
+    printed = time.monotonic()
+
+    def line(row: "ModelRow") -> None:
+        nonlocal done, failed, printed
+        done, failed = done + 1, failed + (row.status == "failed")
+        if time.monotonic() - printed >= SECONDS_A_LINE:
+            printed = time.monotonic()
+            console.message(f"models: {done} of {total}" + (f", {failed} failed" if failed else ""))
+
+    def bar(row: "ModelRow") -> None:
+        nonlocal failed
+        failed += row.status == "failed"
+        seen = printable(row.name) + (f", {failed} failed" if failed else "")
+        progress.update(task, description=f"{seen[:40]:40}", advance=1)
+
+    terminal = Console(stderr=True, highlight=False)
+    if not terminal.is_terminal:
+        yield line
+        return
+    columns: list[Any] = [TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()]
+    with Progress(*columns, TimeRemainingColumn(), console=terminal, transient=True) as progress:
+        task = progress.add_task("starting", total=total)
+        yield bar

@@ -1,23 +1,26 @@
-"""`dcls-convert rules ...`. Imports no torch by itself."""
+"""`dcls-convert rules`: show and check rule files."""
 
-from typing import Annotated
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .arguments import HELP_OPTIONS
+from . import console
+from .arguments import CommandGroup
 
-rules_app = typer.Typer(
-    context_settings=HELP_OPTIONS, help="Show and check rule files, which say what is replaced, and how."
-)
+if TYPE_CHECKING:
+    from ..planning.rules import RuleSet
+
+rules_app = typer.Typer(cls=CommandGroup, help="Show and check rule files, which say what is replaced, and how.")
 
 
 @rules_app.command("list")
 def rules_list() -> None:
-    """The built-in rule sets."""
+    """List the built-in rule sets."""
     from ..planning.rules import builtin_rules, load_rules
 
-    for name in builtin_rules():
-        typer.echo(f"{name:12} {load_rules(name).description}")
+    console.show(*[f"{name:12} {load_rules(name).description}" for name in builtin_rules()])
 
 
 @rules_app.command("show")
@@ -25,30 +28,44 @@ def rules_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A 
     """Print a rule set as YAML."""
     from ..planning.rules import load_rules
 
-    typer.echo(load_rules(name).text, nl=False)
+    console.write(load_rules(name).text)
 
 
 @rules_app.command("check")
 def rules_check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A rule file, or a built-in set.")],
-    model: Annotated[str | None, typer.Option(help="Also say what each rule claims in this model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Also say what each rule claims in this model.")
+    ] = None,
 ) -> None:
-    """Check a rule file, and with --model, what it would claim."""
+    """Check a rule file."""
     from ..planning.rules import load_rules
 
-    ruleset = load_rules(file)
-    typer.echo(f"{file}: ok, {len(ruleset.rules)} rule{'s' * (len(ruleset.rules) != 1)}")
-    if model is not None:
-        from .convert import print_claims
-
-        print_claims(ruleset, model)
+    rules = load_rules(file)
+    claims = [] if model is None else _claims(rules, model)
+    console.show(f"{file}: ok, {len(rules.rules)} rule{'s' * (len(rules.rules) != 1)}", *claims)
 
 
 @rules_app.command("schema")
-def rules_schema_() -> None:
+def rules_schema() -> None:
     """Print the JSON Schema of rule files, for an editor."""
-    import json
-
     from ..planning.rules import rules_schema
 
-    typer.echo(json.dumps(rules_schema(), indent=2))
+    console.write(json.dumps(rules_schema(), indent=2) + "\n")
+
+
+def _claims(rules: "RuleSet", model_name: str) -> list[str]:
+    """A line for every rule, and one for the rest."""
+    from ..networks.sites import find_convs
+    from ..networks.source import build_model, resolve_model
+    from ..planning.rules import claim_sites
+
+    convs = find_convs(build_model(resolve_model(model_name), device="meta", offline=True))
+    claims = claim_sites(rules, convs.sites)
+    counts = Counter(claims.rule_of.values())
+    lines = [
+        f"  {rules.label(index)}: {'converts' if rule.skip is None else 'skips'} {counts[index]} "
+        f"of {len(convs.sites)} convolutions"
+        for index, rule in enumerate(rules.rules)
+    ]
+    return [*lines, f"  no rule: {len(claims.reasons)}, cannot be converted: {len(convs.skipped)}"]

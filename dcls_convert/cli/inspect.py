@@ -1,18 +1,46 @@
-"""How statistics of positions look on a terminal. Formatting only."""
+"""`dcls-convert inspect`: where a checkpoint's elements are."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ..checkpoints.inspection import Inspection, PositionRow
-from ..layers.geometry import size_text
-from ..reports.report_view import plain_table
+from ..errors import DclsConvertError
+from . import console
+from .arguments import OUTPUT, Checkpoint, Json
+
+if TYPE_CHECKING:
+    from ..checkpoints.inspection import Inspection, PositionRow
 
 
-def inspection_view(inspection: Inspection) -> RenderableType:
-    """A row for every positions tensor, and what the columns mean; for a terminal of 80 columns or more."""
+def inspect(
+    checkpoint: Checkpoint,
+    json_: Json = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", rich_help_panel=OUTPUT, help="Print the checkpoint's plan as JSON instead.")
+    ] = False,
+) -> None:
+    """Show where a checkpoint's elements are: at the window's border, overlapping, how far from the centre."""
+    if plan and json_:
+        raise DclsConvertError("--plan and --json exclude each other; the plan is JSON")
+    from ..checkpoints.folder import read_plan
+    from ..checkpoints.inspection import inspect_folder
+
+    if plan:
+        console.write(read_plan(checkpoint).to_json())
+    elif json_:
+        console.write(inspect_folder(checkpoint).to_json())
+    else:
+        console.show(_view(inspect_folder(checkpoint)))
+
+
+def _view(inspection: "Inspection") -> RenderableType:
+    """A row for each positions tensor, and what the columns mean; for a terminal of 80 columns or more."""
+    from ..reports.report_view import plain_table
+
     has_sigma = any(row.mean_sigma is not None for row in inspection.positions)
     headings = ["Layers", "Elements", "Border", "Overlap", "Spread", "Distance"]
     table = plain_table("Positions", *headings, *["Sigma"] * has_sigma)
@@ -31,7 +59,9 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     return Group(title, Text(), table, Text(), *notes)
 
 
-def _cells(row: PositionRow, has_sigma: bool) -> Sequence[str | Text]:
+def _cells(row: "PositionRow", has_sigma: bool) -> Sequence[str | Text]:
+    from ..layers.geometry import size_text
+
     sigma = "" if row.mean_sigma is None else f"{row.mean_sigma:.2f}"
     return [
         Text(row.name),
@@ -45,7 +75,7 @@ def _cells(row: PositionRow, has_sigma: bool) -> Sequence[str | Text]:
     ]
 
 
-def _sentences(inspection: Inspection, has_sigma: bool) -> list[str]:
+def _sentences(inspection: "Inspection", has_sigma: bool) -> list[str]:
     tied = sum(row.tied for row in inspection.positions)
     alone = len(inspection.positions) - tied
     kinds = [f"{tied} shared by the layers of a tie group"] * bool(tied) + [f"{alone} of one layer"] * bool(alone)
@@ -56,7 +86,7 @@ def _sentences(inspection: Inspection, has_sigma: bool) -> list[str]:
         f"Border: elements within {inspection.border_margin:g} cells of the window's limit; where they are many, the "
         "window is too small.",
         f"Overlap: elements nearer than {inspection.overlap_distance:g} cell to another of their kernel.",
-        "Spread: standard deviation along each axis; Distance: mean; both from the kernel's centre, in cells.",
+        "Spread: standard deviation along each axis. Distance: mean. Both from the kernel's centre, in cells.",
     ]
     return lines + ["Sigma: mean width of the elements, in cells."] * has_sigma
 

@@ -1,0 +1,137 @@
+"""The one way to print: results to stdout, messages and progress to stderr.
+
+Control characters from data are escaped, and characters that an encoding lacks are replaced. A stdout that takes nothing
+is an error of its own; what was written to disk before stays, and is named.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+import typer
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
+from rich.text import Text
+
+from ..errors import DclsConvertError, printable, shown
+
+EXIT_UNPRINTED = 2  # the exit code where stdout is closed or full
+LINE_ENDS = "\n\t"  # what a text of several lines may hold besides printable characters
+
+
+def set_up() -> None:
+    """Let stdout and stderr replace what their encodings lack (cp1252 has no arrow) instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and hasattr(stream, "reconfigure"):  # None where the shell closed it
+            stream.reconfigure(errors="replace")
+
+
+def show(*parts: RenderableType, least_width: int = 0) -> None:
+    """Print results to stdout. Tables fit the terminal; lines are as long as they are.
+
+    Args:
+        parts: A string for each line, or what rich lays out.
+        least_width: Columns of a file or pipe.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, least_width)
+    _write(_rendered(console, *parts))
+
+
+def write(text: str) -> None:
+    """Print a text of several lines to stdout, as it is."""
+    _write(printable(text, keep=LINE_ENDS))
+
+
+def message(text: str, style: str = "") -> None:
+    """Print one line to stderr."""
+    line = _rendered(Console(stderr=True, highlight=False), Text(printable(text), style=style))
+    try:
+        if sys.stderr is not None:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+    except OSError:
+        _drop(sys.stderr)
+
+
+@contextlib.contextmanager
+def steps(name: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show what is being done, on stderr: beside a spinner on a terminal, a line a step elsewhere, nothing when quiet.
+
+    What models and their loaders print meanwhile is progress too, and goes to stderr, away from the results.
+    """
+    name, console = shown(name), Console(stderr=True, highlight=False)
+    if quiet or not console.is_terminal:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield lambda text: None if quiet else message(f"{name}: {text}")
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(name, total=None)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield lambda text: progress.update(task, description=printable(f"{name}: {text}"))
+
+
+@contextlib.contextmanager
+def standing(output: object) -> Iterator[None]:
+    """For what is done after `output` was written: if that fails or is interrupted, say that the output is there."""
+    try:
+        yield
+    except BaseException:
+        message(f"note: {output} was written")
+        raise
+
+
+def finish() -> None:
+    """Flush; where a stream takes nothing, Python must not try again at its end and complain."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            _drop(stream)
+
+
+def _rendered(console: Console, *parts: RenderableType) -> str:
+    with console.capture() as captured:
+        for part in parts:
+            part = Text(printable(part)) if isinstance(part, str) else part
+            console.print(_Escaped(part), soft_wrap=isinstance(part, Text))
+    return captured.get()
+
+
+class _Escaped:
+    """What rich lays out, with control characters escaped; the layout's own line ends and colours stay."""
+
+    def __init__(self, part: RenderableType) -> None:
+        self._part = part
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self._part, options):
+            yield segment if segment.control else Segment(printable(segment.text, keep="\n"), segment.style)
+
+
+def _write(text: str) -> None:
+    if sys.stdout is None:
+        raise DclsConvertError("the results cannot be printed: stdout is closed")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # its reader has seen enough, as in `| head`
+        _drop(sys.stdout)
+        raise typer.Exit(EXIT_UNPRINTED) from None
+    except OSError as error:
+        _drop(sys.stdout)
+        raise DclsConvertError(f"the results cannot be printed: {error.strerror}") from error
+
+
+def _drop(stream: TextIO) -> None:
+    """Send to nowhere what is left in the stream's buffer."""
+    with contextlib.suppress(OSError):  # no descriptor, as in tests
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

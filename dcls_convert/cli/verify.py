@@ -1,0 +1,26 @@
+"""`dcls-convert verify`: whether a checkpoint is whole."""
+
+from rich.text import Text
+
+from ..errors import CheckpointError, printable
+from . import console
+from .arguments import Checkpoint, Json, TrustCode
+
+MARKS = {True: ("ok", "green"), False: ("problem", "red"), None: ("skipped", "yellow")}
+
+
+def verify(checkpoint: Checkpoint, trust_code: TrustCode = False, json_: Json = False) -> None:
+    """Check a checkpoint: rebuild it in a fresh process, and compare names, shapes, hash and outputs."""
+    from ..checkpoints.verify import verify_folder
+
+    found = verify_folder(checkpoint)
+    if json_:
+        console.write(found.to_json())
+    else:
+        width = max(len(check.name) for check in found.checks)
+        for check in found.checks:
+            mark, colour = MARKS[check.ok]
+            console.show(Text.assemble((f"{mark:7}", colour), f"  {check.name:{width}}  {printable(check.detail)}"))
+    if not found.ok:
+        count = len(found.problems)
+        raise CheckpointError(f"{checkpoint}: {count} problem{'s' * (count > 1)} found")
