@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ..options import AUTO, Scope, Tie
+from ..options import AUTO, PlanOptions, Scope, Tie
 from ..planning.budget import parse_percent
 from ..planning.planner import check_overruled
 from ..planning.rules import RuleSet, load_rules
@@ -48,7 +49,9 @@ def run_models(options: ModelsOptions) -> bool:
     parse_percent(options.budget)
     rules: RuleSet | str = AUTO if options.rules == AUTO else load_rules(options.rules)
     if isinstance(rules, RuleSet):
-        check_overruled(rules, options.dilated_size, AUTO, options.interpolation)
+        check_overruled(
+            rules, PlanOptions(dilated_size=options.dilated_size, interpolation=cast(Any, options.interpolation))
+        )
     survey = SurveyOptions(
         dilated_size=options.dilated_size,
         rules=rules,
