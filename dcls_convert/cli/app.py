@@ -25,8 +25,8 @@ EXIT_BUG = 1
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 a bug; 2 a mistake in what was given, or nowhere to write or print to; 3 nothing in the model "
-    "matches the rules; 130 interrupted."
+    "Exit codes: 0 done; 1 a bug; 2 a mistake in what was given, or nowhere to write or print to; 3 nothing in the "
+    "model matches the rules; 130 interrupted."
 )
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -38,8 +38,15 @@ class _Program(CommandGroup):
     default_command = "convert"
 
 
+def _completion_asked() -> bool:
+    """Whether to add the options for completion: they import pydantic, a third of the time that --help takes."""
+    first = sys.argv[1:2] or ["--help"]
+    return "_DCLS_CONVERT_COMPLETE" in os.environ or first[0].startswith(("--install", "--show", "--help", "-h"))
+
+
 app = typer.Typer(
     name="dcls-convert",
+    add_completion=_completion_asked(),
     cls=_Program,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
@@ -95,7 +102,7 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
     try:
         result = typer.main.get_command(app).main(arguments, prog_name="dcls-convert", standalone_mode=False)
     except typer.TyperException as error:  # the parser's
-        message = one_line(error.format_message()).replace("Value error, ", "").rstrip(".")
+        message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
         return EXIT_MISTAKE, f"{_short(message)}. Try 'dcls-convert --help'."
     except DclsConvertError as error:
         return error.exit_code, _short(one_line(error))

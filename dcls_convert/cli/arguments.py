@@ -1,6 +1,6 @@
 """What the commands' arguments have in common: number and size types, groups for --help, and the planning options.
 
-`PLANNING` has an argument for each field of `PlanOptions`; `with_plan_options` gives them to a command. Imports no torch.
+`PLANNING` has an argument for each field of `PlanOptions`; `with_plan_options` gives them to a command.
 """
 
 import functools
@@ -26,12 +26,10 @@ MOST_COUNT = 10**9  # elements, classes or channels
 MOST_SEED = 2**63 - 1  # of torch.Generator
 
 
-def number(
-    kind: type[int] | type[float], least: float, most: float, *, word: str | None = None, **settings: Any
-) -> Any:
+def number(kind: type[int] | type[float], least: Any, most: int, *, word: str | None = None, **settings: Any) -> Any:
     """An option for a number in plain decimal digits, or for the one word that stands for it.
 
-    int() and float() also take `1_000`, ` 17 `, `nan` and digits of other scripts, so a slip of the keyboard would pass.
+    int() and float() also take `1_000`, ` 17 `, `nan` and digits of other scripts, so typing mistakes would pass.
     """
     digits = r"[0-9]{1,19}" if kind is int else r"[0-9]{1,19}(\.[0-9]{1,19})?"
     allowed = f"{'an integer' if kind is int else 'a number'} from {least} to {most}" + (f", or {word}" if word else "")
@@ -44,7 +42,7 @@ def number(
             raise typer.BadParameter(f"'{shown(text)}' is not {allowed}")
         return value
 
-    return typer.Option(parser=parse, min=kind(least), max=kind(most), **settings)
+    return typer.Option(parser=parse, min=least, max=most, **settings)
 
 
 def parse_size(text: str) -> int | tuple[int, ...]:
@@ -62,7 +60,7 @@ def parse_input_size(text: str) -> tuple[int, ...]:
     sides = _sides(text)
     if not 2 <= len(sides) <= 4:
         raise typer.BadParameter(
-            f"'{shown(text)}' is not an input size: give channels and sides, each from 1 to {MOST_SIDE}, such as 3x224x224"
+            f"'{shown(text)}' is not an input size: give channels and sides from 1 to {MOST_SIDE}, such as 3x224x224"
         )
     return sides
 
@@ -99,10 +97,10 @@ InputSize = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print one JSON object.")]
-Force = Annotated[bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Replace what an earlier run wrote there.")]
+Force = Annotated[bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Replace what an earlier run wrote.")]
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", "-q", rich_help_panel=OUTPUT, help="No progress and no report: print the output's name alone."),
+    typer.Option("--quiet", "-q", rich_help_panel=OUTPUT, help="No progress and no report, only the output's name."),
 ]
 TrustCode = Annotated[
     bool,
@@ -142,13 +140,13 @@ PLANNING: dict[str, Any] = {
             help="Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones where there are none.",
         ),
     ],
-    "scope": Annotated[Scope, typer.Option(rich_help_panel=HOW_MANY, help="Solve one count per model, stage or layer.")],
+    "scope": Annotated[Scope, typer.Option(rich_help_panel=HOW_MANY, help="What one count is solved for.")],
     "tie": Annotated[Tie, typer.Option(rich_help_panel=HOW_MANY, help="Which layers share their positions.")],
     "budget": Annotated[
         float,
         number(
             float,
-            float(LEAST_PERCENT),
+            LEAST_PERCENT,
             MOST_PERCENT,
             metavar="PERCENT",
             rich_help_panel=HOW_MANY,
@@ -180,7 +178,9 @@ def with_plan_options(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter)
             continue
         for field in fields(PlanOptions):
-            parameters.append(parameter.replace(name=field.name, default=field.default, annotation=PLANNING[field.name]))
+            parameters.append(
+                parameter.replace(name=field.name, default=field.default, annotation=PLANNING[field.name])
+            )
 
     @functools.wraps(command)
     def call(**given: Any) -> None:

@@ -1,7 +1,7 @@
 """The one way to print: results to stdout, messages and progress to stderr.
 
-Control characters from data are escaped, and characters that an encoding lacks are replaced. A stdout that takes nothing
-is an error of its own; what was written to disk before stays, and is named.
+Control characters from data are escaped, and characters that an encoding lacks are replaced. A stdout that takes
+nothing is an error of its own; what was written to disk before stays, and is named.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ from typing import TextIO
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.text import Text
 
@@ -69,6 +68,8 @@ def steps(name: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
         with contextlib.redirect_stdout(sys.stderr):
             yield lambda text: None if quiet else message(f"{name}: {text}")
         return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(name, total=None)
@@ -78,11 +79,12 @@ def steps(name: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def standing(output: object) -> Iterator[None]:
-    """For what is done after `output` was written: if that fails or is interrupted, say that the output is there."""
+    """For what is done after `output` was written (None: nothing was): where it fails, say that the output is there."""
     try:
         yield
     except BaseException:
-        message(f"note: {output} was written")
+        if output is not None:
+            message(f"note: {output} was written")
         raise
 
 

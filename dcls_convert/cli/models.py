@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..errors import DclsConvertError, printable
 from ..options import AUTO, PlanOptions
@@ -110,6 +109,8 @@ def _progress(total: int) -> Iterator[Callable[["ModelRow"], None]]:
     if not terminal.is_terminal:
         yield line
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns: list[Any] = [TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()]
     with Progress(*columns, TimeRemainingColumn(), console=terminal, transient=True) as progress:
         task = progress.add_task("starting", total=total)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, one_line, shown
+from ..networks.running import evaluating
 from ..planning.plan import ConversionPlan, LayerPlan
 from .boxes import box_of
 
@@ -52,10 +53,8 @@ def calibrate(
     batches = _read_images(Path(images), model, plan, note) if isinstance(images, str | Path) else iter(images)
     seen = {layer.name: _Correlations(layer) for layer in plan.layers}
     handles = [model.get_submodule(name).register_forward_pre_hook(found.look) for name, found in seen.items()]
-    was_training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with evaluating(model):
             count = sum(len(batch) for batch in batches if model(batch) is not None)
     except DclsConvertError:
         raise
@@ -64,7 +63,6 @@ def calibrate(
     finally:
         for handle in handles:
             handle.remove()
-        model.train(was_training)
     if not count:
         raise DclsConvertError(f"calibration: there are no images in {images}")
     return {name: found.roots() for name, found in seen.items()}

@@ -19,7 +19,7 @@ from ..layers.interpolation import find_interpolation, spread_sum
 from ..networks.weights import load_weights_
 from ..options import AuthorsVersion
 from ..planning.plan import ConversionPlan, LayerCounts, LayerPlan
-from .place import apply_plan_
+from .place import make_layers, put_layers_
 
 _WEIGHT, _POSITIONS, _SIGMA = "weight", "P", "SIG"  # the entries of one of their layers, beside its bias
 _IN_ORDER = {1: (0,), 2: (0, 1), 3: (0, 2, 1)}  # dims -> the axes to which P[0], P[1], ... belong
@@ -146,11 +146,12 @@ def start_from_authors_(
             raise CheckpointError(
                 f"{weights.where}: {layer.name} is a {type(conv).__name__}, which would transform the file's elements"
             )
+    groups = make_layers(model, plan)
     own = model.state_dict()
     replaced = [f"{name}.weight" for layer in plan.layers for name in layer.names]
     kernels = {name: own[name] for name in replaced if name in own}  # so that the rest must be all the rest
     kept = load_weights_(model, weights.rest | kernels, weights.where, new_classifier=new_classifier)
-    apply_plan_(model, plan, init="largest")
+    put_layers_(model, plan, groups)
     superfluous = model.load_state_dict(elements, strict=False).unexpected_keys
     assert not superfluous, superfluous
     return kept
