@@ -9,7 +9,7 @@ from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.positions import drop_spare_from_decay_
 
-# Methods that timm's `reparameterize_model` looks for on a child: it calls the first one found, then goes into the child.
+# Methods that timm's `reparameterize_model` looks for on a child, in this order; it calls the first one found.
 REPARAMETERIZING = ("fuse", "reparameterize", "switch_to_deploy")
 
 
@@ -71,7 +71,7 @@ class FoldFirst:
 
 
 def _children(model: nn.Module) -> Iterator[nn.Module]:
-    """The children of a model. A GraphModule loses such attributes when it is copied, so its own children stand for it."""
+    """The children of a model. Copies of a GraphModule lose attributes, so its own children stand for it."""
     for child in model.children():
         if isinstance(child, fx.GraphModule):
             yield from _children(child)
