@@ -1,6 +1,7 @@
 """Models shared by the tests: small, seeded, in eval mode."""
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before timm is imported: no test reaches a hub
 
@@ -19,3 +20,13 @@ def tiny() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return timm.create_model(TINY).eval()
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were():
+    """The command line sets handlers for the rest of its process."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

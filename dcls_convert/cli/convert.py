@@ -46,6 +46,7 @@ def convert(
             "local-dir:FOLDER, or package.module:factory, which imports and runs your own code.",
         ),
     ],
+    *,
     pretrained: Annotated[
         bool,
         typer.Option("--pretrained", rich_help_panel=WHAT, help="Start from timm's or torchvision's trained weights."),
@@ -72,7 +73,7 @@ def convert(
     in_chans: Annotated[
         int | None, number(int, 1, MOST_COUNT, metavar="N", rich_help_panel=WHAT, help="Input channels.")
     ] = None,
-    options: PlanOptions = PlanOptions(),
+    options: PlanOptions,
     init: Annotated[
         Init,
         typer.Option(

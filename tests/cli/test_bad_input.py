@@ -24,12 +24,11 @@ import huggingface_hub.constants
 import pytest
 import torch
 import torchvision
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-import dcls_convert.checkpoints.folder
 from dcls_convert.cli.app import main
-from dcls_convert.errors import CheckpointError
+from dcls_convert.errors import CheckpointError, shown
 from dcls_convert.networks.weights import read_weights
 from dcls_convert.planning.rules import builtin_rules
 
@@ -69,14 +68,11 @@ def snapshot(folder):
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch):
-    """Neither what terminals wish for nor bytecode; signal handlers and the user's module go afterwards."""
+    """Neither what terminals wish for nor bytecode; the user's module goes afterwards."""
     for variable in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "DCLS_CONVERT_TRACEBACK"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     sys.modules.pop("mymodel", None)
 
 
@@ -146,8 +142,8 @@ def accepted(tmp_path, capfd, monkeypatch):
         "rules show nope": "rules 'nope' are neither a file nor one of conv3x3, dense3x3",
         "rules check": "Missing argument 'FILE'",
         "rules check nope.yaml": "rules 'nope.yaml' are neither a file nor one of conv3x3, dense3x3",
-        "rules list x": "unexpected extra argument",
-        "rules schema --x": "No such option: --x",
+        "inspect . --json --plan": "--plan and --json exclude each other",
+        "models --json --csv": "--json and --csv exclude each other",
     }
 )
 def test_usage(refused, given, says):
@@ -155,10 +151,10 @@ def test_usage(refused, given, says):
 
 
 @pytest.mark.parametrize("given", [[], ["rules"]], ids=["dcls-convert", "dcls-convert rules"])
-def test_nothing_at_all_shows_the_help_and_no_empty_error(given, capfd):
-    _, out, err = run(given, capfd)
-    assert "Usage: " in out + err
-    assert "error:  " not in err
+def test_nothing_at_all_shows_the_help(given, capfd):
+    code, out, err = run(given, capfd)
+    assert (code, err) == (0, "")
+    assert "Usage: " in out
 
 
 # --- MODEL
@@ -167,14 +163,10 @@ def test_nothing_at_all_shows_the_help_and_no_empty_error(given, capfd):
 @table(
     {
         "misspelt": ("convnext_ato", "'convnext_ato'", "did you mean 'convnext_atto'"),
-        "like nothing": ("xyzzy", "no model 'xyzzy'"),
         "not ASCII": ("é", "no model 'é'"),
         "newline": ("convnext_atto\n", r"no model 'convnext_atto\n'", "did you mean 'convnext_atto'"),
         "empty": ("", "model '' has no name"),
-        "blank": ("  ", "has no name"),
         "timm alone": ("timm:", "model 'timm:' has no name"),
-        "torchvision alone": ("torchvision:", "model 'torchvision:' has no name"),
-        "local-dir alone": ("local-dir:", "model 'local-dir:' has no name"),
         "module alone": ("json:", "model 'json:' has no name"),
         "function alone": (":build", ":build", "mpty module name"),
         "unknown in timm": ("timm:resnet81", "no model 'timm:resnet81'", "did you mean 'resnet"),
@@ -184,11 +176,8 @@ def test_nothing_at_all_shows_the_help_and_no_empty_error(given, capfd):
             "no model 'torchvision:resnet81'",
             "did you mean 'resnet18'",
         ),
-        "timm's in torchvision": ("torchvision:convnext_atto", "no model 'torchvision:convnext_atto'"),
         "dcls": ("dcls", re.compile("no model 'dcls'|not a model by itself")),
-        "timm:dcls": ("timm:dcls", re.compile("no model 'timm:dcls'|not a model by itself")),
         "no module": ("nomodule_x:build", "module 'nomodule_x' cannot be imported", "No module named"),
-        "no package": ("a..b:build", "'a..b' cannot be imported"),
         "relative module": (".rel:build", ".rel:build", "relative import"),
         "no attribute": ("os:nothing", "module 'os' has no function 'nothing'"),
         "no function": ("os:sep", "module 'os' has no function 'sep'"),
@@ -214,14 +203,10 @@ def conv(size, **k):
         "fails on import": ("1 / 0", "ZeroDivisionError: division by zero"),
         "imports what is not there": ("import nope_nope", "cannot be imported: No module named 'nope_nope'"),
         "several lines": ("def build(): raise ValueError('first\\nsecond')", "ValueError: first second"),
-        "raises without a word": ("def build(): raise Exception", "mymodel:build", "cannot be built", "Exception"),
-        "assertion": ("def build(): assert False", "cannot be built: AssertionError"),
         "endless recursion": ("def build(): return build()", "cannot be built: RecursionError"),
         "out of memory": ("def build(): raise MemoryError", "cannot be built: MemoryError"),
         "leaves the program": ("import sys\ndef build(): sys.exit(7)", "mymodel:build", "SystemExit"),
         "needs an argument": ("def build(x): pass", "missing 1 required positional argument: 'x'"),
-        "not callable": ("build = 3", "module 'mymodel' has no function 'build'"),
-        "gives nothing": ("def build(): pass", "gives a NoneType, not a torch.nn.Module"),
         "gives a class": (f"{CONV}def build(): return nn.Linear", "gives a type, not a torch.nn.Module"),
         "is a model": (f"{CONV}build = nn.Linear(2, 2)", "mymodel:build", "cannot be built"),
         "gives no weights": (f"{CONV}def build(): return conv(3, device='meta')", "mymodel:build", "meta"),
@@ -242,7 +227,7 @@ def test_models_of_the_users_own(refused, tmp_path, given, says):
         "--num-classes 3": "unexpected keyword argument 'num_classes'",
         "--in-chans 3": "unexpected keyword argument 'in_chans'",
         "--pretrained": "--pretrained is for timm and torchvision",
-        "--input-size 4x9x9": re.compile("--input-size 4x9x9: .*hannel"),
+        "--input-size 4x9x9": re.compile("input size 4x9x9: .*hannel"),
     }
 )
 def test_options_that_the_users_model_does_not_take(refused, given, says):
@@ -253,12 +238,10 @@ def test_options_that_the_users_model_does_not_take(refused, given, says):
     {
         "no config": (None, "local-dir:folder", "config.json"),
         "empty": ("", "local-dir:folder", "JSON", "line 1 column 1"),
-        "broken": ("{", "local-dir:folder", "JSON", "line 1 column 2"),
         "no architecture": (
             "{}",
             "local-dir:folder: folder/config.json names no architecture; it is not a config of timm",
         ),
-        "a list": ("[]", "local-dir:folder: folder/config.json names no architecture; it is not a config of timm"),
         "unknown architecture": ('{"architecture": "nope"}', "local-dir:folder", "nope"),
         "architecture dcls": ('{"architecture": "dcls"}', '"dcls" is not a model by itself'),
         "no weights": ('{"architecture": "test_convnext"}', "pretrained weights cannot be had", "folder"),
@@ -275,7 +258,6 @@ def test_local_folders(refused, tmp_path, given, says):
     {
         "hf-hub:timm/nope-nope": "hf-hub:timm/nope-nope: cannot be built",
         f"{TINY} --pretrained": f"timm:{TINY}: its pretrained weights cannot be had",
-        "test_mambaout --pretrained": "No pretrained weights exist for test_mambaout",
         "torchvision:resnet18 --pretrained": "torchvision:resnet18: its pretrained weights cannot be had",
         "torchvision:resnet18 --pretrained --num-classes 3": "fixed number of classes",
         "torchvision:resnet18 --in-chans 4": "fixed number of input channels",
@@ -311,104 +293,67 @@ def test_what_torch_says_of_a_download_is_not_in_the_results(monkeypatch, tmp_pa
 # --- Options, in themselves and for this model
 
 
+NO_SIZE = "is not a size: give an integer from 1 to 9999 such as 17, or sides such as 17x9"
+NO_INPUT = "is not an input size: give channels and sides from 1 to 9999, such as 3x224x224"
+NO_COUNT = "is not an integer from 1 to 1000000000, or auto"
+NO_PERCENT = "is not a number from 0.0001 to 100000"
+NO_SEED = f"is not an integer from 0 to {2**63 - 1}"
+NEITHER = ["", "x", "1_0", " 17 ", "+17", "\u0663", "\uff11\uff17", "17.0.0", "-1", "1e3", "nan", "9" * 20, "9" * 5000]
+    "",
+    "x",
+    "1_0",
+    " 17 ",
+    "+17",
+    "\u0663",
+    "\uff11\uff17",
+    "17.0.0",
+    "-1",
+    "1e3",
+    "nan",
+    "inf",
+    "9" * 20,
+    "9" * 5000,
+]
+
+
 @pytest.mark.parametrize(
     ("option", "values", "allowed"),
     [
-        (
-            "--dilated-size",
-            ["0", "-17", "abc", "", "17x", "x17", "17x0", "17.0", "17*17", "+17", " 17", "17x17x17x17", "\uff11\uff17"],
-            "is not a size; give an integer from 1 to 9999 such as 17, or sides such as 17x9",
-        ),
-        (
-            "--kernel-count",
-            ["0", "-1", "x", "1.5", "", "AUTO", "auto ", "\u0663"],
-            "must be an integer from 1 to 1000000000, or auto",
-        ),
-        (
-            "--input-size",
-            ["3", "3x", "x", "", "0x9x9", "3x-1x9", "3x1x1x1x1", "3,9,9", "3x6.5x9", "3 x 9 x 9", "abc", "\uff13x9x9"],
-            "must be channels and sides, each from 1 to 9999, such as 3x224x224",
-        ),
+        ("--dilated-size", ["0", "17x", "x17", "17x0", "17.0", "17*17", "17x17x17x17", "10000", "17x10000"], NO_SIZE),
+        ("--input-size", ["3", "3x", "0x9x9", "3x-1x9", "3x1x1x1x1", "3,9,9", "3 x 9 x 9", "3x10000x9"], NO_INPUT),
+        ("--kernel-count", ["0", "1.5", "AUTO", "auto ", "1000000001"], NO_COUNT),
+        ("--budget", ["0", "0.00001", "100%", "snan", "100001"], NO_PERCENT),
+        ("--seed", ["1.5", str(2**63)], NO_SEED),
+        ("--num-classes", ["1.5"], "is not an integer from 0 to 1000000000"),
+        ("--in-chans", ["0"], "is not an integer from 1 to 1000000000"),
     ],
-    ids=lambda value: value if isinstance(value, str) and value.startswith("--") else "",
 )
 def test_numbers_that_are_none(refused, option, values, allowed):
-    for value in values:
-        refused(TINY, option, value, says=[f"{option} {value!r} {allowed}"])
+    for value in [*NEITHER, *values]:
+        refused(TINY, option, value, says=[f"Invalid value for '{option}': '{shown(value)}' {allowed}"])
 
 
-NINES = "9" * 57 + "..."
-SIZE = "is not a size; give an integer from 1 to 9999"
-INPUT = "must be channels and sides, each from 1 to 9999"
-PERCENT = "must be a percentage from 0.0001 to 100000"
-SEED = f"must be an integer from 0 to {2**63 - 1}"
-A_MOST = re.compile(r"from 1 to \d+|use \d+ or fewer|at most \d+")
 COUNT_STATED = "--kernel-count states the count, so --budget and --scope would have no effect"
 
 
 @table(
     {
         "--dilated-size 16": re.compile(r"blocks\.0\.conv_dw: window 16 .* must be odd as the kernel 7 is.* 15 or 17"),
-        "--dilated-size 17x16": re.compile(r"window 16 \(axis 1 of 17x16\) must be odd .* use 15 or 17"),
         "--dilated-size 5": re.compile("window 5 .* is smaller than the kernel 7 .* use 7 or more"),
         "--dilated-size 17x17x17": "conv_dw: the size 17x17x17 is for 3-D, this convolution is 2-D",
-        "--dilated-size 17x1": "axis 1 must keep its size 7",
-        "--dilated-size 10000": f"--dilated-size '10000' {SIZE}",
-        "--dilated-size 17x10000": f"--dilated-size '17x10000' {SIZE}",
-        "size of 5000 digits": (f"--dilated-size {'9' * 5000}", f"--dilated-size '{NINES}' {SIZE}"),
-        "size beyond 64 bits": (f"--dilated-size {10**30 + 1}", f"--dilated-size '{10**30 + 1}' {SIZE}"),
-        "size beyond any memory": (f"--dilated-size {2**40 + 1}", f"--dilated-size '{2**40 + 1}' {SIZE}"),
         "--kernel-count 290": "count 290 is more than the 289 cells of its window; use 289 or fewer",
-        # such counts are positive integers: to say that they must be would not help
-        "count of 5000 digits": (f"--kernel-count {'9' * 5000}", f"--kernel-count '{NINES}'", A_MOST),
-        "count beyond any window": (f"--kernel-count {10**10}", re.compile(f"count '?{10**10}"), A_MOST),
-        "--budget 0": f"budget '0' {PERCENT}",
-        "--budget -5": f"budget '-5' {PERCENT}",
-        "--budget nan": f"budget 'nan' {PERCENT}",
-        "--budget snan": f"budget 'snan' {PERCENT}",
-        "--budget inf": f"budget 'inf' {PERCENT}",
-        "--budget abc": "budget 'abc' must be a percentage from 0.0001 to 100000",
-        "--budget 100%": "budget '100%' must be a percentage from 0.0001 to 100000",
-        "--budget ''": "budget '' must be a percentage from 0.0001 to 100000",
         "--budget 1": re.compile(r"a budget of 1 % .*; the smallest budget that does is [\d.]+ %"),
-        "--budget 0.0001": re.compile(r"a budget of 0\.0001 % .*; the smallest budget that does is [\d.]+ %"),
-        "--budget 1e-5": f"budget '1e-5' {PERCENT}",
-        "--budget 1e400": f"budget '1e400' {PERCENT}",
-        "--budget 100001": f"budget '100001' {PERCENT}",
         "--scope nope": re.compile("'--scope'.* 'nope' is not one of 'model', 'stage', 'layer'"),
-        "--scope Model": re.compile("'--scope'.* 'Model' is not one of 'model', 'stage', 'layer'"),
-        "--scope ''": re.compile("'--scope'.* '' is not one of 'model', 'stage', 'layer'"),
-        "--tie nope": re.compile("'--tie'.* 'nope' is not one of 'stage', 'none'"),
-        "--interpolation cubic": re.compile("'--interpolation'.* 'cubic' .* 'bilinear', 'triangle', 'gaussian'"),
-        "--init nope": re.compile("'--init'.* 'nope' is not one of 'auto', 'random', 'largest'"),
-        "--positions grid": re.compile("'--positions'.* 'grid' is not one of 'normal', 'uniform'"),
-        "--seed -1": f"--seed '-1' {SEED}",
-        "--seed x": f"--seed 'x' {SEED}",
-        "--seed 1.5": f"--seed '1.5' {SEED}",
-        "seed beyond 64 bits": (f"--seed {2**64}", f"--seed '{2**64}' {SEED}"),
-        "--num-classes -1": "--num-classes '-1' must be an integer from 0 to 1000000000",
-        "--num-classes x": "--num-classes 'x' must be an integer from 0 to 1000000000",
-        "--in-chans 0": "--in-chans '0' must be an integer from 1 to 1000000000",
-        "--in-chans x": "--in-chans 'x' must be an integer from 1 to 1000000000",
-        "--input-size 4x64x64": re.compile("--input-size 4x64x64: .*hannel"),
-        "--input-size 3x1x1": "--input-size 3x1x1: the model does not run on the meta device at (3, 1, 1): ",
-        "--input-size 1x64x64x64": "input size 1x64x64x64 must be channels and 2 sides, the model is 2-D",
-        "--in-chans 4 --input-size 3x32x32": re.compile("--input-size 3x32x32: .*hannel"),
-        "--input-size 3x10000x9": f"--input-size '3x10000x9' {INPUT}",
-        "input of 5000 digits": (f"--input-size {'9' * 5000}x9x9", f"--input-size '{NINES}' {INPUT}"),
-        "input beyond 64 bits": (f"--input-size 3x{10**20}x64", f"--input-size '3x{10**20}x64' {INPUT}"),
+        "--input-size 4x64x64": re.compile("input size 4x64x64: .*hannel"),
+        "--input-size 3x1x1": "input size 3x1x1: the model does not run on the meta device at (3, 1, 1): ",
+        "--in-chans 4 --input-size 3x32x32": re.compile("input size 3x32x32: .*hannel"),
         "--rules depthwize": re.compile("rules 'depthwize' .*did you mean 'depthwise'"),
-        "--rules nope.yaml": "rules 'nope.yaml' are neither a file nor one of conv3x3, dense3x3",
-        "--rules ''": "rules '' are neither a file",
-        "--rules .": "rules '.' are neither a file",
-        "--rules /dev/null": "rules '/dev/null' are neither a file",
-        "rules too long": (f"--rules {TOO_LONG}", f"rules '{TOO_LONG[:57]}...'", "File name too long"),
         "--checkpoint gone.pth": "checkpoint gone.pth: there is no such file",
-        "--checkpoint no/c.pth": "checkpoint no/c.pth: there is no such file",
-        "--checkpoint ''": "checkpoint .: is not a file",
         "--checkpoint /": "checkpoint /: is not a file",
         "checkpoint too long": (f"--checkpoint {TOO_LONG}", f"checkpoint {TOO_LONG[:57]}...: File name too long"),
         # options in conflict
+        "--plan x --budget 90": "--plan carries out a plan as it is",
+        "--plan nowhere": "nowhere: is not a folder",
         "--pretrained --checkpoint x": "--pretrained and --checkpoint exclude each other",
         "--dry-run --force": "--force has no effect with --dry-run",
         "--dry-run --output x": "--output has no effect with --dry-run",
@@ -416,29 +361,17 @@ COUNT_STATED = "--kernel-count states the count, so --budget and --scope would h
         "--json -v": "--json and --verbose exclude each other",
         "-q --dry-run": "--quiet with --dry-run would print nothing",
         "--init largest": "--init largest needs trained kernels: --pretrained or --checkpoint",
-        "--init fit": "--init fit needs trained kernels: --pretrained or --checkpoint",
-        "--init exact --kernel-count 9": "--init exact takes an element for each cell of the old kernels: leave",
-        "--init exact --budget 90": "--init exact takes an element for each cell of the old kernels: leave",
+        "--init exact --kernel-count 9": "an exact start takes an element for each cell of the old kernels: leave",
         "--init exact --interpolation gaussian": "gaussian interpolation spreads an element over several cells",
         "--init exact --positions uniform": "--positions is for random positions, --init auto or exact keeps",
         "--calibrate .": "--calibrate is for --init fit, with --pretrained or --checkpoint",
         "--positions uniform --pretrained": re.compile("--positions is for random positions.*use --init random"),
-        "--positions uniform --checkpoint x": re.compile("--positions is for random positions.*use --init random"),
         "--kernel-count 3 --budget 50": COUNT_STATED,
         "--kernel-count 3 --scope stage": COUNT_STATED,
-        "--kernel-count 3 --scope layer": COUNT_STATED,
     }
 )
 def test_options(refused, given, says):
     refused(TINY, *(SMALL if "--input-size" not in given else ()), *shlex.split(given), says=says)
-
-
-@pytest.mark.parametrize("options", ["", "--scope stage", "--scope layer --tie none", "--interpolation gaussian"])
-def test_the_smallest_budget_named_is_the_smallest(refused, accepted, options):
-    call = (TINY, "--dry-run", *SMALL, *options.split(), "--budget")
-    found = re.search(r"the smallest budget that does is ([\d.]+) %", refused(*call, "0.5", says=["admits no element"]))
-    accepted(*call, found[1])
-    refused(*call, f"{float(found[1]) - 0.01:.2f}", says=[found[0]])
 
 
 @table(
@@ -458,10 +391,6 @@ def test_what_a_message_advises_works(refused, accepted, given, says):
 
 DEPTHWISE = "match: {kind: depthwise}"
 RULE = f"{DEPTHWISE}, dilated_kernel_size: 17"
-WRONG_SIZE = "found {}; allowed is a positive integer for all sides, or a list with one for each side"
-WRONG_COUNT = "found {}; allowed is a positive integer, or auto"
-A_GLOB = "allowed is a pattern with * and ?, or a list of such patterns"
-NO_YAML = "not valid YAML"
 A_MAPPING = ", but must be a mapping with format, description, defaults, rules"
 
 
@@ -485,49 +414,17 @@ def refused_rules(refused, tmp_path):
 @table(
     {
         "empty": ("", f"my.yaml: is empty{A_MAPPING}"),
-        "comment": ("# nothing", f"my.yaml: is empty{A_MAPPING}"),
-        "list": ("- a", f"my.yaml: is a list{A_MAPPING}"),
-        "empty list": ("[]", f"my.yaml: is a list{A_MAPPING}"),
-        "text": ("abc", f"my.yaml: is a text{A_MAPPING}"),
         "number": ("5", f"my.yaml: is of type int{A_MAPPING}"),
-        "bracket": ("format: 1\nrules: [", "line 2", NO_YAML),
-        "colons": ("a: b: c", "line 1", NO_YAML, "mapping values are not allowed here"),
-        "tab": ("\tformat: 1", "line 1", NO_YAML, "cannot start any token"),
-        "quote": ('format: 1\nrules: "x', NO_YAML, "found unexpected end of stream"),
-        "no such alias": ("format: 1\nrules: *x", "line 2", NO_YAML, "found undefined alias 'x'"),
-        "two documents": ("a: 1\n---\nb: 2", "line 2", NO_YAML, "another document"),
-        "NUL": ("format: 1\n\0", NO_YAML, "#x0000"),
-        "too deep": ("[" * 600, NO_YAML),
-        "no such date": ("format: 2020-13-45", NO_YAML, "month must be in 1..12"),
-        "too many digits": (f"format: {'1' * 5000}", NO_YAML),
-        "list as key": ("? [a, b]\n: c", NO_YAML),
-        "number as key": ("1: 2\nformat: 1\nrules: [{}]", "unknown key"),
-        "holds itself": ("&a [*a]", f"my.yaml: is a list{A_MAPPING}"),
-        "bad merge": ("<<: 5", "line 1", NO_YAML),
-        "Python tag": ("format: !!python/object/apply:os.mkdir [code_has_run]", "line 1", NO_YAML, "os.mkdir"),
-        "own tag": ("format: !own 1", "line 1", NO_YAML, "'!own'"),
-        "!!int": ('format: !!int ""', NO_YAML),
-        "!!bool": ("format: !!bool x", NO_YAML),
-        "!!timestamp": ("format: !!timestamp x", NO_YAML),
-        "!!set": ("format: !!set [1]", NO_YAML),
-        "not UTF-8": (b"format: 1 # \xff", "UTF-8"),
+        "bracket": ("format: 1\nrules: [", "line 2", "not valid YAML"),
+        "NUL": ("format: 1\n\0", "not valid YAML", "#x0000"),
+        "too deep": ("[" * 600, "not valid YAML"),
+        "too many digits": (f"format: {'1' * 5000}", "not valid YAML"),
+        "Python tag": ("format: !!python/object/apply:os.mkdir [code_has_run]", "line 1", "not valid YAML", "os.mkdir"),
         "UTF-16": (in_rule(RULE).encode("utf-16"), "UTF-8"),
         "duplicate key": ("format: 1\nformat: 1\nrules: [{}]", "line 2", "key 'format' stands twice"),
-        "duplicate key in rule": (in_rule("skip: a, skip: b"), "line 2", "key 'skip' stands twice"),
-        "duplicate key in match": (in_rule("match: {dims: 1, dims: 2}"), "line 2", "key 'dims' stands twice"),
-        "no format": ("rules: [{}]", "top level: format is missing"),
-        "no rules": ("format: 1", "top level: rules is missing"),
         "misspelt key": ("format: 1\nrulez: [{}]", "unknown key 'rulez' (did you mean 'rules'?)", "known: format"),
-        "unknown format": ("format: 2\nrules: [{}]", "format: found 2; allowed is 1"),
-        "format a text": ("format: '1'\nrules: [{}]", "format: found '1'; allowed is 1"),
-        "format a bool": (f"format: true\nrules: [{{{RULE}}}]", "format: found True; allowed is 1"),
-        "format a float": (f"format: 1.0\nrules: [{{{RULE}}}]", "format: found 1.0; allowed is 1"),
-        "no rule": ("format: 1\nrules: []", "rules: found []; allowed is a list of at least one rule"),
-        "rules null": ("format: 1\nrules:", "rules: found None; allowed is a list of at least one rule"),
-        "rules a mapping": ("format: 1\nrules: {}", "rules: found {}; allowed is a list of at least one rule"),
-        "rule a text": ("format: 1\nrules: [x]", "rules[0]: found 'x'", "mapping"),
-        "rule null": ("format: 1\nrules: [null]", "rules[0]: found None", "mapping"),
         "second rule": ("format: 1\nrules: [{}, {nam: x}]", "rules[1]: unknown key 'nam' (did you mean 'name'?)"),
+        "value": (in_rule("dilated_kernel_size: big"), "rules[0].dilated_kernel_size: found 'big'; allowed is"),
     }
 )
 def test_rule_files(refused_rules, given, says):
@@ -536,92 +433,15 @@ def test_rule_files(refused_rules, given, says):
 
 @table(
     {
-        "description: 3": "description: found 3; allowed is a text",
-        "defaults: 17": "defaults: found 17; allowed is a mapping",
-        "defaults: {dilated_size: 9}": "defaults: unknown key 'dilated_size' (did you mean 'dilated_kernel_size'?)",
-        "defaults: {dilated_kernel_size: x}": "defaults.dilated_kernel_size: " + WRONG_SIZE.format("'x'"),
-    }
-)
-def test_rule_files_around_the_rules(refused_rules, given, says):
-    refused_rules(f"{in_rule(RULE)}\n{given}", says, alone=True)
-
-
-@table(
-    {
-        "dilated_kernel_sise: 9": ": unknown key 'dilated_kernel_sise' (did you mean 'dilated_kernel_size'?)",
-        "name: 3": ".name: found 3; allowed is a text",
-        "skip: true": ".skip: found True; allowed is a text with the reason",
-        "skip: why, dilated_kernel_size: 17": ": a rule that skips cannot also state dilated_kernel_size",
-        "skip: why, kernel_count: 3": ": a rule that skips cannot also state kernel_count",
-        "dilated_kernel_size: big": ".dilated_kernel_size: " + WRONG_SIZE.format("'big'"),
-        "dilated_kernel_size: 17.0": ".dilated_kernel_size: " + WRONG_SIZE.format("17.0"),
-        "dilated_kernel_size: 0": ".dilated_kernel_size: " + WRONG_SIZE.format("0"),
-        "dilated_kernel_size: true": ".dilated_kernel_size: " + WRONG_SIZE.format("True"),
-        "dilated_kernel_size: []": ".dilated_kernel_size: " + WRONG_SIZE.format("[]"),
-        "dilated_kernel_size: [1, 1, 1, 1]": ".dilated_kernel_size: " + WRONG_SIZE.format("[1, 1, 1, 1]"),
-        "dilated_kernel_size: [17, x]": ".dilated_kernel_size: " + WRONG_SIZE.format("[17, 'x']"),
-        "dilated_kernel_size: {min: 3}": ".dilated_kernel_size: " + WRONG_SIZE.format("{'min': 3}"),
-        "dilated_kernel_size: 17x17": ".dilated_kernel_size: " + WRONG_SIZE.format("'17x17'"),
-        "kernel_count: Auto": ".kernel_count: " + WRONG_COUNT.format("'Auto'"),
-        "kernel_count: 0": ".kernel_count: " + WRONG_COUNT.format("0"),
-        "kernel_count: yes": ".kernel_count: " + WRONG_COUNT.format("True"),
-        "kernel_count: 1.5": ".kernel_count: " + WRONG_COUNT.format("1.5"),
-        "interpolation: cubic": ".interpolation: found 'cubic'; allowed is bilinear or triangle or gaussian",
-        "dense_axes: [3]": ".dense_axes[0]: found 3; allowed is a list of spatial axes",
-        "dense_axes: [true]": ".dense_axes[0]: found True; allowed is a list of spatial axes",
-        "dense_axes: 0": ".dense_axes: found 0; allowed is a list of spatial axes",
-        "match: []": ".match: found []; allowed is a mapping",
-        "match: depthwise": ".match: found 'depthwise'; allowed is a mapping",
-        "match: null": ".match: found None; allowed is a mapping",
-        "match: {kernel_sise: 3}": ".match: unknown key 'kernel_sise' (did you mean 'kernel_size'?)",
-        "match: {kernel_size: {mn: 3}}": ".match.kernel_size: unknown key 'mn' (did you mean 'min'?)",
-        "match: {kind: depthwize}": ".match.kind: found 'depthwize'; allowed is depthwise, grouped, dense",
-        "match: {kind: [dense, x]}": ".match.kind: found ['dense', 'x']; allowed is depthwise, grouped, dense",
-        "match: {kind: []}": ".match.kind: found []",
-        "match: {path: []}": ".match.path: found []",
-        "match: {path: 3}": f".match.path: found 3; {A_GLOB}",
-        "match: {path: [a, 3]}": f".match.path: found ['a', 3]; {A_GLOB}",
-        "match: {stage: 3}": f".match.stage: found 3; {A_GLOB}",
-        "match: {type: {}}": f".match.type: found {{}}; {A_GLOB}",
-        "match: {dims: 4}": ".match.dims: found 4; allowed is 1, 2 or 3",
-        "match: {dims: true}": ".match.dims: found True; allowed is 1, 2 or 3",
-        "match: {kernel_size: {min: 7, max: 3}}": re.compile(".match.kernel_size: .*min 7 is above max 3"),
-        "match: {in_channels: {min: 7, max: 3}}": re.compile(".match.in_channels: .*min 7 is above max 3"),
-        "match: {kernel_size: {}}": re.compile(".match.kernel_size: .*min"),
-        "match: {kernel_size: {min: true}}": ".match.kernel_size: found {'min': True}; allowed is a positive integer",
-        "match: {stride: {min: 1}}": ".match.stride: found {'min': 1}; allowed is a positive integer",
-        "match: {in_channels: many}": ".match.in_channels: found 'many'; allowed is a positive integer",
-    }
-)
-def test_rules(refused_rules, given, says):
-    refused_rules(in_rule(given), ["rules[0]", *says], alone=True)
-
-
-@table(
-    {
         DEPTHWISE: "no dilated size is stated, neither by an option nor by the rules",
         f"{DEPTHWISE}, dilated_kernel_size: [17]": "conv_dw: the size 17 is for 1-D, this convolution is 2-D",
         f"{DEPTHWISE}, dilated_kernel_size: 16": re.compile("window 16 .* use 15 or 17"),
-        f"{DEPTHWISE}, dilated_kernel_size: [17, 9], dense_axes: [0]": "dense axis 0 must keep its size 7",
-        f"{RULE}, dense_axes: [0, 1]": "all its axes are dense; nothing would be learnt",
-        f"{RULE}, kernel_count: 900": "kernel count 900 is more than the 289 cells of its window",
         f"{RULE}}}, {{name: late, match: {{path: no*}}": "my.yaml: rule 'late' claims nothing: no convolution",
         f"{RULE}}}, {{match: {{kernel_size: 7}}": "my.yaml: rule 'rules[1]' claims nothing: earlier rules claim all",
     }
 )
 def test_rules_that_do_not_fit_the_model(refused_rules, given, says):
     refused_rules(in_rule(given), says)
-
-
-@table(
-    {
-        "--dilated-size 9": "every rule states its own dilated_kernel_size, so the dilated size given has no effect",
-        "--kernel-count 9": "every rule states its own kernel_count, so the kernel count given has no effect",
-        "--interpolation gaussian": "every rule states its own interpolation, so the interpolation given has no effect",
-    }
-)
-def test_options_that_all_rules_overrule(refused_rules, given, says):
-    refused_rules(in_rule(f"{RULE}, kernel_count: 5, interpolation: bilinear"), ["my.yaml", *says], *given.split())
 
 
 def test_strict_refuses_what_would_be_skipped(refused, accepted, tmp_path):
@@ -636,7 +456,6 @@ def test_strict_refuses_what_would_be_skipped(refused, accepted, tmp_path):
 @table(
     {
         "test_vit": "nothing in the model matches rules 'conv3x3'; it has 1 dense 16x16",
-        "torchvision:swin_t": "nothing in the model matches rules 'conv3x3'; it has 1 dense 4x4",
         "resnet18 --rules depthwise": re.compile("it has 16 dense 3x3, .*; rules 'conv3x3' would match 16"),
         f"{TINY} --rules dense3x3": re.compile("it has 9 depthwise 7x7, .*; rules 'depthwise' would match 9"),
     }
@@ -655,16 +474,6 @@ def test_models_in_which_nothing_matches(refused, given, says):
 def test_own_models_in_which_nothing_matches(refused, tmp_path, given, says):
     (tmp_path / "mymodel.py").write_text(f"from torch import nn\ndef build(): return {given}")
     refused("mymodel:build", says=says, code=NOTHING_MATCHES)
-
-
-@table(
-    {
-        "match: {path: no*}": "nothing in the model matches rules 'my.yaml'; it has 9 depthwise 7x7",
-        "skip: why": re.compile("skip"),
-    }
-)
-def test_rules_that_convert_nothing(refused_rules, given, says):
-    refused_rules(in_rule(given), says, code=NOTHING_MATCHES)
 
 
 def test_a_converted_model_is_not_converted_again(refused, accepted):
@@ -741,16 +550,11 @@ RANDOM = bytes(torch.randint(256, (1000,), generator=torch.Generator().manual_se
 @table(
     {
         "empty": (("c.pth", write(b"")), NO_TORCH),
-        "random": (("c.pth", write(RANDOM)), NO_TORCH),
         "text": (("c.pth", write(b"hello world\n" * 20)), NO_TORCH),
-        "zip of nothing": (("c.pth", write(b"PK\3\4" + RANDOM)), NO_TORCH),
         "half": (("c.pth", cut(save(dict), 0.5)), NO_TORCH),
-        "end missing": (("c.pth", cut(save(dict), 0.999)), NO_TORCH),
         "half, old format": (("c.pth", cut(save_old(dict), 0.5)), NO_TORCH),
-        "beginning, old format": (("c.pth", cut(save_old(dict), 0.0005)), NO_TORCH),
         "safetensors called torch": (("c.pth", save_file), NO_TORCH),
         "empty safetensors": (("c.safetensors", write(b"")), NO_SAFETENSORS),
-        "random safetensors": (("c.safetensors", write(RANDOM)), NO_SAFETENSORS),
         "half safetensors": (("c.safetensors", cut(save_file, 0.5)), NO_SAFETENSORS),
         "torch called safetensors": (("c.safetensors", save(dict)), NO_SAFETENSORS),
         "safetensors of nothing": (("c.safetensors", lambda _, path: save_file({}, path)), "with nothing" + NO_STATE),
@@ -760,11 +564,7 @@ RANDOM = bytes(torch.randint(256, (1000,), generator=torch.Generator().manual_se
         "code beside weights": (("c.pth", save(lambda state: {"model": state, "x": RunsCode()})), NO_CODE),
         "whole model": (("c.pth", save(lambda _: nn.Linear(2, 2))), NO_CODE),
         "tensor": (("c.pth", save(lambda _: torch.zeros(3))), "holds a Tensor" + NO_STATE),
-        "list": (("c.pth", save(lambda _: [1, 2])), "holds a list" + NO_STATE),
-        "None": (("c.pth", save(lambda _: None)), "holds a NoneType" + NO_STATE),
-        "empty dict": (("c.pth", save(lambda _: {})), "holds a mapping with nothing" + NO_STATE),
         "no tensors": (("c.pth", save(lambda _: {"a": 1, "b": "c"})), "holds a mapping with a, b" + NO_STATE),
-        "empty wrapper": (("c.pth", save(lambda _: {"model": {}})), "holds a mapping with model" + NO_STATE),
         "holds itself": (("c.pth", save(holding_itself)), "holds a mapping with model" + NO_STATE),
         "more than tensors": (("c.pth", save(lambda state: {**state, "epoch": 3})), "epoch"),  # which is at fault
         "names are numbers": (("c.pth", save(lambda _: {1: torch.zeros(2)})), f"lacks {FIRST}", "has 1 too many"),
@@ -816,33 +616,6 @@ def test_damaged_checkpoints_are_read_or_refused(tmp_path, state, write_to):
 def test_checkpoints_of_another_model(refused, tmp_path, state, given, says):
     save_file(state, tmp_path / "c.safetensors")
     refused(given, *SMALL, "--checkpoint", "c.safetensors", says=["checkpoint c.safetensors: does not fit", *says])
-
-
-def prefixed(prefix):
-    return lambda state: {prefix + name: tensor for name, tensor in state.items()}
-
-
-@pytest.mark.parametrize(
-    "write_to",
-    [
-        save(dict),
-        save_old(dict),
-        save(lambda state: {"state_dict": state, "epoch": 3}),
-        save(lambda state: {"model": state, "epoch": 3}),
-        save(lambda state: {"state_dict_ema": state, "state_dict": build().state_dict()}),  # the mean is preferred
-        save(lambda state: {"state_dict": {}, "model": state}),
-        save(lambda state: {"model": {"epoch": 3, "state_dict": state}}),
-        save(prefixed("module.")),
-        save(prefixed("_orig_mod.")),
-        save(prefixed("module._orig_mod.")),
-        save(lambda state: {"state_dict": {"model": prefixed("_orig_mod.module.")(state)}}),
-    ],
-)
-def test_what_training_scripts_save_loads(accepted, tmp_path, state, write_to):
-    write_to(state, tmp_path / "c.pth")
-    accepted(OWN, "--checkpoint", "c.pth", "--output", "out", "-q")
-    saved = load_file(tmp_path / "out" / "model.safetensors")
-    torch.testing.assert_close(saved[LAST], state[LAST], rtol=0, atol=0)
 
 
 # --- --output
@@ -983,7 +756,6 @@ def test_no_permission(open_folder, capfd, monkeypatch, given, says):
 
 # --- Trouble in the middle of writing
 
-STOPPED = re.compile("^error: interrupted; nothing was left behind$")
 OUTPUTS = pytest.mark.parametrize("output", ["out", "a/b/out", "old"])
 
 
@@ -993,8 +765,8 @@ def _old_checkpoint(accepted):
     accepted(OWN, "--output", "old", "-q")
 
 
-def options_for(output):
-    return [OWN, "--kernel-count", "3", "--output", output, *["--force"] * (output == "old")]
+def options_for(model, output):
+    return [model, "--kernel-count", "3", "--output", output, *["--force"] * (output == "old")]
 
 
 @OUTPUTS
@@ -1003,88 +775,68 @@ def test_a_full_disk_leaves_nothing(refused, output):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # bytes of one file; the weights have more
     try:
-        refused(*options_for(output), says=[f"output {output} cannot be written", "File too large"])
+        refused(*options_for(OWN, output), says=[f"output {output} cannot be written", "File too large"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("name", ["config.json", "plan.json", "rules.yaml", "report.json", "README.md"])
-def test_a_disk_that_is_full_in_the_end(refused, monkeypatch, name):
-    write_text = Path.write_text
+class Signalling(nn.Sequential):
+    """A network that is interrupted when it runs on an image, which happens when its checkpoint is written."""
 
-    def full(path, text, **options):
-        if path.name == name:
-            raise OSError(28, "No space left on device", str(path))
-        return write_text(path, text, **options)
-
-    monkeypatch.setattr(Path, "write_text", full)
-    refused(OWN, "--output", "a/out", says=["output a/out cannot be written", "No space left", name])
+    def forward(self, x):
+        if x.device.type == "cpu":
+            print("running", file=sys.stderr, flush=True)
+            signal.raise_signal(signal.Signals[os.environ["DCLS_TEST_SIGNAL"]])
+        return super().forward(x)
 
 
-def test_a_small_disk(refused, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", disk], capture_output=True, check=False)
-    if mount.returncode:
-        pytest.skip(f"cannot mount: {mount.stderr.decode().strip()}")
-    try:
-        refused(OWN, "--output", "disk/out", says=["output disk/out cannot be written", "No space left"])
-    finally:
-        subprocess.run(["umount", disk], check=True)
+def signalling():
+    return Signalling(*build())
 
 
 @OUTPUTS
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 @pytest.mark.usefixtures("_old_checkpoint")
-def test_a_folder_that_cannot_take_its_name(refused, monkeypatch, output):
-    rename = Path.rename
-
-    def fail(path, target):
-        if path.name.endswith(".partial"):
-            raise OSError(5, "Input/output error")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", fail)
-    refused(*options_for(output), says=[f"output {output} cannot be written", "Input/output error"])
+def test_a_signal_while_writing_leaves_nothing(refused, monkeypatch, name, output):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may have been started with SIGINT ignored
+    monkeypatch.setenv("DCLS_TEST_SIGNAL", name)
+    model = f"{__name__}:signalling"
+    refused(*options_for(model, output), says=[re.compile("^error: interrupted$")], code=INTERRUPTED)
 
 
-@OUTPUTS
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-@pytest.mark.usefixtures("_old_checkpoint")
-def test_a_signal_while_writing_leaves_nothing(refused, monkeypatch, number, output):
-    def half(_, path, **__):
-        path.write_bytes(b"half of the weights")
-        signal.raise_signal(number)
+WAITING = """
+import sys, time
+from torch import nn
 
-    monkeypatch.setattr(dcls_convert.checkpoints.folder, "save_file", half)
-    refused(*options_for(output), says=[STOPPED], code=INTERRUPTED)
+class Waiting(nn.Sequential):
+    def forward(self, x):
+        if x.device.type == "cpu":
+            print("running", flush=True)
+            time.sleep(60)
+        return super().forward(x)
 
-
-SLOW = f"""
-import time, dcls_convert.checkpoints.folder
-{CONV}
-def slow(tensors, path, **_):
-    path.write_bytes(b"half of the weights")
-    time.sleep(60)
-dcls_convert.checkpoints.folder.save_file = slow
-def build(): return conv(3)
+def build(): return Waiting(nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3)))
+"""
+CHILD = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # its parent may ignore SIGINT
+from dcls_convert.cli.app import main
+main(["mymodel:build", "--output", "a/out"])
 """
 
 
-def test_signals_to_the_process_leave_nothing(tmp_path):
-    started = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        folder = tmp_path / number.name
-        folder.mkdir()
-        (folder / "mymodel.py").write_text(SLOW)
-        command = [sys.executable, "-B", "-m", "dcls_convert", "mymodel:build", "--output", "a/out"]
-        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        started.append((number, folder, process))
-    for number, folder, process in started:
-        deadline = time.monotonic() + 60
-        while not any(folder.rglob("model.safetensors")) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(number)
-    ended = [(process.communicate(timeout=60), folder, process.returncode) for _, folder, process in started]
-    for (out, err), folder, code in ended:
-        assert list(snapshot(folder)) == ["mymodel.py"]
-        check_refusal(code, out, err, says=[STOPPED], expected=INTERRUPTED)
+def test_a_hail_of_signals_is_one_line_and_leaves_nothing(tmp_path):
+    (tmp_path / "mymodel.py").write_text(WAITING)
+    process = subprocess.Popen(
+        [sys.executable, "-B", "-c", CHILD], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stderr:
+        if line == "running\n":
+            break
+    while process.poll() is None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            process.send_signal(number)
+        time.sleep(0.001)
+    out, err = process.communicate(timeout=60)
+    assert list(snapshot(tmp_path)) == ["mymodel.py"]
+    check_refusal(process.returncode, out, err, says=["interrupted"], expected=INTERRUPTED)

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import timm
 import torchvision
+from dcls_convert.cli.models_run import suitable_workers, survey_models
 from torch import nn
 
 from dcls_convert.cli.app import main
-from dcls_convert.cli.models_run import suitable_workers, survey_models
 from dcls_convert.errors import ModelError
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.source import ModelSource, build_model, registry_names, stated_input_size

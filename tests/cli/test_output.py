@@ -1,0 +1,245 @@
+"""What reaches the terminal: no control character from data, one line for each mistake, and nothing that is not true.
+
+Whatever stdout can take, the checkpoint that was written stands, and the exit code says whether its report was printed.
+"""
+
+import io
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from dcls_convert.checkpoints.folder import load_converted
+from dcls_convert.cli import console
+from dcls_convert.cli.app import main
+
+OWN = f"{__name__}:build"
+EVIL = "\x1b]0;owned\x07\u202e\ud800"  # a title for the terminal, a bell, an override of direction, a lone surrogate
+EVIL_RULES = r"""
+format: 1
+description: "\e]0;owned\a"
+rules:
+- {name: "\e[31m\a", match: {kernel_size: 5}, skip: "\e[2J because\nof this"}
+- {name: "\x9b2J", match: {kind: dense}, dilated_kernel_size: 7}
+"""
+
+
+def build():
+    """A network that converts in no time."""
+    convs = {"0": nn.Conv2d(8, 8, 3), EVIL: nn.Conv2d(8, 8, 3), "last": nn.Conv2d(8, 8, 5)}
+    stage = nn.Sequential()
+    for name, conv in convs.items():
+        stage.add_module(name, conv)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), stage)
+
+
+def plain():
+    return nn.Sequential(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)))
+
+
+PLAIN = f"{__name__}:plain"
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def exit_code(*arguments):
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    return stopped.value.code
+
+
+# Text from outside.
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["convert", OWN, "--dry-run", "--verbose"],
+        ["convert", OWN, "--dry-run", "--rules", "evil.yaml"],
+        ["convert", OWN, "--dry-run", "--rules", "evil.yaml", "--verbose"],
+        ["convert", OWN, "--dry-run", "--json"],
+        ["rules", "check", "evil.yaml", "--model", OWN],
+        ["rules", "show", "evil.yaml"],
+        ["convert", f"timm:{EVIL}", "--dry-run"],
+        ["models", EVIL],
+        ["inspect", EVIL],
+        ["convert", OWN, f"--{EVIL}"],
+        ["convert", OWN, "--scope", EVIL],
+        ["convert", OWN, "--seed", EVIL],
+        ["convert", OWN, "--dilated-size", EVIL],
+        ["convert", OWN, "--output", EVIL, "--quiet"],
+        ["convert", OWN, "--checkpoint", EVIL],
+        ["convert", OWN, "--rules", EVIL],
+    ],
+)
+def test_no_control_character_of_data_reaches_the_terminal(capsys, arguments):
+    Path("evil.yaml").write_text(EVIL_RULES)
+    assert exit_code(*arguments) in (0, 2)
+    for text in capsys.readouterr():
+        assert {character for character in text if not character.isprintable()} <= {"\n"}, text
+
+
+def test_a_rule_file_is_shown_with_its_tabs_and_lines(capsys):
+    text = "format: 1 # a\ttab\nrules:\n- {match: {kind: dense}, dilated_kernel_size: 7}\n"
+    Path("rules.yaml").write_text(text)
+    assert exit_code("rules", "show", "rules.yaml") == 0
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["convert", "{}"],
+        ["convert", "timm:{}"],
+        ["convert", "{}:build"],
+        ["convert", f"{__name__}:{{}}"],
+        ["convert", OWN, "--{}"],
+        ["convert", OWN, "--scope", "{}"],
+        ["convert", OWN, "--rules", "{}"],
+        ["convert", OWN, "--checkpoint", "{}"],
+        ["convert", OWN, "--output", "{}"],
+        ["convert", OWN, "--seed", "{}"],
+        ["convert", OWN, "{}"],
+        ["rules", "{}"],
+        ["rules", "check", "{}"],
+        ["models", "{}"],
+        ["verify", "{}"],
+        ["inspect", "{}"],
+        ["fold", "{}"],
+    ],
+)
+def test_endless_names_are_cut(capsys, arguments):
+    assert exit_code(*[argument.format("ab" * 2000) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1].startswith("error: ")
+    assert all(len(line) < 1000 for line in err.splitlines())
+
+
+def test_what_is_checked_is_printed_when_all_of_it_is_right(capsys):
+    assert exit_code("rules", "check", "depthwise", "--model", "timm:no_such_model") == 2
+    assert capsys.readouterr().out == ""
+
+
+# What stdout can take.
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "ascii"])
+def test_a_stdout_of_any_encoding_gets_the_report(monkeypatch, encoding):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    assert exit_code(PLAIN, "--output", "out") == 0
+    text = written.getvalue().decode(encoding)
+    assert "3x3 ? 7x7" in text  # an arrow
+    assert "Wrote out, from random initialisation" in text
+
+
+def closed_pipe():
+    read, write = os.pipe()
+    os.close(read)
+    return os.fdopen(write, "w")
+
+
+@pytest.mark.parametrize(
+    ("stdout", "says"),
+    [(lambda: open("/dev/full", "w"), "No space left"), (lambda: None, "stdout is closed"), (closed_pipe, None)],
+    ids=["full", "closed", "pipe"],
+)
+@pytest.mark.parametrize("options", [[], ["--json"], ["--quiet"]], ids=" ".join)
+def test_a_stdout_that_takes_nothing_does_not_take_back_the_checkpoint(capsys, monkeypatch, stdout, says, options):
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stdout())
+        assert exit_code(PLAIN, "--output", "out", *options) == console.EXIT_UNPRINTED
+        if sys.stdout is not None:
+            sys.stdout.close()  # with nothing left to write, as at Python's end
+    load_converted("out", model=plain())
+    lines = capsys.readouterr().err.splitlines()
+    assert "note: out was written" in lines
+    assert (
+        (lines[-1].startswith("error: the results cannot be printed") and says in lines[-1])
+        if says
+        else ("error" not in lines[-1])
+    )
+
+
+def test_a_stderr_that_takes_nothing_is_no_mistake(capsys, monkeypatch):
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", full)
+        assert exit_code(PLAIN, "--output", "out", "--json") == 0
+        assert exit_code(PLAIN, "--output", "out") == 2  # it exists
+    assert json.loads(capsys.readouterr().out)["output"] == "out"
+
+
+# Bugs.
+
+
+def broken(*_, **__):
+    raise ZeroDivisionError("oh\nno")
+
+
+def test_a_bug_is_one_line_and_exit_code_1(capsys, monkeypatch):
+    monkeypatch.setattr("dcls_convert.surgery.convert.plan_for", broken)
+    assert exit_code(PLAIN) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: this is a bug in dcls-convert: ZeroDivisionError: oh no")
+
+
+def test_a_traceback_is_shown_on_demand(monkeypatch):
+    monkeypatch.setattr("dcls_convert.surgery.convert.plan_for", broken)
+    monkeypatch.setenv("DCLS_CONVERT_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        main([PLAIN])
+
+
+# Signals.
+
+BOTH = [signal.SIGINT, signal.SIGTERM]
+
+
+def interrupted_while_cleaning():
+    """A model whose construction is interrupted, and the cleaning after it too."""
+    first, second = (signal.Signals[name] for name in os.environ["SIGNALS"].split())
+    try:
+        signal.raise_signal(first)
+    finally:
+        signal.raise_signal(second)
+        Path("cleaned").touch()
+
+
+@pytest.mark.parametrize("first", BOTH)
+@pytest.mark.parametrize("second", BOTH)
+def test_a_second_signal_does_not_disturb_the_cleaning(capsys, monkeypatch, first, second):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been started with SIGINT ignored
+    monkeypatch.setenv("SIGNALS", f"{first.name} {second.name}")
+    assert exit_code(f"{__name__}:interrupted_while_cleaning") == 130
+    assert Path("cleaned").exists()
+    assert capsys.readouterr().err.splitlines()[-1] == "error: interrupted"
+
+
+def signalled():
+    """A model whose construction is interrupted in every way."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.raise_signal(number)
+    return plain()
+
+
+def test_signals_that_were_ignored_stay_ignored():
+    for number in (signal.SIGINT, signal.SIGHUP):  # as nohup does, and a shell for a job in the background
+        signal.signal(number, signal.SIG_IGN)
+    assert exit_code(f"{__name__}:signalled", "--output", "out", "--quiet") == 0
+
+
+def test_an_interrupt_after_the_checkpoint_stands_says_so(capsys, monkeypatch):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt = lambda *_, **__: signal.raise_signal(signal.SIGINT)  # noqa: E731
+    monkeypatch.setattr("dcls_convert.reports.report_view.report_view", interrupt)
+    assert exit_code(PLAIN, "--output", "out") == 130
+    assert capsys.readouterr().err.splitlines()[-2:] == ["note: out was written", "error: interrupted"]
+    load_converted("out", model=plain())
