@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, PlanError, listed
+from ..errors import CheckpointError, PlanError, listed, shown
 from ..fitting.calibration import calibrate
 from ..layers.geometry import size_text
 from ..networks.outputs import relative_distance
-from ..networks.running import evaluating
+from ..networks.running import evaluating, unchanged_on_failure
 from ..networks.sites import find_convs
 from ..networks.source import ModelSource, build_hollow, build_model, known_source, with_names_of
 from ..networks.weights import fill_, load_weights_, read_weights
@@ -23,7 +23,7 @@ from ..planning.plan import ConversionPlan
 from ..planning.planner import make_plan
 from ..reports.report import ConversionReport, measure_report, predict_report
 from .authors import AuthorsWeights, element_state, sort_weights, start_from_authors_
-from .place import make_layers, unchanged_on_failure
+from .place import make_layers
 from .start import apply_plan_
 
 Images = str | Path | Mapping[str, Tensor]  # a folder of images, or what `calibrate` gave
@@ -93,13 +93,19 @@ def plan_again(model: nn.Module, plan: ConversionPlan, source: ModelSource | Non
         PlanError: It is another model than the plan's; says in what.
     """
     found = (source.name, source.args) if source else (None, {})
-    if found != (plan.model, plan.model_args):
-        raise PlanError(f"the plan is for {plan.model or 'a model of its own'} with {plan.model_args}, not {found}")
+    wanted = (plan.model, plan.model_args)
+    if found != wanted:
+        raise PlanError(f"the plan is for {_described(*wanted)}, not for {_described(*found)}")
     make_layers(model, plan)
     params = sum(parameter.numel() for parameter in model.parameters())
     if params != plan.params:
         raise PlanError(f"the plan is for a model of {plan.params:,} parameters, this one has {params:,}")
     return replace(plan, folded=False)
+
+
+def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
+    given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return shown(name or "a model that only its user can build") + (f" with {shown(given)}" if given else "")
 
 
 def build_with_weights(

@@ -8,6 +8,7 @@ from torch import fx, nn
 from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.positions import drop_spare_from_decay_
+from ..networks.running import unchanged_on_failure
 
 # Methods that timm's `reparameterize_model` looks for on a child, in this order; it calls the first one found.
 REPARAMETERIZING = ("fuse", "reparameterize", "switch_to_deploy")
@@ -30,12 +31,13 @@ def fold_to_dense_(model: nn.Module) -> int:
         raise PlanError("the model is itself a DCLS layer, which cannot be replaced in place; use its fuse()")
     layers = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, DclsConvNd)]
     folded = {layer: layer.fuse() for _, layer in layers}
-    for name, layer in layers:
-        model.set_submodule(name, folded[layer])
-    _drop_unused_positions(folded)
-    _drop_fold_first(model)
-    drop_spare_from_decay_(model)
-    _tell_timm_of_folding(model)
+    with unchanged_on_failure(model):
+        for name, layer in layers:
+            model.set_submodule(name, folded[layer])
+        _drop_unused_positions(folded)
+        _drop_fold_first(model)
+        drop_spare_from_decay_(model)
+        _tell_timm_of_folding(model)
     return len(folded)
 
 

@@ -1,7 +1,6 @@
 """Put DCLS layers into a model: structure alone. Where values come from is decided elsewhere."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..errors import PlanError
 from ..layers.conv_classes import CONV_CLASSES, why_not_replaceable
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..layers.positions import spare_from_decay_
+from ..networks.running import unchanged_on_failure
 from ..planning.plan import ConversionPlan, LayerPlan, TieGroup, check_plan
 from .fold import fold_before_timm_fuses_
 
@@ -78,38 +78,6 @@ def put_layers_(model: nn.Module, plan: ConversionPlan, groups: Sequence[LayerGr
             fold_before_timm_fuses_(model)
             spare_from_decay_(model)
         _tell_timm(model, plan)
-
-
-@contextlib.contextmanager
-def unchanged_on_failure(model: nn.Module, *, values: bool = False) -> Iterator[None]:
-    """If the block fails, whatever the reason, every module has its parameters, children and attributes of before.
-
-    Args:
-        model: What the block changes.
-        values: Whether the block also writes into tensors of the model; a copy of them is kept meanwhile.
-    """
-    before = [(module, _contents(module)) for module in model.modules()]
-    tensors = [*model.parameters(), *model.buffers()] if values else []
-    copies = [tensor.detach().clone() for tensor in tensors]
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for tensor, copy in zip(tensors, copies, strict=True):
-                tensor.copy_(copy)
-        for module, (attributes, registries) in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for name, entries in registries.items():
-                attributes[name].clear()
-                attributes[name].update(entries)
-        raise
-
-
-def _contents(module: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The attributes of a module, and what its registries hold; the registries stay the same objects."""
-    registries = {name: dict(vars(module)[name]) for name in ("_parameters", "_buffers", "_modules")}
-    return dict(vars(module)), registries
 
 
 def _find_conv(model: nn.Module, layer: LayerPlan) -> _ConvNd:

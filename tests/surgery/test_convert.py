@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import timm
@@ -13,9 +14,10 @@ import dcls_convert.surgery.convert
 import dcls_convert.surgery.place
 from dcls_convert import PlanError, apply_plan_, calibrate, convert_, find_convs, plan_conversion, save_converted
 from dcls_convert.layers.dcls_conv import DclsConvNd
+from dcls_convert.networks.source import known_source
 from dcls_convert.options import PlanOptions
 from dcls_convert.surgery.authors import sort_weights
-from dcls_convert.surgery.convert import Start, carry_out_, plan_for
+from dcls_convert.surgery.convert import Start, carry_out_, plan_again, plan_for
 from dcls_convert.surgery.place import place_layers_
 
 from ..conftest import TINY
@@ -218,3 +220,42 @@ def test_loading_draws_no_random_number(tiny, tmp_path):
     with Draws() as drawn:
         dcls_convert.load_converted(folder)
     assert drawn.found == []
+
+
+# A plan on other weights.
+
+
+def test_a_plan_is_carried_out_on_other_weights_of_the_same_model(tiny):
+    plan = convert_(tiny, dilated_size=9, init="random").plan
+    other = timm.create_model(TINY).eval()
+    again = plan_again(other, replace(plan, folded=True), known_source(other))
+    assert again == plan
+    report = carry_out_(other, again, Start()).report
+    assert report.plan == plan
+    assert {name: t.shape for name, t in other.state_dict().items()} == {
+        n: t.shape for n, t in tiny.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("test_convnext2", {}), (TINY, {"num_classes": 3}), (TINY, {"in_chans": 1}), ("resnet18", {})],
+)
+def test_a_plan_of_another_model_is_refused(tiny, name, arguments):
+    plan = convert_(tiny, dilated_size=9, init="random").plan
+    other = timm.create_model(name, **arguments)
+    before = snapshot(other)
+    with pytest.raises(PlanError, match="the plan is for"):
+        plan_again(other, plan, known_source(other))
+    assert_unchanged(other, before)
+
+
+def test_a_plan_of_the_users_own_model_is_held_to_its_layers(tiny):
+    plan = convert_(small(), dilated_size=9, init="random").plan
+    assert plan.model is None
+    assert plan_again(small(), plan, None) == plan
+    larger = small()
+    larger.append(nn.Linear(4, 4))
+    for model in (larger, nn.Sequential(nn.Conv2d(3, 4, 3))):
+        with pytest.raises(PlanError, match="the plan is for"):
+            plan_again(model, plan, None)
