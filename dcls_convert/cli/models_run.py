@@ -1,7 +1,5 @@
 """`dcls-convert models`: survey many models at once, and print what would become of them."""
 
-import functools
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,15 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ..options import AUTO, Scope, Tie
+from ..options import AUTO, Interpolation, PlanOptions, Scope, Tie
 from ..planning.budget import parse_percent
 from ..planning.planner import check_overruled
 from ..planning.rules import RuleSet, load_rules
-from ..reports.survey import ModelRow, SurveyOptions, names_matching, set_up_worker, survey_model
+from ..reports.survey import ModelRow, names_matching, survey_models
 from ..reports.survey_view import failure_lines, summary_line, survey_csv, survey_json, survey_view
-from ..reports.workers import run_jobs
 
-MODELS_A_WORKER = 8  # fewer are not worth the seconds in which a worker imports torch
 SECONDS_A_LINE = 10.0  # of progress, where stderr is no terminal
 WIDTH_IN_A_FILE = 160  # columns; most rows stay on one line
 
@@ -35,7 +31,7 @@ class ModelsOptions:
     budget: str
     scope: Scope
     tie: Tie
-    interpolation: str | None
+    interpolation: Interpolation | None
     input_size: tuple[int, ...] | None
     jobs: int | None
     timeout: float
@@ -49,20 +45,26 @@ def run_models(options: ModelsOptions) -> bool:
     rules: RuleSet | str = AUTO if options.rules == AUTO else load_rules(options.rules)
     if isinstance(rules, RuleSet):
         check_overruled(rules, options.dilated_size, AUTO, options.interpolation)
-    survey = SurveyOptions(
+    survey = PlanOptions(
         dilated_size=options.dilated_size,
         rules=rules,
-        budget=options.budget,
+        budget=float(options.budget),
         scope=options.scope,
         tie=options.tie,
         interpolation=options.interpolation,
-        input_size=options.input_size,
     )
     names = names_matching(options.pattern)
     with _progress(len(names)) as advance:
-        rows = survey_models(names, survey, workers=options.jobs, timeout=options.timeout, advance=advance)
+        rows = survey_models(
+            names,
+            survey,
+            input_size=options.input_size,
+            workers=options.jobs,
+            timeout=options.timeout,
+            advance=advance,
+        )
     if options.json:
-        sys.stdout.write(survey_json(rows, survey, options.pattern))
+        sys.stdout.write(survey_json(rows, survey, pattern=options.pattern, input_size=options.input_size))
     elif options.csv:
         sys.stdout.write(survey_csv(rows))
     else:
@@ -72,42 +74,6 @@ def run_models(options: ModelsOptions) -> bool:
         for line in [*failure_lines(rows), summary_line(rows)]:
             console.print(Text(line))
     return all(row.status != "failed" for row in rows)
-
-
-def survey_models(
-    names: list[str],
-    options: SurveyOptions,
-    *,
-    workers: int | None = None,
-    timeout: float | None = None,
-    advance: Callable[[ModelRow], None] = lambda row: None,
-) -> list[ModelRow]:
-    """A row for every name, in their order; what crashes or hangs is a row too.
-
-    Args:
-        names: From `names_matching`.
-        options: For all models.
-        workers: Processes; a number that suits the machine without it.
-        timeout: Seconds for one model.
-        advance: Called with every row as it is ready.
-
-    Raises:
-        WorkerError: Worker processes cannot be started.
-    """
-    rows: dict[int, ModelRow] = {}
-    work = functools.partial(survey_model, options=options)
-    workers = workers or suitable_workers(len(names))
-    for outcome in run_jobs(work, names, workers=workers, timeout=timeout, set_up=set_up_worker):
-        row = outcome.value or ModelRow(name=names[outcome.index], status="failed", reason=outcome.failure)
-        rows[outcome.index] = row
-        advance(row)
-    return [rows[index] for index in range(len(names))]
-
-
-def suitable_workers(models: int) -> int:
-    """One for each processor that this process may use, as long as they have enough to do."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(processors, models // MODELS_A_WORKER))
 
 
 @contextmanager
