@@ -1,16 +1,16 @@
-"""What a conversion costs and gains, as data; and its views for terminal, JSON and Markdown."""
+"""What a conversion costs and gains, as data; the views are in report_view."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, TypeAdapter, computed_field
 from torch import nn
 
 from ..networks.sites import Skipped
 from ..networks.tracing import trace
-from ..planning.budget import BudgetUnit
 from ..planning.plan import ConversionPlan, LayerPlan
 
 REPORT_FORMAT = 1
@@ -18,11 +18,12 @@ REPORT_FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A count before and after; the unit is the field's name."""
+    """A count before and after; the unit is the field's name, and None stands for a count that is not known."""
 
-    before: int | None
-    after: int | None
+    before: int | None = None
+    after: int | None = None
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def delta(self) -> int | None:
         return None if self.before is None or self.after is None else self.after - self.before
@@ -31,16 +32,28 @@ class Change:
     def percent(self) -> float | None:
         return None if self.delta is None or not self.before else 100 * self.delta / self.before
 
-    def to_dict(self) -> dict[str, int | None]:
-        return {"before": self.before, "after": self.after, "delta": self.delta}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamsChange(Change):
+    """Parameters of the whole model. The elements' weights and positions are a part of `after`."""
+
+    weights: int  # of all elements; folded, of all windows
+    positions: int  # and sigmas; tied ones once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MacsChange(Change):
+    """MACs of the whole model for one input."""
+
+    note: str | None = None  # why they are not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerReport:
     """One replaced convolution. Tied positions are counted in the first layer of their group.
 
-    Of a folded model, the parameters are those of the plain convolution in the layer's place, and the kernel count is
-    what it was before.
+    For a folded model, the parameters are those of the plain convolution that stands in the layer's place, and the
+    kernel count is the one before folding.
     """
 
     name: str
@@ -61,18 +74,34 @@ class LayerReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetReport:
-    """Parameters that the new kernels and positions may use, and do; for a folded model, before folding."""
+class ParamsAllowed:
+    """Parameters that new kernels and positions may use, and those they do use; for a folded model, before folding."""
 
-    scope: str
     limit: int
     used: int
-    exact_count: float | None  # the bound before rounding down, to two digits; None where there are several units
-    units: tuple[BudgetUnit, ...]
+    exact_count: float | None  # the count that would use all, rounded down to two digits; None where nothing was solved
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def slack(self) -> int:
+        """Parameters left; negative where a given count is over the budget."""
         return self.limit - self.used
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitReport(ParamsAllowed):
+    """What one unit of the budget was allowed: the model, a stage or a layer."""
+
+    name: str
+    kernel_count: int | None  # None: its layers have different counts, stated by rules
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetReport(ParamsAllowed):
+    """What all units were allowed; the exact count is None where there are several."""
+
+    scope: str
+    units: tuple[UnitReport, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,27 +112,17 @@ class ConversionReport:
     model: str | None
     input_size: tuple[int, ...] | None
     output: str | None  # the checkpoint folder; None where nothing was written
-    params: Change
-    macs: Change
-    macs_note: str | None  # why MACs are missing
+    params: ParamsChange
+    macs: MacsChange
     budget: BudgetReport
     layers: tuple[LayerReport, ...]
     skipped: tuple[Skipped, ...]
     stages_from: str
     params_untouched: int
     macs_untouched: int | None
-    plan: ConversionPlan = field(repr=False)  # what was carried out; not in the JSON, where plan.json has it
+    plan: Annotated[ConversionPlan, Field(exclude=True)] = field(repr=False)  # what was carried out; not in the JSON
 
-    @property
-    def weight_params(self) -> int:
-        """Weights of all elements."""
-        return sum(layer.weight_params for layer in self.layers)
-
-    @property
-    def position_params(self) -> int:
-        """Positions and sigmas, tied ones once."""
-        return sum(layer.position_params for layer in self.layers)
-
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def folded(self) -> bool:
         """Whether plain convolutions stand in the layers' places."""
@@ -119,52 +138,18 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        layers = [
-            {name: getattr(layer, name) for name in LayerReport.__dataclass_fields__}
-            | {"kernel_size": list(layer.kernel_size), "dilated_size": list(layer.dilated_size)}
-            for layer in self.layers
-        ]
-        budget = self.budget
-        return {
-            "format": self.format,
-            "model": self.model,
-            "input_size": list(self.input_size) if self.input_size else None,
-            "output": self.output,
-            "folded": self.folded,
-            "params": self.params.to_dict() | {"weights": self.weight_params, "positions": self.position_params},
-            "macs": self.macs.to_dict() | {"note": self.macs_note},
-            "budget": {
-                "scope": budget.scope,
-                "limit": budget.limit,
-                "used": budget.used,
-                "slack": budget.slack,
-                "exact_count": budget.exact_count,
-                "units": [
-                    {
-                        "name": unit.name,
-                        "limit": unit.limit,
-                        "used": unit.used,
-                        "slack": unit.slack,
-                        "exact_count": floor_2(unit.exact_count),
-                        "kernel_count": unit.kernel_count,
-                    }
-                    for unit in budget.units
-                ],
-            },
-            "layers": layers,
-            "params_untouched": self.params_untouched,
-            "macs_untouched": self.macs_untouched,
-            "skipped": [{"name": skip.name, "type": skip.type, "reason": skip.reason} for skip in self.skipped],
-            "stages_from": self.stages_from,
-        }
+        return dict(_ADAPTER.dump_python(self, mode="json"))
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2) + "\n"
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def __rich__(self) -> Any:
         from .report_view import report_view
 
         return report_view(self)
+
+
+_ADAPTER: TypeAdapter[ConversionReport] = TypeAdapter(ConversionReport)
 
 
 def predict_report(plan: ConversionPlan) -> ConversionReport:
@@ -177,8 +162,8 @@ def predict_report(plan: ConversionPlan) -> ConversionReport:
 def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
     """The report of a converted model, counted on the model itself; equal to `predict_report(plan)`.
 
-    Parameters are counted tensor by tensor, MACs by torch's flop counter in a forward pass on the meta device, without
-    the construction of the kernels.
+    Parameters are counted tensor by tensor. MACs come from torch's flop counter in a forward pass on the meta device;
+    the construction of the kernels is not counted.
     """
     flops: dict[str, dict[str, int]] = {}
     total = None
@@ -213,20 +198,32 @@ def _report(plan: ConversionPlan, params: int, macs: int | None, rows: Sequence[
     if plan.macs is not None:
         untouched_macs = plan.macs - sum(layer.macs_before or 0 for layer in layers)
         macs = untouched_macs + sum(layer.macs_after or 0 for layer in layers) if macs is None else macs
-    units = plan.budget
-    exact = units[0].exact_count if len(units) == 1 else None
+    units = tuple(
+        UnitReport(
+            name=unit.name,
+            kernel_count=unit.kernel_count,
+            exact_count=_floor_2(unit.exact_count),
+            limit=unit.limit,
+            used=unit.used,
+        )
+        for unit in plan.budget
+    )
     return ConversionReport(
         model=plan.model,
         input_size=plan.input_size,
         output=None,
-        params=Change(before=plan.params, after=params),
-        macs=Change(before=plan.macs, after=macs),
-        macs_note=plan.macs_note,
+        params=ParamsChange(
+            before=plan.params,
+            after=params,
+            weights=sum(layer.weight_params for layer in layers),
+            positions=sum(layer.position_params for layer in layers),
+        ),
+        macs=MacsChange(before=plan.macs, after=macs, note=plan.macs_note),
         budget=BudgetReport(
             scope=plan.scope,
             limit=sum(unit.limit for unit in units),
             used=sum(unit.used for unit in units),
-            exact_count=floor_2(exact),
+            exact_count=units[0].exact_count if len(units) == 1 else None,
             units=units,
         ),
         layers=layers,
@@ -239,7 +236,7 @@ def _report(plan: ConversionPlan, params: int, macs: int | None, rows: Sequence[
 
 
 def _counted_once(plan: ConversionPlan) -> Iterable[tuple[LayerPlan, bool]]:
-    """Every layer, and whether its positions are counted with it: in the first layer of a tie group alone."""
+    """Every layer, and whether its positions are counted with it: only in the first layer of a tie group."""
     seen: set[str] = set()
     for layer in plan.layers:
         yield layer, layer.tie_group is None or layer.tie_group not in seen
@@ -268,6 +265,6 @@ def _planned_layer(plan: ConversionPlan, layer: LayerPlan, with_positions: bool)
     )
 
 
-def floor_2(number: Fraction | None) -> float | None:
-    """Rounded down to two digits, so that a bound just below 35 does not read 35."""
+def _floor_2(number: Fraction | None) -> float | None:
+    """Rounded down to two digits; rounded to nearest, a bound just below 35 would read 35."""
     return None if number is None else int(number * 100) / 100

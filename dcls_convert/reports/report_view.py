@@ -9,11 +9,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import printable
 from ..layers.geometry import size_text
 from .report import Change, ConversionReport, LayerReport
 
 OUTSIDE = "(no stage)"
 NOT_COUNTED = "n/a"
+MOST_SKIPPED_KINDS = 6
 MACS_SENTENCE = "every window cell is multiplied, empty or not."
 FOLDING_SENTENCE = (
     "Folding the kernels into plain convolutions keeps the outputs and these MACs, saves the construction, and stores "
@@ -22,9 +24,9 @@ FOLDING_SENTENCE = (
 
 
 def report_view(report: ConversionReport, *, verbose: bool = False) -> RenderableType:
-    """The report for a terminal of 80 columns or more, with a row a stage, or a row a layer."""
+    """The report for a terminal of 80 columns or more: a row a stage; verbose, a row a layer."""
     size = f", input {size_text(report.input_size)}" if report.input_size else ""
-    title = Text(f"{report.model or 'model'} to DCLS{', folded' * report.folded}", style="bold") + Text(
+    title = Text(f"{printable(report.model or 'model')} to DCLS{', folded' * report.folded}", style="bold") + Text(
         size, style="not bold dim"
     )
     parts: list[RenderableType] = [title, Text()]
@@ -71,7 +73,7 @@ def _layer_table(layers: Sequence[LayerReport]) -> Table:
     for layer in layers:
         first_of_group = layer.tie_group is not None and layer.position_params > 0
         table.add_row(
-            Text(layer.name),
+            Text(printable(layer.name)),
             _kernels([layer]).replace(" ", ""),
             str(layer.kernel_count),
             _arrow(_params([layer])) + ("*" if first_of_group else " "),
@@ -109,8 +111,8 @@ def _sentences(report: ConversionReport) -> list[str]:
         f"parameters used, {slack}.",
         f"{_new_kernels(report)}; stages from {report.stages_from}.",
     ]
-    if report.macs_note:
-        lines.append(f"MACs were not counted: {report.macs_note}.")
+    if report.macs.note:
+        lines.append(f"MACs were not counted: {printable(report.macs.note)}.")
     else:
         held = (report.params.delta or 0) <= 0
         rise = "MACs rise although parameters do not: " if held else "MACs rise with the window: "
@@ -120,29 +122,26 @@ def _sentences(report: ConversionReport) -> list[str]:
 
 def _new_kernels(report: ConversionReport) -> str:
     if report.folded:
-        return f"Folded into plain convolutions: {report.weight_params:,} weights, one for every cell of the windows"
+        return f"Folded into plain convolutions: {report.params.weights:,} weights, one for every cell of the windows"
     plain = all(layer.interpolation == "bilinear" for layer in report.layers)
     positions = "positions" if plain else "positions and sigmas"
-    return f"New kernels: {report.weight_params:,} weights and {report.position_params:,} {positions}"
+    return f"New kernels: {report.params.weights:,} weights and {report.params.positions:,} {positions}"
 
 
 def _skipped(report: ConversionReport, verbose: bool) -> list[RenderableType]:
     if verbose:
         rows = [f"{skip.name} ({skip.type}): {skip.reason}" for skip in report.skipped]
     else:
-        rows = [
-            f"{count} x {type_}: {reason}"
-            for (type_, reason), count in Counter((skip.type, skip.reason) for skip in report.skipped).most_common(6)
-        ]
-    kinds = len({(skip.type, skip.reason) for skip in report.skipped})
-    if not verbose and kinds > len(rows):
-        rows.append(f"and {kinds - len(rows)} more kinds; --verbose lists them all")
+        kinds = Counter((skip.type, skip.reason) for skip in report.skipped).most_common()
+        rows = [f"{count} x {type_}: {reason}" for (type_, reason), count in kinds[:MOST_SKIPPED_KINDS]]
+        if len(kinds) > len(rows):
+            rows.append(f"and {len(kinds) - len(rows)} more kinds; --verbose lists them all")
     head = Text(f" Kept as they are ({len(report.skipped)} convolutions):")
-    return [head, *[Padding(Text(row, style="dim"), (0, 0, 0, 3), expand=False) for row in rows]]
+    return [head, *[Padding(Text(printable(row), style="dim"), (0, 0, 0, 3), expand=False) for row in rows]]
 
 
 def plain_table(first: str, *headings: str) -> Table:
-    """An empty table in the manner of this program: a column for names, and numbers to the right of it."""
+    """An empty table in this program's style: a column for names, then columns for numbers."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=True, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column(first, overflow="fold", min_width=len(first))
     for heading in headings:
@@ -153,7 +152,7 @@ def plain_table(first: str, *headings: str) -> Table:
 def _stages(layers: Iterable[LayerReport]) -> list[tuple[str, list[LayerReport]]]:
     stages: dict[str, list[LayerReport]] = {}
     for layer in layers:
-        stages.setdefault(layer.stage or OUTSIDE, []).append(layer)
+        stages.setdefault(printable(layer.stage or OUTSIDE), []).append(layer)
     return list(stages.items())
 
 

@@ -1,42 +1,32 @@
 """What would become of the models of timm's and torchvision's registries: a row of plain values for each."""
 
 import fnmatch
+import functools
 import gc
 import logging
+import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter
 
 from ..errors import DclsConvertError, ModelError, NothingMatchesError, PlanError, RuleError, did_you_mean, shown
 from ..layers.geometry import size_text
 from ..networks.sites import ModelConvs, find_convs, kinds_of_convs
 from ..networks.source import ModelSource, build_model, registry_names, stated_input_size
-from ..options import AUTO, DEFAULT_BUDGET, Scope, Tie
+from ..options import PlanOptions
 from ..planning.plan import ConversionPlan
 from ..planning.planner import plan_conversion
-from ..planning.rules import RuleSet
-from .report import Change, predict_report
+from .report import Change, MacsChange, predict_report
+from .workers import run_jobs
 
 Status = Literal["planned", "nothing matches", "does not fit", "failed"]
 WILDCARDS = "*?["
-UNKNOWN = Change(before=None, after=None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SurveyOptions:
-    """What is planned for every model; as in `plan_conversion`."""
-
-    dilated_size: int | tuple[int, ...] | None = None
-    rules: RuleSet | str = AUTO
-    budget: float | str = DEFAULT_BUDGET
-    scope: Scope = "model"
-    tie: Tie = "stage"
-    interpolation: str | None = None
-    input_size: tuple[int, ...] | None = None  # for all models; without it, the one that each states
+MODELS_A_WORKER = 8  # fewer are not worth the seconds in which a worker imports torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,31 +36,22 @@ class ModelRow:
     name: str  # "timm:convnext_tiny"
     status: Status
     reason: str | None = None  # one line; None where it is planned
-    convs: tuple[tuple[str, int], ...] = ()  # ("depthwise 7x7", 18) for all its convolutions, the most frequent first
-    replaced: tuple[tuple[str, int], ...] = ()  # ("depthwise 7x7", 18) for those that would be replaced
+    input_size: tuple[int, ...] | None = None
+    rules: str | None = None  # file or name
+    convolutions: dict[str, int] = field(default_factory=dict)  # "depthwise 7x7" -> 18, the most frequent first
+    replaced: dict[str, int] = field(default_factory=dict)  # those of them that would be replaced
     dilated_sizes: tuple[tuple[int, ...], ...] = ()  # all that occur
     kernel_counts: tuple[int, ...] = ()  # all that occur
-    rules: str | None = None  # file or name
-    input_size: tuple[int, ...] | None = None
-    params: Change = UNKNOWN
-    macs: Change = UNKNOWN  # for one input
-    macs_note: str | None = None  # why there are none
+    params: Change = field(default_factory=Change)
+    macs: MacsChange = field(default_factory=MacsChange)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; parameters and MACs as in the report of a conversion."""
-        return {
-            "name": self.name,
-            "status": self.status,
-            "reason": self.reason,
-            "input_size": list(self.input_size) if self.input_size else None,
-            "rules": self.rules,
-            "convolutions": dict(self.convs),
-            "replaced": dict(self.replaced),
-            "dilated_sizes": [list(size) for size in self.dilated_sizes],
-            "kernel_counts": list(self.kernel_counts),
-            "params": self.params.to_dict(),
-            "macs": self.macs.to_dict() | {"note": self.macs_note},
-        }
+
+_ADAPTER: TypeAdapter[Sequence[ModelRow]] = TypeAdapter(Sequence[ModelRow])
+
+
+def rows_to_dicts(rows: Sequence[ModelRow]) -> list[dict[str, Any]]:
+    """Plain JSON values."""
+    return list(_ADAPTER.dump_python(rows, mode="json"))
 
 
 def names_matching(pattern: str | None, known: Sequence[str] | None = None) -> list[str]:
@@ -107,15 +88,16 @@ def _matching(pattern: str, known: Iterable[str]) -> list[str]:
     ]
 
 
-def survey_model(name: str, options: SurveyOptions) -> ModelRow:
+def survey_model(name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None) -> ModelRow:
     """Plan one model without its weights.
 
     Args:
         name: With its prefix, as `names_matching` gives it.
         options: For the plan.
+        input_size: (channels, *spatial); without it, the size that the model states.
 
     Raises:
-        Exception: Bugs alone; a model that cannot be built or converted is a row that says why.
+        Exception: Only bugs; for a model that cannot be built or converted, the row says why.
     """
     source = ModelSource(name=name)
     try:
@@ -123,22 +105,24 @@ def survey_model(name: str, options: SurveyOptions) -> ModelRow:
     except ModelError as error:
         return ModelRow(name=name, status="failed", reason=str(error))
     try:
-        convs = find_convs(model, options.input_size or stated_input_size(source, model))
-    except PlanError as error:  # an input size of the user's that is not for such a model
+        convs = find_convs(model, input_size or stated_input_size(source, model))
+    except PlanError as error:  # the user's input size does not suit this model
         return ModelRow(name=name, status="does not fit", reason=str(error))
     try:
         plan = plan_conversion(
             convs,
             options.rules,
             dilated_size=options.dilated_size,
+            kernel_count=options.kernel_count,
             scope=options.scope,
             tie=options.tie,
             budget=options.budget,
             interpolation=options.interpolation,
+            strict=options.strict,
             model=name,
         )
-        if convs.macs is None and options.input_size is not None:
-            raise PlanError(f"input size {size_text(options.input_size)}: {convs.macs_note}")
+        if convs.macs is None and input_size is not None:
+            raise PlanError(f"input size {size_text(input_size)}: {convs.macs_note}")
     except NothingMatchesError as error:
         return _unplanned(name, convs, "nothing matches", error)
     except (PlanError, RuleError) as error:
@@ -151,11 +135,10 @@ def _unplanned(name: str, convs: ModelConvs, status: Status, reason: DclsConvert
         name=name,
         status=status,
         reason=str(reason),
-        convs=tuple(kinds_of_convs(convs).most_common()),
+        convolutions=dict(kinds_of_convs(convs).most_common()),
         input_size=convs.input_size,
         params=Change(before=convs.params, after=None),
-        macs=Change(before=convs.macs, after=None),
-        macs_note=convs.macs_note,
+        macs=MacsChange(before=convs.macs, after=None, note=convs.macs_note),
     )
 
 
@@ -165,23 +148,57 @@ def _planned(name: str, convs: ModelConvs, plan: ConversionPlan) -> ModelRow:
     return ModelRow(
         name=name,
         status="planned",
-        convs=tuple(kinds_of_convs(convs).most_common()),
-        replaced=tuple(replaced.most_common()),
+        convolutions=dict(kinds_of_convs(convs).most_common()),
+        replaced=dict(replaced.most_common()),
         dilated_sizes=tuple(sorted({layer.dilated_size for layer in plan.layers})),
         kernel_counts=tuple(sorted({layer.kernel_count for layer in plan.layers})),
         rules=plan.rules,
         input_size=plan.input_size,
-        params=report.params,
+        params=Change(before=report.params.before, after=report.params.after),
         macs=report.macs,
-        macs_note=plan.macs_note,
     )
 
 
+def survey_models(
+    names: Sequence[str],
+    options: PlanOptions,
+    *,
+    input_size: tuple[int, ...] | None = None,
+    workers: int | None = None,
+    timeout: float | None = None,
+    advance: Callable[[ModelRow], None] = lambda row: None,
+) -> list[ModelRow]:
+    """A row for every name, in their order. A model that crashes or hangs gets a row too.
+
+    Args:
+        names: From `names_matching`.
+        options: For all models.
+        input_size: (channels, *spatial) for all models; without it, the size that each states.
+        workers: Processes; without it, a number that suits the machine.
+        timeout: Seconds for one model.
+        advance: Called with every row as soon as it is ready.
+    """
+    rows: dict[int, ModelRow] = {}
+    work = functools.partial(survey_model, options=options, input_size=input_size)
+    workers = workers or suitable_workers(len(names))
+    for outcome in run_jobs(work, names, workers=workers, timeout=timeout, set_up=set_up_worker):
+        row = outcome.value or ModelRow(name=names[outcome.index], status="failed", reason=outcome.failure)
+        rows[outcome.index] = row
+        advance(row)
+    return [rows[index] for index in range(len(names))]
+
+
+def suitable_workers(models: int) -> int:
+    """One for each processor that this process may use, but none with fewer models than are worth its start."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(processors, models // MODELS_A_WORKER))
+
+
 def set_up_worker() -> None:
-    """For a process that surveys one model after another: imports, one thread, no word on stderr."""
+    """For a process that surveys one model after another: imports, one thread."""
     torch.set_num_threads(1)  # there is a process for every core, and hollow tensors compute nothing
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     registry_names()  # imports timm and torchvision
     gc.collect()
-    gc.freeze()  # what was imported stays, and need not be searched again after every model
+    gc.freeze()  # what was imported stays; searching it again after every model would take time

@@ -1,11 +1,11 @@
 """How a survey of models looks: a table for the terminal, JSON and CSV. Formatting only."""
 
 import csv
-import dataclasses
 import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, get_args
 
 from rich import box
@@ -13,13 +13,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import printable
 from ..layers.geometry import size_text
+from ..options import PlanOptions
 from ..planning.rules import RuleSet
 from .report import Change
 from .report_view import short_arrow, short_count
-from .survey import ModelRow, Status, SurveyOptions
+from .survey import ModelRow, Status, rows_to_dicts
 
 SURVEY_FORMAT = 1
+MOST_KINDS = 4  # of convolutions, named where nothing matches
 CSV_COLUMNS = (
     "name",
     "status",
@@ -53,7 +56,7 @@ def summary_line(rows: Sequence[ModelRow]) -> str:
 
 
 def failure_lines(rows: Iterable[ModelRow]) -> list[str]:
-    return [f"failed: {row.name}: {row.reason}" for row in rows if row.status == "failed"]
+    return [printable(f"failed: {row.name}: {row.reason}") for row in rows if row.status == "failed"]
 
 
 def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
@@ -65,22 +68,23 @@ def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         cells = [row.name, _replaced(row), _span(row.kernel_counts), _change(row.params), _change(row.macs)]
-        table.add_row(*map(Text, cells), style=_STYLES[row.status])
+        table.add_row(*(Text(printable(cell)) for cell in cells), style=_STYLES[row.status])
     failures = [Text(line, style="red") for line in failure_lines(rows)]
     return Group(table, Text(), *failures, Text(summary_line(rows), style="bold"))
 
 
-def survey_json(rows: Sequence[ModelRow], options: SurveyOptions, pattern: str | None) -> str:
+def survey_json(
+    rows: Sequence[ModelRow], options: PlanOptions, *, pattern: str | None, input_size: tuple[int, ...] | None
+) -> str:
     """One object: format, options, models and summary."""
     rules = options.rules.source if isinstance(options.rules, RuleSet) else options.rules
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     data: dict[str, Any] = {
         "format": SURVEY_FORMAT,
-        "options": {"pattern": pattern, **given, "rules": rules, "budget": float(options.budget)},
-        "models": [row.to_dict() for row in rows],
+        "options": {"pattern": pattern, **asdict(options), "rules": rules, "input_size": input_size},
+        "models": rows_to_dicts(rows),
         "summary": {name.replace(" ", "_"): count for name, count in summary(rows).items()},
     }
-    return json.dumps(data, indent=2) + "\n"
+    return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
 
 def survey_csv(rows: Iterable[ModelRow]) -> str:
@@ -96,7 +100,7 @@ def _csv_row(row: ModelRow) -> Mapping[str, object]:
     return {
         "name": row.name,
         "status": row.status,
-        "replaced": _kinds(row.replaced),
+        "replaced": _kinds(row.replaced.items()),
         "dilated_sizes": " ".join(map(size_text, row.dilated_sizes)),
         "kernel_counts": " ".join(map(str, row.kernel_counts)),
         "params_before": row.params.before,
@@ -105,8 +109,8 @@ def _csv_row(row: ModelRow) -> Mapping[str, object]:
         "macs_after": row.macs.after,
         "input_size": size_text(row.input_size) if row.input_size else None,
         "rules": row.rules,
-        "convolutions": _kinds(row.convs),
-        "macs_note": row.macs_note,
+        "convolutions": _kinds(row.convolutions.items()),
+        "macs_note": row.macs.note,
         "reason": row.reason,
     }
 
@@ -116,9 +120,9 @@ def _replaced(row: ModelRow) -> str:
     if row.status == "planned":
         sizes = [size_text(size) for size in row.dilated_sizes]
         window = sizes[0] if len(sizes) == 1 else f"{sizes[0]}..{sizes[-1]}"
-        return f"{_kinds(row.replaced)} → {window}"
+        return f"{_kinds(row.replaced.items())} → {window}"
     if row.status == "nothing matches":
-        return f"nothing; it has {_kinds(row.convs[:4]) or 'no convolution at all'}"
+        return f"nothing; it has {_kinds([*row.convolutions.items()][:MOST_KINDS]) or 'no convolution at all'}"
     return f"{row.status}: {row.reason}"
 
 

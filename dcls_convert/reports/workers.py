@@ -1,33 +1,26 @@
-"""Jobs in worker processes that may crash: what kills a worker fails its job alone, and a new worker takes over.
-
-`concurrent.futures.ProcessPoolExecutor` gives up as a whole when one of its processes dies.
-"""
+"""Jobs in worker processes that may crash or hang: such a job fails alone, and a new worker takes over."""
 
 import contextlib
 import multiprocessing
 import os
 import signal
 import threading
-import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
 
 from ..errors import one_line
 
-FUTILE_STARTS = 3  # workers that die in a row before they take a job; after that, none ever will
-_KILLED_HINT = {"SIGKILL": " (out of memory?)"}
-
-
-class WorkerError(RuntimeError):
-    """Workers cannot be started."""
+SECONDS_TO_LOOK = 1.0  # between two looks at whether the pool is still whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,14 +32,6 @@ class Outcome:
     failure: str | None = None  # one line that names the cause; None where the function returned
 
 
-@dataclass(slots=True)
-class _Worker:
-    process: BaseProcess
-    connection: Connection
-    job: int | None = None  # its index; None while the process starts
-    deadline: float | None = None  # of the job, by time.monotonic
-
-
 def run_jobs(
     function: Callable[[Any], Any],
     jobs: Sequence[Any],
@@ -55,204 +40,126 @@ def run_jobs(
     timeout: float | None = None,
     set_up: Callable[[], None] | None = None,
 ) -> Iterator[Outcome]:
-    """Call `function` for every job in processes of their own; outcomes come as they are ready, one for every job.
+    """Call `function` for every job in processes of their own; one outcome a job, each as soon as it is ready.
 
-    However it ends, by an exception such as KeyboardInterrupt or by closing the iterator too, no worker is left.
+    When the iterator ends, is closed or is interrupted (KeyboardInterrupt), it ends all workers.
 
     Args:
-        function: Importable from a module, as are `set_up` and what they take and give.
-        jobs: What it is called with, one at a time.
+        function: Importable from a module, as is `set_up`. What it takes and returns can be pickled.
+        jobs: The arguments, one for each call.
         workers: How many processes at most.
-        timeout: Seconds for one job, the start of its worker not included.
+        timeout: Seconds for one job; the start of its worker does not count.
         set_up: Called once in every process, before its first job.
-
-    Raises:
-        WorkerError: Processes die before they take a job.
     """
-    pool = _Pool(function, jobs, timeout, set_up)
+    left = dict(enumerate(jobs))
+    while left:
+        before = len(left)
+        for outcome in _run_in_one_pool(function, left, workers, timeout, set_up):
+            del left[outcome.index]
+            yield outcome
+        if len(left) == before:  # the pool broke before its first job was done, and so would the next one
+            for index in left:
+                yield Outcome(index=index, failure="the worker processes died before they took a job")
+            return
+
+
+def _run_in_one_pool(
+    function: Callable[[Any], Any],
+    jobs: dict[int, Any],
+    workers: int,
+    timeout: float | None,
+    set_up: Callable[[], None] | None,
+) -> Iterator[Outcome]:
+    """Outcomes of the jobs, by index; of fewer jobs where the pool breaks, as when a worker dies at its start."""
+    pool = ProcessPool(
+        min(workers, len(jobs)),
+        initializer=partial(_start_worker, set_up),
+        # Not "fork": a copy of torch's thread pool does not work.
+        context=multiprocessing.get_context("spawn"),
+    )
+    index_of: dict[Future[Any], int] = {}
+    done: SimpleQueue[Future[Any]] = SimpleQueue()
+
+    def start() -> None:
+        _block_interrupts()
+        with contextlib.suppress(RuntimeError):  # the pool is broken, or was stopped meanwhile
+            for index, job in jobs.items():
+                future = pool.schedule(_answer, (function, job), timeout=timeout)
+                index_of[future] = index
+                future.add_done_callback(done.put)
+
+    # In a thread of its own: KeyboardInterrupt in the main thread could leave a lock of the pool or of a future taken.
+    starter = threading.Thread(target=start, daemon=True)
+    starter.start()
     try:
-        yield from pool.outcomes(min(workers, len(jobs)))
+        starter.join()
+        while index_of and pool.active:
+            with contextlib.suppress(Empty):
+                future = done.get(timeout=SECONDS_TO_LOOK)
+                yield _outcome(index_of.pop(future), future, timeout)
+    except BrokenProcessPool:
+        return
     finally:
-        pool.end()
+        pool.stop()  # type: ignore[no-untyped-call]
+        starter.join()
+        pool.join()
 
 
-class _Pool:
-    def __init__(
-        self,
-        function: Callable[[Any], Any],
-        jobs: Sequence[Any],
-        timeout: float | None,
-        set_up: Callable[[], None] | None,
-    ) -> None:
-        self._task = (function, set_up)
-        self._jobs = jobs
-        self._timeout = timeout
-        self._waiting = deque(range(len(jobs)))
-        self._workers: list[_Worker] = []
-        self._futile = 0
-        # Neither copies of this process nor of its threads: a fork of torch's thread pool does not work.
-        self._context = multiprocessing.get_context("spawn")
-
-    def outcomes(self, workers: int) -> Iterator[Outcome]:
-        for _ in range(workers):
-            self._start()
-        left = len(self._jobs)
-        while left:
-            for outcome in self._next_events():
-                left -= 1
-                yield outcome
-
-    def end(self) -> None:
-        for worker in self._workers:
-            worker.process.kill()
-        for worker in list(self._workers):
-            self._drop(worker)
-
-    def _start(self) -> None:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, *self._task), daemon=True)
-        with _signals_held_back():
-            process.start()
-            self._workers.append(_Worker(process, ours))
-        theirs.close()  # or the end of the process would not be the end of the pipe
-
-    def _next_events(self) -> Iterator[Outcome]:
-        deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
-        seconds = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-        heard = wait([worker.connection for worker in self._workers], seconds)
-        now = time.monotonic()
-        for worker in list(self._workers):
-            if worker.connection in heard:
-                yield from self._hear(worker)
-            elif worker.deadline is not None and now >= worker.deadline:
-                yield self._replaced(worker, f"took longer than {self._timeout:g} s")
-
-    def _hear(self, worker: _Worker) -> Iterator[Outcome]:
-        try:
-            message = worker.connection.recv_bytes()
-        except (EOFError, OSError):
-            worker.process.join()
-            cause = _cause(worker.process.exitcode)
-            if worker.job is not None:
-                yield self._replaced(worker, cause)
-            else:
-                self._restart(worker, cause)
-            return
-        if worker.job is not None:
-            yield _read(message, worker.job)
-        self._futile = 0
-        self._give_job(worker)
-
-    def _give_job(self, worker: _Worker) -> None:
-        if not self._waiting:
-            self._drop(worker)
-            return
-        worker.job = self._waiting.popleft()
-        worker.deadline = None if self._timeout is None else time.monotonic() + self._timeout
-        with contextlib.suppress(OSError):  # a worker that died in the meantime is heard of at its pipe's end
-            worker.connection.send((worker.job, self._jobs[worker.job]))
-
-    def _replaced(self, worker: _Worker, failure: str) -> Outcome:
-        """The outcome of a job whose worker is lost; another takes its place while there are jobs."""
-        assert worker.job is not None
-        self._drop(worker)
-        if self._waiting:
-            self._start()
-        return Outcome(index=worker.job, failure=failure)
-
-    def _restart(self, worker: _Worker, cause: str) -> None:
-        self._futile += 1
-        if self._futile >= FUTILE_STARTS:
-            raise WorkerError(f"{self._futile} worker processes in a row died while starting: {cause}")
-        self._drop(worker)
-        self._start()
-
-    def _drop(self, worker: _Worker) -> None:
-        worker.process.kill()
-        worker.process.join()
-        worker.connection.close()
-        self._workers.remove(worker)
+def _outcome(index: int, future: Future[Any], timeout: float | None) -> Outcome:
+    try:
+        value, failure = future.result()
+    except TimeoutError:
+        value, failure = None, f"took longer than {timeout:g} s"
+    except ProcessExpired as error:
+        value, failure = None, _cause_of_death(error.exitcode)
+    return Outcome(index=index, value=value, failure=failure)
 
 
-def _serve(connection: Connection, function: Callable[[Any], Any], set_up: Callable[[], None] | None) -> None:
-    """The life of a worker process."""
+def _block_interrupts() -> None:
+    """Block SIGINT in this thread; threads and processes that start from it inherit this.
+
+    A terminal sends Ctrl-C to the workers too. One that is still importing would print a traceback; only the parent
+    is to answer.
+    """
+    if hasattr(signal, "pthread_sigmask"):
+        resource_tracker.ensure_running()  # would unblock the signal if it started later (CPython 3.11)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+
+
+def _start_worker(set_up: Callable[[], None] | None) -> None:
+    """In the worker, before its first job."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends at once, also inside a long call into C
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with contextlib.suppress(OSError):
-        os.dup2(2, 1)  # whatever a job prints is no result
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
     if set_up is not None:
         set_up()
-    with contextlib.suppress(EOFError, OSError):  # nobody is left to work for
-        connection.send_bytes(b"ready")
-        while True:
-            index, job = connection.recv()
-            connection.send_bytes(_answer(function, index, job))
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed could not end its workers, and a job may never end by itself."""
+    """A killed parent cannot end its workers, and a job may never end by itself."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _answer(function: Callable[[Any], Any], index: int, job: Any) -> bytes:
+def _answer(function: Callable[[Any], Any], job: Any) -> tuple[Any, str | None]:
+    """In the worker: the function's value, or one line that says why it failed."""
     try:
-        return bytes(ForkingPickler.dumps(Outcome(index=index, value=function(job))))
-    except BaseException as error:  # SystemExit too: a job that wants to leave has failed, its worker has not
+        return function(job), None
+    except BaseException as error:  # SystemExit too: the job has failed, its worker has not
         frames = traceback.extract_tb(error.__traceback__)
         place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        failure = f"{type(error).__name__}: {one_line(error)[:300]}{place}"
-        return bytes(ForkingPickler.dumps(Outcome(index=index, failure=failure)))
+        return None, f"{type(error).__name__}: {one_line(error)[:300]}{place}"
 
 
-def _read(message: bytes, index: int) -> Outcome:
+def _cause_of_death(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"its process ended by itself, with exit code {exit_code}"
     try:
-        outcome = ForkingPickler.loads(message)
-    except Exception as error:  # there are values that can be pickled, but not back
-        return Outcome(index=index, failure=f"its result cannot be read: {type(error).__name__}: {one_line(error)}")
-    assert isinstance(outcome, Outcome)
-    return outcome
-
-
-def _cause(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        try:
-            name = signal.Signals(-exit_code).name
-        except ValueError:
-            name = f"signal {-exit_code}"
-        return f"its process was killed by {name}{_KILLED_HINT.get(name, '')}"
-    return f"its process ended by itself, with exit code {exit_code}"
-
-
-@contextlib.contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Signals that end the program wait meanwhile, so that no process is started and then forgotten.
-
-    What is started here never gets them, from its first instruction on: a terminal sends Ctrl-C to children as well,
-    and they are to be ended by their parent, without a word of their own.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    caught: list[int] = []
-    handlers: dict[int, Any] = {}
-    mask: set[int | signal.Signals] | None = None
-    try:
-        # The mask is for the children. Here it does not suffice: another thread may take the signal, and Python then
-        # calls the handler in this one.
-        if threading.current_thread() is threading.main_thread():
-            for number in numbers:
-                handlers[number] = signal.signal(number, lambda number, _: caught.append(number))
-        # It would be started with the first process, and in doing so lift the mask (CPython 3.11).
-        resource_tracker.ensure_running()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-        yield
-    finally:
-        if mask is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for held, handler in handlers.items():
-            signal.signal(held, signal.SIG_DFL if handler is None else handler)
-        for arrived in caught:
-            signal.raise_signal(arrived)
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    return f"its process was killed by {name}" + " (out of memory?)" * (name == "SIGKILL")

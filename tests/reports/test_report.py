@@ -2,61 +2,59 @@
 
 import io
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import timm
 import torch
 from rich.console import Console
+from torch import nn
 
 from dcls_convert import find_convs, plan_conversion, predict_report
-from dcls_convert.reports.report import Change
 from dcls_convert.reports.report_view import report_markdown, report_view
 
+# The whole JSON of convnext_tiny at window 17, with one layer of each stage and two skipped convolutions.
+DOCUMENTED = Path(__file__).with_name("convnext_tiny.json")
 
-def report_of(name: str, **options):
+
+def report_of(name, **options):
     with torch.device("meta"):
         model = timm.create_model(name)
     return predict_report(plan_conversion(find_convs(model), model=f"timm:{name}", **options))
 
 
-def printed(report, *, verbose: bool = False, **console) -> str:
+def printed(report, *, verbose=False, **console):
     recorder = Console(width=80, file=io.StringIO(), **console)
     recorder.print(report_view(report, verbose=verbose))
     return recorder.file.getvalue()
 
 
-def test_json_has_the_documented_shape():
+def test_the_json_has_the_documented_keys_and_values():
     data = json.loads(report_of("convnext_tiny", dilated_size=17).with_output("convnext_tiny-dcls17").to_json())
-    assert (data["format"], data["model"], data["input_size"]) == (1, "timm:convnext_tiny", [3, 224, 224])
-    assert data["output"] == "convnext_tiny-dcls17"
-    documented = {"before": 28589128, "after": 28587688, "delta": -1440}
-    assert documented.items() <= data["params"].items()
-    assert (data["params"]["weights"], data["params"]["positions"]) == (225_216, 97_920)
-    assert data["macs"]["before"] == 4455531264
-    assert data["macs"]["delta"] == data["macs"]["after"] - data["macs"]["before"]
-    budget = {"scope": "model", "limit": 324576, "used": 323136, "exact_count": 34.15}
-    assert budget.items() <= data["budget"].items()
-    first = data["layers"][0]
-    assert {
-        "name": "stages.0.blocks.0.conv_dw",
-        "stage": "stages.0",
-        "kind": "depthwise",
-        "kernel_size": [7, 7],
-        "dilated_size": [17, 17],
-        "kernel_count": 34,
-        "interpolation": "bilinear",
-        "tie_group": "stages.0",
-        "params_before": 96 * 50,
-        "params_after": 96 * (34 + 1) + 2 * 96 * 34,  # weights, bias, and the positions of the whole group
-        "macs_before": 96 * 49 * 56 * 56,
-        "macs_after": 96 * 289 * 56 * 56,
-        "fit_error": None,
-    }.items() <= first.items()
-    assert data["skipped"][0].keys() == {"name", "type", "reason"}
+    wanted = json.loads(DOCUMENTED.read_text())
+    assert [row["name"] for row in data["layers"]] == [
+        f"stages.{stage}.blocks.{block}.conv_dw" for stage, depth in enumerate([3, 3, 9, 3]) for block in range(depth)
+    ]
+    firsts = {row["stage"]: row for row in reversed(data["layers"])}
+    assert data | {"layers": list(reversed(firsts.values())), "skipped": data["skipped"][:2]} == wanted
+
+
+@pytest.mark.parametrize("scope", ["model", "stage"])
+def test_rows_and_rest_sum_to_the_total(scope):
+    data = report_of("convnext_tiny", dilated_size=17, scope=scope).to_dict()
     rows = data["layers"]
-    assert sum(row["params_after"] for row in rows) + data["params_untouched"] == data["params"]["after"]
-    assert sum(row["params_before"] for row in rows) + data["params_untouched"] == data["params"]["before"]
-    assert sum(row["macs_after"] for row in rows) + data["macs_untouched"] == data["macs"]["after"]
+    for total, key in [("params", "params"), ("macs", "macs")]:
+        for when in ("before", "after"):
+            assert sum(row[f"{key}_{when}"] for row in rows) + data[f"{key}_untouched"] == data[total][when]
+        assert data[total]["delta"] == data[total]["after"] - data[total]["before"]
+    assert sum(unit["slack"] for unit in data["budget"]["units"]) == data["budget"]["slack"]
+
+
+def test_a_number_that_is_not_finite_is_never_written():
+    report = report_of("test_convnext")
+    with pytest.raises(ValueError, match="JSON"):
+        report.with_fit_errors({report.layers[0].name: float("nan")}).to_json()
 
 
 @pytest.mark.parametrize("verbose", [False, True])
@@ -77,31 +75,43 @@ def test_views_keep_to_80_columns_without_colour(name, verbose):
         assert all(layer.stage in text for layer in report.layers)
 
 
-def test_names_are_not_read_as_markup():
-    report = report_of("convnext_tiny", rules="depthwise")
-    assert "[bold]" not in printed(report, force_terminal=True)
-    odd = type(report.layers[0])(
-        **{**{f: getattr(report.layers[0], f) for f in report.layers[0].__slots__}, "stage": "[red]s"}
-    )
-    text = printed(type(report)(**{**{f: getattr(report, f) for f in report.__slots__}, "layers": (odd,)}))
-    assert "[red]s" in text
+def counts(text):
+    """Stage -> what its row says in the column of the kernel count."""
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] and line.split()[0].startswith("stages.")]
+    return {row[0]: row[row.index("→") + 2] for row in rows}
 
 
-def test_several_counts_and_an_exceeded_budget_are_said():
-    text = printed(report_of("convnext_tiny", scope="stage"))
-    assert "29" in text
-    assert "40" in text
-    over = printed(report_of("convnext_tiny", kernel_count=40))
-    assert "OVER BUDGET by 55,584" in " ".join(over.split())
+def test_the_count_of_each_stage_stands_in_its_row():
+    report = report_of("convnext_tiny", scope="stage")
+    assert counts(printed(report)) == {"stages.0": "29", "stages.1": "29", "stages.2": "40", "stages.3": "29"}
+    wide = replace(report.layers[0], kernel_count=31)
+    assert counts(printed(replace(report, layers=(wide, *report.layers[1:]))))["stages.0"] == "29..31"
+
+
+def test_an_exceeded_budget_is_said():
+    over = " ".join(printed(report_of("convnext_tiny", kernel_count=40)).split())
+    assert "OVER BUDGET by 55,584" in over
     assert "MACs rise with the window" in over
 
 
+def test_names_reach_the_terminal_as_text():
+    """Neither as markup of rich, nor as control characters."""
+    report = report_of("test_convnext")
+    odd = replace(report.layers[0], stage="[red]s\x1b]0;title\x07", name="[bold]n\x9b")
+    skipped = tuple(replace(skip, type="Conv\x1b[2J", reason="no\nway") for skip in report.skipped)
+    report = replace(report, layers=(odd,), skipped=skipped, model="timm:\x1b]0;x\x07")
+    for verbose in (False, True):
+        text = printed(report, verbose=verbose)
+        assert "[bold]n" in text if verbose else "[red]s" in text
+        assert all(character.isprintable() or character == "\n" for character in text)
+    assert "\x1b" not in report_markdown(report)
+
+
 def test_missing_macs_are_said_and_not_made_up():
-    model = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3, padding=1, groups=4))
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4))
     report = predict_report(plan_conversion(find_convs(model), dilated_size=5))
-    assert report.macs == Change(before=None, after=None)
-    text = " ".join(printed(report).split())
-    assert "MACs were not counted: no input size is known" in text
+    assert (report.macs.before, report.macs.after) == (None, None)
+    assert "MACs were not counted: no input size is known" in " ".join(printed(report).split())
     assert json.loads(report.to_json())["macs"]["after"] is None
     assert "n/a" in report_markdown(report)
 

@@ -96,7 +96,7 @@ def test_an_exact_start_leaves_the_outputs_as_they_were(name):
         assert old.std() > 1e-6 * old.abs().max(), "an output that says nothing"
         assert (old - new).abs().max() <= 1e-5 * old.abs().max()
     assert report.params.after == sum(parameter.numel() for parameter in model.parameters())
-    assert report.params.delta == report.position_params, "weights stay, positions are added"
+    assert report.params.delta == report.params.positions, "weights stay, positions are added"
 
 
 def _depthwise(model):

@@ -136,8 +136,8 @@ def test_folding_and_a_folded_plan_keep_outputs_and_books(dims, tie, interpolati
     report = measure_report(model, folded_plan)
     assert report == predict_report(folded_plan) == measure_report(source, folded_plan)
     assert report.params.after == sum(p.numel() for p in model.parameters())
-    assert report.position_params == 0
-    assert report.weight_params == 6 * 4 * 7**dims
+    assert report.params.positions == 0
+    assert report.params.weights == 6 * 4 * 7**dims
     assert report.macs == predict_report(plan).macs
 
 
