@@ -265,13 +265,13 @@ def _plan(
 ) -> "ConversionPlan":
     """A new plan, or the one of a checkpoint folder."""
     from ..checkpoints.folder import read_plan
-    from ..networks.source import rebuildable_source, stated_input_size
+    from ..networks.source import rebuildable_source
     from ..surgery.convert import plan_again, plan_for
 
     rebuilt = rebuildable_source(twin, source)
     if folder is not None:
         return plan_again(twin, read_plan(folder), rebuilt)
-    return plan_for(twin, options, start, source=rebuilt, input_size=input_size or stated_input_size(source, twin))
+    return plan_for(twin, options, start, source=rebuilt, input_size=input_size)
 
 
 def _carry_out(

@@ -15,7 +15,14 @@ from ..layers.geometry import size_text
 from ..networks.outputs import relative_distance
 from ..networks.running import evaluating, unchanged_on_failure
 from ..networks.sites import find_convs
-from ..networks.source import ModelSource, build_hollow, build_model, known_source, with_names_of
+from ..networks.source import (
+    ModelSource,
+    build_hollow,
+    build_model,
+    known_source,
+    stated_input_size,
+    with_names_of,
+)
 from ..networks.weights import fill_, load_weights_, read_weights
 from ..options import AUTO, EXACT, SCOPES, AuthorsVersion, Init, PlanOptions, Positions, takes_plan_options
 from ..planning.budget import parse_percent
@@ -71,12 +78,12 @@ def plan_for(
         options: What is asked for.
         start: Its elements, or an exact start, decide the kernel counts.
         source: How the model is built again.
-        input_size: (channels, *spatial) for MACs; without it, the size that a timm model states.
+        input_size: (channels, *spatial) for MACs; without it, the size that the source or a timm model states.
 
     Raises:
         DclsConvertError: What does not fit, in one line.
     """
-    convs = find_convs(model, input_size)
+    convs = find_convs(model, input_size or (stated_input_size(source, model) if source else None))
     if convs.macs is None and input_size is not None:
         raise PlanError(f"input size {size_text(input_size)}: {convs.macs_note}")
     counts = replace(options, kernel_count=_kernel_count(options, start))

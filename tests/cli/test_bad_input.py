@@ -136,6 +136,7 @@ def accepted(tmp_path, capfd, monkeypatch):
         f"{TINY} -x": "No such option: -x",
         f"{TINY} --dilated-size": "'--dilated-size' requires an argument",
         f"{TINY} --dry-run=1": "'--dry-run' does not take a value",
+        f"{TINY} --plan nowhere": "nowhere: is not a folder",
         f"{TINY} extra": re.compile("unexpected extra argument.*extra"),
         "rules nope": "No such command 'nope'",
         "rules show": "Missing argument",
@@ -338,7 +339,6 @@ COUNT_STATED = "--kernel-count states the count, so --budget and --scope would h
         "checkpoint too long": (f"--checkpoint {TOO_LONG}", f"checkpoint {TOO_LONG[:57]}...: File name too long"),
         # options in conflict
         "--plan x --budget 90": "--plan carries out a plan as it is",
-        "--plan nowhere": "nowhere: is not a folder",
         "--pretrained --checkpoint x": "--pretrained and --checkpoint exclude each other",
         "--dry-run --force": "--force has no effect with --dry-run",
         "--dry-run --output x": "--output has no effect with --dry-run",
@@ -783,7 +783,9 @@ def signalling():
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 @pytest.mark.usefixtures("_old_checkpoint")
 def test_a_signal_while_writing_leaves_nothing(refused, monkeypatch, name, output):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may have been started with SIGINT ignored
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's parent may ignore SIGINT
     monkeypatch.setenv("DCLS_TEST_SIGNAL", name)
     model = f"{__name__}:signalling"
     refused(*options_for(model, output), says=[re.compile("^error: interrupted$")], code=INTERRUPTED)
