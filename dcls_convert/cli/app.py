@@ -39,7 +39,7 @@ class _Program(CommandGroup):
 
 
 def _completion_asked() -> bool:
-    """Whether to add the options for completion: they import pydantic, a third of the time that --help takes."""
+    """Whether to add the options for completion; with them, typer imports pydantic for every command."""
     first = sys.argv[1:2] or ["--help"]
     return "_DCLS_CONVERT_COMPLETE" in os.environ or first[0].startswith(("--install", "--show", "--help", "-h"))
 

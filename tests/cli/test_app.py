@@ -1,10 +1,12 @@
 """The command line as its user meets it."""
 
+import inspect
 import json
 import re
 import subprocess
 import sys
 import sysconfig
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,12 @@ import torch
 import dcls_convert
 from dcls_convert.checkpoints.folder import FILES
 from dcls_convert.cli.app import main
+from dcls_convert.cli.arguments import HOW_MANY, OUTPUT, PLANNING, WHAT, WHERE
+from dcls_convert.cli.convert import convert
+from dcls_convert.cli.models import models
+from dcls_convert.errors import NothingMatchesError
+from dcls_convert.options import PlanOptions
+from dcls_convert.planning.rules import load_rules
 
 from ..conftest import TINY
 
@@ -44,7 +52,7 @@ def test_main_job(capsys):
     assert {path.name for path in Path(f"{TINY}-dcls17").iterdir()} == set(FILES)
     assert f"timm:{TINY} to DCLS, input 3x160x160" in out
     assert "random initialisation (seed 0)" in out
-    for step in ("planning", "building", "converting", "measuring", f"writing {TINY}-dcls17"):
+    for step in ("planning", "building", "converting", f"writing {TINY}-dcls17"):
         assert f"{TINY}: {step}" in err
     snippet = re.search(r"Fine-tune it:\n\n(.*)", out, re.DOTALL)[1]
     names: dict[str, torch.nn.Module] = {}
@@ -52,13 +60,58 @@ def test_main_job(capsys):
     assert names["model"].num_classes == 10
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["convert", TINY, "--dilated-size", "9"], ["--dilated-size", "9", TINY], ["convert", "--dilated-size", "9", TINY]],
-)
-def test_convert_is_the_default_command(capsys, arguments):
-    run(*arguments)
-    assert Path(f"{TINY}-dcls9", "plan.json").is_file()
+@pytest.mark.parametrize("arguments", [["--dilated-size", "9", TINY], ["convert", "--dilated-size", "9", TINY]])
+def test_convert_is_the_default_command(arguments):
+    run(*arguments, "--quiet")
+    assert Path(f"{TINY}-dcls9", "config.json").is_file()
+
+
+def test_every_planning_option_is_an_argument_of_the_commands_that_plan():
+    """Names and defaults stand in the record alone."""
+    defaults = {field.name: field.default for field in fields(PlanOptions)}
+    assert list(PLANNING) == list(defaults)
+    for command in (convert, models):
+        parameters = inspect.signature(command).parameters
+        assert {name: parameters[name].default for name in PLANNING} == defaults
+
+
+@pytest.mark.parametrize("name", PLANNING)
+def test_a_planning_option_reaches_the_plan(monkeypatch, name):
+    given = {
+        "dilated_size": ("9x11", (9, 11)),
+        "kernel_count": ("7", 7),
+        "rules": ("depthwise", load_rules("depthwise")),
+        "scope": ("stage", "stage"),
+        "tie": ("none", "none"),
+        "budget": ("90.5", 90.5),
+        "interpolation": ("gaussian", "gaussian"),
+        "strict": (None, True),
+    }
+    seen = []
+
+    def plan_for(twin, options, start, **_):
+        seen.append(options)
+        raise NothingMatchesError("enough")
+
+    monkeypatch.setattr("dcls_convert.surgery.convert.plan_for", plan_for)
+    text, value = given[name]
+    run(TINY, f"--{name.replace('_', '-')}", *([text] if text else []), code=3)
+    assert seen == [replace(PlanOptions(), **{name: value})]
+
+
+def test_a_plan_is_carried_out_on_other_weights_of_the_same_model(capsys):
+    run(TINY, "--budget", "60", "--output", "first", "--quiet")
+    run(TINY, "--plan", "first", "--seed", "1", "--output", "second", "--quiet")
+    plans = []
+    for folder in ("first", "second"):
+        capsys.readouterr()
+        run("inspect", folder, "--plan")
+        plans.append(json.loads(capsys.readouterr().out))
+    assert plans[0] == plans[1]
+    assert plans[0]["share"] == "3/5"
+    assert Path("first/model.safetensors").read_bytes() != Path("second/model.safetensors").read_bytes()
+    run("resnet18", "--plan", "first", code=2)
+    run(TINY, "--num-classes", "5", "--plan", "first", code=2)
 
 
 def test_json_is_all_of_stdout_and_equals_the_folders_report(capsys):
@@ -157,57 +210,38 @@ def test_rules_commands(capsys):
     assert json.loads(capsys.readouterr().out)["title"] == "RuleSet"
 
 
-def test_help_lists_what_there_is(capsys):
-    run("--help")
-    out = capsys.readouterr().out
-    assert "convert" in out
-    assert "rules" in out
+def test_help_names_every_option_in_a_group(capsys, monkeypatch):
+    monkeypatch.setenv("TERMINAL_WIDTH", "120")
     run("convert", "--help")
-    options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    assert {"--dilated-size", "--kernel-count", "--budget", "--scope", "--tie", "--interpolation", "--rules"} <= options
-    assert {"--pretrained", "--checkpoint", "--init", "--num-classes", "--in-chans", "--input-size"} <= options
-    assert {"--seed", "--output", "--force", "--dry-run", "--json", "--quiet", "--strict", "--verbose"} <= options
+    out = capsys.readouterr().out
+    for parameter in inspect.signature(convert).parameters.values():
+        if parameter.name != "model":
+            option = f"--{parameter.name.rstrip('_').replace('_', '-')}"
+            assert f" {option} " in out
+    groups = [line.split("─ ")[1].split(" ─")[0] for line in out.splitlines() if line.startswith("╭")]
+    assert groups == ["Arguments", "Options", WHAT, HOW_MANY, WHERE, OUTPUT]
 
 
-def test_a_bug_is_one_line_and_exit_code_1(capsys, monkeypatch):
-    def broken(*_args, **_kwargs):
-        raise ZeroDivisionError("oh\nno")
-
-    monkeypatch.setattr("dcls_convert.cli.convert.plan_conversion", broken)
-    run(TINY, code=1)
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: this is a bug in dcls-convert: ZeroDivisionError: oh no")
+@pytest.mark.parametrize("command", [["convert", "--help"], ["rules", "--help"], ["--version"]], ids=" ".join)
+def test_help_imports_no_library_that_takes_long(command):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", PROGRAM, *command], capture_output=True, text=True, check=True
+    )
+    imported = set(re.findall(r"\|\s+(\S+)$", done.stderr, flags=re.MULTILINE))
+    assert "dcls_convert.cli.app" in imported
+    assert imported & {"torch", "numpy", "pydantic", "yaml"} == set()
 
 
 def test_process_with_warnings_as_errors_in_a_pipe_gives_the_same_bytes():
     """Python -W error, stdout and stderr piped; and equal bytes from another process."""
     run(TINY, "--quiet", "--output", "here")
-    arguments = [sys.executable, "-W", "error", *THIRD_PARTY, "-m", "dcls_convert", TINY, "--output", "there"]
+    arguments = [sys.executable, "-W", "error", "-m", "dcls_convert", TINY, "--output", "there"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     assert all(line.startswith(f"{TINY}: ") for line in done.stderr.splitlines()), done.stderr
     for file in FILES:
         assert Path("here", file).read_bytes() == Path("there", file).read_bytes(), file
-
-
-THIRD_PARTY: list[str] = []  # -W ignore:... options for warnings of other packages; none are needed
-
-
-def test_console_script_answers_without_torch():
-    code = "import sys; sys.argv = ['dcls-convert', '--version']; from dcls_convert.cli.app import main; main()"
-    check = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [f"dcls-convert {dcls_convert.__version__}", "False"]
-    assert subprocess.run([PROGRAM, "--version"], capture_output=True, text=True, check=True).stdout.startswith(
-        "dcls-convert"
-    )
-
-
-def test_closed_pipe_is_no_traceback():
-    done = subprocess.run(f"{PROGRAM} {TINY} --dry-run --verbose | head -1", shell=True, capture_output=True, text=True)
-    assert "Traceback" not in done.stderr
-    assert "Broken" not in done.stderr
 
 
 def test_torch_and_torchvision_that_do_not_fit_are_one_line(capsys, monkeypatch):
