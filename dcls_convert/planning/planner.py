@@ -14,7 +14,7 @@ from ..options import AUTO, DEFAULT_BUDGET, EXACT, INTERPOLATIONS, SCOPES, TIES,
 from .budget import parse_percent
 from .plan import ConversionPlan, LayerCounts, LayerPlan
 from .rules import AUTO_RULES, Claims, Rule, RuleSet, choose_rules, claim_sites, load_rules
-from .tie_groups import UNSOLVED, named_owners, tie_groups, with_counts, with_given_counts
+from .tie_groups import UNSOLVED, group_layers, named_owners, with_counts, with_given_counts
 
 
 def plan_conversion(
@@ -74,7 +74,7 @@ def plan_conversion(
     _refuse(refused, drafts, strict)
     if counts is not None:
         drafts = with_given_counts(drafts, counts, tie, [*skipped, *refused])
-    groups = tie_groups(drafts) if tie == "stage" else {}
+    groups = group_layers(drafts) if tie == "stage" else {}
     layers, solved = with_counts(drafts, groups, scope, share)
     order = {name: index for index, name in enumerate(_all_names(convs))}
     return ConversionPlan(
