@@ -1,7 +1,9 @@
 """Names and defaults of the options, for command line, rule files and library alike. Imports nothing heavy."""
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar, get_args
 
 Interpolation = Literal["bilinear", "triangle", "gaussian"]
 Scope = Literal["model", "stage", "layer"]
@@ -39,3 +41,20 @@ class PlanOptions:
     budget: float = DEFAULT_BUDGET  # percent of the replaced weights
     interpolation: Interpolation | None = None  # for rules that state none; bilinear without it
     strict: bool = False  # refuse where a matching convolution cannot take the size
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def takes_plan_options(function: _Function) -> _Function:
+    """Show the fields of `PlanOptions` in the signature of a function that takes them as `**planning`."""
+    signature = inspect.signature(function)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    taken = {parameter.name for parameter in own}
+    shown = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(PlanOptions)
+        if field.name not in taken
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
+    return function

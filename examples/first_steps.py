@@ -19,16 +19,12 @@ def main(name: str = "test_convnext", folder: str = "first-steps-dcls") -> None:
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10)
 
-    # Replace the depthwise convolutions: the largest cells of each kernel become elements that can move.
+    # Replace the depthwise convolutions by elements that are fitted to their kernels, and can move.
     report = dcls_convert.convert_(model, dilated_size=17, input_size=(3, 64, 64))
     print(report)
 
-    # Train as ever. The paper uses no weight decay and a five times larger learning rate for positions.
-    positions = [p for n, p in model.named_parameters() if n.endswith(("positions", "sigma"))]
-    others = [p for n, p in model.named_parameters() if not n.endswith(("positions", "sigma"))]
-    optimizer = torch.optim.AdamW(
-        [{"params": others, "weight_decay": 0.05}, {"params": positions, "weight_decay": 0.0, "lr": 5e-3}], lr=1e-3
-    )
+    # Train as ever. As in the paper, positions learn five times as fast as the rest, and do not decay.
+    optimizer = torch.optim.AdamW(dcls_convert.tuning.param_groups(model, lr=1e-3, weight_decay=0.05))
     images, labels = torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
     for step in range(3):
         loss = torch.nn.functional.cross_entropy(model(images), labels)

@@ -1,5 +1,6 @@
 """README and examples do what they say."""
 
+import ast
 import re
 import runpy
 import shlex
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import dcls_convert
 from dcls_convert.cli.app import main
 from dcls_convert.planning.rules import parse_rules
 
@@ -46,12 +48,15 @@ def test_readme_has_one_command_for_the_main_job_and_one_for_the_tests():
     assert commands[0].endswith(".venv/bin/dcls-convert convnext_tiny --dilated-size 17")
 
 
-LINES = re.findall(r"^dcls-convert (?!mypackage)(.+?)(?: +#.*)?$", README, re.MULTILINE)
-OTHERS = ("models", "inspect", "verify", "fold")
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+LINES = [
+    line for page in PAGES.values() for line in re.findall(r"^dcls-convert (?!mypackage)(.+?)(?: +#.*)?$", page, re.M)
+]
+OTHERS = ("models", "inspect", "fold")
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if line.split()[0] not in OTHERS])
-def test_readme_commands_are_accepted(line, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("line", sorted({line for line in LINES if line.split()[0] not in OTHERS}))
+def test_commands_of_the_pages_are_accepted(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = [part for part in line.split() if part != "--dry-run"]
     with pytest.raises(SystemExit) as stopped:
@@ -59,18 +64,30 @@ def test_readme_commands_are_accepted(line, tmp_path, monkeypatch, capsys):
     assert stopped.value.code == 0
 
 
-def test_readme_commands_on_a_folder_do_what_they_say(tmp_path, monkeypatch, capsys):
+def test_commands_on_a_folder_do_what_they_say(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = [shlex.split(line) for line in LINES if line.split()[0] in OTHERS]
     assert [line[0] for line in lines] == list(OTHERS)
     lines[0][1] = f"{TINY}*"  # instead of many larger ones
-    for line in [[TINY, "--output", "convnext_tiny-dcls17"], *lines]:
+    verify = ["verify", "convnext_tiny-dcls17"]
+    for line in [[TINY, "--output", "convnext_tiny-dcls17"], verify, *lines, ["rules", "show", "depthwise"]]:
         with pytest.raises(SystemExit) as stopped:
             main(line)
         assert stopped.value.code == 0, line
     assert (tmp_path / "convnext_tiny-dcls17-folded" / "config.json").is_file()
 
 
-def test_readme_rules_are_valid():
-    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+def test_rules_of_the_pages_are_valid():
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGES["docs/rules.md"], re.DOTALL)
     assert len(parse_rules(text).rules) == 3
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_names_of_the_pages_exist(page):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", PAGES[page]):
+        assert (ROOT / page).parent.joinpath(target).exists(), target
+    for block in re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("dcls_convert.", "tuning.")):
+                home = dcls_convert if ast.unparse(node).startswith("dcls_convert.") else dcls_convert.tuning
+                assert hasattr(home, ast.unparse(node).split(".")[1]), ast.unparse(node)

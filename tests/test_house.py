@@ -4,10 +4,11 @@ import ast
 import graphlib
 import importlib
 import importlib.metadata
+import inspect
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 
@@ -283,18 +284,11 @@ def test_public_names_are_sorted_unique_and_listed():
     assert dcls_convert.__version__
 
 
-def test_public_names_for_type_checkers_are_those_that_resolve():
-    (block,) = [node for node in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(node, ast.If)]
-    homes = {alias.name: node.module for node in block.body for alias in node.names}
-    assert sorted(homes) == PUBLIC
-    for name, home in homes.items():
-        thing = importlib.import_module(f"dcls_convert.{home}" if home else f"dcls_convert.{name}")
-        assert (getattr(thing, name) if home else thing) is getattr(dcls_convert, name)
-
-
-def test_an_unknown_public_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="has no attribute 'konvert_'"):
-        dcls_convert.konvert_  # noqa: B018
+def test_a_function_that_takes_planning_options_shows_them_all():
+    planning = {field.name: field.default for field in fields(options.PlanOptions)}
+    for name in ("convert_", "convert_from_authors_", "plan_conversion"):
+        shown = inspect.signature(getattr(dcls_convert, name)).parameters
+        assert {key: shown[key].default for key in planning} == planning
 
 
 def test_options_name_all_interpolations():

@@ -22,7 +22,7 @@ from ..networks.weights import alias_names, fill_, load_weights_
 from ..planning.plan import ConversionPlan, plan_from_json
 from ..reports.report import ConversionReport, measure_report, predict_report
 from ..reports.report_view import report_markdown
-from ..surgery.place import TIMM_ARCHITECTURE, apply_plan_, timm_model_args
+from ..surgery.place import TIMM_ARCHITECTURE, place_layers_, timm_model_args
 from .fingerprint import take_fingerprint
 from .stamp import METADATA_KEY, NO_STAMP, WEIGHTS, Stamp, read_stamp, read_tensors, tensors_hash
 
@@ -114,7 +114,7 @@ def rebuild_model(plan: ConversionPlan, where: str, model: nn.Module | None = No
     if model is None:
         model = build_model(ModelSource(name=plan.model or "", args=plan.model_args))
     try:
-        apply_plan_(model, plan, init="largest")  # which costs the least; the values come from the file
+        place_layers_(model, plan)
     except PlanError as error:
         raise CheckpointError(f"{where}: does not fit {plan.model or 'the model'}: {error}") from error
     return model

@@ -13,7 +13,7 @@ from ..networks.source import ModelSource, build_model
 from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan, LayerPlan, TieGroup, plan_from_json
 from ..planning.tie_groups import common_parent
-from ..surgery.place import TIMM_ARCHITECTURE, apply_plan_, note_for_timm, timm_model_args
+from ..surgery.place import TIMM_ARCHITECTURE, note_for_timm, place_layers_, timm_model_args
 from .stamp import WEIGHTS, Stamp, read_stamp, tensors_hash
 
 PLAN_IN_CONFIG = "config.json: model_args.plan"
@@ -70,7 +70,7 @@ def create_dcls(
     if features_only:
         names = _feature_names(model, conversion)
         conversion = _plan_for_features(conversion, names)
-    apply_plan_(model, conversion, init="largest")
+    place_layers_(model, conversion)
     note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
     if pretrained:
 

@@ -1,6 +1,5 @@
 """What the commands do, in the order of things: plan on the meta device, build, convert, measure, write, print."""
 
-import contextlib
 import functools
 import sys
 from collections import Counter
@@ -8,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -17,30 +16,26 @@ from rich.text import Text
 from torch import nn
 
 from ..checkpoints.folder import LOAD_WITH_TIMM, LOAD_WITHOUT_TIMM, check_output, save_converted
-from ..errors import CheckpointError, DclsConvertError, PlanError
-from ..fitting.calibration import calibrate
+from ..errors import CheckpointError, DclsConvertError
 from ..layers.geometry import size_text
-from ..networks.outputs import relative_distance
 from ..networks.sites import find_convs
 from ..networks.source import (
     ModelSource,
-    build_hollow,
     build_model,
     rebuildable_source,
     resolve_model,
     stated_input_size,
     with_names_of,
 )
-from ..networks.weights import check_weights_file, fill_, load_weights_, read_weights
-from ..options import AUTO, DEFAULT_BUDGET, EXACT, AuthorsVersion, Init, Positions, Scope, Tie
+from ..networks.weights import check_weights_file, read_weights
+from ..options import AUTO, EXACT, AuthorsVersion, Init, PlanOptions, Positions, Scope, Tie
 from ..planning.budget import parse_percent
 from ..planning.plan import ConversionPlan
-from ..planning.planner import plan_conversion
 from ..planning.rules import RuleSet, claim_sites, load_rules
-from ..reports.report import ConversionReport, measure_report, predict_report
+from ..reports.report import ConversionReport, predict_report
 from ..reports.report_view import report_view
-from ..surgery.authors import RELEASED_VERSION, AuthorsWeights, element_state, sort_weights, start_from_authors_
-from ..surgery.place import apply_plan_
+from ..surgery.authors import RELEASED_VERSION, AuthorsWeights, sort_weights
+from ..surgery.convert import Start, build_with_weights, carry_out_, plan_for
 
 Weights = dict[str, torch.Tensor] | AuthorsWeights | None  # of --checkpoint
 
@@ -79,7 +74,16 @@ class ConvertOptions:
 def run_convert(options: ConvertOptions) -> None:
     """`dcls-convert MODEL`. Everything that can be refused is refused before weights are touched."""
     _check_conflicts(options)
-    ruleset = None if options.rules == AUTO else load_rules(options.rules)
+    planning = PlanOptions(
+        dilated_size=options.dilated_size,
+        kernel_count=options.kernel_count,
+        rules=AUTO if options.rules == AUTO else load_rules(options.rules),
+        scope=options.scope,
+        tie=options.tie,
+        budget=float(100 * parse_percent(options.budget)),
+        interpolation=cast(Any, options.interpolation),
+        strict=options.strict,
+    )
     if options.output is not None and not options.dry_run:
         check_output(options.output, force=options.force)
     # What models and their loaders print is progress, and must not get into the results.
@@ -94,17 +98,22 @@ def run_convert(options: ConvertOptions) -> None:
         )
         twin = build_model(source, device="meta", seed=options.seed, offline=options.dry_run)
         weights = _read_checkpoint(options, twin, step)
-        plan = _plan(options, ruleset, twin, source, weights)
-        report = predict_report(plan)
-        output, moved = None, None
+        start = _start(options, weights)
+        plan = plan_for(
+            twin,
+            planning,
+            start,
+            source=rebuildable_source(twin, source),
+            input_size=options.input_size or stated_input_size(source, twin),
+        )
+        report, output, moved = predict_report(plan), None, None
         if not options.dry_run:
             output = options.output or Path(default_output(source, plan))
             check_output(output, force=options.force)
-            report, moved = _carry_out(options, plan, source, weights, output, step)
-            report = report.with_output(str(output))
+            report, moved = _carry_out(options, plan, start, source, weights, output, step)
     _print_report(options, report)
     if output is not None and not options.json:
-        _print_next_steps(options, report, output, _start(options, weights, report, moved))
+        _print_next_steps(options, report, output, _start_in_words(options, start, report, moved))
 
 
 def default_output(source: ModelSource, plan: ConversionPlan) -> str:
@@ -157,11 +166,6 @@ def _check_conflicts(options: ConvertOptions) -> None:
             options.kernel_count != AUTO and (options.scope != "model" or parse_percent(options.budget) != 1),
             "--kernel-count states the count, so --budget and --scope would have no effect",
         ),
-        (
-            options.init == EXACT
-            and (options.kernel_count != AUTO or options.scope != "model" or parse_percent(options.budget) != 1),
-            "--init exact takes an element for each cell of the old kernels: leave --kernel-count, --budget, --scope",
-        ),
     ]
     for conflict, message in conflicts:
         if conflict:
@@ -186,128 +190,57 @@ def _read_checkpoint(options: ConvertOptions, twin: nn.Module, step: Any) -> Wei
         if options.authors_version is not None:
             raise CheckpointError(f"{where}: has no layers of the authors' package; leave --authors-version")
         return state
-    _check_authors_conflicts(options, weights)
+    given = {
+        f"--init {options.init}": options.init != AUTO,
+        f"--positions {options.positions}": options.positions != "normal",
+        "--calibrate": options.calibrate is not None,
+    }
+    if contradicting := [option for option, contradicts in given.items() if contradicts]:
+        raise CheckpointError(f"{where}: has elements of its own, with positions; leave {contradicting[0]}")
     if not weights.has_sigma and options.authors_version is None:
         _note(options, f"{where} is taken for version {RELEASED_VERSION} of the authors' layers; see --authors-version")
     return weights
 
 
-def _check_authors_conflicts(options: ConvertOptions, weights: AuthorsWeights) -> None:
-    counts = sorted(set(weights.kernel_counts.counts.values()))
-    given = {
-        f"--kernel-count {options.kernel_count}": options.kernel_count != AUTO and counts != [options.kernel_count],
-        f"--budget {options.budget}": parse_percent(options.budget) != parse_percent(DEFAULT_BUDGET),
-        f"--scope {options.scope}": options.scope != "model",
-        f"--init {options.init}": options.init != AUTO,
-        f"--positions {options.positions}": options.positions != "normal",
-        "--calibrate": options.calibrate is not None,
-    }
-    for option, contradicts in given.items():
-        if contradicts:
-            raise CheckpointError(
-                f"{weights.where}: has elements of its own, with positions, {' or '.join(map(str, counts))} in a "
-                f"kernel; leave {option}"
-            )
-
-
-def _plan(
-    options: ConvertOptions, ruleset: RuleSet | None, twin: nn.Module, source: ModelSource, weights: Weights
-) -> ConversionPlan:
-    rebuild = rebuildable_source(twin, source)
-    convs = find_convs(twin, options.input_size or stated_input_size(source, twin))
-    if convs.macs is None and options.input_size is not None:
-        raise PlanError(f"--input-size {size_text(options.input_size)}: {convs.macs_note}")
-    plan = plan_conversion(
-        convs,
-        ruleset or AUTO,
-        dilated_size=options.dilated_size,
-        kernel_count=_stated_count(options, weights),
-        scope=options.scope,
-        tie=options.tie,
-        budget=options.budget,
-        interpolation=options.interpolation,
-        strict=options.strict,
-        model=rebuild.name,
-        model_args=rebuild.args,
+def _start(options: ConvertOptions, weights: Weights) -> Start:
+    return Start(
+        init=options.init,
+        trained=_has_weights(options),
+        positions=options.positions,
+        calibration=options.calibrate,
+        seed=options.seed,
+        elements=weights if isinstance(weights, AuthorsWeights) else None,
+        authors_version=options.authors_version,
     )
-    if isinstance(weights, AuthorsWeights):
-        element_state(weights, plan, options.authors_version)  # what it refuses, a dry run refuses too
-    return plan
-
-
-def _stated_count(options: ConvertOptions, weights: Weights) -> Any:
-    if isinstance(weights, AuthorsWeights):
-        return weights.kernel_counts
-    return EXACT if options.init == EXACT else options.kernel_count
 
 
 def _carry_out(
-    options: ConvertOptions, plan: ConversionPlan, source: ModelSource, weights: Weights, output: Path, step: Any
+    options: ConvertOptions,
+    plan: ConversionPlan,
+    start: Start,
+    source: ModelSource,
+    weights: Weights,
+    output: Path,
+    step: Any,
 ) -> tuple[ConversionReport, float | None]:
     step("building with pretrained weights" if options.pretrained else "building")
-    model, kept = _built(options, source, weights)
-    step("converting")
-    errors, moved = _convert(options, model, plan, weights)
-    _tell_of_initial_values(options, kept)
-    step("measuring")
-    report = measure_report(model, plan)
-    if report != predict_report(plan):
-        raise AssertionError(f"{plan.model}: the converted model's counts differ from the plan's")
-    report = report.with_fit_errors(errors)
-    step(f"writing {output}")
-    save_converted(model.eval(), plan, output, report=report, force=options.force)
-    return report, moved
-
-
-def _built(options: ConvertOptions, source: ModelSource, weights: Weights) -> tuple[nn.Module, list[str]]:
-    """The model with its weights, and the names that kept their initial values; the authors' weights come later."""
-    where, new_classifier = f"checkpoint {options.checkpoint}", options.num_classes is not None
+    new_classifier, note = options.num_classes is not None, functools.partial(_note, options)
     plain = weights if isinstance(weights, dict) else None
-    if plain is not None:
-        hollow = build_hollow(source)
-        if hollow is not None and fill_(hollow, plain, where, new_classifier=new_classifier):
-            plain.clear()  # what the model does not hold need not stay in memory
-            return hollow, []
-    model = build_model(source, pretrained=options.pretrained, seed=options.seed)
-    kept = [] if plain is None else load_weights_(model, plain, where, new_classifier=new_classifier)
-    if plain is not None:
-        plain.clear()
-    return model, kept
-
-
-def _convert(
-    options: ConvertOptions, model: nn.Module, plan: ConversionPlan, weights: Weights
-) -> tuple[dict[str, float], float | None]:
-    """The kernels' relative errors, and how far the outputs for random images moved."""
-    if isinstance(weights, AuthorsWeights):
-        new_classifier = options.num_classes is not None
-        kept = start_from_authors_(model, plan, weights, version=options.authors_version, new_classifier=new_classifier)
-        _tell_of_initial_values(options, kept)
-        return {}, None
-    init = options.init if options.init != AUTO else "fit" if _has_weights(options) else "random"
-    before = _outputs(model, plan) if init != "random" and _has_weights(options) else None
-    calibration = None
-    if options.calibrate is not None:
-        calibration = calibrate(model, plan, options.calibrate, note=functools.partial(_note, options))
-    generator = torch.Generator().manual_seed(options.seed)
-    errors = apply_plan_(
-        model, plan, init=init, positions=options.positions, generator=generator, calibration=calibration
+    model, kept = build_with_weights(
+        source,
+        plain,
+        where=f"checkpoint {options.checkpoint}",
+        pretrained=options.pretrained,
+        seed=options.seed,
+        new_classifier=new_classifier,
     )
-    return errors, None if before is None else relative_distance(before, _outputs(model, plan))
-
-
-def _tell_of_initial_values(options: ConvertOptions, kept: Sequence[str]) -> None:
-    for name in kept:
-        _note(options, f"{name} has another shape in the checkpoint and starts from random values")
-
-
-def _outputs(model: nn.Module, plan: ConversionPlan) -> Any:
-    """For two images of random numbers; None for a model that takes something else."""
-    if plan.input_size is None:
-        return None
-    images = torch.randn(2, *plan.input_size, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), contextlib.suppress(Exception):  # the model's own code, and a comparison that can be spared
-        return model.eval()(images)
+    step("converting")
+    done = carry_out_(model, plan, start, new_classifier=new_classifier, note=note)
+    for name in (*kept, *done.kept):
+        note(f"{name} has another shape in the checkpoint and starts from random values")
+    step(f"writing {output}")
+    save_converted(model.eval(), plan, output, report=done.report, force=options.force)
+    return done.report.with_output(str(output)), done.moved
 
 
 @contextmanager
@@ -345,20 +278,18 @@ def _print_report(options: ConvertOptions, report: ConversionReport) -> None:
         console.print(report_view(report, verbose=options.verbose))
 
 
-def _start(options: ConvertOptions, weights: Weights, report: ConversionReport, moved: float | None) -> str:
-    """What the new layers start from, in words."""
-    if isinstance(weights, AuthorsWeights):
+def _start_in_words(options: ConvertOptions, start: Start, report: ConversionReport, moved: float | None) -> str:
+    """What the new layers start from."""
+    if start.elements is not None:
         return "the authors' elements and positions; it gives the outputs of their network"
-    if options.init == EXACT:
-        source = "the trained weights" if _has_weights(options) else f"random initialisation (seed {options.seed})"
+    if start.how == EXACT:
+        source = "the trained weights" if start.trained else f"random initialisation (seed {start.seed})"
         return f"{source}; every old cell is an element at its place, so that the outputs are the old ones"
-    if not _has_weights(options):
-        return (
-            f"random initialisation (seed {options.seed}), as in the paper; --pretrained or --checkpoint load weights"
-        )
-    if options.init == "random":
+    if not start.trained:
+        return f"random initialisation (seed {start.seed}), as in the paper; --pretrained or --checkpoint load weights"
+    if start.how == "random":
         return "trained weights, but random elements in the new layers"
-    how = "reduced to their largest cells" if options.init == "largest" else "with elements fitted to them"
+    how = "reduced to their largest cells" if start.how == "largest" else "with elements fitted to them"
     errors = [layer.fit_error for layer in report.layers if layer.fit_error is not None]
     left = f" (mean relative kernel error {_mean(errors):.3f})" if errors else ""
     outputs = "" if moved is None else f"; outputs for random images moved by {100 * moved:.2g} %"

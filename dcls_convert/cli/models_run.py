@@ -43,8 +43,6 @@ def run_models(options: ModelsOptions) -> bool:
     """`dcls-convert models [PATTERN]`: whether no model failed."""
     parse_percent(options.budget)
     rules: RuleSet | str = AUTO if options.rules == AUTO else load_rules(options.rules)
-    if isinstance(rules, RuleSet):
-        check_overruled(rules, options.dilated_size, AUTO, options.interpolation)
     survey = PlanOptions(
         dilated_size=options.dilated_size,
         rules=rules,
@@ -53,6 +51,8 @@ def run_models(options: ModelsOptions) -> bool:
         tie=options.tie,
         interpolation=options.interpolation,
     )
+    if isinstance(rules, RuleSet):
+        check_overruled(rules, survey)
     names = names_matching(options.pattern)
     with _progress(len(names)) as advance:
         rows = survey_models(

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, one_line, shown
+from ..networks.running import evaluating
 from ..planning.plan import ConversionPlan, LayerPlan
 from .boxes import box_of
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
 MOST_IMAGES = 64
 BATCH = 8  # images
-DAMPING = 1e-2  # of the input's mean energy: an error where these images have nothing is not for free
+DAMPING = 1e-2  # of the input's mean energy; keeps a penalty where the images have no energy
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # where the model states none
 
 
@@ -34,7 +35,7 @@ def calibrate(
     *,
     note: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Tensor]:
-    """Run images through a model that is not converted yet, and note what the layers of the plan see.
+    """Run images through a model that is not converted yet, and record what the layers of the plan see.
 
     Args:
         model: Left as it is.
@@ -52,10 +53,8 @@ def calibrate(
     batches = _read_images(Path(images), model, plan, note) if isinstance(images, str | Path) else iter(images)
     seen = {layer.name: _Correlations(layer) for layer in plan.layers}
     handles = [model.get_submodule(name).register_forward_pre_hook(found.look) for name, found in seen.items()]
-    was_training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with evaluating(model):
             count = sum(len(batch) for batch in batches if model(batch) is not None)
     except DclsConvertError:
         raise
@@ -64,7 +63,6 @@ def calibrate(
     finally:
         for handle in handles:
             handle.remove()
-        model.train(was_training)
     if not count:
         raise DclsConvertError(f"calibration: there are no images in {images}")
     return {name: found.roots() for name, found in seen.items()}
@@ -89,7 +87,7 @@ class _Correlations:
         rows = channel_first.permute(0, 1, *(axis + self.dims + 2 for axis in [*others, *learnt]))
         rows = rows.flatten(1, 1 + len(others))  # (C, N and dense axes, *learnt)
         self.places += rows[0].numel()
-        # Room for the longest shift on either side, so that what leaves at one end does not enter at the other.
+        # Pad by the longest shift, so that nothing wraps around.
         sizes = [max(rows.shape[2 + index], side) + side - 1 for index, side in enumerate(self.box.sides)]
         over = tuple(range(-len(sizes), 0))
         power = torch.fft.rfftn(rows, s=sizes, dim=over).abs().square().sum(1)

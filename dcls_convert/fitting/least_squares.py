@@ -1,7 +1,7 @@
 """Positions that the layers of a tie group share, and weights for each layer, with kernels close to given ones.
 
-For given positions, the weights are linear least squares, in closed form. The positions are refined on what those
-leave, by Levenberg-Marquardt steps: variable projection, doi:10.1137/0710036, with Kaufman's Jacobian,
+For given positions, the weights are linear least squares, in closed form. The positions are refined on the residual by
+Levenberg-Marquardt steps: variable projection, doi:10.1137/0710036, with Kaufman's Jacobian,
 doi:10.1007/BF01932995.
 Nothing here knows of networks: a line is one kernel of the group, seen in a box of cells.
 
@@ -17,11 +17,11 @@ from torch import Tensor
 # How much of an element at a place (N, E) lies in each cell of an axis, (N, E, cells), and the derivative by the place.
 Profile = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
-# Of what an element in the middle of a cell is worth: keeps the weights of elements that nearly coincide in bounds.
+# Share of the energy of an element in the middle of a cell; bounds the weights of elements that nearly coincide.
 RIDGE = 1e-3
-LONGEST_STEP = 0.5  # cells; the footprint changes its shape from cell to cell
+LONGEST_STEP = 0.5  # cells; the footprint changes its form from cell to cell
 MOST_STEPS = 60
-STEPS_BETWEEN_LOOKS = 10  # after which lines that no longer gain are left alone
+STEPS_BETWEEN_LOOKS = 10  # after each look, lines that no longer gain are left alone
 LEAST_GAIN = 1e-2  # of the cost of a line, between two looks
 DAMPING_AT_START, DAMPING_DOWN, DAMPING_UP = 0.1, 1 / 3, 4.0
 
@@ -126,7 +126,7 @@ class _Problem:
 
 
 def _refined(problem: _Problem, start: Tensor) -> _State:
-    """Levenberg-Marquardt steps on all lines at once; each has its own damping, and keeps what gains alone."""
+    """Levenberg-Marquardt steps on all lines at once; each line has its own damping and keeps only steps that gain."""
     last = start.new_tensor([side - 1 for side in problem.sides])
     state = problem.at(start.clamp(min=0).minimum(last))
     damping = torch.full_like(state.cost, DAMPING_AT_START)
@@ -162,7 +162,7 @@ def _put(all_lines: _State, lines: Tensor, state: _State) -> _State:
 def _step(state: _State, damping: Tensor) -> Tensor:
     """(N, E, A): where the quadratic model of the cost, damped, has its least."""
     lines, elements, axes = state.places.shape
-    # What of the slopes the weights cannot make good.
+    # The part of the slopes that the weights cannot compensate is slopes - seen' @ footprint.
     seen = torch.cholesky_solve(state.footprint @ state.slopes.mT, state.factor)  # (N, M, E, E * A)
     curvature = state.slopes @ (state.slopes - seen.mT @ state.footprint).mT  # (N, M, E * A, E * A)
     weights = _by_metric(state.weights, state.footprint)  # (N, M, layers of the metric, E)

@@ -17,7 +17,7 @@ from ..layers.interpolation import find_interpolation
 from .boxes import Box, box_of
 from .least_squares import fit_lines
 
-JITTER = 0.3  # cells; a cell's middle is a kink of the cost, and starts beside it often end lower
+JITTER = 0.3  # cells; the cost has a kink at a cell's middle, and starts beside it often end lower
 FLOATS_AT_ONCE = 60_000_000  # of memory for the lines that are fitted together
 
 
@@ -55,7 +55,7 @@ def fit_elements(
         return largest, grid
     lines = torch.stack([box.lines_of(kernel) for kernel in kernels], dim=1)  # (N, L, S)
     scale = lines.abs().amax(dim=(1, 2), keepdim=True)
-    scale = torch.where(scale > 0, scale, 1.0)  # of each line: squares must neither vanish nor overflow
+    scale = torch.where(scale > 0, scale, 1.0)  # of each line, so that squares neither vanish nor overflow
     lines = lines / scale
     metric = None if roots is None else _Metric.of(roots, kernels[0], len(lines))
     fallback = _Elements(
@@ -82,7 +82,7 @@ class _Elements:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Metric:
-    """What the error of a line is worth, by the input channel that it sees."""
+    """The metric of a line's error, by the input channel that the line sees."""
 
     roots: Tensor  # (in_channels, L, S, S)
     channels: Tensor  # (N,)
@@ -127,8 +127,8 @@ def _starts(lines: Tensor, grid: Tensor, box: Box, generator: torch.Generator) -
 def _merged_neighbours(lines: Tensor, count: int, box: Box) -> list[Tensor]:
     """(N, E, A): cells that go together cheaply are one element between them, greedily, until as many are left.
 
-    Two neighbours with the weights u and v in the layers are an element's cells as far as (u, v) has rank one; what is
-    lost is the smaller singular value. None where the old kernel's cells are no neighbours, or enough elements there.
+    Two neighbours, with weights u and v over the layers, are one element as far as the matrix (u, v) has rank one; the
+    smaller singular value is lost. No start where the old kernel's cells are not neighbours, or elements suffice.
     """
     cells = box.cells().to(lines.device)  # (K, A)
     apart = (cells[:, None] - cells[None]).abs()
@@ -166,9 +166,9 @@ def _merged_neighbours(lines: Tensor, count: int, box: Box) -> list[Tensor]:
 def _no_layer_worse(
     lines: Tensor, fitted: _Elements, fallback: _Elements, box: Box, metric: _Metric | None, scale: Tensor
 ) -> _Elements:
-    """The fit, but the fallback for lines where a layer would lose that as a whole is not better off.
+    """The fit, with the fallback for some lines, so that no layer as a whole is worse than with the fallback.
 
-    Lines gain on the sum over layers; a layer with small weights can be worse off all the same.
+    A line gains in the sum over layers; a layer with small weights can lose all the same.
     """
     worth = scale.flatten(1).double().square()  # (N, 1)
     errors, others = (worth * _errors(lines, elements, box, metric) for elements in (fitted, fallback))  # (N, L)

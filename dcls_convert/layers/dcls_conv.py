@@ -14,13 +14,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from .conv_classes import PLAIN, ConvForm, carry_over, find_form, padding_of, why_not_replaceable
 from .depthwise import conv2d
-from .elements import largest_elements
+from .elements import POSITION_STD, largest_elements
 from .geometry import DYNAMIC_SAME, Padding, extent, grown_padding, padded_cells
 from .interpolation import construct_kernel, find_interpolation, learnt_axes, position_limits
 from .ties import Tied
 from .timm_conv_classes import same_padded_conv
 
-POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 IntOrTuple = int | Sequence[int]

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from .geometry import grid_positions
-from .interpolation import learnt_axes
+from .interpolation import learnt_axes, position_limits
+
+POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"
+
+Elements = tuple[Sequence[Tensor], Tensor]  # weights of each layer (O, I, *D, E), the positions (A, O, I, *D, E)
 
 
 def largest_elements(
@@ -59,3 +63,27 @@ def cells_last(kernel: Tensor, axes: Sequence[int]) -> Tensor:
     last = [2 + axis for axis in axes]
     dense = [axis for axis in range(2, kernel.dim()) if axis not in last]
     return kernel.permute(0, 1, *dense, *last).flatten(2 + len(dense))
+
+
+def first_cells(kernel: Tensor, kernel_count: int, dense_axes: Sequence[int]) -> Tensor:
+    """(O, I, *kernel size) -> (O, I, *D, E): the first cells of each line, from the start again if need be."""
+    cells = cells_last(kernel, learnt_axes(kernel.dim() - 2, dense_axes))
+    index = torch.arange(kernel_count, device=kernel.device) % cells.shape[-1]
+    return cells.index_select(-1, index)  # faster than cells[..., index]
+
+
+def random_positions(
+    weight: Tensor, size: Sequence[int], dense_axes: Sequence[int], generator: torch.Generator, *, uniform: bool
+) -> Tensor:
+    """Positions (A, *weight.shape) inside the window: uniform over it, or N(0, 0.5 cells) as in the paper."""
+    axes = learnt_axes(len(size), dense_axes)
+    if weight.is_meta:
+        return torch.empty(len(axes), *weight.shape, device="meta")
+    drawn = torch.empty(len(axes), *weight.shape)  # float32 on the CPU, so that a seed means the same everywhere
+    for index, axis in enumerate(axes):
+        low, high = position_limits(size[axis])
+        if uniform:
+            drawn[index].uniform_(low, high, generator=generator)
+        else:
+            drawn[index].normal_(0.0, POSITION_STD, generator=generator).clamp_(low, high)
+    return drawn

@@ -3,33 +3,30 @@
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from ..errors import NothingMatchesError, PlanError, RuleError
 from ..layers.geometry import check_window, grown_padding, size_text
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
 from ..networks.stages import stage_by_pattern
-from ..options import AUTO, DEFAULT_BUDGET, EXACT, INTERPOLATIONS, SCOPES, TIES, Scope, Tie
+from ..options import AUTO, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, takes_plan_options
 from .budget import parse_percent
 from .plan import ConversionPlan, LayerCounts, LayerPlan
 from .rules import AUTO_RULES, Claims, Rule, RuleSet, choose_rules, claim_sites, load_rules
 from .tie_groups import UNSOLVED, group_layers, named_owners, with_counts, with_given_counts
 
 
+@takes_plan_options
 def plan_conversion(
     convs: ModelConvs,
-    rules: RuleSet | str = AUTO,
+    rules: RuleSet | str | Path = AUTO,
     *,
-    dilated_size: int | Sequence[int] | None = None,
-    kernel_count: int | Literal["auto", "exact"] | LayerCounts = "auto",
-    scope: Scope = "model",
-    tie: Tie = "stage",
-    budget: float | str = DEFAULT_BUDGET,
-    interpolation: str | None = None,
-    strict: bool = False,
     model: str | None = None,
     model_args: dict[str, Any] | None = None,
+    **planning: Any,
 ) -> ConversionPlan:
     """Decide what becomes of every convolution.
 
@@ -52,30 +49,37 @@ def plan_conversion(
         PlanError: Sizes, counts or a budget that do not fit, with what would.
         NothingMatchesError: No rule claims anything; says what the model has instead.
     """
-    counts = kernel_count if isinstance(kernel_count, LayerCounts) else None
-    stated_count = AUTO if isinstance(kernel_count, LayerCounts) else kernel_count
-    _check_options(scope, tie, stated_count, interpolation, dilated_size)
-    share = parse_percent(budget)
+    return make_plan(convs, PlanOptions(rules=rules, **planning), model=model, model_args=model_args)
+
+
+def make_plan(
+    convs: ModelConvs, options: PlanOptions, *, model: str | None = None, model_args: dict[str, Any] | None = None
+) -> ConversionPlan:
+    """As `plan_conversion`."""
+    counts = options.kernel_count if isinstance(options.kernel_count, LayerCounts) else None
+    if counts is not None:
+        options = replace(options, kernel_count=AUTO)
+    _check_options(options)
+    share = parse_percent(options.budget)
     arguments = _json_arguments(model_args or {})
-    ruleset = rules if isinstance(rules, RuleSet) else choose_rules(convs.sites) if rules == AUTO else load_rules(rules)
+    ruleset = _rules(options.rules, convs)
     rule_of, skipped = _claim(ruleset, convs)
-    check_overruled(ruleset, dilated_size, stated_count, interpolation)
-    if stated_count == EXACT:
-        _check_exact(ruleset, interpolation)
+    check_overruled(ruleset, options)
+    if options.kernel_count == EXACT:
+        _check_exact(ruleset, options.interpolation)
     drafts: list[LayerPlan] = []
     refused: list[Skipped] = []
     for site in convs.sites:
         if site.name in rule_of:
-            index = rule_of[site.name]
             try:
-                drafts.append(_draft(site, ruleset, index, dilated_size, stated_count, interpolation))
+                drafts.append(_draft(site, ruleset, rule_of[site.name], options))
             except PlanError as error:
                 refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
-    _refuse(refused, drafts, strict)
+    _refuse(refused, drafts, options.strict)
     if counts is not None:
-        drafts = with_given_counts(drafts, counts, tie, [*skipped, *refused])
-    groups = group_layers(drafts) if tie == "stage" else {}
-    layers, solved = with_counts(drafts, groups, scope, share)
+        drafts = with_given_counts(drafts, counts, options.tie, [*skipped, *refused])
+    groups = group_layers(drafts) if options.tie == "stage" else {}
+    layers, solved = with_counts(drafts, groups, options.scope, share)
     order = {name: index for index, name in enumerate(_all_names(convs))}
     return ConversionPlan(
         model=model,
@@ -83,8 +87,8 @@ def plan_conversion(
         input_size=convs.input_size,
         rules=ruleset.source,
         rules_text=ruleset.text,
-        scope=scope,
-        tie=tie,
+        scope=options.scope,
+        tie=options.tie,
         share=share,
         layers=layers,
         tie_groups=named_owners(groups, layers),
@@ -98,19 +102,19 @@ def plan_conversion(
     )
 
 
-def _draft(
-    site: ConvSite,
-    rules: RuleSet,
-    index: int,
-    dilated_size: int | Sequence[int] | None,
-    kernel_count: int | str,
-    interpolation: str | None,
-) -> LayerPlan:
-    """A layer with everything decided but its tie, and its count where that is to be solved: UNSOLVED until then."""
+def _rules(rules: RuleSet | str | Path, convs: ModelConvs) -> RuleSet:
+    if isinstance(rules, RuleSet):
+        return rules
+    return choose_rules(convs.sites) if rules == AUTO else load_rules(str(rules))
+
+
+def _draft(site: ConvSite, rules: RuleSet, index: int, options: PlanOptions) -> LayerPlan:
+    """A layer with everything decided but its tie, and its count where it is to be solved: UNSOLVED until then."""
     rule = rules.rules[index]
-    size = rule.dilated_kernel_size or dilated_size or rules.defaults.dilated_kernel_size
+    size = rule.dilated_kernel_size or options.dilated_size or rules.defaults.dilated_kernel_size
     window, dense_axes = _window(site, size, rule)
-    stated = rule.kernel_count or (_cells(site, dense_axes) if kernel_count == EXACT else kernel_count)
+    exact = options.kernel_count == EXACT
+    stated = rule.kernel_count or (_cells(site, dense_axes) if exact else options.kernel_count)
     stage = stage_by_pattern(rule.stage_pattern, site.name) if rule.stage_pattern else None
     return LayerPlan(
         names=site.names,
@@ -125,7 +129,7 @@ def _draft(
         output_positions=site.output_positions,
         dilated_size=window,
         dense_axes=dense_axes,
-        interpolation=rule.interpolation or interpolation or INTERPOLATIONS[0],
+        interpolation=rule.interpolation or options.interpolation or INTERPOLATIONS[0],
         kernel_count=UNSOLVED if stated == AUTO else int(stated),
         tie_group=None,
         rule=rules.label(index),
@@ -158,23 +162,20 @@ def _stages_from(convs: ModelConvs, rules: RuleSet) -> str:
     return ", ".join([convs.stages_from, *(f"the pattern of rule {label!r}" for label in patterned)])
 
 
-def _check_options(
-    scope: str, tie: str, kernel_count: int | str, interpolation: str | None, size: int | Sequence[int] | None
-) -> None:
+def _check_options(options: PlanOptions) -> None:
+    size, count = options.dilated_size, options.kernel_count
     sides = size if isinstance(size, Sequence) else () if size is None else (size,)
     if (isinstance(size, Sequence) and not size) or any(type(side) is not int or side < 1 for side in sides):
         raise PlanError(f"dilated size {size!r} must be a positive integer, or one for each side")
     for name, value, allowed in [
-        ("scope", scope, SCOPES),
-        ("tie", tie, TIES),
-        ("interpolation", interpolation or INTERPOLATIONS[0], INTERPOLATIONS),
+        ("scope", options.scope, SCOPES),
+        ("tie", options.tie, TIES),
+        ("interpolation", options.interpolation or INTERPOLATIONS[0], INTERPOLATIONS),
     ]:
         if value not in allowed:
             raise PlanError(f"{name}={value!r} must be one of {', '.join(allowed)}")
-    if kernel_count not in (AUTO, EXACT) and (
-        not isinstance(kernel_count, int) or isinstance(kernel_count, bool) or kernel_count < 1
-    ):
-        raise PlanError(f"kernel count {kernel_count!r} must be a positive integer, auto or exact")
+    if count not in (AUTO, EXACT) and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise PlanError(f"kernel count {count!r} must be a positive integer, auto or exact")
 
 
 def _json_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -224,19 +225,20 @@ def _nothing_matches(rules: RuleSet, convs: ModelConvs, claims: Claims) -> str:
     return message
 
 
-def check_overruled(rules: RuleSet, dilated_size: object, kernel_count: int | str, interpolation: str | None) -> None:
+def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
     """Refuse an option that no rule leaves open: it would be dropped in silence.
 
     Raises:
         RuleError: Names the option and the rules.
     """
     converting = [rule for rule in rules.rules if rule.skip is None]
-    options: list[tuple[str, str, object]] = [
-        ("dilated size", "dilated_kernel_size", dilated_size),
-        ("kernel count", "kernel_count", None if kernel_count in (AUTO, EXACT) else kernel_count),
-        ("interpolation", "interpolation", interpolation),
+    count = None if options.kernel_count in (AUTO, EXACT) else options.kernel_count
+    stated: list[tuple[str, str, object]] = [
+        ("dilated size", "dilated_kernel_size", options.dilated_size),
+        ("kernel count", "kernel_count", count),
+        ("interpolation", "interpolation", options.interpolation),
     ]
-    for option, key, value in options:
+    for option, key, value in stated:
         if value is not None and all(getattr(rule, key) is not None for rule in converting):
             raise RuleError(f"{rules.source}: every rule states its own {key}, so the {option} given has no effect")
 

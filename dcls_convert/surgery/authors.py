@@ -1,6 +1,6 @@
-"""Start from what the authors' own package (DCLS, on PyPI as `dcls`) trained: its elements and positions in our layers.
+"""Elements and positions that were trained with the authors' own package (DCLS, on PyPI as `dcls`), in our layers.
 
-Upstream spellings (P, SIG, "max") stand in this file alone. Names of layers are those of the model to convert.
+Upstream spellings (P, SIG, "max") stand in this file alone. Layers are named as in the model to convert.
 
 Axes: O output channels, I input channels per group, E kernel elements, A spatial axes.
 """
@@ -19,7 +19,7 @@ from ..layers.interpolation import find_interpolation, spread_sum
 from ..networks.weights import load_weights_
 from ..options import AuthorsVersion
 from ..planning.plan import ConversionPlan, LayerCounts, LayerPlan
-from .place import apply_plan_
+from .place import make_layers, put_layers_
 
 _WEIGHT, _POSITIONS, _SIGMA = "weight", "P", "SIG"  # the entries of one of their layers, beside its bias
 _IN_ORDER = {1: (0,), 2: (0, 1), 3: (0, 2, 1)}  # dims -> the axes to which P[0], P[1], ... belong
@@ -76,7 +76,7 @@ class AuthorsWeights:
 
 
 def sort_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | None:
-    """The authors' layers in a state dict, and what else there is; None where it has none, no P beside a weight.
+    """The authors' layers in a state dict, and its other entries; None without such layers (no P beside a weight).
 
     Args:
         state: Under the names of the model to convert.
@@ -135,8 +135,7 @@ def start_from_authors_(
         Names that kept their initial values.
 
     Raises:
-        CheckpointError: Anything in the file that model or plan have no place for, or the reverse; the model is then
-            unchanged.
+        CheckpointError: An entry without a place in the model or the plan, or the reverse; the model is then unchanged.
     """
     elements = element_state(weights, plan, version)
     for layer in plan.layers:
@@ -146,11 +145,12 @@ def start_from_authors_(
             raise CheckpointError(
                 f"{weights.where}: {layer.name} is a {type(conv).__name__}, which would transform the file's elements"
             )
+    groups = make_layers(model, plan)
     own = model.state_dict()
     replaced = [f"{name}.weight" for layer in plan.layers for name in layer.names]
-    kernels = {name: own[name] for name in replaced if name in own}  # so that the rest must be all the rest
+    kernels = {name: own[name] for name in replaced if name in own}  # stand in, so that the rest must be complete
     kept = load_weights_(model, weights.rest | kernels, weights.where, new_classifier=new_classifier)
-    apply_plan_(model, plan, init="largest")
+    put_layers_(model, plan, groups)
     superfluous = model.load_state_dict(elements, strict=False).unexpected_keys
     assert not superfluous, superfluous
     return kept
@@ -192,7 +192,7 @@ def element_state(
 
 
 def _version_of(layer: LayerPlan, weights: AuthorsWeights, stated: AuthorsVersion | None) -> _Version:
-    """Told by what the file has and by the interpolation that the plan has."""
+    """By whether the file has SIG, and by the plan's interpolation."""
     with_sigma = _find(layer, weights).sigma is not None
     if with_sigma != find_interpolation(layer.interpolation).has_sigma:
         raise CheckpointError(
@@ -226,7 +226,7 @@ def _translated(layer: LayerPlan, weights: AuthorsWeights, stated: AuthorsVersio
     size = layer.dilated_size
     axes = version.axes[len(size)]
     order = [axes.index(axis) for axis in range(len(size))]
-    # They count from half the size of the axis that has the place of this one, which for another side is not its half.
+    # DCLS centres with the wrong axis's size; shift by the difference.
     shift = [size[index] // 2 - size[axis] // 2 for axis, index in enumerate(order)]
     offset = torch.tensor(shift, device=theirs.positions.device).reshape(-1, 1, 1, 1)
     parts = {"weight": theirs.weight, "positions": _at_least_float32(theirs.positions)[order] + offset}
@@ -241,7 +241,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def _normalised(weight: Tensor, layer: LayerPlan, parts: Mapping[str, Tensor], version: _Version) -> Tensor:
-    """The weights with which our kernels, whose elements are spread to exactly their weight, equal theirs."""
+    """Weights with which our kernels equal theirs: our elements are spread to exactly their weight, theirs are not."""
     if not version.normaliser:
         return weight
     sigma = parts["sigma"].double() if "sigma" in parts else None
@@ -250,7 +250,7 @@ def _normalised(weight: Tensor, layer: LayerPlan, parts: Mapping[str, Tensor], v
 
 
 def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where: str) -> None:
-    """Refuse positions outside of the windows, and say which window holds those of all layers that have this one."""
+    """Refuse positions outside their window, and name the window that would hold those of all layers of this size."""
     for layer in plan.layers:
         size = layer.dilated_size
         if _holding(size, positions[layer.name]) == size:
@@ -270,7 +270,7 @@ def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where:
 
 
 def _holding(size: Sequence[int], positions: Tensor) -> tuple[int, ...]:
-    """The window, grown by pairs of cells where it does not hold all positions (A, O, I, E)."""
+    """The window, grown by pairs of cells until it holds all positions (A, O, I, E)."""
     sides = []
     for side, places in zip(size, positions, strict=True):
         before, after = math.ceil(-places.min().item()), math.ceil(places.max().item())  # cells beside the centre

@@ -1,69 +1,218 @@
-"""The library in one call."""
+"""The one conversion pipeline: plan, place, fit, measure. `convert_` and the command line are thin around it."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, PlanError
+from ..errors import CheckpointError, PlanError, listed, shown
+from ..fitting.calibration import calibrate
+from ..layers.geometry import size_text
+from ..networks.outputs import relative_distance
+from ..networks.running import evaluating, unchanged_on_failure
 from ..networks.sites import find_convs
-from ..networks.source import known_source, with_names_of
-from ..networks.weights import read_weights
-from ..options import (
-    AUTO,
-    DEFAULT_BUDGET,
-    EXACT,
-    INTERPOLATIONS,
-    SCOPES,
-    AuthorsVersion,
-    Init,
-    Interpolation,
-    Positions,
-    Scope,
-    Tie,
-)
-from ..planning.planner import plan_conversion
-from ..planning.rules import RuleSet
-from ..reports.report import ConversionReport, measure_report
-from .authors import sort_weights, start_from_authors_
-from .place import apply_plan_
+from ..networks.source import ModelSource, build_hollow, build_model, known_source, with_names_of
+from ..networks.weights import fill_, load_weights_, read_weights
+from ..options import AUTO, EXACT, SCOPES, AuthorsVersion, Init, PlanOptions, Positions, takes_plan_options
+from ..planning.budget import parse_percent
+from ..planning.plan import ConversionPlan
+from ..planning.planner import make_plan
+from ..reports.report import ConversionReport, measure_report, predict_report
+from .authors import AuthorsWeights, element_state, sort_weights, start_from_authors_
+from .place import make_layers
+from .start import apply_plan_
+
+Images = str | Path | Mapping[str, Tensor]  # a folder of images, or what `calibrate` gave
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What the new layers start from."""
+
+    init: Init = "auto"  # "auto" is "fit" where the kernels are trained, else "random"
+    trained: bool = True  # whether the model's kernels are worth keeping
+    positions: Positions = "normal"  # of "random"
+    calibration: Images | None = None  # for "fit"
+    seed: int = 0
+    elements: AuthorsWeights | None = None  # of a checkpoint that has elements already; overrules the rest
+    authors_version: AuthorsVersion | None = None  # of those elements
+
+    @property
+    def how(self) -> Init:
+        """`init`, decided."""
+        return self.init if self.init != AUTO else "fit" if self.trained else "random"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """What the pipeline did."""
+
+    report: ConversionReport  # measured on the converted model
+    kept: tuple[str, ...] = ()  # names of the classifier that kept their initial values
+    moved: float | None = None  # |new - old| / |old| of the outputs for random images; None where not compared
+
+
+def plan_for(
+    model: nn.Module,
+    options: PlanOptions,
+    start: Start,
+    *,
+    source: ModelSource | None = None,
+    input_size: Sequence[int] | None = None,
+) -> ConversionPlan:
+    """The plan for a model, refused here if it cannot be carried out.
+
+    Args:
+        model: Not changed; may be on the meta device.
+        options: What is asked for.
+        start: Its elements, or an exact start, decide the kernel counts.
+        source: How the model is built again.
+        input_size: (channels, *spatial) for MACs; without it, the size that a timm model states.
+
+    Raises:
+        DclsConvertError: What does not fit, in one line.
+    """
+    convs = find_convs(model, input_size)
+    if convs.macs is None and input_size is not None:
+        raise PlanError(f"input size {size_text(input_size)}: {convs.macs_note}")
+    counts = replace(options, kernel_count=_kernel_count(options, start))
+    plan = make_plan(convs, counts, model=source.name if source else None, model_args=source.args if source else None)
+    if start.elements is not None:
+        element_state(start.elements, plan, start.authors_version)
+    return plan
+
+
+def plan_again(model: nn.Module, plan: ConversionPlan, source: ModelSource | None) -> ConversionPlan:
+    """A plan of another checkpoint, for this model.
+
+    Raises:
+        PlanError: It is another model than the plan's; says in what.
+    """
+    found = (source.name, source.args) if source else (None, {})
+    wanted = (plan.model, plan.model_args)
+    if found != wanted:
+        raise PlanError(f"the plan is for {_described(*wanted)}, not for {_described(*found)}")
+    make_layers(model, plan)
+    params = sum(parameter.numel() for parameter in model.parameters())
+    if params != plan.params:
+        raise PlanError(f"the plan is for a model of {plan.params:,} parameters, this one has {params:,}")
+    return replace(plan, folded=False)
+
+
+def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
+    given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return shown(name or "a model that only its user can build") + (f" with {shown(given)}" if given else "")
+
+
+def build_with_weights(
+    source: ModelSource,
+    state: dict[str, Tensor] | None,
+    *,
+    where: str,
+    pretrained: bool = False,
+    seed: int = 0,
+    new_classifier: bool = False,
+) -> tuple[nn.Module, list[str]]:
+    """The network to convert, and the names that kept their initial values.
+
+    Args:
+        source: How it is built.
+        state: Its weights, where they come from a file; emptied, so that they need not stay in memory.
+        where: What messages call that file.
+        pretrained: Load the weights that timm or torchvision know.
+        seed: Of the random initialisation.
+        new_classifier: As in `load_weights_`.
+    """
+    if state is None:
+        return build_model(source, pretrained=pretrained, seed=seed), []
+    hollow, kept = build_hollow(source), list[str]()
+    if hollow is None or not fill_(hollow, state, where, new_classifier=new_classifier):
+        hollow = build_model(source, seed=seed)
+        kept = load_weights_(hollow, state, where, new_classifier=new_classifier)
+    state.clear()
+    return hollow, kept
+
+
+def carry_out_(
+    model: nn.Module,
+    plan: ConversionPlan,
+    start: Start,
+    *,
+    new_classifier: bool = False,
+    note: Callable[[str], None] = lambda _: None,
+) -> Conversion:
+    """Convert a model by its plan, and measure what came of it.
+
+    Args:
+        model: With the weights to start from; changed in place.
+        plan: From `plan_for`.
+        start: As there.
+        new_classifier: The model was built for another number of classes than the elements' checkpoint.
+        note: Told what a user should know.
+
+    Raises:
+        DclsConvertError: In one line. Whatever is raised, the model is then unchanged.
+    """
+    kept: list[str] = []
+    errors: dict[str, float] = {}
+    moved = None
+    with unchanged_on_failure(model, values=start.elements is not None):
+        if start.elements is not None:
+            kept = start_from_authors_(
+                model, plan, start.elements, version=start.authors_version, new_classifier=new_classifier
+            )
+        else:
+            before = _outputs(model, plan) if start.trained and start.how != "random" else None
+            errors = _start_from_kernels_(model, plan, start, note)
+            moved = None if before is None else relative_distance(before, _outputs(model, plan))
+        report = measure_report(model, plan)
+    if report != predict_report(plan):
+        raise AssertionError(f"{plan.model}: the converted model's counts differ from the plan's")
+    return Conversion(report=report.with_fit_errors(errors), kept=tuple(kept), moved=moved)
+
+
+def _start_from_kernels_(
+    model: nn.Module, plan: ConversionPlan, start: Start, note: Callable[[str], None]
+) -> dict[str, float]:
+    calibration = start.calibration
+    if isinstance(calibration, str | Path):
+        calibration = calibrate(model, plan, calibration, note=note)
+    generator = torch.Generator().manual_seed(start.seed)
+    return apply_plan_(
+        model, plan, init=start.how, positions=start.positions, generator=generator, calibration=calibration
+    )
+
+
+@takes_plan_options
 def convert_(
     model: nn.Module,
     *,
-    dilated_size: int | Sequence[int] | None = None,
-    kernel_count: int | Literal["auto"] = "auto",
-    rules: RuleSet | str | Path = AUTO,
-    scope: Scope = "model",
-    tie: Tie = "stage",
-    budget: float = DEFAULT_BUDGET,
-    interpolation: Interpolation = "bilinear",
     init: Init = "auto",
     positions: Positions = "normal",
-    calibration: Mapping[str, Tensor] | None = None,
+    calibration: Images | None = None,
     input_size: Sequence[int] | None = None,
-    strict: bool = False,
     seed: int = 0,
+    **planning: Any,
 ) -> ConversionReport:
     """Replace the matching convolutions of `model` by DCLS layers, in place, and report what it costs.
 
     Args:
         model: Any module; its device, dtype, mode, hooks and frozen parameters stay as they are.
-        dilated_size: Window of the elements, in cells; without it, the size that the rules state (17 for depthwise, 7
-            for 3x3 convolutions).
-        kernel_count, scope, tie, budget, interpolation, strict: As in `plan_conversion`.
-        rules: A rule set, its name or its file.
         init: "fit" (also "auto") starts from the elements whose kernels are closest to the model's own; "largest" from
             the cells of every kernel with the most energy over its tie group; "random" from random positions, as the
             paper trains from scratch; "exact" gives every kernel as many elements as it had cells, at their places, so
             that the outputs stay as they are at more parameters.
-        calibration: For "fit": from `calibrate`; the outputs then count instead of the kernels.
         positions: For "random": "normal" is N(0, 0.5 cells), "uniform" is over the window.
+        calibration: For "fit": a folder of images, or what `calibrate` gave; the outputs then count instead of the
+            kernels.
         input_size: (channels, rows, columns) for MACs; without it, the size that a timm model states.
         seed: For random positions. The global generator is not touched.
+        planning: dilated_size, kernel_count, rules, scope, tie, budget, interpolation and strict, as in
+            `plan_conversion`.
 
     Returns:
         The report, measured on the converted model. `report.layers[0].kernel_count`, `report.params.after` and so on;
@@ -72,41 +221,19 @@ def convert_(
     Raises:
         DclsConvertError: With one line that says what does not fit; the model is then unchanged.
     """
-    if init == EXACT and (kernel_count != AUTO or scope != SCOPES[0] or budget != DEFAULT_BUDGET):
-        raise PlanError(
-            "init='exact' takes as many elements as the old kernels have cells: leave kernel_count, scope and budget"
-        )
-    source = known_source(model)
-    convs = find_convs(model, input_size)
-    plan = plan_conversion(
-        convs,
-        str(rules) if isinstance(rules, Path) else rules,
-        dilated_size=dilated_size,
-        kernel_count="exact" if init == EXACT else kernel_count,
-        scope=scope,
-        tie=tie,
-        budget=budget,
-        interpolation=None if interpolation == INTERPOLATIONS[0] else interpolation,  # the default, not a demand
-        strict=strict,
-        model=source.name if source else None,
-        model_args=source.args if source else None,
-    )
-    generator = torch.Generator().manual_seed(seed)
-    errors = apply_plan_(model, plan, init=init, positions=positions, generator=generator, calibration=calibration)
-    return measure_report(model, plan).with_fit_errors(errors)
+    start = Start(init=init, positions=positions, calibration=calibration, seed=seed)
+    plan = plan_for(model, PlanOptions(**planning), start, source=known_source(model), input_size=input_size)
+    return carry_out_(model, plan, start).report
 
 
+@takes_plan_options
 def convert_from_authors_(
     model: nn.Module,
     weights: Mapping[str, Tensor] | str | Path,
     *,
-    dilated_size: int | Sequence[int] | None = None,
-    rules: RuleSet | str | Path = AUTO,
-    tie: Tie = "stage",
-    interpolation: Interpolation = "bilinear",
     version: AuthorsVersion | None = None,
     input_size: Sequence[int] | None = None,
-    strict: bool = False,
+    **planning: Any,
 ) -> ConversionReport:
     """Convert `model` in place to what was trained with the authors' package, with the same outputs.
 
@@ -114,13 +241,14 @@ def convert_from_authors_(
         model: The unconverted network, such as `timm.create_model("convnext_tiny")`.
         weights: A state dict whose layers have `weight` (O, I, E) and `P` (axes, O, I, E), or the file that holds it.
             Names may be those of the original ConvNeXt. Elements and their count come from here.
-        dilated_size: The window of the training. A larger one gives the same outputs without SIG; with SIG, elements
-            are normalised over the window, which the file does not state.
-        rules, tie, strict: As in `plan_conversion`; the layers converted must be those that have positions.
-        interpolation: With SIG: "triangle" for their version max, "gaussian" for gauss, which the file does not state.
-        version: Without SIG: "v0" (also None, as released) or "v1", which the file does not state either; they
-            differ in the order of the axes.
+        version: Without SIG: "v0" (also None, as released) or "v1", which the file does not state; they differ in the
+            order of the axes.
         input_size: As in `convert_`.
+        planning: dilated_size, rules, tie, interpolation and strict, as in `plan_conversion`. The layers converted
+            must be those that have positions. The window is that of the training: a larger one gives the same outputs
+            without SIG; with SIG, elements are normalised over the window, which the file does not state. With SIG,
+            interpolation is "triangle" for their version max and "gaussian" for gauss, which the file does not state
+            either.
 
     Returns:
         As `convert_`.
@@ -131,20 +259,41 @@ def convert_from_authors_(
     from_file = isinstance(weights, str | Path)
     state = with_names_of(model, read_weights(weights) if isinstance(weights, str | Path) else weights)
     where = f"checkpoint {weights}" if from_file else "the state dict"
-    sorted_weights = sort_weights(state, where)
-    if sorted_weights is None:
+    elements = sort_weights(state, where)
+    if elements is None:
         raise CheckpointError(f"{where}: has no layers of the authors' package, with a P beside the weight")
-    source = known_source(model)
-    plan = plan_conversion(
-        find_convs(model, input_size),
-        str(rules) if isinstance(rules, Path) else rules,
-        dilated_size=dilated_size,
-        kernel_count=sorted_weights.kernel_counts,
-        tie=tie,
-        interpolation=None if interpolation == INTERPOLATIONS[0] else interpolation,
-        strict=strict,
-        model=source.name if source else None,
-        model_args=source.args if source else None,
-    )
-    start_from_authors_(model, plan, sorted_weights, version=version)
-    return measure_report(model, plan)
+    start = Start(elements=elements, authors_version=version)
+    plan = plan_for(model, PlanOptions(**planning), start, source=known_source(model), input_size=input_size)
+    return carry_out_(model, plan, start).report
+
+
+def _kernel_count(options: PlanOptions, start: Start) -> Any:
+    """What decides the counts: the elements that there are, the cells of the old kernels, or the options."""
+    exact = start.init == EXACT
+    given = {
+        "kernel_count": options.kernel_count != AUTO,
+        "scope": options.scope != SCOPES[0],
+        "budget": parse_percent(options.budget) != 1,
+    }
+    stated = [name for name, is_given in given.items() if is_given]
+    leave = f"leave {' and '.join(name.replace('_', ' ') for name in stated)}"
+    if start.elements is not None:
+        counts = set(start.elements.kernel_counts.counts.values())
+        if stated and (stated != ["kernel_count"] or counts != {options.kernel_count}):
+            raise CheckpointError(
+                f"{start.elements.where}: has elements of its own, {listed(sorted(counts))} in a kernel; {leave}"
+            )
+        return start.elements.kernel_counts
+    if exact and stated and options.kernel_count != EXACT:
+        raise PlanError(f"an exact start takes an element for each cell of the old kernels: {leave}")
+    return EXACT if exact else options.kernel_count
+
+
+def _outputs(model: nn.Module, plan: ConversionPlan) -> Any:
+    """For two images of random numbers; None for a model that takes something else."""
+    if plan.input_size is None:
+        return None
+    images = torch.randn(2, *plan.input_size, generator=torch.Generator().manual_seed(0))
+    with contextlib.suppress(Exception), evaluating(model):  # the model's own code, and a comparison to be spared
+        return model(images)
+    return None

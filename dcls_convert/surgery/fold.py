@@ -8,21 +8,21 @@ from torch import fx, nn
 from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.positions import drop_spare_from_decay_
+from ..networks.running import unchanged_on_failure
 
-# What timm's `reparameterize_model` calls on a child, the first that there is; it goes below the child afterwards.
+# Methods that timm's `reparameterize_model` looks for on a child, in this order; it calls the first one found.
 REPARAMETERIZING = ("fuse", "reparameterize", "switch_to_deploy")
 
 
 def fold_to_dense_(model: nn.Module) -> int:
     """Replace every DCLS layer by its plain convolution, drop the tied positions, and return how many there were.
 
-    Outputs stay the same; what was learnable in place is then an ordinary dense kernel of the window's size. timm's
-    savers (`save_for_hf`, `push_to_hf_hub`) write a config for the model that rebuilds it folded.
+    Outputs stay the same. Each kernel is then an ordinary dense one of the window's size. timm's savers (`save_for_hf`,
+    `push_to_hf_hub`) write a config that rebuilds the folded model.
 
-    `timm.utils.reparameterize_model(model)` folds a converted model too, and after that whatever else of it timm can
-    fuse. timm starts at the model's children: positions that are tied across several of them go with the last of the
-    layers, but the model's own arguments, which timm's savers write, still say that it is not folded. Save a model that
-    this function has folded.
+    `timm.utils.reparameterize_model(model)` folds a converted model too, then fuses what else it can. It starts at the
+    model's children, so the arguments that timm's savers write still say that the model is not folded: fold with this
+    function before saving.
 
     Raises:
         PlanError: The model is itself a DCLS layer.
@@ -31,19 +31,20 @@ def fold_to_dense_(model: nn.Module) -> int:
         raise PlanError("the model is itself a DCLS layer, which cannot be replaced in place; use its fuse()")
     layers = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, DclsConvNd)]
     folded = {layer: layer.fuse() for _, layer in layers}
-    for name, layer in layers:
-        model.set_submodule(name, folded[layer])
-    _drop_unused_positions(folded)
-    _drop_fold_first(model)
-    drop_spare_from_decay_(model)
-    _tell_timm_of_folding(model)
+    with unchanged_on_failure(model):
+        for name, layer in layers:
+            model.set_submodule(name, folded[layer])
+        _drop_unused_positions(folded)
+        _drop_fold_first(model)
+        drop_spare_from_decay_(model)
+        _tell_timm_of_folding(model)
     return len(folded)
 
 
 def fold_before_timm_fuses_(model: nn.Module) -> None:
     """Let timm's `reparameterize_model` fold a converted model before it fuses other things in it.
 
-    By itself timm would call each layer's `fuse`, but leave the tied positions on their owner, and what fuses a
+    timm by itself would call each layer's `fuse` but leave the tied positions on their owner; and models that fuse a
     convolution with its normalisation (RepViT, LeViT) would take the elements' weights for a kernel.
     """
     for module in (model, *_children(model)):
@@ -54,7 +55,7 @@ def fold_before_timm_fuses_(model: nn.Module) -> None:
 
 
 class FoldFirst:
-    """A method of one module alone: folds all that is in the module, and then does what its class has by that name."""
+    """A method for one module: folds the module, then calls the method of this name that the module's class has."""
 
     def __init__(self, module: nn.Module | None, name: str) -> None:
         self.module, self.name = module, name
@@ -67,12 +68,12 @@ class FoldFirst:
         return None if own is None else own(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # A module whose class copies its attributes in a way of its own would be copied without end from here.
+        # Do not deep-copy self.module: a custom __deepcopy__ would recurse.
         return type(self)(memo.get(id(self.module)), self.name)
 
 
 def _children(model: nn.Module) -> Iterator[nn.Module]:
-    """The children of a model; of a GraphModule, whose copies and pickles keep no such attribute, its own children."""
+    """The children of a model. Copies of a GraphModule lose attributes, so its own children stand for it."""
     for child in model.children():
         if isinstance(child, fx.GraphModule):
             yield from _children(child)
@@ -88,7 +89,7 @@ def _drop_fold_first(model: nn.Module) -> None:
 
 
 def _drop_unused_positions(folded: Iterable[DclsConvNd]) -> None:
-    """Take tied parameters off their owner where no layer below it needs them any more."""
+    """Remove tied parameters from their owner once no layer below it uses them."""
     for layer in folded:
         owner, names = layer._owner, set(layer._owner_names.values())
         if owner is None:
@@ -97,7 +98,7 @@ def _drop_unused_positions(folded: Iterable[DclsConvNd]) -> None:
         if not any(names & set(other._owner_names.values()) for other in others):
             for tied in folded:
                 if tied._owner is owner and names & set(tied._owner_names.values()):
-                    tied.untie_()  # it may still stand where the owner does not reach
+                    tied.untie_()  # an alias outside the owner may still use the layer
             for name in names:
                 owner._parameters.pop(name, None)
 

@@ -34,7 +34,7 @@ from dcls_convert.cli.app import main
 from dcls_convert.errors import CheckpointError, DclsConvertError
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.planning.plan import check_plan, plan_from_json
-from dcls_convert.surgery.place import fold_to_dense_
+from dcls_convert.surgery.fold import fold_to_dense_
 
 from ..conftest import TINY
 

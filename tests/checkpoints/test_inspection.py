@@ -23,7 +23,7 @@ from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.interpolation import position_limits
 from dcls_convert.layers.position_statistics import border_share, mean_distance, overlap_share, spread
 from dcls_convert.networks.source import ModelSource, build_model
-from dcls_convert.surgery.place import fold_to_dense_
+from dcls_convert.surgery.fold import fold_to_dense_
 
 from ..conftest import TINY
 

@@ -19,7 +19,7 @@ from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.source import ModelSource, build_hollow, build_model
 from dcls_convert.networks.weights import fill_, load_weights_, read_weights
 from dcls_convert.planning.planner import plan_conversion
-from dcls_convert.surgery.place import apply_plan_
+from dcls_convert.surgery.start import apply_plan_
 
 FAMILIES = {
     "timm:test_convnext": {},

@@ -7,7 +7,7 @@ from torch import nn
 
 from dcls_convert import find_convs, fold_to_dense_, plan_conversion, predict_report
 from dcls_convert.networks.tracing import trace
-from dcls_convert.surgery.place import apply_plan_
+from dcls_convert.surgery.start import apply_plan_
 
 IMAGE = (3, 224, 224)
 COCO = (3, 1280, 800)  # caption of the COCO table

@@ -26,7 +26,7 @@ from dcls_convert.planning.tie_groups import common_parent
 from dcls_convert.reports.report import measure_report, predict_report
 from dcls_convert.surgery.convert import convert_
 from dcls_convert.surgery.fold import fold_to_dense_
-from dcls_convert.surgery.place import apply_plan_
+from dcls_convert.surgery.start import apply_plan_
 
 FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
 IMAGE = (4, 9, 14)
