@@ -16,6 +16,7 @@ from ..networks.outputs import relative_distance
 from ..networks.running import evaluating, unchanged_on_failure
 from ..networks.sites import find_convs
 from ..networks.source import ModelSource, build_hollow, build_model, known_source, with_names_of
+from ..networks.tracing import check_same_shapes
 from ..networks.weights import fill_, load_weights_, read_weights
 from ..options import AUTO, EXACT, SCOPES, AuthorsVersion, Init, PlanOptions, Positions, takes_plan_options
 from ..planning.budget import parse_percent
@@ -81,6 +82,7 @@ def plan_for(
         raise PlanError(f"input size {size_text(input_size)}: {convs.macs_note}")
     counts = replace(options, kernel_count=_kernel_count(options, start))
     plan = make_plan(convs, counts, model=source.name if source else None, model_args=source.args if source else None)
+    check_same_shapes(model, plan.windows, plan.input_size)
     if start.elements is not None:
         element_state(start.elements, plan, start.authors_version)
     return plan
