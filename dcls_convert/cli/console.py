@@ -5,6 +5,7 @@ nothing is an error of its own; what was written to disk before stays, and is na
 """
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -35,10 +36,7 @@ def show(*parts: RenderableType, least_width: int = 0) -> None:
         parts: A string for each line, or what rich lays out.
         least_width: Columns of a file or pipe.
     """
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, least_width)
-    _write(_rendered(console, *parts))
+    _write(_rendered(sys.stdout, *parts, least_width=least_width))
 
 
 def write(text: str) -> None:
@@ -48,11 +46,11 @@ def write(text: str) -> None:
 
 def message(text: str, style: str = "") -> None:
     """Print one line to stderr."""
-    line = _rendered(Console(stderr=True, highlight=False), Text(printable(text), style=style))
+    if sys.stderr is None:
+        return
     try:
-        if sys.stderr is not None:
-            sys.stderr.write(line)
-            sys.stderr.flush()
+        sys.stderr.write(_rendered(sys.stderr, Text(printable(text), style=style)))
+        sys.stderr.flush()
     except OSError:
         _drop(sys.stderr)
 
@@ -98,12 +96,31 @@ def finish() -> None:
             _drop(stream)
 
 
-def _rendered(console: Console, *parts: RenderableType) -> str:
-    with console.capture() as captured:
-        for part in parts:
-            part = Text(printable(part)) if isinstance(part, str) else part
-            console.print(_Escaped(part), soft_wrap=isinstance(part, Text))
-    return captured.get()
+def _rendered(stream: TextIO | None, *parts: RenderableType, least_width: int = 0) -> str:
+    """What rich would write to the stream; writing is left to us, and so are its errors."""
+    written = _Written(stream)
+    console = Console(file=written, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, least_width)
+    for part in parts:
+        part = Text(printable(part)) if isinstance(part, str) else part
+        console.print(_Escaped(part), soft_wrap=isinstance(part, Text))
+    return written.getvalue()
+
+
+class _Written(io.StringIO):
+    """Collects what is written to it; to rich it looks like the stream."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__()
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
 
 
 class _Escaped:

@@ -3,10 +3,8 @@
 A row of the tables is one kind of mistake: what is given, and what the line must say about it.
 """
 
-import contextlib
 import json
 import os
-import pickle
 import random
 import re
 import resource
@@ -100,10 +98,10 @@ def check_refusal(code, out, err, *, says, expected):
 
 @pytest.fixture
 def refused(tmp_path, capfd, monkeypatch):
-    """Runs `dcls-convert` in `tmp_path` (or `cwd` in it) and checks that it refuses; returns the line."""
+    """Runs `dcls-convert` in `tmp_path` and checks that it refuses; returns the line."""
 
-    def check(*arguments, says, code=MISTAKE, cwd="."):
-        monkeypatch.chdir(tmp_path / cwd)
+    def check(*arguments, says, code=MISTAKE):
+        monkeypatch.chdir(tmp_path)
         before = snapshot(tmp_path)
         result = run(arguments, capfd)
         after = snapshot(tmp_path)
@@ -495,13 +493,7 @@ def save(content):
     return lambda state, path: torch.save(content(state), path)
 
 
-def save_old(content):
-    return lambda state, path: torch.save(content(state), path, _use_new_zipfile_serialization=False)
-
-
 def cut(save, keep):
-    """The file's first bytes; `keep` of the whole."""
-
     def save_and_cut(state, path):
         save(state, path)
         path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
@@ -529,27 +521,18 @@ NO_CODE = (
     "so save its state dict alone (UnpicklingError)"
 )
 NO_STATE = ", not a state dict (names to tensors)"
-RANDOM = bytes(torch.randint(256, (1000,), generator=torch.Generator().manual_seed(0)).tolist())
 
 
 @table(
     {
         "empty": (("c.pth", write(b"")), NO_TORCH),
-        "text": (("c.pth", write(b"hello world\n" * 20)), NO_TORCH),
         "half": (("c.pth", cut(save(dict), 0.5)), NO_TORCH),
-        "half, old format": (("c.pth", cut(save_old(dict), 0.5)), NO_TORCH),
         "safetensors called torch": (("c.pth", save_file), NO_TORCH),
-        "empty safetensors": (("c.safetensors", write(b"")), NO_SAFETENSORS),
         "half safetensors": (("c.safetensors", cut(save_file, 0.5)), NO_SAFETENSORS),
-        "torch called safetensors": (("c.safetensors", save(dict)), NO_SAFETENSORS),
-        "safetensors of nothing": (("c.safetensors", lambda _, path: save_file({}, path)), "with nothing" + NO_STATE),
         "code": (("c.pth", save(lambda _: RunsCode())), NO_CODE),
-        "code, old format": (("c.pth", save_old(lambda _: RunsCode())), NO_CODE),
-        "code, plain pickle": (("c.pkl", write(pickle.dumps(RunsCode()))), NO_CODE),
         "code beside weights": (("c.pth", save(lambda state: {"model": state, "x": RunsCode()})), NO_CODE),
         "whole model": (("c.pth", save(lambda _: nn.Linear(2, 2))), NO_CODE),
         "tensor": (("c.pth", save(lambda _: torch.zeros(3))), "holds a Tensor" + NO_STATE),
-        "no tensors": (("c.pth", save(lambda _: {"a": 1, "b": "c"})), "holds a mapping with a, b" + NO_STATE),
         "holds itself": (("c.pth", save(holding_itself)), "holds a mapping with model" + NO_STATE),
         "more than tensors": (("c.pth", save(lambda state: {**state, "epoch": 3})), "epoch"),  # which is at fault
         "names are numbers": (("c.pth", save(lambda _: {1: torch.zeros(2)})), f"lacks {FIRST}", "has 1 too many"),
@@ -561,10 +544,8 @@ RANDOM = bytes(torch.randint(256, (1000,), generator=torch.Generator().manual_se
             f"{FIRST} has shape (3, 3), the model needs (64, 3, 3, 3)",
         ),
         "complex": (("c.pth", changed(lambda tensor: tensor.to(torch.complex64))), FIRST),
-        "sparse": (("c.pth", changed(torch.Tensor.to_sparse)), FIRST),
         "without data": (("c.pth", changed(lambda tensor: tensor.to("meta"))), FIRST),
         "folder": (("c.pth", lambda _, path: path.mkdir()), re.compile("folder|not a file")),
-        "pipe": (("c.pth", lambda _, path: os.mkfifo(path)), re.compile("not a file")),
     }
 )
 def test_checkpoints(refused, tmp_path, state, given, says):
@@ -573,7 +554,7 @@ def test_checkpoints(refused, tmp_path, state, given, says):
     refused(OWN, "--checkpoint", name, says=[f"checkpoint {name}: ", *says])
 
 
-@pytest.mark.parametrize("write_to", [save(dict), save_old(dict), save_file], ids=["torch", "old torch", "safetensors"])
+@pytest.mark.parametrize("write_to", [save(dict), save_file], ids=["torch", "safetensors"])
 def test_damaged_checkpoints_are_read_or_refused(tmp_path, state, write_to):
     path = tmp_path / ("c.safetensors" if write_to is save_file else "c.pth")
     write_to({LAST: state[LAST]}, path)
@@ -592,15 +573,13 @@ def test_damaged_checkpoints_are_read_or_refused(tmp_path, state, write_to):
     assert raised == {CheckpointError}
 
 
-@table(
-    {
-        TINY: re.compile("lacks stem.0.weight, .* and has .*0.0.weight.* too many"),
-        "torchvision:resnet18": re.compile("lacks conv1.weight, .* and has .*0.0.weight.* too many"),
-    }
-)
-def test_checkpoints_of_another_model(refused, tmp_path, state, given, says):
+def test_a_checkpoint_of_another_model(refused, tmp_path, state):
     save_file(state, tmp_path / "c.safetensors")
-    refused(given, *SMALL, "--checkpoint", "c.safetensors", says=["checkpoint c.safetensors: does not fit", *says])
+    says = [
+        "checkpoint c.safetensors: does not fit",
+        re.compile("lacks stem.0.weight, .* and has .*0.0.weight.* too many"),
+    ]
+    refused(TINY, *SMALL, "--checkpoint", "c.safetensors", says=says)
 
 
 # --- --output
@@ -634,45 +613,27 @@ THEIRS = ("o/README.md", "o/config.json", "o/model.safetensors")  # as of any ot
     {
         "default exists": ((files("build-dcls7/"), ""), f"output build-dcls7 {EXISTS}"),
         "folder": ((files("o/"), "--output o"), f"output o {EXISTS}"),
-        "file": ((files("o"), "--output o"), f"output o {EXISTS}"),
         "file, force": ((files("o"), "--output o --force"), "output o is a file, not a folder", LEFT),
         "foreign": ((files("o/data.txt"), "--output o --force"), "output o holds 'data.txt'", LEFT),
-        "foreign, hidden": ((files("o/.git/"), "--output o --force"), "output o holds '.git'", LEFT),
-        "foreign beside ours": (
-            (files("o/plan.json", "o/my.md"), "--output o --force"),
-            "output o holds 'my.md'",
-            LEFT,
-        ),
         "foreign README": ((files("o/README.md"), "--output o --force"), "output o", LEFT),
         "foreign model": ((files(*THEIRS), "--output o --force"), "output o", LEFT),
         "foreign under our name": ((files("o/README.md/thesis.tex"), "--output o --force"), "output o", LEFT),
         "link": ((link("o", "t"), "--output o"), f"output o {EXISTS}"),
         "link, force": ((link("o", "t"), "--output o --force"), "output o", "link", LEFT),
         "link to nothing": ((link("o", "x"), "--output o"), f"output o {EXISTS}"),
-        "link to nothing, force": ((link("o", "x"), "--output o --force"), "output o", "link", LEFT),
         "parent a file": ((files("f"), "--output f/o"), "output f/o: ", "f is not a folder"),
-        "grandparent a file": ((files("f"), "--output f/x/o"), "output f/x/o: ", "f is not a folder"),
         "parent a link to nothing": ((link("l", "x"), "--output l/o"), "output l/o"),
-        "parent a link to itself": ((link("l", "l"), "--output l/o"), "output l/o"),
         "too long": ((files(), f"--output {TOO_LONG}"), f"output {TOO_LONG[:57]}...: ", "File name too long"),
         "too long for the partial one": ((files(), f"--output {'a' * 250}"), "output", "too long"),
         "no name": ((files(), "--output ''"), f"output .: {NEW}"),
         "here": ((files(), "--output ."), f"output .: {NEW}"),
-        "root": ((files(), "--output /"), f"output /: {NEW}"),
-        "device": ((files(), "--output /dev/null"), f"output /dev/null {EXISTS}"),
         "under a device": ((files(), "--output /dev/null/x"), "output /dev/null/x: /dev/null is not a folder"),
-        "through nothing": ((files(), "--output x/.."), f"output x/..: {NEW}"),
     }
 )
 def test_outputs(refused, tmp_path, given, says):
     make, options = given
     make(tmp_path)
     refused(OWN, *shlex.split(options), says=says)
-
-
-def test_the_empty_working_directory_is_no_output(refused, tmp_path):
-    (tmp_path / "here").mkdir()
-    refused(OWN, "--output", ".", "--force", cwd="here", says=[f"output .: {NEW}"])
 
 
 def test_a_working_directory_that_is_gone(tmp_path, capfd, monkeypatch):
@@ -683,31 +644,30 @@ def test_a_working_directory_that_is_gone(tmp_path, capfd, monkeypatch):
 
 
 @pytest.fixture
-def open_folder():
-    """A folder that others may enter, unlike pytest's, but not write to."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "shut").mkdir()
-        for file in ("c.pth", "my.yaml", "shut/c.pth", "shut/my.yaml"):
-            (folder / file).touch(mode=0)
-        (folder / "shut").chmod(0)
+def as_nobody(tmp_path, capfd, monkeypatch):
+    """In a folder that nobody may write to, without the privileges of root, who may do everything."""
+    monkeypatch.chdir(tmp_path)
+    run([OWN, "--dilated-size", "16"], capfd)  # imports what nobody may not read
+    with tempfile.TemporaryDirectory() as name:  # others may enter it, unlike pytest's and perhaps the checkout
+        outer, folder = Path(name), Path(name, "here")
+        shutil.copytree(builtin_rules()["depthwise"].parent, outer / "rules")
+        monkeypatch.setattr("dcls_convert.planning.rules._SHIPPED", outer / "rules")
+        (folder / "shut").mkdir(parents=True)
+        for file in ("c.pth", "my.yaml", "shut"):
+            (folder / file).touch()
+            (folder / file).chmod(0)
         folder.chmod(0o555)
-        yield folder
-        folder.chmod(0o755)
-        (folder / "shut").chmod(0o755)
-
-
-@contextlib.contextmanager
-def as_nobody():
-    """Without root's privileges, to whom every permission is granted."""
-    root = os.geteuid() == 0
-    if root:
-        os.setresuid(NOBODY, NOBODY, 0)
-    try:
+        outer.chmod(0o755)
+        monkeypatch.chdir(folder)
+        root = os.geteuid() == 0
+        if root:
+            os.setresuid(NOBODY, NOBODY, 0)
         yield
-    finally:
         if root:
             os.setresuid(0, 0, 0)
+        assert sorted(os.listdir(folder)) == ["c.pth", "my.yaml", "shut"]
+        folder.chmod(0o755)
+        (folder / "shut").chmod(0o755)
 
 
 PERMISSION = re.compile("(?i)permission|not readable")
@@ -716,27 +676,16 @@ PERMISSION = re.compile("(?i)permission|not readable")
 @table(
     {
         "": "output build-dcls7: no permission to write in",
-        "--output out": "output out: no permission to write in",
         "--output a/b/out": "output a/b/out: no permission to write in",
         "--output shut/out": PERMISSION,
-        "--output shut": PERMISSION,
         "--checkpoint c.pth": PERMISSION,
-        "--checkpoint shut/c.pth": PERMISSION,
         "--rules my.yaml": PERMISSION,
         "--rules shut/my.yaml": PERMISSION,
     }
 )
-def test_no_permission(open_folder, capfd, monkeypatch, given, says):
-    monkeypatch.chdir(open_folder)
-    run([OWN, "--dilated-size", "16"], capfd)  # imports what nobody may not read
-    with tempfile.TemporaryDirectory() as rules:  # nor need nobody be allowed to enter the checkout
-        shutil.copytree(builtin_rules()["depthwise"].parent, rules, dirs_exist_ok=True)
-        Path(rules).chmod(0o755)
-        monkeypatch.setattr("dcls_convert.planning.rules._SHIPPED", Path(rules))
-        with as_nobody():
-            result = run([OWN, *given.split()], capfd)
-    check_refusal(*result, says=[*given.split()[1:], *says], expected=MISTAKE)
-    assert sorted(os.listdir(open_folder)) == ["c.pth", "my.yaml", "shut"]
+@pytest.mark.usefixtures("as_nobody")
+def test_no_permission(capfd, given, says):
+    check_refusal(*run([OWN, *given.split()], capfd), says=[*given.split()[1:], *says], expected=MISTAKE)
 
 
 # --- Trouble in the middle of writing

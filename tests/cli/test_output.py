@@ -149,8 +149,13 @@ def closed_pipe():
 
 @pytest.mark.parametrize(
     ("stdout", "says"),
-    [(lambda: open("/dev/full", "w"), "No space left"), (lambda: None, "stdout is closed"), (closed_pipe, None)],
-    ids=["full", "closed", "pipe"],
+    [
+        (lambda: open("/dev/full", "w"), "No space left"),
+        (lambda: io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True), "No space left"),
+        (lambda: None, "stdout is closed"),
+        (closed_pipe, None),
+    ],
+    ids=["full", "full, not buffered", "closed", "pipe"],
 )
 @pytest.mark.parametrize("options", [[], ["--json"], ["--quiet"]], ids=" ".join)
 def test_a_stdout_that_takes_nothing_does_not_take_back_the_checkpoint(capsys, monkeypatch, stdout, says, options):
