@@ -274,7 +274,7 @@ def _plan(
         return plan_again(twin, read_plan(folder), rebuilt)
     plan = plan_for(twin, options, start, source=rebuilt, input_size=input_size)
     if plan.macs is None and input_size is not None:
-        raise PlanError(f"--input-size {size_text(input_size)}: {plan.macs_note}")
+        raise PlanError(f"input size {size_text(input_size)}: {plan.macs_note}")
     return plan
 
 
