@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from ..errors import CheckpointError, PlanError, newer_format
+from ..errors import CheckpointError, PlanError, listed, newer_format, one_line, shown
 from ..layers.geometry import check_window, conv_macs
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import Skipped
@@ -24,7 +24,7 @@ _STRICT = ConfigDict(strict=True, extra="forbid")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """One convolution and the DCLS layer that takes its place."""
+    """One convolution, and the DCLS layer that takes its place."""
 
     __pydantic_config__ = _STRICT
 
@@ -105,7 +105,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCounts:
-    """Kernel counts that are not to be solved for, since the elements are there already: of all layers to convert."""
+    """Kernel counts of elements that exist already, for all layers to convert; nothing is left to solve."""
 
     source: str  # "checkpoint weights.pth", for messages
     counts: Mapping[str, int]  # by the layer's name
@@ -113,7 +113,7 @@ class LayerCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TieGroup:
-    """Layers that share their positions, and where those are registered."""
+    """Layers that share their positions, and the module on which the positions are registered."""
 
     __pydantic_config__ = _STRICT
 
@@ -158,7 +158,7 @@ class ConversionPlan:
         return dict(_ADAPTER.dump_python(self, mode="json"))
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2) + "\n"
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     @property
     def hash(self) -> str:
@@ -170,7 +170,7 @@ class ConversionPlan:
 
 
 def check_plan(plan: ConversionPlan) -> None:
-    """Refuse a plan that contradicts itself, as one that was edited by hand can.
+    """Refuse a plan that contradicts itself; one that was edited by hand may.
 
     Raises:
         PlanError: Names the layer or the group, and what is wrong with it.
@@ -183,15 +183,18 @@ def check_plan(plan: ConversionPlan) -> None:
             members.setdefault(layer.tie_group, []).append(layer)
     groups = {group.name: group for group in plan.tie_groups}
     if len(groups) != len(plan.tie_groups) or groups.keys() != members.keys():
-        raise PlanError(f"the plan's tie groups are {sorted(groups)}, its layers are in {sorted(members)}")
+        raise PlanError(
+            f"the plan's tie groups are {listed(sorted(groups))}, its layers are in {listed(sorted(members))}"
+        )
     for name, group in groups.items():
+        where = f"tie group {shown(name)}"
         if group.layers != tuple(layer.name for layer in members[name]):
-            raise PlanError(f"tie group {name}: lists {len(group.layers)} layers, other than those that name it")
+            raise PlanError(f"{where}: lists {len(group.layers)} layers, other than those that name it")
         shapes = {(layer.position_shape, layer.dilated_size, layer.interpolation) for layer in members[name]}
         if len(shapes) > 1:
-            raise PlanError(f"tie group {name}: its layers have {len(shapes)} different shapes")
+            raise PlanError(f"{where}: its layers have {len(shapes)} different shapes")
         if group.parameters.keys() != set(members[name][0].shared_parameters):
-            raise PlanError(f"tie group {name}: must say where {' and '.join(members[name][0].shared_parameters)} are")
+            raise PlanError(f"{where}: must say where {' and '.join(members[name][0].shared_parameters)} are")
 
 
 def _check_layer(layer: LayerPlan) -> None:
@@ -217,7 +220,7 @@ def _check_layer(layer: LayerPlan) -> None:
                 f"kernel count {layer.kernel_count} must be from 1 to the {layer.cells} cells of its window"
             )
     except ValueError as error:
-        raise PlanError(f"{layer.names[0] if layer.names else 'a layer'}: {error}") from error
+        raise PlanError(f"{shown(layer.names[0]) if layer.names else 'a layer'}: {one_line(error)}") from error
 
 
 _ADAPTER: TypeAdapter[ConversionPlan] = TypeAdapter(ConversionPlan)
@@ -227,7 +230,7 @@ def plan_from_json(text: str | bytes, where: str) -> ConversionPlan:
     """The plan that `to_json` wrote.
 
     Raises:
-        CheckpointError: Not such a text, or one of a newer program; names `where` and the place in it.
+        CheckpointError: The text is no plan, or a newer program wrote it; names `where` and the place in it.
     """
     try:
         return _ADAPTER.validate_json(text)
@@ -236,11 +239,11 @@ def plan_from_json(text: str | bytes, where: str) -> ConversionPlan:
             raise CheckpointError(newer_format(where, newer, PLAN_FORMAT)) from error
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
-        raise CheckpointError(f"{where}: {place + ': ' if place else ''}{problem['msg']}") from error
+        raise CheckpointError(f"{where}: {shown(place) + ': ' if place else ''}{shown(problem['msg'], 200)}") from error
 
 
 def _newer_format(text: str | bytes) -> int | None:
-    """The format that the text states, where this program does not know it yet."""
+    """The format that the text states, if it is newer than this program's."""
     with contextlib.suppress(ValueError, RecursionError):
         data = json.loads(text)
         stated = data.get("format") if isinstance(data, dict) else None

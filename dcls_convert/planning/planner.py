@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import NothingMatchesError, PlanError, RuleError
+from ..errors import NothingMatchesError, PlanError, RuleError, one_line, shown
 from ..layers.geometry import check_window, grown_padding, size_text
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
@@ -166,24 +166,24 @@ def _check_options(options: PlanOptions) -> None:
     size, count = options.dilated_size, options.kernel_count
     sides = size if isinstance(size, Sequence) else () if size is None else (size,)
     if (isinstance(size, Sequence) and not size) or any(type(side) is not int or side < 1 for side in sides):
-        raise PlanError(f"dilated size {size!r} must be a positive integer, or one for each side")
+        raise PlanError(f"dilated size {shown(repr(size))} must be a positive integer, or one for each side")
     for name, value, allowed in [
         ("scope", options.scope, SCOPES),
         ("tie", options.tie, TIES),
         ("interpolation", options.interpolation or INTERPOLATIONS[0], INTERPOLATIONS),
     ]:
         if value not in allowed:
-            raise PlanError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+            raise PlanError(f"{name}={shown(repr(value))} must be one of {', '.join(allowed)}")
     if count not in (AUTO, EXACT) and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise PlanError(f"kernel count {count!r} must be a positive integer, auto or exact")
+        raise PlanError(f"kernel count {shown(repr(count))} must be a positive integer, auto or exact")
 
 
 def _json_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments as they come back from plan.json."""
+    """The arguments as they come back from a file."""
     try:
-        return dict(json.loads(json.dumps(arguments)))
+        return dict(json.loads(json.dumps(arguments, allow_nan=False)))
     except (TypeError, ValueError) as error:
-        raise PlanError(f"model_args cannot be kept in a JSON file: {error}") from error
+        raise PlanError(f"model_args cannot be kept in a JSON file: {one_line(error)}") from error
 
 
 def _claim(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:

@@ -1,11 +1,11 @@
-"""Drafts of layers to whole ones: which share their positions, how many elements they have, who owns what is tied."""
+"""Drafts become whole layers: which share their positions, their kernel counts, and which module owns a tie group."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from ..errors import PlanError, listed
+from ..errors import PlanError, listed, shown
 from ..layers.geometry import size_text
 from ..networks.sites import Skipped
 from ..options import Scope, Tie
@@ -17,7 +17,10 @@ MODEL_UNIT = "model"  # the unit of the budget with scope "model"
 
 
 def group_layers(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
-    """Layers of one stage and one shape. The same old kernel too: they are to start from the same grid."""
+    """Groups of drafts with one stage and one shape, by name.
+
+    Their old kernels have one size and dilation too, so that all can start from the same grid.
+    """
     by_key: dict[tuple[object, ...], list[LayerPlan]] = {}
     for draft in drafts:
         if draft.stage is not None:
@@ -47,7 +50,7 @@ def with_given_counts(
     for name in given.counts:
         if name not in names:
             reason = next((skip.reason for skip in skipped if skip.name == name), "the model has no such convolution")
-            raise PlanError(f"{given.source}: has elements for {name}, which would not be converted: {reason}")
+            raise PlanError(f"{given.source}: has elements for {shown(name)}, which would not be converted: {reason}")
     missing = [draft.name for draft in drafts if not given.counts.keys() & set(draft.names)]
     if missing:
         raise PlanError(f"{given.source}: has no elements for {listed(missing, 1)}, which would be converted")
@@ -64,7 +67,7 @@ def with_given_counts(
 
 
 def _check_counts_in_groups(drafts: Sequence[LayerPlan], source: str) -> None:
-    """Refuse counts that differ where one count would make a tie group."""
+    """Refuse different counts in layers that would be a tie group if their counts were the same."""
     count_of = {draft.name: draft.kernel_count for draft in drafts}
     alike = group_layers([replace(draft, kernel_count=UNSOLVED) for draft in drafts])
     for group, members in alike.items():
@@ -80,12 +83,12 @@ def _check_counts_in_groups(drafts: Sequence[LayerPlan], source: str) -> None:
 def with_counts(
     drafts: Sequence[LayerPlan], groups: dict[str, list[LayerPlan]], scope: Scope, share: Fraction
 ) -> tuple[tuple[LayerPlan, ...], SolvedBudget]:
-    """The layers with their counts, solved for where they are not stated, and the budget that this uses."""
+    """The layers with their counts, stated or solved for, and the books of the budget."""
     group_of = {draft.name: name for name, members in groups.items() for draft in members}
     costs = []
     for draft in drafts:
         tie = group_of.get(draft.name)
-        # A tie group has one count: solving per layer, it is one layer with its share of the positions.
+        # A tie group has one count. With scope "layer", the group counts as one layer.
         unit = {"model": MODEL_UNIT, "stage": draft.stage or draft.name, "layer": tie or draft.name}[scope]
         costs.append(
             BudgetLayer(
@@ -107,7 +110,7 @@ def with_counts(
 
 
 def named_owners(groups: dict[str, list[LayerPlan]], layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
-    """The lowest module that holds each group, and a name there that no other group has."""
+    """The tie groups, each on the lowest module that holds its layers, under names that no other group has there."""
     taken: Counter[str] = Counter()
     result = []
     for name in groups:

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 import timm
-import torch
 from rich.console import Console
 from torch import nn
 
-from dcls_convert import find_convs, plan_conversion, predict_report
+from dcls_convert import apply_plan_, find_convs, measure_report, plan_conversion, predict_report
 from dcls_convert.reports.report_view import report_markdown, report_view
+
+from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
 
 # The whole JSON of convnext_tiny at window 17, with one layer of each stage and two skipped convolutions.
 DOCUMENTED = Path(__file__).with_name("convnext_tiny.json")
 
 
 def report_of(name, **options):
-    with torch.device("meta"):
-        model = timm.create_model(name)
-    return predict_report(plan_conversion(find_convs(model), model=f"timm:{name}", **options))
+    convs = find_convs(on_meta(timm.create_model, name))
+    return predict_report(plan_conversion(convs, model=f"timm:{name}", **options))
 
 
 def printed(report, *, verbose=False, **console):
@@ -123,3 +123,68 @@ def test_markdown_tables_are_well_formed():
     for table in tables:
         assert len({line.count("|") for line in table.splitlines()}) == 1
     assert f"{report.params.after:,}" in tables[1]
+
+
+# Predicted, and measured on the converted model.
+
+MODELS = {
+    "net": (Net, IMAGE),
+    "shared": (Shared, IMAGE),
+    "without bias": (lambda: Net(lambda: [depthwise(bias=False), nn.Conv2d(4, 4, 3, padding=1)]), IMAGE),
+    "1-D": (
+        lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=4), nn.Conv1d(4, 4, 5, groups=4), nn.Linear(120, 2)),
+        (4, 126),
+    ),
+    "3-D": (
+        lambda: nn.Sequential(
+            nn.Conv3d(4, 4, (1, 3, 3), groups=4, padding="same"),
+            nn.Conv3d(4, 8, 3, groups=4, padding=1, stride=(1, 2, 1)),
+        ),
+        (4, 5, 9, 7),
+    ),
+    "test_efficientnet": (lambda: timm.create_model("test_efficientnet"), None),
+    "resnet18": (lambda: timm.create_model("resnet18"), (3, 64, 64)),
+    "coat_tiny": (lambda: timm.create_model("coat_tiny"), None),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "interpolation"),
+    [
+        *((name, kind) for name in MODELS for kind in ("bilinear", "gaussian") if name != "coat_tiny"),
+        ("net", "triangle"),
+        ("coat_tiny", "bilinear"),  # slow to trace
+    ],
+)
+def test_the_report_of_the_plan_is_that_of_the_converted_model(name, interpolation):
+    build, size = MODELS[name]
+    model = on_meta(build)
+    plan = plan_conversion(find_convs(model, size), dilated_size=9, interpolation=interpolation)
+    predicted = predict_report(plan)
+    apply_plan_(model, plan)
+    assert predicted == measure_report(model, plan)
+    assert predicted.params.after == sum(parameter.numel() for parameter in model.parameters())
+    assert min(predicted.params_untouched, predicted.macs_untouched) >= 0
+    assert all(row.macs_after > row.macs_before for row in predicted.layers)
+    assert predicted.params.weights + predicted.params.positions == predicted.budget.used <= predicted.budget.limit
+
+
+def test_tied_positions_are_counted_in_the_first_layer_of_their_group():
+    report = predict_report(plan_of(Net()))
+    counted = {}
+    for row in report.layers:
+        counted.setdefault(row.tie_group or row.name, []).append(row.position_params > 0)
+    assert sorted(counted.values(), key=len) == [[True], [True], [True, False], [True, False]]
+
+
+def test_a_report_notices_a_model_that_is_not_what_was_planned():
+    """It is measured, not repeated."""
+    model = Net()
+    plan = plan_of(model)
+    apply_plan_(model, plan)
+    model.layer1[0].bias = None
+    model.stem = nn.Conv2d(4, 4, 3, padding=1)
+    measured, predicted = measure_report(model, plan), predict_report(plan)
+    assert measured.layers[0].params_after == predicted.layers[0].params_after - 4
+    assert measured.params.after == predicted.params.after - 4 + 4 * 4 * 8
+    assert measured.macs.after == predicted.macs.after + 9 * 14 * 4 * 4 * 8

@@ -1,0 +1,49 @@
+"""Small networks for tests of plans."""
+
+import torch
+from torch import nn
+
+from dcls_convert.networks.sites import find_convs
+from dcls_convert.planning.planner import plan_conversion
+
+IMAGE = (4, 9, 14)
+
+
+def depthwise(size=3, channels=4, **options):
+    return nn.Conv2d(channels, channels, size, **({"padding": "same", "groups": channels} | options))
+
+
+class Net(nn.Module):
+    """A stem and two stages; `convs` is a function, so that each of its calls makes new ones."""
+
+    def __init__(self, convs=lambda: [depthwise(), depthwise(), depthwise(5)]):
+        super().__init__()
+        self.stem = nn.Conv2d(4, 4, 1)
+        self.layer1, self.layer2 = nn.Sequential(*convs()), nn.Sequential(*convs())
+
+    def forward(self, x):
+        return self.layer2(self.layer1(self.stem(x)))
+
+
+class Shared(nn.Module):
+    """One convolution at two places, beside others; or two of the same shape."""
+
+    def __init__(self, shared=True):
+        super().__init__()
+        self.first = depthwise()
+        self.stages = nn.ModuleList([nn.Sequential(self.first if shared else depthwise()), nn.Sequential(depthwise())])
+        self.stages.append(self.stages[0])
+
+    def forward(self, x):
+        for stage in self.stages:
+            x = stage(self.first(x))
+        return x
+
+
+def plan_of(module, input_size=IMAGE, /, dilated_size=7, **options):
+    return plan_conversion(find_convs(module, input_size), dilated_size=dilated_size, **options)
+
+
+def on_meta(build, *arguments, **options):
+    with torch.device("meta"):
+        return build(*arguments, **options)

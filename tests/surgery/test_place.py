@@ -1,0 +1,182 @@
+"""Carrying a plan out: the layers it names, in the model it was made for, and nothing else."""
+
+import copy
+import json
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, weight_norm
+
+from dcls_convert.errors import DclsConvertError, PlanError
+from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
+from dcls_convert.networks.sites import find_convs
+from dcls_convert.planning.plan import plan_from_json
+from dcls_convert.planning.planner import plan_conversion
+from dcls_convert.surgery.convert import convert_
+from dcls_convert.surgery.fold import fold_to_dense_
+from dcls_convert.surgery.start import apply_plan_
+
+from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
+
+
+def fingerprint(model):
+    """Types, modes and every tensor: what must not change where something is refused."""
+    modules = {name: (id(m), type(m), m.training) for name, m in model.named_modules(remove_duplicate=False)}
+    tensors = {name: (id(t), t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    return modules, tensors
+
+
+def assert_unchanged(model, before):
+    modules, tensors = fingerprint(model)
+    assert modules == before[0]
+    assert tensors.keys() == before[1].keys()
+    assert all(
+        now == then and (tensor.is_meta or torch.equal(tensor, old))
+        for (now, tensor), (then, old) in zip(tensors.values(), before[1].values(), strict=True)
+    )
+
+
+class OwnForward(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def converted(model):
+    apply_plan_(model, plan_of(model))
+    return model
+
+
+WRONG_MODELS = {
+    "lacks a layer": lambda: Net(lambda: [depthwise(), depthwise()]),
+    "no convolution": lambda: Net(lambda: [depthwise(), depthwise(), nn.Identity()]),
+    "another dimension": lambda: Net(lambda: [depthwise(), depthwise(), nn.Conv1d(4, 4, 5, groups=4)]),
+    "other channels": lambda: Net(lambda: [depthwise(), depthwise(), depthwise(5, channels=8)]),
+    "a multiplier": lambda: Net(lambda: [depthwise(), depthwise(), nn.Conv2d(4, 8, 5, groups=4, padding=2)]),
+    "other groups": lambda: Net(lambda: [depthwise(), depthwise(), depthwise(5, groups=2)]),
+    "another kernel": lambda: Net(lambda: [depthwise(), depthwise(), depthwise(7)]),
+    "another dilation": lambda: Net(lambda: [depthwise(), depthwise(), depthwise(5, dilation=2)]),
+    "no bias": lambda: Net(lambda: [depthwise(), depthwise(), depthwise(5, bias=False)]),
+    "own forward": lambda: Net(lambda: [depthwise(), depthwise(), OwnForward(4, 4, 5, groups=4, padding=2)]),
+    "parametrised": lambda: Net(lambda: [depthwise(), depthwise(), parametrizations.weight_norm(depthwise(5))]),
+    "weight_norm": lambda: Net(lambda: [depthwise(), depthwise(), weight_norm(depthwise(5))]),
+    "converted": lambda: converted(Net()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated in favor of:FutureWarning")
+@pytest.mark.parametrize("wrong", WRONG_MODELS)
+def test_a_plan_for_another_model_is_refused_and_the_model_unchanged(wrong):
+    plan = plan_of(Net())
+    model = WRONG_MODELS[wrong]()
+    before = fingerprint(model)
+    with pytest.raises(PlanError, match=r"^\w+.2: |^\w+.0: is a DclsConv2d, where the plan has a convolution$"):
+        apply_plan_(model, plan)
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("dilated_size", [8, 8]), ("names", ["layer1.9"]), ("kernel_count", -1)], ids=str
+)
+def test_a_plan_that_contradicts_itself_leaves_the_model_unchanged(key, value):
+    model = Net()
+    before = fingerprint(model)
+    data = plan_of(model).to_dict()
+    data["layers"][-1][key] = value
+    with pytest.raises(DclsConvertError):
+        apply_plan_(model, plan_from_json(json.dumps(data), "plan.json"))
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["another object", "no module"])
+def test_a_name_of_a_shared_object_that_is_not_that_object_is_refused(missing):
+    """Or two convolutions would become one."""
+    plan, model = plan_of(Shared()), Shared(shared=False)
+    if missing:
+        model.stages = nn.ModuleList([nn.Sequential(), nn.Sequential(depthwise())])
+    before = fingerprint(model)
+    with pytest.raises(PlanError):
+        apply_plan_(model, plan)
+    assert_unchanged(model, before)
+
+
+def test_a_parameter_that_is_there_already_is_not_overwritten():
+    model = Net()
+    model.layer2.dcls_positions = nn.Parameter(torch.zeros(1))
+    before = fingerprint(model)
+    with pytest.raises(PlanError, match="layer2 already has a dcls_positions; is the model converted"):
+        apply_plan_(model, plan_of(model))
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("options", [{"init": "best"}, {"positions": "grid"}])
+def test_an_unknown_way_to_start_is_refused_and_the_model_unchanged(options):
+    model = Net()
+    before = fingerprint(model)
+    with pytest.raises(PlanError, match="must be one of"):
+        apply_plan_(model, plan_of(model), **options)
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "model"),
+    [(convert_, depthwise()), (fold_to_dense_, DclsConv2d(4, 4, kernel_count=3, dilated_kernel_size=7))],
+    ids=["convert_", "fold_to_dense_"],
+)
+def test_a_model_that_is_itself_the_layer_cannot_be_changed_in_place_and_that_is_said(change, model):
+    with pytest.raises(DclsConvertError):
+        change(model)
+
+
+@pytest.mark.parametrize("build", [Shared, lambda: timm.create_model("coat_tiny")], ids=["shared", "coat_tiny"])
+def test_a_shared_object_is_replaced_at_every_parent(build):
+    model = on_meta(build)
+    convs = find_convs(model)
+    objects = {site.name: model.get_submodule(site.name) for site in convs.sites}
+    assert any(len(site.names) > 1 for site in convs.sites)
+    plan = plan_conversion(convs, dilated_size=7)
+    apply_plan_(model, plan)
+    for layer in plan.layers:
+        found = {model.get_submodule(name) for name in layer.names}
+        assert len(found) == 1
+        assert isinstance(found.pop(), DclsConvNd)
+    left = set(model.modules())
+    assert not any(objects[layer.name] in left for layer in plan.layers)
+
+
+@pytest.mark.parametrize("init", ["largest", "fit", "random"])
+@pytest.mark.parametrize("interpolation", ["bilinear", "gaussian"])
+def test_converting_depends_on_the_seed_alone_and_leaves_the_global_generator(init, interpolation):
+    start = Net()
+
+    def state(seed):
+        model, generator = copy.deepcopy(start), torch.get_rng_state()
+        convert_(model, dilated_size=7, input_size=IMAGE, interpolation=interpolation, init=init, seed=seed)
+        assert torch.equal(torch.get_rng_state(), generator)
+        torch.rand(5)  # the state of the global generator must not matter
+        return model.state_dict()
+
+    first, same, other = state(0), state(0), state(1)
+    assert first.keys() == same.keys()
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    differing = {name for name in first if not torch.equal(first[name], other[name])}
+    positions = {name for name in first if "positions" in name}
+    if init == "fit":  # from another start, other elements, unless the best start is one without chance
+        replaced = {f"{layer.name}.weight" for layer in plan_of(start).layers}
+        assert differing <= positions | replaced
+    else:
+        assert differing == (positions if init == "random" else set())
+
+
+def test_folding_a_part_leaves_the_rest_as_it_was():
+    """Its tied positions belong to layers outside of the part as well."""
+    model = Net()
+    convert_(model, dilated_size=7, input_size=IMAGE, init="random")
+    model.eval()
+    image = torch.randn(2, *IMAGE, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = model(image)
+        part = nn.Sequential(model.layer1[0], model.layer1[2])
+        assert fold_to_dense_(part) == 2
+        torch.testing.assert_close(model(image), wanted, rtol=0, atol=0)
