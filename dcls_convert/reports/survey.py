@@ -20,7 +20,7 @@ from ..networks.sites import ModelConvs, find_convs, kinds_of_convs
 from ..networks.source import ModelSource, build_model, registry_names, stated_input_size
 from ..options import PlanOptions
 from ..planning.plan import ConversionPlan
-from ..planning.planner import plan_conversion
+from ..planning.planner import make_plan
 from .report import Change, MacsChange, predict_report
 from .workers import run_jobs
 
@@ -109,18 +109,7 @@ def survey_model(name: str, options: PlanOptions, input_size: tuple[int, ...] | 
     except PlanError as error:  # the user's input size does not suit this model
         return ModelRow(name=name, status="does not fit", reason=str(error))
     try:
-        plan = plan_conversion(
-            convs,
-            options.rules,
-            dilated_size=options.dilated_size,
-            kernel_count=options.kernel_count,
-            scope=options.scope,
-            tie=options.tie,
-            budget=options.budget,
-            interpolation=options.interpolation,
-            strict=options.strict,
-            model=name,
-        )
+        plan = make_plan(convs, options, model=name)
         if convs.macs is None and input_size is not None:
             raise PlanError(f"input size {size_text(input_size)}: {convs.macs_note}")
     except NothingMatchesError as error:
