@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from ..errors import CheckpointError, DclsConvertError
+from ..errors import CheckpointError, DclsConvertError, PlanError
 from ..options import AUTO, EXACT, AuthorsVersion, Init, PlanOptions, Positions
 from . import console
 from .arguments import (
@@ -265,13 +265,17 @@ def _plan(
 ) -> "ConversionPlan":
     """A new plan, or the one of a checkpoint folder."""
     from ..checkpoints.folder import read_plan
+    from ..layers.geometry import size_text
     from ..networks.source import rebuildable_source
     from ..surgery.convert import plan_again, plan_for
 
     rebuilt = rebuildable_source(twin, source)
     if folder is not None:
         return plan_again(twin, read_plan(folder), rebuilt)
-    return plan_for(twin, options, start, source=rebuilt, input_size=input_size)
+    plan = plan_for(twin, options, start, source=rebuilt, input_size=input_size)
+    if plan.macs is None and input_size is not None:
+        raise PlanError(f"input size {size_text(input_size)}: {plan.macs_note}")
+    return plan
 
 
 def _carry_out(

@@ -1,12 +1,12 @@
-"""Run a hollow twin of a model on the meta device: what its convolutions see, and what it costs.
+"""Run a hollow twin of a model on the meta device: what its convolutions see, what it costs, and its sizes.
 
-The model itself is never run, so that neither its tensors nor anything that it caches or counts can change.
+The model itself is never run, so neither its tensors nor anything that it caches or counts can change.
 """
 
 import copy
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..layers.dcls_conv import DclsConvNd
+from ..errors import PlanError, one_line, shown
+from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
+from ..layers.geometry import size_text
+from ..options import INTERPOLATIONS
 
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")  # of torchvision: all their convolutions are in backbone and head
 
@@ -55,9 +58,9 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
     twin = _hollow_twin(model)
-    image = torch.empty(1, *input_size, dtype=image_dtype(twin), device="meta")
+    image = _image(twin, input_size)
     calls: dict[str, Calls] = {}
-    names = {module: name for name, module in reversed(list(twin.named_modules(remove_duplicate=False)))}
+    names = _first_names(twin)
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         entering = args[0] if args else kwargs["input"]
@@ -86,8 +89,90 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
     return Trace(calls=calls, flops=flops)
 
 
+def check_same_shapes(
+    model: nn.Module, windows: Mapping[str, tuple[Sequence[int], Sequence[int]]], input_size: Sequence[int] | None
+) -> None:
+    """Refuse a conversion that would change the output size of any convolution, or of the model.
+
+    Each layer by itself keeps its output size: its padding grows with its window. The sizes change all the same where
+    the model pads outside its convolutions by an amount that it takes from their `kernel_size`.
+
+    Args:
+        model: Not run and not changed, whatever device it is on.
+        windows: (dilated size, dense axes) of each new layer, under every name of the convolution.
+        input_size: (channels, *spatial). Without it, or where the model does not run on the meta device, there is
+            nothing to compare.
+
+    Raises:
+        PlanError: Names the first convolution whose output size would change, or says why the model would not run.
+    """
+    if input_size is None:
+        return
+    before, failure = _sizes_along(_hollow_twin(model), input_size)
+    if failure is not None:
+        return
+    after, failure = _sizes_along(_with_windows(_hollow_twin(model), windows), input_size)
+    for name, sizes in before.items():
+        for old, new in zip(sizes, after.get(name, []), strict=False):
+            if old != new:
+                what = f"{shown(name)}: its output" if name else "the model's output"
+                raise PlanError(
+                    f"{what} would be {size_text(new)} instead of {size_text(old)}: the model pads outside its "
+                    "convolutions by an amount that it takes from their kernel size, so larger windows do not fit it"
+                )
+    if failure is not None:
+        raise PlanError(f"with these windows, the model would not run any more: {one_line(failure)[:200]}")
+
+
+def _sizes_along(
+    twin: nn.Module, input_size: Sequence[int]
+) -> tuple[dict[str, list[tuple[int, ...]]], Exception | None]:
+    """Spatial output sizes of the convolutions in the order of their calls, by name; "" has the shapes of the outputs.
+
+    And what ended the run early, if anything did.
+    """
+    from torch.utils._pytree import tree_leaves
+
+    sizes: dict[str, list[tuple[int, ...]]] = {}
+    names = _first_names(twin)
+
+    def record(module: nn.Module, _: tuple[Any, ...], output: Tensor) -> None:
+        sizes.setdefault(names[module], []).append(tuple(output.shape[-len(module.kernel_size) :]))  # type: ignore[arg-type]
+
+    for module in twin.modules():
+        if isinstance(module, _ConvNd | DclsConvNd):
+            module.register_forward_hook(record)
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            outputs = _way_of(twin)(_image(twin, input_size))
+    except Exception as error:  # any model code may run here
+        return sizes, error
+    sizes[""] = [tuple(leaf.shape) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return sizes, None
+
+
+def _with_windows(twin: nn.Module, windows: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> nn.Module:
+    """The hollow twin with a DCLS layer of one element in the place of each of these convolutions."""
+    layers: dict[nn.Module, nn.Module] = {}  # a shared convolution becomes one layer
+    for name, (window, dense_axes) in windows.items():
+        conv: Any = twin.get_submodule(name)
+        if conv not in layers:
+            layers[conv] = DCLS_LAYERS[len(window)].like(conv, 1, window, INTERPOLATIONS[0], dense_axes)
+        parent, _, child = name.rpartition(".")
+        setattr(twin.get_submodule(parent), child, layers[conv])
+    return twin
+
+
+def _first_names(model: nn.Module) -> dict[nn.Module, str]:
+    return {module: name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+
+
+def _image(model: nn.Module, input_size: Sequence[int]) -> Tensor:
+    return torch.empty(1, *input_size, dtype=image_dtype(model), device="meta")
+
+
 def _way_of(model: nn.Module) -> Callable[[Tensor], object]:
-    """How one image (1, C, *spatial) is sent through: torchvision has models that do not take a batch of images."""
+    """How one image (1, C, *spatial) is sent through; some models of torchvision do not take a batch of images."""
     for base in type(model).__mro__:
         family = base.__module__.partition("torchvision.models.")[2]
         if family == "optical_flow.raft":
@@ -127,8 +212,8 @@ def _detect(detector: nn.Module, image: Tensor) -> None:
 def _hollow_twin(model: nn.Module) -> nn.Module:
     """A copy in eval mode whose tensors are on the meta device, without the user's forward hooks.
 
-    Tensors that are plain attributes are hollow too: what is computed from parameters (weight_norm, pruning) or cached
-    need not be a leaf, and copy.deepcopy refuses such.
+    Tensors that are plain attributes are hollow too. Those that are computed from parameters (weight_norm, pruning) or
+    cached need not be leaves, and copy.deepcopy refuses tensors that are not.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -144,6 +229,6 @@ def _hollow_twin(model: nn.Module) -> nn.Module:
 
 
 def image_dtype(model: nn.Module) -> torch.dtype:
-    """That of the first convolution; in models of several, it is what the image meets."""
+    """The dtype of the first convolution: in a model of several dtypes, the image meets it first."""
     convs = [m.weight for m in model.modules() if isinstance(m, _ConvNd | DclsConvNd)]
     return next((weight.dtype for weight in [*convs, *model.parameters()] if weight.is_floating_point()), torch.float32)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
-from ..errors import PlanError
+from ..errors import PlanError, listed, shown
 
-LEAST_PERCENT = Decimal("0.0001")  # bounds for arithmetic's sake: fractions are exact, and 1e-999999 has many digits
+LEAST_PERCENT = Decimal("0.0001")  # both bounds keep fractions short: as one, 1e-999999 would fill the memory
 MOST_PERCENT = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCost:
+class BudgetLayer:
     """What the count rule must know of one layer."""
 
     name: str
@@ -27,7 +27,7 @@ class LayerCost:
     lines: int  # out * in / groups * cells of dense axes
     dense_weights: int  # weights of the kernel that is replaced
     coordinates: int  # learnable coordinates of an element: axes, twice that where sigma is learnt
-    cells: int  # cells of the window along the learnt axes: no use for more elements than that
+    cells: int  # cells of the window along the learnt axes: the most elements that a kernel can use
     given_count: int | None = None  # stated by the user or a rule; not solved for
 
 
@@ -48,7 +48,7 @@ class BudgetUnit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
+class SolvedBudget:
     """The solved budget: a count for every layer, and the books."""
 
     counts: dict[str, int]  # layer name -> kernel count
@@ -74,18 +74,18 @@ def parse_percent(text: str | float | int) -> Fraction:
     except InvalidOperation:
         percent = Decimal("nan")
     if not percent.is_finite() or not LEAST_PERCENT <= percent <= MOST_PERCENT:
-        raise PlanError(f"budget {str(text)!r} must be a percentage from {LEAST_PERCENT} to {MOST_PERCENT}")
+        raise PlanError(f"budget {shown(text)!r} must be a percentage from {LEAST_PERCENT} to {MOST_PERCENT}")
     return Fraction(percent) / 100
 
 
-def solve_counts(layers: Sequence[LayerCost], share: Fraction) -> Budget:
+def solve_counts(layers: Sequence[BudgetLayer], share: Fraction) -> SolvedBudget:
     """The largest count of every unit that keeps within `share` of the weights it replaces.
 
     Raises:
         PlanError: A unit whose budget admits no element; names the smallest budget that would.
     """
     _refuse_too_many(layers)
-    units: dict[str, list[LayerCost]] = {}
+    units: dict[str, list[BudgetLayer]] = {}
     for layer in layers:
         units.setdefault(layer.unit, []).append(layer)
     counts: dict[str, int] = {}
@@ -109,25 +109,25 @@ def solve_counts(layers: Sequence[LayerCost], share: Fraction) -> Budget:
         used = spent + (count or 0) * _element_cost(free)
         solved.append(BudgetUnit(name=name, kernel_count=count, exact_count=exact, limit=limit, used=used))
     _refuse_none(solved, needed, share)
-    return Budget(counts=counts, units=tuple(solved))
+    return SolvedBudget(counts=counts, units=tuple(solved))
 
 
-def _element_cost(layers: Iterable[LayerCost]) -> int:
+def _element_cost(layers: Iterable[BudgetLayer]) -> int:
     """Parameters of one element in every kernel of `layers`; a tie group's coordinates count once."""
     layers = list(layers)
     groups = {layer.tie_group or f"\0{layer.name}": layer.lines * layer.coordinates for layer in layers}
     return sum(layer.lines for layer in layers) + sum(groups.values())
 
 
-def _by_count(layers: Iterable[LayerCost]) -> list[tuple[int, list[LayerCost]]]:
-    counts: dict[int, list[LayerCost]] = {}
+def _by_count(layers: Iterable[BudgetLayer]) -> list[tuple[int, list[BudgetLayer]]]:
+    counts: dict[int, list[BudgetLayer]] = {}
     for layer in layers:
         assert layer.given_count is not None
         counts.setdefault(layer.given_count, []).append(layer)
     return list(counts.items())
 
 
-def _refuse_too_many(layers: Sequence[LayerCost]) -> None:
+def _refuse_too_many(layers: Sequence[BudgetLayer]) -> None:
     for layer in layers:
         if layer.given_count is not None and layer.given_count > layer.cells:
             raise PlanError(
@@ -142,9 +142,8 @@ def _refuse_none(units: Sequence[BudgetUnit], needed: Sequence[tuple[Fraction, s
         return
     least = max(need for need, name in needed if name in empty)
     raise PlanError(
-        f"a budget of {float(share * 100):.6g} % admits no element in {empty[0]}"
-        + (f" and {len(empty) - 1} more" if len(empty) > 1 else "")
-        + f"; the smallest budget that does is {_percent_rounded_up(least)} %"
+        f"a budget of {float(share * 100):.6g} % admits no element in {listed(empty, 1)}; "
+        f"the smallest budget that does is {_percent_rounded_up(least)} %"
     )
 
 

@@ -148,6 +148,11 @@ class ConversionPlan:
     stages_from: str
     folded: bool  # whether plain convolutions with the constructed kernels stand in the layers' places
 
+    @property
+    def windows(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(dilated size, dense axes) of each layer, under all its names."""
+        return {name: (layer.dilated_size, layer.dense_axes) for layer in self.layers for name in layer.names}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return dict(_ADAPTER.dump_python(self, mode="json"))

@@ -16,7 +16,7 @@ from ..options import AUTO, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, ta
 from .budget import parse_percent
 from .plan import ConversionPlan, LayerCounts, LayerPlan
 from .rules import AUTO_RULES, Claims, Rule, RuleSet, choose_rules, claim_sites, load_rules
-from .tie_groups import UNSOLVED, named_owners, tie_groups, with_counts, with_given_counts
+from .tie_groups import UNSOLVED, group_layers, named_owners, with_counts, with_given_counts
 
 
 @takes_plan_options
@@ -78,7 +78,7 @@ def make_plan(
     _refuse(refused, drafts, options.strict)
     if counts is not None:
         drafts = with_given_counts(drafts, counts, options.tie, [*skipped, *refused])
-    groups = tie_groups(drafts) if options.tie == "stage" else {}
+    groups = group_layers(drafts) if options.tie == "stage" else {}
     layers, solved = with_counts(drafts, groups, options.scope, share)
     order = {name: index for index, name in enumerate(_all_names(convs))}
     return ConversionPlan(

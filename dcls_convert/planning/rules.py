@@ -1,7 +1,9 @@
 """YAML to a strict, frozen rule set; which rule claims a convolution, and why none does."""
 
 import fnmatch
+import operator
 import re
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..errors import RuleError, did_you_mean, one_line, shown
+from ..errors import RuleError, did_you_mean, one_line, printable, shown
 from ..layers.geometry import size_text
 from ..options import AUTO, INTERPOLATIONS, Interpolation
 
@@ -22,6 +24,8 @@ RULES_FORMAT = 1
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
 Kind = Literal["depthwise", "grouped", "dense"]
 Positive = Annotated[int, Field(ge=1)]
+MOST_DIGITS = 18  # of an integer; Python refuses to print those of more than 4300
+MOST_SHOWN = 200  # characters of a text from the file, in a message
 _SHIPPED = Path(__file__).parents[1] / "rules"  # in a wheel
 _CHECKOUT = Path(__file__).parents[2] / "rules"
 
@@ -32,14 +36,14 @@ class _Strict(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _has_a_value(cls, value: Any) -> Any:
-        """`skip:` with nothing behind it is a slip, and not the same as no `skip` at all."""
+        """`skip:` with nothing behind it is a slip; it does not mean the same as no `skip`."""
         if value is None:
             raise PydanticCustomError("no_value", "has no value")
         return value
 
 
 class Range(_Strict):
-    """Integers between min and max, both included; one of them may be left out."""
+    """Integers from min to max, both included; one of the two may be left out."""
 
     min: Positive | None = Field(None, description="a positive integer")
     max: Positive | None = Field(None, description="a positive integer")
@@ -60,43 +64,87 @@ Number = Positive | Range
 Size = Positive | Annotated[list[Positive], Field(min_length=1, max_length=3)]
 Globs = str | Annotated[list[str], Field(min_length=1)]
 
+
+@dataclass(frozen=True)
+class Holds:
+    """How a predicate's field matches a convolution. Metadata of the field."""
+
+    test: Callable[[Any, Any], bool]  # (what the rule wants, what the site has) -> whether it holds
+    attribute: str | None = None  # of the site; None: the one with the field's name
+
+
+def _globs(wanted: str | list[str], found: str | None) -> bool:
+    patterns = [wanted] if isinstance(wanted, str) else wanted
+    return found is not None and any(fnmatch.fnmatchcase(found, pattern) for pattern in patterns)
+
+
+def _globs_any(wanted: str | list[str], found: tuple[str, ...]) -> bool:
+    return any(_globs(wanted, name) for name in found)
+
+
+def _one_of(wanted: str | list[str], found: str) -> bool:
+    return found in ([wanted] if isinstance(wanted, str) else wanted)
+
+
+def _sizes(wanted: int | list[int] | Range, found: tuple[int, ...]) -> bool:
+    if isinstance(wanted, Range):
+        return max(found) in wanted
+    return found == (tuple(wanted) if isinstance(wanted, list) else (wanted,) * len(found))
+
+
+def _number(wanted: int | Range, found: int) -> bool:
+    return found in wanted if isinstance(wanted, Range) else found == wanted
+
+
 _GLOB = "a pattern with * and ?, or a list of such patterns"
 _NUMBER = "a positive integer, or {min: N, max: N}"
+_AXES = "a positive integer for all axes, or a list with one for each"
 
 
 class Match(_Strict):
-    """What a convolution must be for the rule to claim it; everything stated must hold."""
+    """What a convolution must be for the rule to claim it; everything stated must hold.
 
-    path: Globs | None = Field(None, description=f"{_GLOB}, for the module's qualified name")
-    stage: Globs | None = Field(None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem")
-    type: Globs | None = Field(None, description=f"{_GLOB}, for the class name")
-    stem: bool | None = Field(
+    A predicate is one field: its type, how it `Holds`, and what the file may say for it.
+    """
+
+    path: Annotated[Globs | None, Holds(_globs_any, "names")] = Field(
+        None, description=f"{_GLOB}, for the module's qualified name"
+    )
+    stage: Annotated[Globs | None, Holds(_globs)] = Field(
+        None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem"
+    )
+    type: Annotated[Globs | None, Holds(_globs)] = Field(None, description=f"{_GLOB}, for the class name")
+    stem: Annotated[bool | None, Holds(operator.eq)] = Field(
         None, description="true or false: whether it belongs to the stem, or takes the image itself"
     )
-    kind: Kind | Annotated[list[Kind], Field(min_length=1)] | None = Field(
+    kind: Annotated[Kind | Annotated[list[Kind], Field(min_length=1)] | None, Holds(_one_of)] = Field(
         None, description="depthwise, grouped, dense, or a list of them"
     )
-    dims: Annotated[int, Field(ge=1, le=3)] | None = Field(None, description="1, 2 or 3 spatial dimensions")
-    kernel_size: Size | Range | None = Field(
+    dims: Annotated[Annotated[int, Field(ge=1, le=3)] | None, Holds(operator.eq)] = Field(
+        None, description="1, 2 or 3 spatial dimensions"
+    )
+    kernel_size: Annotated[Size | Range | None, Holds(_sizes)] = Field(
         None,
         description="a positive integer for all sides, a list with one for each, or {min: N, max: N}, largest side",
     )
-    stride: Size | None = Field(None, description="a positive integer for all axes, or a list with one for each")
-    dilation: Size | None = Field(None, description="a positive integer for all axes, or a list with one for each")
-    in_channels: Number | None = Field(None, description=_NUMBER)
-    out_channels: Number | None = Field(None, description=_NUMBER)
+    stride: Annotated[Size | None, Holds(_sizes)] = Field(None, description=_AXES)
+    dilation: Annotated[Size | None, Holds(_sizes)] = Field(None, description=_AXES)
+    in_channels: Annotated[Number | None, Holds(_number)] = Field(None, description=_NUMBER)
+    out_channels: Annotated[Number | None, Holds(_number)] = Field(None, description=_NUMBER)
 
     def misses(self, site: "ConvSite") -> str | None:
         """The first predicate that `site` fails, in words; None where all hold."""
-        for name, wanted in self:
-            if wanted is not None and not _PREDICATES[name](wanted, site):
-                found = _FOUND.get(name, lambda site, name=name: getattr(site, name))(site)
-                return f"{name} is {_shown(found)}, not {_shown(wanted)}"
+        for name, field in type(self).model_fields.items():
+            wanted = getattr(self, name)
+            (holds,) = [part for part in field.metadata if isinstance(part, Holds)]
+            found = getattr(site, holds.attribute or name)
+            if wanted is not None and not holds.test(wanted, found):
+                return f"{name} is {_in_words(found)}, not {_in_words(wanted)}"
         return None
 
 
 class Defaults(_Strict):
-    """What holds where neither the rule nor the command line says so."""
+    """What holds where neither the rule nor the command line says anything."""
 
     dilated_kernel_size: Size | None = Field(
         None, description="a positive integer for all sides, or a list with one for each side"
@@ -133,7 +181,7 @@ class Rule(Layer):
         try:
             re.compile(value)
         except re.error as error:
-            raise ValueError(f"{shown(value)!r} is not a regular expression: {error}") from error
+            raise ValueError(f"{shown(value)!r} is not a regular expression: {one_line(error)}") from error
         return value
 
     @model_validator(mode="after")
@@ -168,7 +216,7 @@ class RuleSet(_Strict):
 
     def label(self, index: int) -> str:
         """How messages call a rule: its name, or its place."""
-        return self.rules[index].name or f"rules[{index}]"
+        return shown(self.rules[index].name or f"rules[{index}]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,33 +246,35 @@ def load_rules(source: str | Path) -> RuleSet:
         raise RuleError(f"rules {shown(source)!r}: {error.strerror}") from error
     if not found:
         known = [*builtin_rules(), AUTO]
-        raise RuleError(
-            f"rules {str(source)!r} are neither a file nor one of {', '.join(known)}{did_you_mean(str(source), known)}"
-        )
+        near = did_you_mean(str(source), known)
+        raise RuleError(f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark before the text
     except OSError as error:
-        raise RuleError(f"{source}: cannot be read: {error.strerror}") from error
+        raise RuleError(f"{printable(source)}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise RuleError(f"{source}: is not a UTF-8 text: {error}") from error
+        raise RuleError(f"{printable(source)}: is not a UTF-8 text: {one_line(error)}") from error
     return parse_rules(text, source=str(source))
 
 
 def parse_rules(text: str, source: str = "rules") -> RuleSet:
-    """As `load_rules`, from the YAML text itself; `source` is what messages call it."""
+    """As `load_rules`, from the YAML text itself; `source` is what messages and the plan call it."""
+    source = printable(source)
     try:
-        data = yaml.load(text, Loader=_UniqueKeyLoader)
+        data = yaml.load(text, Loader=_StrictLoader)
     except Exception as error:  # PyYAML's constructors raise whatever Python does: KeyError, AttributeError, ...
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}:" if mark else ""
         problem = getattr(error, "problem", None) or f"{type(error).__name__}: {one_line(error)}"
-        raise RuleError(f"{source}:{place} not valid YAML: {problem}") from error
+        raise RuleError(f"{source}:{place} not valid YAML: {shown(problem, MOST_SHOWN)}") from error
     if not isinstance(data, dict):
         kinds = {list: "a list", str: "a text", type(None): "empty"}
         kind = kinds.get(type(data), f"of type {type(data).__name__}")
         raise RuleError(f"{source}: is {kind}, but must be a mapping with {', '.join(RuleSet.model_fields)}")
     if odd := [key for key in data if not isinstance(key, str)]:
-        raise RuleError(f"{source}: unknown key {odd[0]!r}; known: {', '.join(RuleSet.model_fields)}")
+        raise RuleError(
+            f"{source}: unknown key {shown(reprlib.repr(odd[0]))}; known: {', '.join(RuleSet.model_fields)}"
+        )
     try:
         rules = RuleSet.model_validate(data)
     except ValidationError as error:
@@ -234,7 +284,7 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
 
 
 def choose_rules(sites: Sequence["ConvSite"]) -> RuleSet:
-    """`auto`: the depthwise rule set where the model has such convolutions, else 3x3, else 3-D ones."""
+    """`auto`: the first of AUTO_RULES that claims a convolution; conv3x3 where none does."""
     candidates = [load_rules(name) for name in AUTO_RULES]
     return next((rules for rules in candidates if claim_sites(rules, sites).rule_of), candidates[1])
 
@@ -259,39 +309,8 @@ def rules_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RuleSet.model_json_schema()}
 
 
-def _globs(wanted: Any, value: str | None) -> bool:
-    patterns = [wanted] if isinstance(wanted, str) else wanted
-    return value is not None and any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns)
-
-
-def _sizes(wanted: Any, found: tuple[int, ...]) -> bool:
-    if isinstance(wanted, Range):
-        return max(found) in wanted
-    return found == (tuple(wanted) if isinstance(wanted, list) else (wanted,) * len(found))
-
-
-def _number(wanted: Any, found: int) -> bool:
-    return found in wanted if isinstance(wanted, Range) else found == wanted
-
-
-_PREDICATES: dict[str, Callable[[Any, "ConvSite"], bool]] = {
-    "path": lambda wanted, site: any(_globs(wanted, name) for name in site.names),
-    "stage": lambda wanted, site: _globs(wanted, site.stage),
-    "type": lambda wanted, site: _globs(wanted, site.type),
-    "stem": lambda wanted, site: site.stem == wanted,
-    "kind": lambda wanted, site: site.kind in ([wanted] if isinstance(wanted, str) else wanted),
-    "dims": lambda wanted, site: site.dims == wanted,
-    "kernel_size": lambda wanted, site: _sizes(wanted, site.kernel_size),
-    "stride": lambda wanted, site: _sizes(wanted, site.stride),
-    "dilation": lambda wanted, site: _sizes(wanted, site.dilation),
-    "in_channels": lambda wanted, site: _number(wanted, site.in_channels),
-    "out_channels": lambda wanted, site: _number(wanted, site.out_channels),
-}
-_FOUND: dict[str, Callable[["ConvSite"], Any]] = {"path": lambda site: site.name}
-
-
-def _shown(value: Any) -> str:
-    """A value as a message shows it."""
+def _in_words(value: Any) -> str:
+    """A value of a rule or a site, as a message shows it."""
     if isinstance(value, Range):
         return " and ".join(
             f"{word} {end}" for word, end in [("from", value.min), ("to", value.max)] if end is not None
@@ -299,16 +318,16 @@ def _shown(value: Any) -> str:
     if isinstance(value, list | tuple) and value and all(isinstance(size, int) for size in value):
         return size_text(value)
     if isinstance(value, list | tuple):
-        return " or ".join(map(_shown, value))
+        return shown(" or ".join(map(_in_words, value)), MOST_SHOWN)
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
-    return value if isinstance(value, str) and value else repr(value)
+    return shown(value, MOST_SHOWN) if isinstance(value, str) and value else repr(value)
 
 
 def _explain(error: ValidationError) -> str:
     """The first complaint of pydantic as one line: the place in the file, what was found, what is allowed."""
-    # A misspelt key says more than the complaint that the right one is missing, and a sentence of our own more than
-    # what the other members of a union have to say.
+    # Report a misspelt key rather than that the right one is missing, and our own sentence rather than what the other
+    # members of a union complain of.
     telling = {"extra_forbidden": 0, "value_error": 1}
     problem = min(error.errors(), key=lambda problem: telling.get(problem["type"], 2))
     place, field = "", None
@@ -325,9 +344,8 @@ def _explain(error: ValidationError) -> str:
             break  # the name of a union's member, or an unknown key
     if problem["type"] == "extra_forbidden":
         key, known = str(problem["loc"][-1]), list((model or Range).model_fields)
-        return (
-            f"{place + ': ' if place else ''}unknown key {key!r}{did_you_mean(key, known)}; known: {', '.join(known)}"
-        )
+        where = place + ": " if place else ""
+        return f"{where}unknown key {shown(key)!r}{did_you_mean(key, known)}; known: {', '.join(known)}"
     if problem["type"] == "missing":
         return f"{place.rpartition('.')[0] or 'top level'}: {place.rpartition('.')[2]} is missing"
     if problem["type"] == "value_error":
@@ -336,22 +354,34 @@ def _explain(error: ValidationError) -> str:
         allowed = f"a mapping with {', '.join(model.model_fields)}"
     else:
         allowed = str(field.description) if field is not None else ", ".join(owner.model_fields)
-    return f"{place}: found {shown(repr(problem['input']))}; allowed is {allowed}"
+    return f"{place}: found {shown(reprlib.repr(problem['input']))}; allowed is {allowed}"
 
 
 _NESTED: dict[str, type[BaseModel]] = {"rules": Rule, "match": Match, "defaults": Defaults}
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML lets the last of two equal keys win; here that is an error."""
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without what would be wrong in silence, or could not be written again."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Of two equal keys, YAML lets the last one win; here this is an error."""
         seen: set[str] = set()
         for key_node, _ in node.value:
             if isinstance(key_node, yaml.ScalarNode):
                 if key_node.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"key {key_node.value!r} stands twice", key_node.start_mark
-                    )
+                    raise _at(key_node, f"key {shown(key_node.value)!r} stands twice")
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        if not isinstance(node, yaml.ScalarNode):
+            return super().construct_scalar(node)
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
+            raise _at(node, f"an integer of {len(node.value)} digits; {MOST_DIGITS} are the most")
+        if any("\ud800" <= character <= "\udfff" for character in node.value):
+            raise _at(node, f"{shown(node.value)!r} has half a surrogate pair, which is no character")
+        return super().construct_scalar(node)
+
+
+def _at(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from ..errors import PlanError
+from ..errors import PlanError, listed
 from ..layers.geometry import size_text
 from ..networks.sites import Skipped
 from ..options import Scope, Tie
-from .budget import Budget, LayerCost, solve_counts
+from .budget import BudgetLayer, SolvedBudget, solve_counts
 from .plan import LayerCounts, LayerPlan, TieGroup
 
 UNSOLVED = 0  # a kernel count that is still to be solved for
 MODEL_UNIT = "model"  # the unit of the budget with scope "model"
 
 
-def tie_groups(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
+def group_layers(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
     """Layers of one stage and one shape. The same old kernel too: they are to start from the same grid."""
     by_key: dict[tuple[object, ...], list[LayerPlan]] = {}
     for draft in drafts:
@@ -50,8 +50,7 @@ def with_given_counts(
             raise PlanError(f"{given.source}: has elements for {name}, which would not be converted: {reason}")
     missing = [draft.name for draft in drafts if not given.counts.keys() & set(draft.names)]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise PlanError(f"{given.source}: has no elements for {missing[0]}{more}, which would be converted")
+        raise PlanError(f"{given.source}: has no elements for {listed(missing, 1)}, which would be converted")
     counted = []
     for draft in drafts:
         count = next(given.counts[name] for name in draft.names if name in given.counts)
@@ -67,7 +66,7 @@ def with_given_counts(
 def _check_counts_in_groups(drafts: Sequence[LayerPlan], source: str) -> None:
     """Refuse counts that differ where one count would make a tie group."""
     count_of = {draft.name: draft.kernel_count for draft in drafts}
-    alike = tie_groups([replace(draft, kernel_count=UNSOLVED) for draft in drafts])
+    alike = group_layers([replace(draft, kernel_count=UNSOLVED) for draft in drafts])
     for group, members in alike.items():
         first = members[0].name
         other = next((member.name for member in members if count_of[member.name] != count_of[first]), None)
@@ -80,7 +79,7 @@ def _check_counts_in_groups(drafts: Sequence[LayerPlan], source: str) -> None:
 
 def with_counts(
     drafts: Sequence[LayerPlan], groups: dict[str, list[LayerPlan]], scope: Scope, share: Fraction
-) -> tuple[tuple[LayerPlan, ...], Budget]:
+) -> tuple[tuple[LayerPlan, ...], SolvedBudget]:
     """The layers with their counts, solved for where they are not stated, and the budget that this uses."""
     group_of = {draft.name: name for name, members in groups.items() for draft in members}
     costs = []
@@ -89,7 +88,7 @@ def with_counts(
         # A tie group has one count: solving per layer, it is one layer with its share of the positions.
         unit = {"model": MODEL_UNIT, "stage": draft.stage or draft.name, "layer": tie or draft.name}[scope]
         costs.append(
-            LayerCost(
+            BudgetLayer(
                 name=draft.name,
                 unit=unit,
                 tie_group=tie,

@@ -18,6 +18,7 @@ from ..errors import DclsConvertError, ModelError, NothingMatchesError, PlanErro
 from ..layers.geometry import size_text
 from ..networks.sites import ModelConvs, find_convs, kinds_of_convs
 from ..networks.source import ModelSource, build_model, registry_names, stated_input_size
+from ..networks.tracing import check_same_shapes
 from ..options import PlanOptions
 from ..planning.plan import ConversionPlan
 from ..planning.planner import make_plan
@@ -88,7 +89,7 @@ def _matching(pattern: str, known: Iterable[str]) -> list[str]:
     ]
 
 
-def survey_model(name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None) -> ModelRow:
+def model_row(name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None) -> ModelRow:
     """Plan one model without its weights.
 
     Args:
@@ -110,6 +111,7 @@ def survey_model(name: str, options: PlanOptions, input_size: tuple[int, ...] | 
         return ModelRow(name=name, status="does not fit", reason=str(error))
     try:
         plan = make_plan(convs, options, model=name)
+        check_same_shapes(model, plan.windows, plan.input_size)
         if convs.macs is None and input_size is not None:
             raise PlanError(f"input size {size_text(input_size)}: {convs.macs_note}")
     except NothingMatchesError as error:
@@ -168,7 +170,7 @@ def survey_models(
         advance: Called with every row as soon as it is ready.
     """
     rows: dict[int, ModelRow] = {}
-    work = functools.partial(survey_model, options=options, input_size=input_size)
+    work = functools.partial(model_row, options=options, input_size=input_size)
     workers = workers or suitable_workers(len(names))
     for outcome in run_jobs(work, names, workers=workers, timeout=timeout, set_up=set_up_worker):
         row = outcome.value or ModelRow(name=names[outcome.index], status="failed", reason=outcome.failure)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, PlanError, listed, shown
 from ..fitting.calibration import calibrate
-from ..layers.geometry import size_text
 from ..networks.outputs import relative_distance
 from ..networks.running import evaluating, unchanged_on_failure
 from ..networks.sites import find_convs
@@ -23,6 +22,7 @@ from ..networks.source import (
     stated_input_size,
     with_names_of,
 )
+from ..networks.tracing import check_same_shapes
 from ..networks.weights import fill_, load_weights_, read_weights
 from ..options import AUTO, EXACT, SCOPES, AuthorsVersion, Init, PlanOptions, Positions, takes_plan_options
 from ..planning.budget import parse_percent
@@ -84,10 +84,9 @@ def plan_for(
         DclsConvertError: What does not fit, in one line.
     """
     convs = find_convs(model, input_size or (stated_input_size(source, model) if source else None))
-    if convs.macs is None and input_size is not None:
-        raise PlanError(f"input size {size_text(input_size)}: {convs.macs_note}")
     counts = replace(options, kernel_count=_kernel_count(options, start))
     plan = make_plan(convs, counts, model=source.name if source else None, model_args=source.args if source else None)
+    check_same_shapes(model, plan.windows, plan.input_size)
     if start.elements is not None:
         element_state(start.elements, plan, start.authors_version)
     return plan

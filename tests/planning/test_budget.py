@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.geometry import conv_macs
 from dcls_convert.networks.sites import find_convs
-from dcls_convert.planning.budget import LayerCost, parse_percent, solve_counts
+from dcls_convert.planning.budget import BudgetLayer, parse_percent, solve_counts
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rules import parse_rules
 from dcls_convert.reports.report import predict_report
@@ -59,7 +59,7 @@ def layer_costs(draw, with_given=True):
         given_count = draw(st.none() | st.integers(1, cells)) if with_given else None
         tied, unit = size > 1 and draw(st.booleans()), draw(st.sampled_from("abc"))
         layers += [
-            LayerCost(
+            BudgetLayer(
                 name=f"layer{index}.{member}",
                 unit=unit,
                 tie_group=f"group{index}" if tied else None,
@@ -154,7 +154,7 @@ def test_units_do_not_borrow_from_each_other(layers):
 
 def cost(name="a", **changes):
     values = {"unit": "model", "tie_group": None, "lines": 4, "dense_weights": 36, "coordinates": 2, "cells": 49}
-    return LayerCost(name=name, **(values | changes))
+    return BudgetLayer(name=name, **(values | changes))
 
 
 def test_a_given_count_over_the_budget_is_kept_and_shows_as_negative_slack():

@@ -679,7 +679,7 @@ def test_the_report_of_the_plan_is_that_of_the_converted_model(name, interpolati
         assert total.after == untouched + sum(after for _, after in rows)
         assert total.delta == total.after - total.before
     assert all(row.macs_after > row.macs_before for row in predicted.layers)
-    assert predicted.weight_params + predicted.position_params == predicted.budget.used <= predicted.budget.limit
+    assert predicted.params.weights + predicted.params.positions == predicted.budget.used <= predicted.budget.limit
 
 
 def test_tied_positions_are_counted_in_the_first_layer_of_their_group():

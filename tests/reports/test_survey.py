@@ -25,10 +25,10 @@ from dcls_convert.options import PlanOptions
 from dcls_convert.reports.report import Change, MacsChange
 from dcls_convert.reports.survey import (
     ModelRow,
+    model_row,
     names_matching,
     rows_to_dicts,
     suitable_workers,
-    survey_model,
     survey_models,
 )
 from dcls_convert.reports.survey_view import (
@@ -149,7 +149,7 @@ def test_macs_are_those_that_torchvision_states(name):
 
 
 def test_macs_that_depend_on_the_image_are_not_counted():
-    row = survey_model("torchvision:maskrcnn_resnet50_fpn", PlanOptions())
+    row = model_row("torchvision:maskrcnn_resnet50_fpn", PlanOptions())
     assert (row.status, row.macs.before, row.macs.after) == ("planned", None, None)
     assert "what a MaskRCNN computes depends on how many regions it finds" in row.macs.note
 
@@ -163,7 +163,7 @@ def test_models_whose_factory_calculates_with_tensors_are_planned_without_their_
 
 
 def test_a_planned_model_has_the_papers_numbers():
-    row = survey_model("timm:convnext_tiny", PlanOptions(dilated_size=17))
+    row = model_row("timm:convnext_tiny", PlanOptions(dilated_size=17))
     assert row.status == "planned"
     assert row.reason is None
     assert row.convolutions == {"depthwise 7x7": 18, "dense 2x2": 3, "dense 4x4 in the stem": 1}
@@ -174,7 +174,7 @@ def test_a_planned_model_has_the_papers_numbers():
 
 
 def test_a_model_in_which_nothing_matches_says_what_it_has():
-    row = survey_model("torchvision:vit_b_16", PlanOptions())
+    row = model_row("torchvision:vit_b_16", PlanOptions())
     assert row.status == "nothing matches"
     assert "it has 1 dense 16x16 in the stem" in row.reason
     assert row.params.before == 86_567_656
@@ -190,7 +190,7 @@ def test_a_model_in_which_nothing_matches_says_what_it_has():
     ],
 )
 def test_what_the_user_asks_for_does_not_fit(options, says):
-    row = survey_model(f"timm:{TINY}", PlanOptions(**options))
+    row = model_row(f"timm:{TINY}", PlanOptions(**options))
     assert row.status == "does not fit"
     assert says in row.reason
 
@@ -199,7 +199,7 @@ def test_what_the_user_asks_for_does_not_fit(options, says):
     ("size", "says"), [((3, 1, 1), "input size 3x1x1"), ((3, 16, 112, 112), "the model is 2-D")], ids=["tiny", "3-D"]
 )
 def test_an_input_size_does_not_fit(size, says):
-    row = survey_model(f"timm:{TINY}", PlanOptions(), size)
+    row = model_row(f"timm:{TINY}", PlanOptions(), size)
     assert row.status == "does not fit"
     assert says in row.reason
 
@@ -250,7 +250,7 @@ def test_json_and_csv_tell_every_field_of_a_row():
 
 def test_the_table_has_a_line_for_each_model_and_the_failures_again():
     recorder = Console(width=160, file=io.StringIO(), highlight=False)
-    planned = survey_model(f"timm:{TINY}", PlanOptions())
+    planned = model_row(f"timm:{TINY}", PlanOptions())
     failed = ModelRow(name="timm:b", status="failed", reason="its process was killed [by] SIGKILL\x1b")
     recorder.print(survey_view([planned, failed]))
     lines = recorder.file.getvalue().splitlines()
@@ -274,7 +274,7 @@ def test_json_is_all_of_stdout_and_a_failure_is_exit_code_1(capsys, monkeypatch)
     data = json.loads(out)
     assert list(data) == ["format", "options", "models", "summary"]
     options = PlanOptions(dilated_size=9, scope="stage")
-    assert data["models"] == rows_to_dicts([survey_model(name, options) for name in names])
+    assert data["models"] == rows_to_dicts([model_row(name, options) for name in names])
     assert [row["status"] for row in data["models"]] == ["nothing matches", "failed", "planned"]
     assert err.splitlines()[-1].startswith("3 models: ")
     assert "failed: timm:no_such_model: " in err

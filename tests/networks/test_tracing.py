@@ -1,0 +1,104 @@
+"""Output sizes of a model and of what it would become, compared on meta before anything changes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dcls_convert.errors import PlanError
+from dcls_convert.layers.dcls_conv import DclsConvNd
+from dcls_convert.networks.sites import find_convs
+from dcls_convert.networks.tracing import check_same_shapes
+from dcls_convert.options import PlanOptions
+from dcls_convert.planning.planner import plan_conversion
+from dcls_convert.planning.rules import parse_rules
+from dcls_convert.reports.survey import model_row
+from dcls_convert.surgery.convert import convert_
+
+IMAGE = (4, 9, 14)
+EVERYTHING = parse_rules("format: 1\nrules: [{match: {kernel_size: {min: 2}}}]")
+
+
+class PadsOutside(nn.Module):
+    """SAME padding by the model, from what the convolution says of itself, as in the MobileNets of transformers."""
+
+    def __init__(self, *, shared=False, reads_size=True):
+        super().__init__()
+        self.stem = nn.Conv2d(4, 4, 1)
+        self.conv = nn.Conv2d(4, 4, 3, stride=2, groups=4)
+        self.again = self.conv if shared else nn.Conv2d(4, 4, 3, groups=4)
+        self.reads_size = reads_size
+
+    def padded(self, x, conv):
+        kernel = conv.kernel_size if self.reads_size else (3, 3)
+        sides = []
+        for size, stride, kernel_side in reversed(list(zip(x.shape[2:], conv.stride, kernel, strict=True))):
+            total = max((-(-size // stride) - 1) * stride + kernel_side - size, 0)
+            sides += [total // 2, total - total // 2]
+        return F.pad(x, sides)
+
+    def forward(self, x):
+        for conv in (self.conv, self.again):
+            x = conv(self.padded(x, conv))
+        return x
+
+
+class AddsSkip(PadsOutside):
+    """The changed size does not fit the input that is added again."""
+
+    def forward(self, x):
+        return x + self.again(self.padded(x, self.again))
+
+
+def check(model, window, input_size=IMAGE):
+    plan = plan_conversion(find_convs(model, input_size), EVERYTHING, dilated_size=window, budget=1000)
+    check_same_shapes(model, plan.windows, input_size)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_model_that_pads_by_the_kernel_size_is_refused_with_the_first_layer_that_changes(shared):
+    model = PadsOutside(shared=shared)
+    assert model(torch.zeros(1, *IMAGE)).shape[2:] == ((3, 4) if shared else (5, 7))
+    with pytest.raises(PlanError, match=r"^conv: its output would be 7x9 instead of 5x7: the model pads outside"):
+        check(model, 7)
+
+
+def test_a_model_that_would_stop_half_way_is_refused_with_the_layer():
+    with pytest.raises(PlanError, match=r"^again: its output would be 13x18 instead of 9x14: the model pads outside"):
+        check(AddsSkip(), 7)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        PadsOutside(reads_size=False),
+        nn.Sequential(
+            nn.Conv2d(4, 4, 3, padding="same", dilation=2), nn.Conv2d(4, 4, (3, 5), stride=2, padding_mode="reflect")
+        ),
+        nn.Sequential(nn.Conv2d(4, 2, 3, padding=1), nn.Flatten(), nn.Linear(2 * 9 * 14, 3)),
+    ],
+    ids=["pads by a number", "padding inside", "a head for one size"],
+)
+def test_other_models_pass(model):
+    check(model, 9)
+    assert not any(isinstance(module, DclsConvNd) for module in model.modules())
+
+
+def test_where_nothing_can_be_compared_nothing_is_refused():
+    check(PadsOutside(), 7, None)
+    check(nn.Sequential(nn.Conv2d(5, 4, 3), nn.Conv2d(4, 4, 3)), 7, IMAGE)  # takes other images
+
+
+def test_the_survey_says_that_such_a_model_does_not_fit(monkeypatch):
+    monkeypatch.setattr("dcls_convert.reports.survey.build_model", lambda *_, **__: PadsOutside())
+    row = model_row("timm:resnet18", PlanOptions(dilated_size=7), IMAGE)
+    assert (row.status, row.params.after) == ("does not fit", None)
+    assert "conv: its output would be 7x9 instead of 5x7" in row.reason
+
+
+def test_such_a_model_is_refused_before_it_changes():
+    model = PadsOutside()
+    before = dict(model.named_modules())
+    with pytest.raises(PlanError, match="conv: its output would be 7x9 instead of 5x7"):
+        convert_(model, dilated_size=7, input_size=IMAGE)
+    assert dict(model.named_modules()) == before
