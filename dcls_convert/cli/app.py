@@ -25,7 +25,7 @@ EXIT_BUG = 1
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 a bug; 2 a mistake in what was given, or nowhere to write or print to; 3 nothing in the "
+    "Exit codes: 0 done; 1 a bug, or stdout could not be written; 2 a mistake in what was given; 3 nothing in the "
     "model matches the rules; 130 interrupted."
 )
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
@@ -82,7 +82,7 @@ app.add_typer(rules_app, name="rules")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script."""
+    """The console script. Ends the process, with one line at most of what went wrong."""
     try:
         _interrupt_once()
         console.set_up()
@@ -106,16 +106,15 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
         return EXIT_MISTAKE, f"{_short(message)}. Try 'dcls-convert --help'."
     except DclsConvertError as error:
         return error.exit_code, _short(one_line(error))
-    except typer.Abort:
-        return EXIT_INTERRUPTED, "interrupted"
     except OSError as error:  # the disk, a permission, a name that no file system takes
         about = f"'{shown(error.filename)}': " if error.filename else ""
         return EXIT_MISTAKE, f"{about}{error.strerror or one_line(error)}"
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
+        bug = error.__cause__ or error if isinstance(error, typer.Abort) else error  # typer's, of an EOFError
         return EXIT_BUG, (
-            f"this is a bug in dcls-convert: {type(error).__name__}: {one_line(error)[:300]} "
+            f"this is a bug in dcls-convert: {type(bug).__name__}: {one_line(bug)[:300]} "
             f"(set {TRACEBACK_VARIABLE}=1 for a traceback to report)"
         )
     code = result if isinstance(result, int) else 0  # of typer.Exit; typer makes 130 of a KeyboardInterrupt

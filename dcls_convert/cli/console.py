@@ -18,8 +18,13 @@ from rich.text import Text
 
 from ..errors import DclsConvertError, printable, shown
 
-EXIT_UNPRINTED = 2  # the exit code where stdout is closed or full
-LINE_ENDS = "\n\t"  # what a text of several lines may hold besides printable characters
+EXIT_UNPRINTED = 1  # where stdout is closed or full
+
+
+class OutputError(DclsConvertError):
+    """The results cannot be printed."""
+
+    exit_code = EXIT_UNPRINTED
 
 
 def set_up() -> None:
@@ -41,7 +46,7 @@ def show(*parts: RenderableType, least_width: int = 0) -> None:
 
 def write(text: str) -> None:
     """Print a text of several lines to stdout, as it is."""
-    _write(printable(text, keep=LINE_ENDS))
+    _write(printable(text, keep="\n\t"))
 
 
 def message(text: str, style: str = "") -> None:
@@ -136,7 +141,7 @@ class _Escaped:
 
 def _write(text: str) -> None:
     if sys.stdout is None:
-        raise DclsConvertError("the results cannot be printed: stdout is closed")
+        raise OutputError("the results cannot be printed: stdout is closed")
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -145,7 +150,7 @@ def _write(text: str) -> None:
         raise typer.Exit(EXIT_UNPRINTED) from None
     except OSError as error:
         _drop(sys.stdout)
-        raise DclsConvertError(f"the results cannot be printed: {error.strerror}") from error
+        raise OutputError(f"the results cannot be printed: {error.strerror}") from error
 
 
 def _drop(stream: TextIO) -> None:

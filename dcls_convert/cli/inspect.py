@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ..errors import DclsConvertError
+from ..errors import DclsConvertError, printable
 from . import console
 from .arguments import OUTPUT, Checkpoint, Json
 
@@ -52,9 +52,9 @@ def _view(inspection: "Inspection") -> RenderableType:
         distance = f"{inspection.share('mean_distance'):.2f}"
         table.add_section()
         table.add_row("all", str(layers), "", *shares, "", distance, *[""] * has_sigma, style="bold")
-    title = Text(str(inspection.folder), style="bold")
+    title = Text(printable(inspection.folder), style="bold")
     if inspection.model is not None:
-        title += Text(f", {inspection.model} with DCLS", style="not bold dim")
+        title += Text(printable(f", {inspection.model} with DCLS"), style="not bold dim")
     notes = [Padding(Text(line), (0, 0, 0, 1), expand=False) for line in _sentences(inspection, has_sigma)]
     return Group(title, Text(), table, Text(), *notes)
 
@@ -64,7 +64,7 @@ def _cells(row: "PositionRow", has_sigma: bool) -> Sequence[str | Text]:
 
     sigma = "" if row.mean_sigma is None else f"{row.mean_sigma:.2f}"
     return [
-        Text(row.name),
+        Text(printable(row.name)),
         str(len(row.layers)),
         f"{row.kernel_count} in {size_text(row.dilated_size)}",
         _percent(row.border_share),

@@ -89,14 +89,16 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
     }
     seen = []
 
-    def plan_for(twin, options, start, **_):
+    def plan(_model, options, *_, **__):
         seen.append(options)
         raise NothingMatchesError("enough")
 
-    monkeypatch.setattr("dcls_convert.surgery.convert.plan_for", plan_for)
+    monkeypatch.setattr("dcls_convert.surgery.convert.plan_for", plan)
+    monkeypatch.setattr("dcls_convert.reports.survey.survey_models", plan)
     text, value = given[name]
-    run(TINY, f"--{name.replace('_', '-')}", *([text] if text else []), code=3)
-    assert seen == [replace(PlanOptions(), **{name: value})]
+    for command in ([TINY], ["models", TINY]):
+        run(*command, f"--{name.replace('_', '-')}", *([text] if text else []), code=3)
+    assert seen == [replace(PlanOptions(), **{name: value})] * 2
 
 
 def test_a_plan_is_carried_out_on_other_weights_of_the_same_model(capsys):
