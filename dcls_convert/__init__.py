@@ -4,7 +4,7 @@
     report = dcls_convert.convert_(model, dilated_size=17)
 
 Names resolve on first use, so that the command line answers without importing torch. Importing the package registers
-the architecture `dcls` with timm, at once or as soon as timm is imported.
+the architecture `dcls_convert` with timm, at once or as soon as timm is imported.
 """
 
 import importlib
@@ -17,7 +17,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "surgery.convert": ("convert_", "convert_from_authors_"),
     "fitting.calibration": ("calibrate",),
-    "checkpoints.folder": ("load_converted", "save_converted"),
+    "checkpoints.load": ("load_converted",),
+    "checkpoints.save": ("save_converted",),
     "layers.conv_classes": ("register_conv",),
     "errors": (
         "CheckpointError",
@@ -43,8 +44,8 @@ __all__ = ["__version__", *sorted([*_HOME_OF, *_MODULES])]
 
 if TYPE_CHECKING:
     from . import tuning as tuning
-    from .checkpoints.folder import load_converted as load_converted
-    from .checkpoints.folder import save_converted as save_converted
+    from .checkpoints.load import load_converted as load_converted
+    from .checkpoints.save import save_converted as save_converted
     from .errors import CheckpointError as CheckpointError
     from .errors import DclsConvertError as DclsConvertError
     from .errors import ModelError as ModelError

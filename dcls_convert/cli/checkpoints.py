@@ -10,6 +10,9 @@ from ..errors import CheckpointError
 from ..options import FoldFormat
 
 _Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder that dcls-convert wrote.")]
+_Trust = Annotated[
+    bool, typer.Option("--trust-code", help="Run the Python code that the checkpoint names as its model.")
+]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -20,11 +23,11 @@ def add_checkpoint_commands(app: typer.Typer) -> None:
     app.command("fold")(fold)
 
 
-def verify(checkpoint: _Checkpoint, json_: _Json = False) -> None:
+def verify(checkpoint: _Checkpoint, trust_code: _Trust = False, json_: _Json = False) -> None:
     """Check a checkpoint: files, hashes, and that it rebuilds in a fresh process with the same outputs."""
     from ..checkpoints.verify import verify_folder
 
-    found = verify_folder(checkpoint)
+    found = verify_folder(checkpoint, trust_code=trust_code)
     if json_:
         sys.stdout.write(found.to_json())
     else:
@@ -64,6 +67,7 @@ def fold(
         typer.Option(metavar="PATH", help="[default: ./CHECKPOINT-folded, ./CHECKPOINT.onnx, ./CHECKPOINT.pt2]"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace that folder or file.")] = False,
+    trust_code: _Trust = False,
     json_: _Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress; print the output's name alone.")] = False,
 ) -> None:
@@ -73,4 +77,4 @@ def fold(
     """
     from .fold import run_fold
 
-    run_fold(checkpoint, format, output, force=force, as_json=json_, quiet=quiet)
+    run_fold(checkpoint, format, output, force=force, trust_code=trust_code, as_json=json_, quiet=quiet)

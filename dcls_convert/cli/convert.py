@@ -16,7 +16,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 from torch import nn
 
-from ..checkpoints.folder import LOAD_WITH_TIMM, LOAD_WITHOUT_TIMM, check_output, save_converted
+from ..checkpoints.folder import not_of_a_checkpoint
+from ..checkpoints.output import check_output
+from ..checkpoints.save import loading_code, save_converted
 from ..errors import CheckpointError, DclsConvertError, PlanError
 from ..fitting.calibration import calibrate
 from ..layers.geometry import size_text
@@ -81,7 +83,7 @@ def run_convert(options: ConvertOptions) -> None:
     _check_conflicts(options)
     ruleset = None if options.rules == AUTO else load_rules(options.rules)
     if options.output is not None and not options.dry_run:
-        check_output(options.output, force=options.force)
+        check_output(options.output, force=options.force, foreign=not_of_a_checkpoint)
     # What models and their loaders print is progress, and must not get into the results.
     with_file = options.checkpoint is not None
     with redirect_stdout(sys.stderr), _steps(options, (2 if options.dry_run else 5) + with_file) as step:
@@ -92,14 +94,14 @@ def run_convert(options: ConvertOptions) -> None:
             in_chans=options.in_chans,
             pretrained=options.pretrained,
         )
-        twin = build_model(source, device="meta", seed=options.seed, offline=options.dry_run)
+        twin = build_model(source, device="meta", seed=options.seed, offline=options.dry_run, trust_code=True)
         weights = _read_checkpoint(options, twin, step)
         plan = _plan(options, ruleset, twin, source, weights)
         report = predict_report(plan)
         output, moved = None, None
         if not options.dry_run:
             output = options.output or Path(default_output(source, plan))
-            check_output(output, force=options.force)
+            check_output(output, force=options.force, foreign=not_of_a_checkpoint)
             report, moved = _carry_out(options, plan, source, weights, output, step)
             report = report.with_output(str(output))
     _print_report(options, report)
@@ -116,7 +118,7 @@ def default_output(source: ModelSource, plan: ConversionPlan) -> str:
 
 def print_claims(rules: RuleSet, model_name: str) -> None:
     """`rules check --model`: what every rule claims."""
-    model = build_model(resolve_model(model_name), device="meta", offline=True)
+    model = build_model(resolve_model(model_name), device="meta", offline=True, trust_code=True)
     convs = find_convs(model)
     claims = claim_sites(rules, convs.sites)
     counts = Counter(claims.rule_of.values())
@@ -227,8 +229,8 @@ def _plan(
         budget=options.budget,
         interpolation=options.interpolation,
         strict=options.strict,
-        model=rebuild.name,
-        model_args=rebuild.args,
+        model=rebuild.name if rebuild else None,
+        model_args=rebuild.args if rebuild else None,
     )
     if isinstance(weights, AuthorsWeights):
         element_state(weights, plan, options.authors_version)  # what it refuses, a dry run refuses too
@@ -268,7 +270,7 @@ def _built(options: ConvertOptions, source: ModelSource, weights: Weights) -> tu
         if hollow is not None and fill_(hollow, plain, where, new_classifier=new_classifier):
             plain.clear()  # what the model does not hold need not stay in memory
             return hollow, []
-    model = build_model(source, pretrained=options.pretrained, seed=options.seed)
+    model = build_model(source, pretrained=options.pretrained, seed=options.seed, trust_code=True)
     kept = [] if plain is None else load_weights_(model, plain, where, new_classifier=new_classifier)
     if plain is not None:
         plain.clear()
@@ -377,7 +379,5 @@ def _print_next_steps(options: ConvertOptions, report: ConversionReport, output:
     console.print()
     console.print(Text(f"Wrote {output}, from {start}."))
     console.print(Text("Fine-tune it:\n", style="bold"))
-    with_timm = (report.model or "").startswith("timm:")
-    lines = (LOAD_WITH_TIMM if with_timm else LOAD_WITHOUT_TIMM).format(folder=output)
-    for line in lines.splitlines():
+    for line in loading_code(report.model).format(folder=output).splitlines():
         console.print(Text(f"    {line}" if line else ""))

@@ -1,28 +1,29 @@
 """What `dcls-convert fold` prints."""
 
-import json
 import sys
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from ..checkpoints.folder import LOAD_WITH_TIMM, LOAD_WITHOUT_TIMM
-from ..export.formats import Folded, fold_checkpoint
-from ..export.stock_timm import LOAD_WITH_STOCK_TIMM
+from ..checkpoints.records import write_json
+from ..export.formats import FORMATS, fold_checkpoint
+from ..export.job import Folded
 from ..layers.geometry import size_text
 from ..options import FoldFormat
 
-LOADING = {
-    "stock timm": LOAD_WITH_STOCK_TIMM,
-    "onnx": 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n',
-    "pt2": 'import torch\n\nmodel = torch.export.load("{folder}").module()\n',
-}
-
 
 def run_fold(
-    checkpoint: Path, format: FoldFormat, output: Path | None, *, force: bool, as_json: bool, quiet: bool
+    checkpoint: Path,
+    format: FoldFormat,
+    output: Path | None,
+    *,
+    force: bool,
+    trust_code: bool,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Fold, then say what was written: as text, as JSON, or (quiet) its name alone."""
     progress = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
@@ -33,10 +34,11 @@ def run_fold(
             format,
             output,
             force=force,
+            trust_code=trust_code,
             step=lambda text: progress.print(Text(f"{checkpoint}: {text}")),
         )
     if as_json:
-        sys.stdout.write(json.dumps(folded.to_dict(), indent=2) + "\n")
+        sys.stdout.write(write_json(asdict(folded)))
         return
     console = Console(highlight=False, soft_wrap=True)
     for line in [folded.output] if quiet else _lines(folded):
@@ -44,7 +46,6 @@ def run_fold(
 
 
 def _lines(folded: Folded) -> list[str]:
-    loading = LOADING.get(folded.kind) or (LOAD_WITH_TIMM if folded.with_timm else LOAD_WITHOUT_TIMM)
     grown = f" → {folded.params_after:,}, since kernels are now stored with all cells of their windows"
     return [
         f"Folded {folded.layers} layers of {folded.checkpoint}; parameters {folded.params_before:,}"
@@ -52,7 +53,7 @@ def _lines(folded: Folded) -> list[str]:
         f"Outputs equal those of the checkpoint, with a relative error of {folded.relative_error:.1e}.",
         f"Wrote {folded.output}: {_what(folded)}.",
         "",
-        *[f"    {line}" if line else "" for line in loading.format(folder=folded.output).splitlines()],
+        *[f"    {line}" if line else "" for line in folded.loading.splitlines()],
     ]
 
 
@@ -62,8 +63,7 @@ def _what(folded: Folded) -> str:
         return f"timm loads it by itself{', with ' + sizes if sizes else ''}; dcls-convert is not needed"
     if folded.kind == "dcls":
         return f"timm loads it where dcls-convert is installed, because {folded.note}"
-    what = {"onnx": "ONNX model", "pt2": "program of torch.export"}[folded.kind]
-    images = f"images of {size_text(folded.input_size)}"
+    what, images = FORMATS[folded.format].noun, f"images of {size_text(folded.input_size)}"
     if folded.batch is None:
         return f"{what} for {images}, any number at a time"
     return f"{what} for {images}, {folded.batch} at a time, because with any number {folded.note}"

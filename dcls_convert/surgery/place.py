@@ -19,7 +19,7 @@ from ..options import EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan, LayerPlan, TieGroup, check_plan
 from .fold import fold_before_timm_fuses_, fold_to_dense_
 
-TIMM_ARCHITECTURE = "dcls"  # the name under which timm rebuilds a converted model
+TIMM_ARCHITECTURE = "dcls_convert"  # our entry in timm's registry, which rebuilds a converted model
 
 
 def apply_plan_(

@@ -58,7 +58,7 @@ def test_main_job(capsys):
 )
 def test_convert_is_the_default_command(capsys, arguments):
     run(*arguments)
-    assert Path(f"{TINY}-dcls9", "plan.json").is_file()
+    assert Path(f"{TINY}-dcls9", "config.json").is_file()
 
 
 def test_json_is_all_of_stdout_and_equals_the_folders_report(capsys):
@@ -104,9 +104,9 @@ def test_own_factory_is_run_with_its_arguments(capsys):
     Path("mine.py").write_text(OWN_MODULE)
     run("mine:build", "--num-classes", "5", "--dilated-size", "7", "--input-size", "3x32x32", "--seed", "3")
     out, _ = capsys.readouterr()
-    assert 'load_converted("build-dcls7")' in out
+    assert 'load_converted("build-dcls7", trust_code=True)' in out
     sys.modules.pop("mine")
-    model = dcls_convert.load_converted("build-dcls7")
+    model = dcls_convert.load_converted("build-dcls7", trust_code=True)
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
     sys.modules.pop("mine")
 

@@ -27,7 +27,7 @@ import torchvision
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import dcls_convert.checkpoints.folder
+import dcls_convert.checkpoints.save
 from dcls_convert.cli.app import main
 from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.weights import read_weights
@@ -185,7 +185,7 @@ def test_nothing_at_all_shows_the_help_and_no_empty_error(given, capfd):
             "did you mean 'resnet18'",
         ),
         "timm's in torchvision": ("torchvision:convnext_atto", "no model 'torchvision:convnext_atto'"),
-        "dcls": ("dcls", re.compile("no model 'dcls'|not a model by itself")),
+        "our entry": ("dcls_convert", re.compile("no model 'dcls_convert'|not a model by itself")),
         "timm:dcls": ("timm:dcls", re.compile("no model 'timm:dcls'|not a model by itself")),
         "no module": ("nomodule_x:build", "module 'nomodule_x' cannot be imported", "No module named"),
         "no package": ("a..b:build", "'a..b' cannot be imported"),
@@ -260,7 +260,7 @@ def test_options_that_the_users_model_does_not_take(refused, given, says):
         ),
         "a list": ("[]", "local-dir:folder: folder/config.json names no architecture; it is not a config of timm"),
         "unknown architecture": ('{"architecture": "nope"}', "local-dir:folder", "nope"),
-        "architecture dcls": ('{"architecture": "dcls"}', '"dcls" is not a model by itself'),
+        "our architecture": ('{"architecture": "dcls_convert"}', '"dcls_convert" is not a model by itself'),
         "no weights": ('{"architecture": "test_convnext"}', "pretrained weights cannot be had", "folder"),
     }
 )
@@ -881,7 +881,7 @@ THEIRS = ("o/README.md", "o/config.json", "o/model.safetensors")  # as of any ot
         "foreign": ((files("o/data.txt"), "--output o --force"), "output o holds 'data.txt'", LEFT),
         "foreign, hidden": ((files("o/.git/"), "--output o --force"), "output o holds '.git'", LEFT),
         "foreign beside ours": (
-            (files("o/plan.json", "o/my.md"), "--output o --force"),
+            (files("o/config.json", "o/my.md"), "--output o --force"),
             "output o holds 'my.md'",
             LEFT,
         ),
@@ -1008,7 +1008,7 @@ def test_a_full_disk_leaves_nothing(refused, output):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("name", ["config.json", "plan.json", "rules.yaml", "report.json", "README.md"])
+@pytest.mark.parametrize("name", ["config.json", "report.json", "README.md"])
 def test_a_disk_that_is_full_in_the_end(refused, monkeypatch, name):
     write_text = Path.write_text
 
@@ -1036,14 +1036,10 @@ def test_a_small_disk(refused, tmp_path):
 @OUTPUTS
 @pytest.mark.usefixtures("_old_checkpoint")
 def test_a_folder_that_cannot_take_its_name(refused, monkeypatch, output):
-    rename = Path.rename
+    def fail(*_):
+        raise OSError(5, "Input/output error")
 
-    def fail(path, target):
-        if path.name.endswith(".partial"):
-            raise OSError(5, "Input/output error")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", fail)
+    monkeypatch.setattr(dcls_convert.checkpoints.output, "_rename", fail)
     refused(*options_for(output), says=[f"output {output} cannot be written", "Input/output error"])
 
 
@@ -1055,17 +1051,17 @@ def test_a_signal_while_writing_leaves_nothing(refused, monkeypatch, number, out
         path.write_bytes(b"half of the weights")
         signal.raise_signal(number)
 
-    monkeypatch.setattr(dcls_convert.checkpoints.folder, "save_file", half)
+    monkeypatch.setattr(dcls_convert.checkpoints.save, "save_file", half)
     refused(*options_for(output), says=[STOPPED], code=INTERRUPTED)
 
 
 SLOW = f"""
-import time, dcls_convert.checkpoints.folder
+import time, dcls_convert.checkpoints.save
 {CONV}
 def slow(tensors, path, **_):
     path.write_bytes(b"half of the weights")
     time.sleep(60)
-dcls_convert.checkpoints.folder.save_file = slow
+dcls_convert.checkpoints.save.save_file = slow
 def build(): return conv(3)
 """
 
