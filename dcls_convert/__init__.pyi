@@ -1,6 +1,6 @@
 from . import tuning as tuning
-from .checkpoints.folder import load_converted as load_converted
-from .checkpoints.folder import save_converted as save_converted
+from .checkpoints.load import load_converted as load_converted
+from .checkpoints.save import save_converted as save_converted
 from .errors import CheckpointError as CheckpointError
 from .errors import DclsConvertError as DclsConvertError
 from .errors import ModelError as ModelError

@@ -1,30 +1,33 @@
-"""The entry point `dcls` in timm's registry, and timm's convolutions in ours, without importing timm or torch early."""
+"""Our entry in timm's registry, and timm's convolutions in ours, without importing timm or torch early."""
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 
-def dcls(pretrained: bool = False, **kwargs: Any) -> Any:
-    """What `timm.create_model("local-dir:FOLDER")` calls for our folders, with the `model_args` of their config."""
-    from .checkpoints.timm_model import create_dcls
+def dcls_convert(pretrained: bool = False, **kwargs: Any) -> Any:
+    """The model of one of our folders. `timm.create_model("local-dir:FOLDER")` calls this, with its config's arguments.
 
-    return create_dcls(pretrained=pretrained, **kwargs)
+    timm takes this function's name for its registry: without `import dcls_convert`, timm says "Unknown model
+    (dcls_convert)".
+    """
+    from .checkpoints.timm_model import create_converted
+
+    return create_converted(pretrained=pretrained, **kwargs)
 
 
 def register_when_timm_is_imported() -> None:
-    """Register `dcls` now if timm is there, else as soon as it is imported.
+    """Register `dcls_convert` with timm, now if timm is there, else as soon as it is imported.
 
     timm has no plug-in mechanism, and importing it here would cost every command the seconds that torch takes.
     """
-    if "timm" in sys.modules:
+    if sys.modules.get("timm") is not None:
         _register()
-    elif not any(isinstance(finder, _TimmWatcher) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _TimmWatcher())
+    elif not any(isinstance(finder, _TimmFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TimmFinder())
 
 
 def _register() -> None:
@@ -33,34 +36,35 @@ def _register() -> None:
     from .layers.timm_conv_classes import register_timm_convs
 
     register_timm_convs()
-    if not is_model(dcls.__name__):
-        register_model(dcls)
+    if not is_model(dcls_convert.__name__):
+        register_model(dcls_convert)
 
 
-class _TimmWatcher(importlib.abc.MetaPathFinder):
-    """Lets the ordinary finders find timm, and runs `_register` when it has been executed."""
+class _TimmFinder(importlib.abc.MetaPathFinder):
+    """Finds timm by the other finders, and has it registered after it was executed.
+
+    It stays: timm can be looked up any number of times before it is executed.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != "timm":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
+            _register_after(spec.loader)
         return spec
 
 
-class _RegisteringLoader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self.loader = loader
+def _register_after(loader: importlib.abc.Loader) -> None:
+    """Let the loader of timm register our entry as soon as it has executed timm."""
+    execute = loader.exec_module
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        if module.__name__ == "timm":
+            _register()
 
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self.loader  # from now on, timm is as if we had not been there
-        self.loader.exec_module(module)
-        _register()
+    loader.exec_module = exec_module  # type: ignore[method-assign]

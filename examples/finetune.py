@@ -45,7 +45,8 @@ from torch.utils.data import DataLoader
 
 import dcls_convert
 from dcls_convert import DclsConvertError, tuning
-from dcls_convert.checkpoints.folder import read_plan, tuned_plan
+from dcls_convert.checkpoints.folder import read_plan
+from dcls_convert.checkpoints.save import tuned_plan
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered from all processes, into the first
 TRACK = "positions.jsonl"

@@ -1,17 +1,18 @@
-"""What a model gives for one seeded random image, in a few numbers: enough to notice that it is another model."""
+"""A model's output for one seeded random image, in a few numbers: enough to notice that it is another model."""
 
 import contextlib
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import ConfigDict
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import CheckpointError, one_line
+from ..errors import one_line
+from ..networks.quiet import seeded, without_warnings
 from ..networks.tracing import image_dtype
 
 SEED = 0
@@ -27,7 +28,9 @@ TOLERANCES = {  # of the stored norm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputPrint:
-    """One floating tensor of the output; None stands for what is not finite."""
+    """One floating-point tensor of the output. None stands for a number that is not finite."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     shape: tuple[int, ...]
     norm: float | None
@@ -38,25 +41,19 @@ class OutputPrint:
 class Fingerprint:
     """The output for one image of normal random numbers, batch 1."""
 
-    dtype: str  # of the image: "float32"
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    dtype: Literal["float64", "float32", "float16", "bfloat16"]  # of the image
+    seed: Literal[0] = 0  # SEED
     outputs: tuple[OutputPrint, ...] | None  # in the order of the output's leaves; None where the model did not run
     reason: str | None  # why there are no outputs
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        if self.outputs is None:
-            return {"outputs": None, "reason": self.reason}
-        outputs = [
-            {"shape": list(output.shape), "norm": output.norm, "values": list(output.values)} for output in self.outputs
-        ]
-        return {"dtype": self.dtype, "seed": SEED, "outputs": outputs}
-
 
 def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fingerprint:
-    """Run the model once, in eval mode, on a seeded random image; the model and all global state stay as they were.
+    """Run the model once, in eval mode, on a seeded random image; the model stays as it was.
 
     One thread computes on the CPU: with several, sums run in another order, and the last digits would depend on the
-    machine's load.
+    machine's load. The process gets its number of threads back, and its generators their states.
 
     Args:
         model: On any device, in any dtype. Its hooks run.
@@ -66,7 +63,7 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
         A fingerprint without outputs, but with a reason, where the model cannot run on such an image.
     """
     dtype = image_dtype(model)
-    name = str(dtype).removeprefix("torch.")
+    name: Any = str(dtype).removeprefix("torch.")
     reason = None
     if input_size is None:
         reason = "the plan has no input size"
@@ -86,30 +83,6 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
     return Fingerprint(
         dtype=name, outputs=outputs or None, reason=None if outputs else "the model gives no floating-point tensor"
     )
-
-
-def fingerprint_from_dict(data: Any, where: str) -> Fingerprint:
-    """What `to_dict` gave.
-
-    Raises:
-        CheckpointError: Not such data; names `where`.
-    """
-    try:
-        if data["outputs"] is None:
-            return Fingerprint(dtype="", outputs=None, reason=str(data["reason"]))
-        if data["seed"] != SEED or data["dtype"] not in TOLERANCES:
-            raise ValueError(f"seed {data['seed']!r}, dtype {data['dtype']!r}")
-        outputs = tuple(
-            OutputPrint(
-                shape=tuple(int(side) for side in output["shape"]),
-                norm=_number(output["norm"]),
-                values=tuple(map(_number, output["values"])),
-            )
-            for output in data["outputs"]
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: its fingerprint of the outputs is damaged: {one_line(error)[:80]}") from error
-    return Fingerprint(dtype=data["dtype"], outputs=outputs, reason=None)
 
 
 def deviation(found: Fingerprint, stored: Fingerprint) -> float:
@@ -144,14 +117,6 @@ def _rounded(value: float) -> float | None:
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 
-def _number(value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is not a number")
-    return float(value)
-
-
 def _exact_cudnn() -> contextlib.AbstractContextManager[Any]:
     on = torch.backends.cudnn.enabled
     return torch.backends.cudnn.flags(enabled=on, deterministic=True, allow_tf32=False)
@@ -159,25 +124,22 @@ def _exact_cudnn() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Eval mode, one thread, full precision and seeded generators inside; everything as it was after that.
+    """Eval mode, one thread, full precision and seeded generators inside; everything as it was afterwards.
 
-    Flags are set one by one, since `eval` and `train` may be the model's own. Warnings go unseen: they are about the
-    model, and as errors they would change what is written.
+    The modes are set one by one, since a model may have an `eval` and a `train` of its own. Warnings are about the
+    model; turned into errors they would change what is written.
     """
     flags = {module: module.training for module in model.modules()}
     buffers = [(m, name, b, b.clone()) for m in flags for name, b in m._buffers.items() if b is not None]
     threads = torch.get_num_threads()
-    cuda = device.type == "cuda"
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
+            stack.enter_context(without_warnings())
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(device.type, enabled=False))
-            stack.enter_context(torch.random.fork_rng(devices=[device] if cuda else []))
-            if cuda:  # or convolutions on it round to 11 bits
+            stack.enter_context(seeded(SEED))
+            if device.type == "cuda":  # or its convolutions round to 11 bits
                 stack.enter_context(_exact_cudnn())
-            torch.manual_seed(SEED)
             torch.set_num_threads(1)
             for module in flags:
                 module.training = False

@@ -1,15 +1,15 @@
 """Where the elements of a checkpoint are: statistics of its positions. Builds no model."""
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from ..errors import CheckpointError, PlanError
+from ..errors import CheckpointError
 from ..layers.interpolation import learnt_axes
 from ..layers.position_statistics import (
     BORDER_MARGIN,
@@ -19,9 +19,10 @@ from ..layers.position_statistics import (
     overlap_share,
     spread,
 )
-from ..planning.plan import ConversionPlan, LayerPlan, check_plan, plan_from_json
-from .folder import CONFIG, PLAN, read_plan, read_text
-from .stamp import WEIGHTS, read_stamp, read_tensors
+from ..planning.plan import ConversionPlan, LayerPlan
+from .folder import WEIGHTS, read_checked_stamp, read_folder
+from .records import write_json
+from .stamp import read_tensors
 
 INSPECTION_FORMAT = 1
 
@@ -86,10 +87,13 @@ class Inspection:
         """Plain JSON values."""
         total: dict[str, Any] = {"layers": sum(len(row.layers) for row in self.positions), "elements": self.elements}
         total |= {name: self.share(name) for name in ("border_share", "overlap_share", "mean_distance")}
-        return asdict(self) | {"total": total}
+        return {**_ADAPTER.dump_python(self, mode="json"), "total": total}
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2) + "\n"
+        return write_json(self.to_dict())
+
+
+_ADAPTER = TypeAdapter(Inspection)
 
 
 def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
@@ -112,44 +116,22 @@ def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
 def inspect_folder(folder: str | Path) -> Inspection:
     """Statistics of a checkpoint's positions. Reads the plan and the positions alone; builds no model.
 
-    A folder that timm's own savers wrote will do: the plan is then taken from its config.json.
+    Takes a folder of timm's own savers too.
 
     Raises:
         CheckpointError: Not such a folder, damaged, or folded, so that there are no positions any more.
     """
     folder = Path(folder)
-    plan = _plan(folder)
+    config = read_folder(folder)
+    plan, path = config.plan, folder / WEIGHTS
     if plan.folded:
         raise CheckpointError(f"{folder}: is folded into plain convolutions and has no positions any more")
-    path = folder / WEIGHTS
-    stamp = read_stamp(path)
-    if stamp is not None:
-        stamp.check_plan(plan, path, "the plan beside it")
+    read_checked_stamp(path, config)
     sets = position_sets(plan)
     wanted = {name for place in sets for name in place.parameters.values()}
     tensors = dict(read_tensors(path, wanted))
     rows = tuple(_row(place, {key: _tensor(tensors, place, key, path) for key in place.parameters}) for place in sets)
     return Inspection(folder=str(folder), model=plan.model, positions=rows)
-
-
-def _plan(folder: Path) -> ConversionPlan:
-    if not (folder / PLAN).exists() and (folder / CONFIG).is_file():
-        where = f"{folder / CONFIG}: model_args.plan"
-        try:
-            found = json.loads(read_text(folder / CONFIG))["model_args"]["plan"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{folder}: has no {PLAN}, and {CONFIG} holds no plan either: no DCLS layers"
-            ) from error
-        plan = plan_from_json(json.dumps(found), where)
-    else:
-        where = str(folder / PLAN)
-        plan = read_plan(folder)
-    try:
-        check_plan(plan)
-    except PlanError as error:
-        raise CheckpointError(f"{where}: {error}") from error
-    return plan
 
 
 def _tensor(tensors: dict[str, Tensor], place: PositionSet, key: str, path: Path) -> Tensor:

@@ -1,23 +1,23 @@
-"""What a weights file says about itself: whose plan it belongs to, what its tensors were, and what its model gave."""
+"""What a weights file says about itself: the plan and the texts that it was written with, its tensors, its outputs."""
 
 import hashlib
 import json
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError, newer_format, one_line
-from ..planning.plan import ConversionPlan
+from ..errors import CheckpointError, one_line
+from .fingerprint import Fingerprint
+from .records import read_record
 
-WEIGHTS = "model.safetensors"
-CHECKPOINT_FORMAT = 1
-NO_STAMP = "has no metadata of dcls-convert, so nothing says that it belongs to the"  # plan, wherever that is
+STAMP_FORMAT = 1
 METADATA_KEY = "dcls_convert"  # one key alone: safetensors writes several in an order that changes from run to run
 
 
@@ -25,96 +25,48 @@ METADATA_KEY = "dcls_convert"  # one key alone: safetensors writes several in an
 class Stamp:
     """The metadata that `save_converted` puts into the weights file."""
 
-    format: int = CHECKPOINT_FORMAT
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    format: int = STAMP_FORMAT
     version: str  # of the program that wrote it
     plan: str  # ConversionPlan.hash
     tensors: str  # tensors_hash
-    fingerprint: dict[str, Any] | None  # Fingerprint.to_dict(); None where none was wanted
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
-
-    def check_plan(self, plan: ConversionPlan, path: Path, called: str) -> None:
-        """Refuse weights of another plan than the one that is `called` so; CheckpointError."""
-        if self.plan != plan.hash:
-            raise CheckpointError(f"{path}: was not written with {called}")
-
-    def check_tensors(self, found: str, path: Path) -> None:
-        """Refuse tensors with another hash than the written ones; CheckpointError."""
-        if self.tensors != found:
-            raise CheckpointError(f"{path}: its tensors are not those that were written; it is damaged or was changed")
-
-    def check_config(self, config: Path, path: Path) -> None:
-        """Refuse weights other than those with which `config` was written, where it can say so; CheckpointError."""
-        stated = tensors_of_config(config)
-        if stated is not None and stated != self.tensors:
-            raise CheckpointError(
-                f"{path}: is of another folder, with the same plan: {config.name} states other tensors"
-            )
+    texts: dict[str, str]  # "config.json" (and "report.json") -> SHA-256 of its bytes
+    fingerprint: Fingerprint | None  # None where none was wanted
 
 
-def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, whatever the order; one tensor is looked at after the other."""
-    return folded_hash((name, tensor_hash(tensor)) for name, tensor in tensors)
+_ADAPTER = TypeAdapter(Stamp)
 
 
-def tensor_hash(tensor: Tensor) -> str:
-    """SHA-256 over dtype, shape and bytes of one tensor on the CPU."""
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    flat = tensor.detach().contiguous().reshape(-1)  # a tensor without axes cannot be seen as bytes
-    digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def folded_hash(hashes: Iterable[tuple[str, str]]) -> str:
-    """The hash of a whole file from the names and hashes of its tensors."""
-    return hashlib.sha256(json.dumps(sorted(hashes)).encode()).hexdigest()
-
-
-def tensors_of_config(path: Path) -> str | None:
-    """The hash of the tensors beside which a config.json was written; None where it cannot be read or states none."""
-    try:
-        stated = json.loads(path.read_bytes())[METADATA_KEY]["tensors"]
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
-        return None
-    return stated if isinstance(stated, str) else None
+def stamp_text(stamp: Stamp) -> str:
+    """The stamp as JSON, in the same bytes for the same stamp."""
+    data = _ADAPTER.dump_python(stamp, mode="json")
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def read_stamp(path: Path) -> Stamp | None:
-    """The stamp of a safetensors file; None where another program wrote it, as timm does after fine-tuning.
+    """The stamp of a safetensors file; None where another program wrote the file, as timm does after fine-tuning.
 
     Reads the file's header alone, which also tells whether the file is as long as it must be.
 
     Raises:
-        CheckpointError: Not readable, written by a newer version of this program, or a stamp that is damaged.
+        CheckpointError: Not readable, written by a newer version of this program, or a damaged stamp.
     """
     with _opened(path) as file:
         text = (file.metadata() or {}).get(METADATA_KEY)
-    if text is None:
-        return None
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its metadata {METADATA_KEY!r} is not JSON: {one_line(error)}") from error
-    check_format(data, CHECKPOINT_FORMAT, str(path))
-    wanted: dict[str, type | tuple[type, ...]] = {"version": str, "plan": str, "tensors": str}
-    for name, kind in (wanted | {"fingerprint": (dict, type(None))}).items():
-        if name not in data or not isinstance(data[name], kind):
-            raise CheckpointError(f"{path}: its metadata {METADATA_KEY!r} has no valid {name!r}")
-    return Stamp(**{name: data[name] for name in Stamp.__dataclass_fields__})
+    return None if text is None else read_record(_ADAPTER, text, f"{path}: its metadata {METADATA_KEY!r}", STAMP_FORMAT)
 
 
-def check_format(data: object, known: int, where: str) -> None:
-    """Refuse data of a newer format with what to do about it, and data that states no format.
+def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, in any order. Looks at one tensor after the other."""
+    return hashlib.sha256(json.dumps(sorted((name, _tensor_hash(t)) for name, t in tensors)).encode()).hexdigest()
 
-    Raises:
-        CheckpointError: Names `where`.
-    """
-    stated = data.get("format") if isinstance(data, dict) else None
-    if not isinstance(stated, int) or isinstance(stated, bool) or stated < 1:
-        raise CheckpointError(f"{where}: states no format, so dcls-convert did not write it")
-    if stated > known:
-        raise CheckpointError(newer_format(where, stated, known))
+
+def _tensor_hash(tensor: Tensor) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    flat = tensor.detach().contiguous().reshape(-1)  # torch cannot view a tensor without axes as bytes
+    digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:

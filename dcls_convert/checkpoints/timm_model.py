@@ -1,6 +1,5 @@
 """Rebuild a converted model for timm's factory: base model, plan, weights, and feature extraction."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,19 +7,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, ModelError, shown
-from ..networks.source import ModelSource, build_model
+from ..errors import CheckpointError, ModelError, listed, one_line, shown
+from ..networks.source import ModelSource, build_model, check_source
 from ..networks.weights import alias_names
-from ..planning.plan import ConversionPlan, LayerPlan, TieGroup, plan_from_json
+from ..planning.plan import ConversionPlan, LayerPlan, TieGroup
 from ..planning.tie_groups import common_parent
-from ..surgery.place import TIMM_ARCHITECTURE, note_for_timm, place_layers_, timm_model_args
-from .stamp import WEIGHTS, Stamp, read_stamp, tensors_hash
+from ..surgery.place import TIMM_ARCHITECTURE, note_for_timm
+from .folder import CONFIG, PLAN_PLACE, WEIGHTS, parse_config, parse_plan, read_checked_stamp, read_text
+from .load import check_tensors, place_
+from .stamp import Stamp
 
-PLAN_IN_CONFIG = "config.json: model_args.plan"
 WRAPPER_PREFIXES = ("", "model.", "body.", "graph_module.")  # where timm's feature extractors keep the model
+# A folder holds its weights; whatever else its config names as their place is not followed.
+NO_OTHER_WEIGHTS = {"url": "", "state_dict": None, "hf_hub_filename": None, "custom_load": False}
 
 
-def create_dcls(
+def create_converted(
     *,
     pretrained: bool = False,
     base: str | None = None,
@@ -34,50 +36,56 @@ def create_dcls(
 ) -> nn.Module:
     """The model that `config.json` describes; arguments as timm's factory passes them.
 
+    Layers that have no weights in the folder, such as a new head, draw them from torch's global generator, as timm's
+    own models do.
+
     Args:
         pretrained: Load the weights that stand beside the config.
-        base: The model that was converted, "timm:convnext_tiny".
+        base: The model that was converted, "timm:convnext_tiny". Code of the user's own is never run here.
         plan: `ConversionPlan.to_dict()`.
         pretrained_cfg: From the config, with the place of the weights.
+        pretrained_model_args: The config's `model_args` as they stand there.
         features_only: Give feature maps, as timm does for the base model.
         kwargs: For the base model, such as num_classes, in_chans, drop_path_rate, out_indices.
 
     Raises:
-        ModelError: Called by name instead of for a checkpoint.
+        ModelError: Called by name instead of for a checkpoint, or the base may not or cannot be built.
         CheckpointError: Weights that do not belong to the plan, or are not those that were written.
 
-    What `save_converted` wrote is checked against the metadata of its weights; hashing them takes about as long as
-    reading them. Folders that timm's own savers wrote have none, and are held to names and shapes alone.
+    A folder of `save_converted` is checked against the metadata of its weights; hashing them takes about as long as
+    reading them. A folder of timm's own savers has none, and is held to names and shapes.
     """
-    from timm.models import load_pretrained, resolve_pretrained_cfg
+    from timm.models import load_pretrained
 
     if base is None or plan is None:
-        raise ModelError('"dcls" is not a model by itself; load a checkpoint: timm.create_model("local-dir:FOLDER")')
-    conversion = plan_from_json(json.dumps(plan), PLAN_IN_CONFIG)
+        raise ModelError(
+            f'"{TIMM_ARCHITECTURE}" is not a model by itself; load a checkpoint: timm.create_model("local-dir:FOLDER")'
+        )
+    conversion = parse_plan(plan, f"{CONFIG}: {PLAN_PLACE}")
     if base != conversion.model:
-        raise CheckpointError(f"config.json: model_args.base is {base!r}, its plan is for {conversion.model!r}")
-    config = resolve_pretrained_cfg(TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay).to_dict()  # type: ignore[no-untyped-call]
+        raise CheckpointError(
+            f"{CONFIG}: model_args.base is {shown(repr(base))}, its plan is for {shown(repr(conversion.model))}"
+        )
+    stored = {name: v for name, v in (pretrained_model_args or kwargs).items() if name not in ("base", "plan")}
+    check_source(ModelSource(name=base, args=stored))
+    config = _resolved_config(pretrained_cfg, pretrained_cfg_overlay)
     if pretrained and config.get("source") == "local-dir":
-        _checked_stamp(config, conversion, pretrained_model_args, cache_dir)  # before anything is built
+        _stamp(config, cache_dir)  # refuse before anything is built
     if base.startswith("timm:"):
         kwargs.setdefault("num_classes", config["num_classes"])
     elif features_only:
         raise ModelError(f"features_only is for models that timm builds, not for {base}")
-    # A head of no classes has no random state worth a seed; everything else is seeded for repeatable new heads.
     source = ModelSource(name=base, args={**kwargs, "features_only": True} if features_only else kwargs)
-    model = build_model(source)
-    conversion_of_file = conversion
-    if features_only:
-        names = _feature_names(model, conversion)
-        conversion = _plan_for_features(conversion, names)
-    place_layers_(model, conversion)
+    model = build_model(source, seed=None, trust_code=True)  # checked above; the caller's own arguments may be objects
+    placed = _plan_for_features(conversion, _feature_names(model, conversion)) if features_only else conversion
+    place_(model, placed)
+    known = getattr(model, "pretrained_cfg", None) or {}
+    config |= {name: known[name] for name in ("classifier", "first_conv") if name in known}
     note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
     if pretrained:
 
         def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-            stamp = _checked_stamp(config, conversion_of_file, pretrained_model_args, cache_dir)
-            if stamp is not None:
-                stamp.check_tensors(tensors_hash(state.items()), Path(WEIGHTS))
+            check_tensors(state, _stamp(config, cache_dir), Path(WEIGHTS))
             if features_only:
                 return _features_state(state, model, config, kwargs.get("in_chans"))
             state = state | {alias: state[name] for alias, name in alias_names(model).items() if name in state}
@@ -95,24 +103,22 @@ def create_dcls(
     return model
 
 
-def _checked_stamp(
-    config: Mapping[str, Any], plan: ConversionPlan, stored_args: Mapping[str, Any] | None, cache_dir: str | Path | None
-) -> Stamp | None:
-    """The stamp of the weights that timm loads for this config, if it has one; its plan and arguments must be these."""
-    path = _file_of(config, WEIGHTS, cache_dir)
-    stamp = None if path is None else read_stamp(path)
-    if path is None or stamp is None:
+def _resolved_config(given: Any, overlay: dict[str, Any] | None) -> dict[str, Any]:
+    from timm.models import resolve_pretrained_cfg
+
+    try:
+        config = resolve_pretrained_cfg(TIMM_ARCHITECTURE, given, overlay).to_dict()  # type: ignore[no-untyped-call]
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{CONFIG}: pretrained_cfg: {one_line(error)[:200]}") from error
+    return {**config, **NO_OTHER_WEIGHTS}
+
+
+def _stamp(config: Mapping[str, Any], cache_dir: str | Path | None) -> Stamp | None:
+    """The stamp of the weights that timm loads for this config, if it has one; config and weights must fit."""
+    weights, beside = (_file_of(config, name, cache_dir) for name in (WEIGHTS, CONFIG))
+    if weights is None or beside is None:
         return None
-    stamp.check_plan(plan, path, f"the plan in {PLAN_IN_CONFIG}")
-    beside = _file_of(config, "config.json", cache_dir)
-    if beside is not None:
-        stamp.check_config(beside, path)
-    wanted = json.loads(json.dumps(timm_model_args(plan)))
-    for name in sorted(wanted.keys() | (stored_args or wanted).keys()):
-        found = (stored_args or wanted).get(name)
-        if found != wanted.get(name):
-            raise CheckpointError(f"config.json: model_args.{name} is {shown(found)}, not what the plan says")
-    return stamp
+    return read_checked_stamp(weights, parse_config(read_text(beside), str(beside)))
 
 
 def _file_of(config: Mapping[str, Any], name: str, cache_dir: str | Path | None) -> Path | None:
@@ -121,7 +127,7 @@ def _file_of(config: Mapping[str, Any], name: str, cache_dir: str | Path | None)
     if source == "local-dir" and config.get("file"):
         path = Path(config["file"]) / name
         return path if path.exists() or path.is_symlink() else None
-    if source == "hf-hub" and repository and not config.get("hf_hub_filename"):
+    if source == "hf-hub" and repository:
         import huggingface_hub
 
         id_, _, revision = str(repository).partition("@")
@@ -136,8 +142,7 @@ def _check_complete(state: Mapping[str, Tensor], model: nn.Module, config: Mappi
     heads = tuple(f"{name}." for name in ([classifiers] if isinstance(classifiers, str) else classifiers))
     missing = [name for name in model.state_dict() if name not in state and not name.startswith(heads)]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"{WEIGHTS}: lacks {missing[0]}{more} of the model that config.json describes")
+        raise CheckpointError(f"{WEIGHTS}: lacks {listed(missing, 1)} of the model that {CONFIG} describes")
 
 
 def _flat(name: str) -> str:
@@ -146,7 +151,7 @@ def _flat(name: str) -> str:
 
 
 def _feature_names(model: nn.Module, plan: ConversionPlan) -> dict[str, str]:
-    """Names of the plan's layers -> their names in the feature extractor; those behind the last feature are gone."""
+    """Names of the plan's layers -> their names in the feature extractor, which ends with its last feature."""
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     best: dict[str, str] = {}
     for prefix in WRAPPER_PREFIXES:
@@ -192,5 +197,5 @@ def _features_state(
     best |= {alias: best[name] for alias, name in alias_names(model).items() if name in best}
     missing = [name for name in own if name not in best]
     if missing:
-        raise CheckpointError(f"the weights lack {missing[0]} and {len(missing) - 1} more of timm's feature extractor")
+        raise CheckpointError(f"{WEIGHTS}: lacks {listed(missing, 1)} of timm's feature extractor")
     return best

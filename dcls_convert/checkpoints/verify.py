@@ -1,38 +1,44 @@
 """Whether a checkpoint folder is whole, and is what it says: every check, and every problem in words."""
 
+import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from pydantic import TypeAdapter
+from torch import Tensor, nn
 
-from ..errors import CheckpointError, DclsConvertError, one_line, shown
+from ..errors import CheckpointError, DclsConvertError, ModelError, listed, one_line, shown
 from ..layers.interpolation import find_interpolation, position_limits
-from ..planning.plan import ConversionPlan, check_plan
-from ..reports.report import REPORT_FORMAT, predict_report
-from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
-from .folder import CARD, CONFIG, FILES, OUTPUT_IN_FOLDER, PLAN, REPORT, RULES, read_plan, read_text
+from ..networks.source import ModelSource, build_model, check_source
+from ..networks.weights import load_weights_, misfits, not_finite
+from ..planning.plan import ConversionPlan
+from ..surgery.place import TIMM_ARCHITECTURE
+from .fingerprint import TOLERANCES, deviation, take_fingerprint
+from .folder import CONFIG, FILES, STOCK_FILES, WEIGHTS, read_checked_stamp, read_folder, read_text
 from .inspection import PositionSet, position_sets
-from .stamp import NO_STAMP, WEIGHTS, Stamp, check_format, folded_hash, read_stamp, read_tensors, tensor_hash
+from .load import place_
+from .records import read_json, write_json
+from .stamp import read_stamp, read_tensors, tensors_hash
 
 VERIFICATION_FORMAT = 1
-MOST_DIFFERENCES = 5  # shown of one file
-STOCK_FILES = (WEIGHTS, CONFIG, CARD)  # of a folded model that timm builds by itself
+MOST_SECONDS = 600.0  # for the process that rebuilds the model
+NO_STAMP = "has no metadata of dcls-convert: nothing says that it belongs to this folder"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One thing that was looked at, or one problem: a check that finds several problems is there several times."""
+    """One check, or one problem: a check that finds several problems is there several times."""
 
     name: str
-    ok: bool | None  # None: it could not be looked at, for the reason in `detail`
+    ok: bool | None  # None: not checked, for the reason in `detail`
     detail: str
 
 
@@ -40,64 +46,40 @@ class Check:
 class Verification:
     """All checks of one folder."""
 
+    format: int = VERIFICATION_FORMAT
     folder: str
+    ok: bool
     checks: tuple[Check, ...]
 
     @property
     def problems(self) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if check.ok is False)
 
-    @property
-    def ok(self) -> bool:
-        return not self.problems
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        checks = [asdict(check) for check in self.checks]
-        return {"format": VERIFICATION_FORMAT, "folder": self.folder, "ok": self.ok, "checks": checks}
-
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2) + "\n"
+        return write_json(TypeAdapter(Verification).dump_python(self, mode="json"))
 
 
-def checked(name: str, problems: Iterable[str], good: str) -> list[Check]:
-    """A check for every problem, or one that says what is good."""
-    found = [Check(name=name, ok=False, detail=problem) for problem in problems]
-    return found or [Check(name=name, ok=True, detail=good)]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rebuilding:
+    """What the process that rebuilds a model is told."""
+
+    folder: str
+    model: str  # "timm:convnext_tiny"
+    args: dict[str, Any]
+    trust_code: bool
 
 
-def not_checked(name: str, reason: str) -> Check:
-    return Check(name=name, ok=None, detail=f"not checked: {reason}")
+Rebuild = Callable[[Rebuilding], list[Check]]
 
 
-def rebuild_in_fresh_process(folder: Path) -> list[Check]:
-    """The checks of `rebuilding.rebuild_checks`, by a new Python that knows nothing but the folder.
-
-    It has this process's import path and working directory, so that models of the user's own are found.
-    """
-    code = (
-        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-        "from dcls_convert.checkpoints.rebuild import main; main(*sys.argv[2:])"
-    )
-    with tempfile.TemporaryDirectory() as scratch:
-        result = Path(scratch) / "checks.json"
-        path = json.dumps([str(entry) for entry in sys.path])
-        # -P: a json.py in the working directory is not meant
-        command = [sys.executable, "-P", "-c", code, path, str(folder), str(result)]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-        if done.returncode == 0 and result.is_file():
-            return [Check(**check) for check in json.loads(result.read_text(encoding="utf-8"))]
-    how = f"was ended by signal {-done.returncode}" if done.returncode < 0 else f"ended with code {done.returncode}"
-    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    return [Check(name="model", ok=False, detail=f"the process that rebuilt it {how}: {shown(last, 300)}")]
-
-
-def verify_folder(folder: str | Path, *, rebuild: Callable[[Path], list[Check]] | None = None) -> Verification:
+def verify_folder(folder: str | Path, *, trust_code: bool = False, rebuild: Rebuild | None = None) -> Verification:
     """Check a checkpoint folder: its files, that they belong together, and that the model they describe can be had.
 
     Args:
-        folder: Written by `save_converted`.
-        rebuild: Builds the model from the folder alone, and checks it; `rebuild_in_fresh_process` without it.
+        folder: Written by `save_converted` or by folding.
+        trust_code: Import and run whatever the folder names as its model's factory. Without it, only a model of timm
+            or torchvision is rebuilt.
+        rebuild: Rebuilds the model and checks it; `rebuild_in_fresh_process` without it.
 
     Raises:
         CheckpointError: There is no such folder.
@@ -105,249 +87,31 @@ def verify_folder(folder: str | Path, *, rebuild: Callable[[Path], list[Check]] 
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: is not a folder")
-    stock = is_for_stock_timm(folder)
-    checks = _file_checks(folder, STOCK_FILES if stock else FILES)
-    bad = {check.name for check in checks if not check.ok}
-    plan, stamp, belongs = None, None, False
-    if PLAN not in bad and not stock:
-        plan, found = _plan_checks(folder)
-        checks += found
-    if WEIGHTS not in bad:
-        stamp, readable, found = _weights_checks(folder, plan, stock)
-        checks += found
-        belongs = readable and (stamp is None or plan is None or stamp.plan == plan.hash)
-    if not stock:
-        for name, check in [(CONFIG, _config_problems), (RULES, _rules_problems), (REPORT, _report_problems)]:
-            if name not in bad:
-                checks += _text_checks(folder, name, check, plan)
-    if not belongs or (plan is None and not stock):
-        missing = PLAN if belongs else WEIGHTS
-        checks.append(not_checked("model", f"there is no valid {missing} that it could be rebuilt from"))
-    elif plan is not None and plan.model is None:
-        checks.append(not_checked("model", "only its user can build it; load_converted(folder, model=...) takes it"))
+    plan, source, checks = _config_checks(folder)
+    sound = checks[0].ok is True
+    checks += _file_checks(folder, STOCK_FILES if source is not None and plan is None else FILES)
+    try:
+        found = _weights_checks(folder, plan)
+    except CheckpointError as error:
+        found, sound = _checked(WEIGHTS, [_told(error, folder / WEIGHTS)], ""), False
+    checks += found
+    if not sound:
+        checks.append(_not_checked("model", f"{CONFIG} or {WEIGHTS} cannot be read"))
+    elif source is None:
+        checks.append(_not_checked("model", "only its user can build it; load_converted(folder, model=...) takes it"))
     else:
-        checks += (rebuild or rebuild_in_fresh_process)(folder)
-    return Verification(folder=str(folder), checks=tuple(checks))
+        checks += _rebuild_checks(folder, source, trust_code, rebuild or rebuild_in_fresh_process)
+    return Verification(folder=str(folder), ok=all(check.ok is not False for check in checks), checks=tuple(checks))
 
 
-def is_for_stock_timm(folder: Path) -> bool:
-    """Whether it is a folded model for an architecture of timm's own, of which no plan is kept."""
-    if os.path.lexists(folder / PLAN):
-        return False
-    try:
-        architecture = _json_object(read_text(folder / CONFIG), CONFIG).get("architecture")
-    except CheckpointError:
-        return False
-    return isinstance(architecture, str) and architecture != TIMM_ARCHITECTURE
+def _checked(name: str, problems: Iterable[str], good: str) -> list[Check]:
+    """A check for every problem, or one that says what is good."""
+    found = [Check(name=name, ok=False, detail=problem) for problem in problems]
+    return found or [Check(name=name, ok=True, detail=good)]
 
 
-def _file_checks(folder: Path, files: Sequence[str]) -> list[Check]:
-    """That these files are there; the name of a check that fails is the file's."""
-    checks = []
-    for name in files:
-        try:
-            if problem := _file_problem(folder / name):
-                checks.append(Check(name=name, ok=False, detail=problem))
-        except OSError as error:
-            checks.append(Check(name=name, ok=False, detail=f"cannot be read: {error.strerror}"))
-    checks = checks or [Check(name="files", ok=True, detail=f"all {len(files)} are there and readable")]
-    foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in files)
-    if foreign:
-        names = ", ".join(repr(shown(name)) for name in foreign[:MOST_DIFFERENCES])
-        detail = f"note: {names}{_more(len(foreign) - MOST_DIFFERENCES)} not of dcls-convert"
-        checks.append(Check(name="other files", ok=True, detail=detail))
-    return checks
-
-
-def _file_problem(path: Path) -> str | None:
-    if not path.is_file():
-        links_nowhere = path.is_symlink() and not path.exists()
-        return "is a link that leads nowhere" if links_nowhere else "is not a file" if path.exists() else "is missing"
-    if not os.access(path, os.R_OK):
-        return "cannot be read: no permission"
-    if not path.stat().st_size and path.name != RULES:  # rules that were given as an object have no text
-        return "is empty"
-    if path.name == CARD:
-        try:
-            read_text(path)
-        except CheckpointError as error:
-            return _told(error, path)
-    return None
-
-
-def _plan_checks(folder: Path) -> tuple[ConversionPlan | None, list[Check]]:
-    try:
-        plan = read_plan(folder)
-        check_plan(plan)
-    except DclsConvertError as error:
-        return None, checked(PLAN, [_told(error, folder / PLAN)], "")
-    kept = ", folded into plain convolutions" if plan.folded else ""
-    detail = f"is consistent: {len(plan.layers)} layers, {len(plan.tie_groups)} tie groups{kept}"
-    return plan, checked(PLAN, [], detail)
-
-
-def _weights_checks(folder: Path, plan: ConversionPlan | None, stock: bool) -> tuple[Stamp | None, bool, list[Check]]:
-    """The stamp, whether stamp and tensors can be read, and what was found."""
-    path = folder / WEIGHTS
-    problems, stamp, readable = [], None, False
-    try:
-        stamp = read_stamp(path)
-        readable = True
-        if stamp is None:
-            problems.append(f"{NO_STAMP} {PLAN}")
-        elif plan is not None and stamp.plan != plan.hash:
-            problems.append(f"was not written with the {PLAN} beside it")
-        else:
-            stamp.check_config(folder / CONFIG, path)
-    except CheckpointError as error:
-        problems.append(_told(error, path))
-    try:
-        tensor_checks = _tensor_checks(path, plan, stamp, stock)
-    except CheckpointError as error:
-        told = _told(error, path)
-        return stamp, False, checked(WEIGHTS, problems if told in problems else [*problems, told], "")
-    written = f"written by dcls-convert {stamp.version}" if stamp is not None else ""
-    written += f", for this {PLAN}" * (plan is not None)
-    return stamp, readable, checked(WEIGHTS, problems, written) + tensor_checks
-
-
-def _tensor_checks(path: Path, plan: ConversionPlan | None, stamp: Stamp | None, stock: bool) -> list[Check]:
-    """Hash, values and positions, in one reading of the file."""
-    sets = position_sets(plan) if plan is not None else ()
-    of_name = {name: (place, key) for place in sets for key, name in place.parameters.items()}
-    hashes: list[tuple[str, str]] = []
-    values: list[str] = []
-    positions: list[str] = []
-    for name, tensor in read_tensors(path):
-        hashes.append((name, tensor_hash(tensor)))
-        values += _value_problems(name, tensor)
-        if name in of_name:
-            positions += _position_problems(name, tensor, *of_name[name])
-    there = {name for name, _ in hashes}
-    positions += [f"{name} is missing, the {key} of {of_name[name][0].name}" for name, (_, key) in of_name.items()
-                  if name not in there]  # fmt: skip
-    changed = []
-    if stamp is not None and folded_hash(hashes) != stamp.tensors:
-        changed = ["are not those that were written: the file is damaged or was changed"]
-    checks = [not_checked("tensors", f"{WEIGHTS} does not say what they were")]
-    if stamp is not None:
-        checks = checked("tensors", changed, f"{len(hashes)}, as they were written (SHA-256)")
-    checks += checked("values", values, "all are finite")
-    if plan is None and not stock:
-        return [*checks, not_checked("positions", f"there is no valid {PLAN}")]
-    none = "none, since the model is folded"
-    detail = f"{len(sets)} tensors, all inside their windows" if sets else none
-    return checks + checked("positions", positions, detail)
-
-
-def _value_problems(name: str, tensor: Tensor) -> Iterator[str]:
-    if not tensor.is_floating_point():
-        return
-    nan = int(tensor.isnan().sum())
-    infinite = int(tensor.isinf().sum())
-    if nan:
-        yield f"{name} has {nan} of {tensor.numel()} values that are NaN"
-    # Buffers that mask attention hold -inf, and otherwise 0.
-    mask = tensor.dim() > 1 and bool(((tensor == 0) | (tensor == -torch.inf)).all())
-    if infinite and not mask:
-        yield f"{name} has {infinite} of {tensor.numel()} values that are infinite"
-
-
-def _position_problems(name: str, tensor: Tensor, place: PositionSet, key: str) -> Iterator[str]:
-    wanted = place.layers[0].position_shape
-    if tuple(tensor.shape) != wanted or not tensor.is_floating_point():
-        yield f"{name} has shape {tuple(tensor.shape)} and is {tensor.dtype}; the plan has {wanted}, floating-point"
-        return
-    if key == "sigma":
-        least = find_interpolation(place.layers[0].interpolation).min_sigma or 0.0
-        # Compared in the tensor's own precision, to which the least was rounded when sigma was clamped.
-        small = int((tensor < torch.tensor(least, dtype=tensor.dtype)).sum())
-        if small:
-            yield f"{name} has {small} of {tensor.numel()} sigmas below {least:g} cells, the least"
-        return
-    for axis, side in enumerate(place.learnt_size):
-        low, high = position_limits(side)
-        outside = (tensor[axis] < low) | (tensor[axis] > high)
-        if count := int(outside.sum()):
-            furthest = tensor[axis][outside].abs().max().item()
-            yield (
-                f"{name} has {count} of {outside.numel()} elements outside the window along axis {axis}, "
-                f"which goes from {low} to {high}; the furthest is at {furthest:g}"
-            )
-
-
-def _text_checks(
-    folder: Path, name: str, problems_of: Callable[[str, ConversionPlan | None], list[str]], plan: ConversionPlan | None
-) -> list[Check]:
-    try:
-        problems = problems_of(read_text(folder / name), plan)
-    except CheckpointError as error:
-        return checked(name, [_told(error, folder / name)], "")
-    if plan is None and not problems:
-        return [not_checked(name, f"there is no valid {PLAN} to compare it with")]
-    return checked(name, problems, f"agrees with {PLAN}")
-
-
-def _config_problems(text: str, plan: ConversionPlan | None) -> list[str]:
-    config = _json_object(text, CONFIG)
-    architecture = config.get("architecture")
-    if architecture != TIMM_ARCHITECTURE:
-        return [f"its architecture is {_shown(architecture)}, not {TIMM_ARCHITECTURE!r}"]
-    if plan is None:
-        return []
-    return _differences(config.get("model_args"), _as_json(timm_model_args(plan)), "model_args")
-
-
-def _rules_problems(text: str, plan: ConversionPlan | None) -> list[str]:
-    return [f"is not the text in {PLAN}"] if plan is not None and text != plan.rules_text else []
-
-
-def _report_problems(text: str, plan: ConversionPlan | None) -> list[str]:
-    report = _json_object(text, REPORT)
-    check_format(report, REPORT_FORMAT, REPORT)
-    if plan is None:
-        return []
-    wanted = _as_json(predict_report(plan).with_output(OUTPUT_IN_FOLDER).to_dict())
-    rows = report.get("layers")
-    for row, planned in zip(rows if isinstance(rows, list) else [], wanted["layers"], strict=False):
-        if isinstance(row, dict) and isinstance(row.get("fit_error"), float):
-            planned["fit_error"] = row["fit_error"]  # measured, and so in no plan
-    return _differences(report, wanted, "")
-
-
-def _json_object(text: str, name: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name}: is not JSON: {one_line(error)[:200]}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{name}: is a {type(data).__name__}, not an object")
-    return data
-
-
-def _as_json(data: Any) -> Any:
-    return json.loads(json.dumps(data))
-
-
-def _differences(found: object, expected: object, place: str) -> list[str]:
-    differences = list(_each_difference(found, expected, place))
-    more = len(differences) - MOST_DIFFERENCES
-    return differences[:MOST_DIFFERENCES] + [f"has {more} more such differences"] * (more > 0)
-
-
-def _each_difference(found: object, expected: object, place: str) -> Iterator[str]:
-    if isinstance(found, dict) and isinstance(expected, dict):
-        for key in expected | found:
-            yield from _each_difference(found.get(key), expected.get(key), f"{place}.{key}".lstrip("."))
-    elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
-        for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            yield from _each_difference(ours, theirs, f"{place}.{index}")
-    elif type(found) is not type(expected) or found != expected:
-        yield f"{shown(place)} is {_shown(found)}, {PLAN} gives {_shown(expected)}"
-
-
-def _shown(value: object) -> str:
-    return f"{len(value)} entries" if isinstance(value, Sequence) and not isinstance(value, str) else shown(repr(value))
+def _not_checked(name: str, reason: str) -> Check:
+    return Check(name=name, ok=None, detail=f"not checked: {reason}")
 
 
 def _told(error: Exception, path: Path) -> str:
@@ -355,5 +119,200 @@ def _told(error: Exception, path: Path) -> str:
     return one_line(error).removeprefix(f"{path}: ").removeprefix(f"{path.name}: ")
 
 
-def _more(count: int) -> str:
-    return f" and {count} more" if count > 0 else ""
+# The files, one after the other.
+
+
+def _config_checks(folder: Path) -> tuple[ConversionPlan | None, ModelSource | None, list[Check]]:
+    """The plan, if the model has DCLS layers or had; the source of the model to build; what was found."""
+    try:
+        data = read_json(read_text(folder / CONFIG), CONFIG)
+        architecture, args = data.get("architecture"), data.get("model_args", {})
+        if isinstance(architecture, str) and architecture != TIMM_ARCHITECTURE:
+            if not isinstance(args, dict):
+                raise CheckpointError(f"{CONFIG}: model_args is {shown(repr(args))}, not an object")
+            good = f"is of timm's own {shown(architecture)}"
+            return None, ModelSource(name=f"timm:{architecture}", args=args), _checked(CONFIG, [], good)
+        config = read_folder(folder)
+    except CheckpointError as error:
+        return None, None, _checked(CONFIG, [_told(error, folder / CONFIG)], "")
+    plan = config.plan
+    folded = ", folded into plain convolutions" if plan.folded else ""
+    good = f"holds a plan of {len(plan.layers)} layers and {len(plan.tie_groups)} tie groups{folded}"
+    return plan, config.source, _checked(CONFIG, [], good)
+
+
+def _file_checks(folder: Path, files: tuple[str, ...]) -> list[Check]:
+    """That the texts can be read, and are as they were written; the name of a check that fails is the file's."""
+    checks = []
+    try:
+        stamp = read_stamp(folder / WEIGHTS)
+    except CheckpointError:
+        stamp = None
+    for name in files:
+        if name == WEIGHTS:
+            continue
+        try:
+            text = read_text(folder / name)
+        except CheckpointError as error:
+            if name != CONFIG:
+                checks.append(Check(name=name, ok=False, detail=_told(error, folder / name)))
+            continue
+        written = stamp.texts.get(name) if stamp is not None else None
+        if written is not None and hashlib.sha256(text.encode()).hexdigest() != written:
+            checks.append(Check(name=name, ok=False, detail="is not the text that was written; it was changed"))
+    checks = checks or [Check(name="files", ok=True, detail=f"all {len(files)} are there, and as they were written")]
+    if foreign := sorted(entry.name for entry in folder.iterdir() if entry.name not in files):
+        checks.append(Check(name="other files", ok=True, detail=f"note: {listed(foreign, 5)} not of dcls-convert"))
+    return checks
+
+
+def _weights_checks(folder: Path, plan: ConversionPlan | None) -> list[Check]:
+    """Stamp, hash, values and positions; CheckpointError where the file cannot be read."""
+    path = folder / WEIGHTS
+    stamp = read_stamp(path)
+    problems = [] if stamp is not None else [NO_STAMP]
+    if plan is not None:
+        try:
+            read_checked_stamp(path, read_folder(folder))
+        except CheckpointError as error:
+            problems.append(_told(error, path))
+    state = dict(read_tensors(path))
+    if stamp is not None and stamp.tensors != tensors_hash(state.items()):
+        problems.append("its tensors are not those that were written; it is damaged or was changed")
+    written = f"{len(state)} tensors, as dcls-convert {shown(stamp.version)} wrote them" if stamp is not None else ""
+    checks = _checked(WEIGHTS, problems, written)
+    values = (not_finite(name, tensor, mask=tensor.dim() > 1) for name, tensor in state.items())
+    checks += _checked("values", filter(None, values), "all are finite")
+    if plan is None:
+        return checks
+    sets = position_sets(plan)
+    found = (problem for place in sets for key in place.parameters for problem in _position_problems(state, place, key))
+    return checks + _checked("positions", found, f"{len(sets)} tensors, all inside their windows" if sets else "none")
+
+
+def _position_problems(state: dict[str, Tensor], place: PositionSet, key: str) -> Iterator[str]:
+    name, wanted = place.parameters[key], place.layers[0].position_shape
+    tensor = state.get(name)
+    if tensor is None or tuple(tensor.shape) != wanted or not tensor.is_floating_point():
+        found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)} and is {tensor.dtype}"
+        yield f"{name} {found}; the plan has {wanted}, floating-point, for {place.name}"
+    elif key == "sigma":
+        least = find_interpolation(place.layers[0].interpolation).min_sigma or 0.0
+        # Compare in the tensor's own precision: clamping rounded the least to it.
+        if small := int((tensor < torch.tensor(least, dtype=tensor.dtype)).sum()):
+            yield f"{name} has {small} of {tensor.numel()} sigmas below {least:g} cells, the least"
+    else:
+        for axis, side in enumerate(place.learnt_size):
+            low, high = position_limits(side)
+            if outside := int(((tensor[axis] < low) | (tensor[axis] > high)).sum()):
+                count = f"{outside} of {tensor[axis].numel()} elements"
+                yield f"{name} has {count} outside the window along axis {axis}, which goes from {low} to {high}"
+
+
+# The model, in a process of its own.
+
+
+def _rebuild_checks(folder: Path, source: ModelSource, trust_code: bool, rebuild: Rebuild) -> list[Check]:
+    try:
+        if not trust_code:
+            check_source(source)
+    except ModelError as error:
+        return [_not_checked("model", one_line(error))]
+    return rebuild(Rebuilding(folder=str(folder), model=source.name, args=source.args, trust_code=trust_code))
+
+
+def rebuild_in_fresh_process(task: Rebuilding, *, seconds: float = MOST_SECONDS) -> list[Check]:
+    """The checks of `rebuild_here`, by a new Python that knows nothing but the folder.
+
+    It has this process's import path and working directory, so that it finds models of the user's own.
+    """
+    code = (
+        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+        "from dcls_convert.checkpoints.verify import main; main(*sys.argv[2:])"
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "checks.json"
+        given = (
+            json.dumps([str(entry) for entry in sys.path]),
+            TypeAdapter(Rebuilding).dump_json(task).decode(),
+            str(result),
+        )
+        command = [sys.executable, "-P", "-c", code, *given]  # -P: a json.py in the working directory is not meant
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", check=False, timeout=seconds
+            )
+        except subprocess.TimeoutExpired:
+            return _checked("model", [f"the process that rebuilt it took more than {seconds:g} s"], "")
+        if done.returncode == 0 and result.is_file():
+            return TypeAdapter(list[Check]).validate_json(result.read_text(encoding="utf-8"))
+    how = f"was ended by signal {-done.returncode}" if done.returncode < 0 else f"ended with code {done.returncode}"
+    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    return _checked("model", [f"the process that rebuilt it {how}: {shown(last, 300)}"], "")
+
+
+def main(task: str, result: str) -> None:
+    """Write the checks of a `Rebuilding` (as JSON) to a file; whatever the model prints goes to stderr."""
+    with redirect_stdout(sys.stderr):
+        checks = rebuild_here(TypeAdapter(Rebuilding).validate_json(task))
+    Path(result).write_bytes(TypeAdapter(list[Check]).dump_json(checks))
+
+
+def rebuild_here(task: Rebuilding) -> list[Check]:
+    """Build the model of a folder that can be read; check names, shapes, ties and outputs."""
+    folder = Path(task.folder)
+    state = dict(read_tensors(folder / WEIGHTS))
+    plan = None if _is_stock(folder) else read_folder(folder).plan
+    try:
+        model = build_model(ModelSource(name=task.model, args=task.args), trust_code=task.trust_code)
+        if plan is not None:
+            place_(model, plan)
+    except DclsConvertError as error:
+        return _checked("model", [one_line(error)], "")
+    checks = _checked("model", misfits(model, state), f"{shown(task.model)} rebuilt; all {len(state)} tensors fit")
+    if not all(check.ok for check in checks):
+        return [*checks, _not_checked("outputs", "the weights do not fit the model")]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in state and tensor.is_floating_point():
+            tensor.data = tensor.data.to(state[name].dtype)  # the precision in which the outputs were stored
+    try:
+        load_weights_(model, state, WEIGHTS)
+    except CheckpointError as error:
+        return [*checks, _not_checked("outputs", one_line(error))]
+    if plan is not None:
+        groups = plan.tie_groups if not plan.folded else ()
+        good = f"{len(groups)} tie groups, each with one entry that its layers share" if groups else "none"
+        checks += _checked("ties", _tie_problems(model, plan), good)
+    size = plan.input_size if plan is not None else _stated_size(folder)
+    return [*checks, _output_check(model.eval(), folder, size)]
+
+
+def _is_stock(folder: Path) -> bool:
+    return read_json(read_text(folder / CONFIG), CONFIG).get("architecture") != TIMM_ARCHITECTURE
+
+
+def _stated_size(folder: Path) -> Any:
+    config: Any = read_json(read_text(folder / CONFIG), CONFIG).get("pretrained_cfg")
+    return config.get("input_size") if isinstance(config, dict) else None
+
+
+def _tie_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
+    for group in plan.tie_groups if not plan.folded else ():
+        for key, name in group.parameters.items():
+            shared = getattr(model.get_submodule(group.owner), name, None)
+            if any(getattr(model.get_submodule(layer), key) is not shared for layer in group.layers):
+                yield f"tie group {group.name}: not all of its layers share {group.owner}.{name}"
+
+
+def _output_check(model: nn.Module, folder: Path, size: Any) -> Check:
+    stamp = read_stamp(folder / WEIGHTS)
+    stored = stamp.fingerprint if stamp is not None else None
+    if stored is None or stored.outputs is None:
+        reason = f": {stored.reason}" if stored is not None else ""
+        return _not_checked("outputs", f"none were stored when it was saved{reason}")
+    found = take_fingerprint(model, size)
+    if found.outputs is None:
+        return Check(name="outputs", ok=False, detail=f"the model does not run: {found.reason}")
+    apart, tolerance = deviation(found, stored), TOLERANCES[stored.dtype]
+    detail = f"differ by {apart:.1e} of the stored norm; up to {tolerance:g} is rounding in {stored.dtype}"
+    return Check(name="outputs", ok=apart <= tolerance, detail=detail)

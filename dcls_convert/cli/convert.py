@@ -129,7 +129,9 @@ def convert(
             "--plan carries out a plan as it is: leave the options that make one",
         ),
     )
-    from ..checkpoints.folder import check_output, save_converted
+    from ..checkpoints.folder import not_of_a_checkpoint
+    from ..checkpoints.output import check_output
+    from ..checkpoints.save import save_converted
     from ..networks.source import build_model, resolve_model
     from ..reports.report import predict_report
     from ..reports.report_view import report_view
@@ -142,7 +144,7 @@ def convert(
     with console.steps(model, quiet=quiet) as step:
         step("planning")
         source = resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained)
-        twin = build_model(source, device="meta", seed=seed, offline=dry_run)
+        twin = build_model(source, device="meta", seed=seed, offline=dry_run, trust_code=True)
         state = None
         if checkpoint is not None:
             step("reading weights")
@@ -151,7 +153,7 @@ def convert(
         report, moved = predict_report(made), None
         if not dry_run:
             output = output or Path(default_output(source, made))
-            check_output(output, force=force)
+            check_output(output, force=force, foreign=not_of_a_checkpoint)
             where = f"checkpoint {checkpoint}"
             network, done = _carry_out(
                 made, source, state, start, where=where, pretrained=pretrained, note=note, step=step
@@ -217,14 +219,15 @@ def _with_files_checked(
     options: PlanOptions, checkpoint: Path | None, output: Path | None, *, force: bool
 ) -> PlanOptions:
     """The options with the rules read; files that cannot be read or written are refused before any work."""
-    from ..checkpoints.folder import check_output
+    from ..checkpoints.folder import not_of_a_checkpoint
+    from ..checkpoints.output import check_output
     from ..networks.weights import check_weights_file
     from ..planning.rules import load_rules
 
     if checkpoint is not None:
         check_weights_file(checkpoint)
     if output is not None:
-        check_output(output, force=force)
+        check_output(output, force=force, foreign=not_of_a_checkpoint)
     return options if options.rules == AUTO else replace(options, rules=load_rules(options.rules))
 
 
@@ -305,14 +308,13 @@ def _carry_out(
 
 
 def _next_steps(report: "ConversionReport", output: Path, start: "Start", moved: float | None) -> list[str | Text]:
-    from ..checkpoints.folder import LOAD_WITH_TIMM, LOAD_WITHOUT_TIMM
+    from ..checkpoints.save import loading_code
 
-    loading = LOAD_WITH_TIMM if (report.model or "").startswith("timm:") else LOAD_WITHOUT_TIMM
     return [
         "",
         f"Wrote {output}, from {_start_in_words(start, report, moved)}.",
         Text("Fine-tune it:\n", style="bold"),
-        *[f"    {line}" if line else "" for line in loading.format(folder=output).splitlines()],
+        *[f"    {line}" if line else "" for line in loading_code(report.model).format(folder=output).splitlines()],
     ]
 
 

@@ -1,6 +1,6 @@
 """`dcls-convert fold`: plain convolutions in the layers' places."""
 
-import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,12 +11,7 @@ from . import console
 from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode
 
 if TYPE_CHECKING:
-    from ..export.formats import Folded
-
-LOADING = {
-    "onnx": 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n',
-    "pt2": 'import torch\n\nmodel = torch.export.load("{folder}").module()\n',
-}
+    from ..export.job import Folded
 
 
 def fold(
@@ -46,23 +41,19 @@ def fold(
 
     Positions are no longer learnable then. Outputs stay the same, which is checked before anything is written.
     """
+    from ..checkpoints.records import write_json
     from ..export.formats import fold_checkpoint
 
     with console.steps(str(checkpoint), quiet=quiet) as step:
-        folded = fold_checkpoint(checkpoint, format, output, force=force, step=step)
+        folded = fold_checkpoint(checkpoint, format, output, force=force, trust_code=trust_code, step=step)
     with console.standing(folded.output):
         if json_:
-            console.write(json.dumps(folded.to_dict(), indent=2) + "\n")
+            console.write(write_json(asdict(folded)))
         else:
             console.show(*([folded.output] if quiet else _lines(folded)))
 
 
 def _lines(folded: "Folded") -> list[str]:
-    from ..checkpoints.folder import LOAD_WITH_TIMM, LOAD_WITHOUT_TIMM
-    from ..export.stock_timm import LOAD_WITH_STOCK_TIMM
-
-    loading = {**LOADING, "stock timm": LOAD_WITH_STOCK_TIMM}.get(folded.kind)
-    loading = loading or (LOAD_WITH_TIMM if folded.with_timm else LOAD_WITHOUT_TIMM)
     grown = f" → {folded.params_after:,}, since kernels are now stored with all cells of their windows"
     return [
         f"Folded {folded.layers} layers of {folded.checkpoint}; parameters {folded.params_before:,}"
@@ -70,11 +61,12 @@ def _lines(folded: "Folded") -> list[str]:
         f"Outputs equal those of the checkpoint, with a relative error of {folded.relative_error:.1e}.",
         f"Wrote {folded.output}: {_what(folded)}.",
         "",
-        *[f"    {line}" if line else "" for line in loading.format(folder=folded.output).splitlines()],
+        *[f"    {line}" if line else "" for line in folded.loading.splitlines()],
     ]
 
 
 def _what(folded: "Folded") -> str:
+    from ..export.formats import FORMATS
     from ..layers.geometry import size_text
 
     if folded.kind == "stock timm":
@@ -82,8 +74,7 @@ def _what(folded: "Folded") -> str:
         return f"timm loads it by itself{', with ' + sizes if sizes else ''}; dcls-convert is not needed"
     if folded.kind == "dcls":
         return f"timm loads it where dcls-convert is installed, because {folded.note}"
-    what = {"onnx": "ONNX model", "pt2": "program of torch.export"}[folded.kind]
-    images = f"images of {size_text(folded.input_size)}"
+    what, images = FORMATS[folded.format].noun, f"images of {size_text(folded.input_size)}"
     if folded.batch is None:
         return f"{what} for {images}, any number at a time"
     return f"{what} for {images}, {folded.batch} at a time, because with any number {folded.note}"

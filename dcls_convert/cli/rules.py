@@ -60,7 +60,7 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
     from ..networks.source import build_model, resolve_model
     from ..planning.rules import claim_sites
 
-    convs = find_convs(build_model(resolve_model(model_name), device="meta", offline=True))
+    convs = find_convs(build_model(resolve_model(model_name), device="meta", offline=True, trust_code=True))
     claims = claim_sites(rules, convs.sites)
     counts = Counter(claims.rule_of.values())
     lines = [

@@ -13,7 +13,7 @@ def verify(checkpoint: Checkpoint, trust_code: TrustCode = False, json_: Json = 
     """Check a checkpoint: rebuild it in a fresh process, and compare names, shapes, hash and outputs."""
     from ..checkpoints.verify import verify_folder
 
-    found = verify_folder(checkpoint)
+    found = verify_folder(checkpoint, trust_code=trust_code)
     if json_:
         console.write(found.to_json())
     else:

@@ -1,7 +1,6 @@
-"""A folded model as timm alone can build it, where its architecture takes the size of its kernels as an argument."""
+"""A folded model as a folder for timm: for timm alone, if its architecture takes the size of its kernels."""
 
 import inspect
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +8,18 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.folder import CARD, CONFIG, model_card, timm_config, write_weights
-from ..checkpoints.stamp import WEIGHTS
-from ..errors import DclsConvertError
+from ..checkpoints.folder import CARD, not_of_a_checkpoint
+from ..checkpoints.output import new_folder
+from ..checkpoints.save import loading_code, model_card, save_converted, timm_config, write_files
+from ..errors import DclsConvertError, ModelError
+from ..networks.outputs import ComparisonError, check_equal
 from ..networks.sites import find_convs
 from ..networks.source import ModelSource, build_model
 from ..planning.plan import ConversionPlan
-from ..reports.report import ConversionReport
+from ..reports.report import ConversionReport, measure_report
+from .job import FOLDING_BOUND, ExportFormat, Folded, Job, run_model
 
-# What timm's architectures call such arguments: kernel_size, kernel_sizes, kernels, local_conv_size.
+# How timm's architectures call arguments for kernel sizes: kernel_size, kernel_sizes, kernels, local_conv_size.
 KERNEL_WORDS = ("kernel", "conv_size")
 LOAD_WITH_STOCK_TIMM = """\
 import timm
@@ -43,8 +45,39 @@ class StockModel:
         return self.architecture + (f" with {sizes}" if sizes else "")
 
 
+def write(job: Job) -> Folded:
+    """Write what stock timm builds by itself, if it can, else a folded checkpoint for timm and this package."""
+    job.step("looking for timm's own arguments")
+    report = measure_report(job.model, job.plan)
+    try:
+        stock = find_stock_model(job.model, job.plan)
+        job.step(f"writing {job.output}")
+        with new_folder(job.output, force=job.force, foreign=not_of_a_checkpoint) as partial:
+            write_stock_folder(job.model, job.plan, stock, report, partial)
+            error = _check_stock(job, stock, partial)
+        kind, args = "stock timm", stock.kernel_args
+        return job.record(format="timm", kind=kind, error=error, loading=LOAD_WITH_STOCK_TIMM, kernel_args=args)
+    except NotStockError as reason:
+        if job.was_folded:
+            raise DclsConvertError(f"{job.checkpoint} is folded already, and {reason}") from reason
+        job.step(f"writing {job.output}, a checkpoint of this program")
+        save_converted(job.model, job.plan, job.output, report=report, force=job.force)
+        loading = loading_code(job.plan.model)
+        return job.record(format="timm", kind="dcls", error=0.0, loading=loading, note=str(reason))
+
+
+def _check_stock(job: Job, stock: StockModel, folder: Path) -> float:
+    """The error of the model that timm makes of the folder; shapes do not say what a network does with its kernels."""
+    what = f"timm's {stock}"
+    try:
+        outputs = run_model(load_as_timm_does(folder), tuple(images.float() for images in job.images), what)
+        return check_equal(job.wanted, outputs, bound=FOLDING_BOUND, what=what)
+    except (ModelError, ComparisonError) as error:
+        raise NotStockError(str(error)) from error
+
+
 def find_stock_model(model: nn.Module, plan: ConversionPlan) -> StockModel:
-    """The arguments with which timm builds a network of the names and shapes of the folded one; nothing is guessed.
+    """The arguments with which timm builds a network of the folded one's names and shapes; nothing is guessed.
 
     Args:
         model: Folded.
@@ -116,11 +149,9 @@ def write_stock_folder(
         stock: From `find_stock_model`.
         report: Of the folded model.
     """
-    write_weights(model, plan, folder / WEIGHTS)
     config = {**timm_config(model, plan), "architecture": stock.architecture, "model_args": stock.args}
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     files = f"timm builds its own {stock}; no other package is needed."
-    (folder / CARD).write_text(model_card(report, LOAD_WITH_STOCK_TIMM, files), encoding="utf-8")
+    write_files(model, plan, folder, config, {CARD: model_card(report, LOAD_WITH_STOCK_TIMM, files)})
 
 
 def load_as_timm_does(folder: Path) -> nn.Module:
@@ -129,4 +160,7 @@ def load_as_timm_does(folder: Path) -> nn.Module:
     Raises:
         ModelError: timm cannot load it.
     """
-    return build_model(ModelSource(name=f"local-dir:{folder}"), pretrained=True).eval()
+    return build_model(ModelSource(name=f"local-dir:{folder}"), pretrained=True, trust_code=True).eval()
+
+
+FORMAT = ExportFormat(suffix="-folded", noun="folder for timm", write=write)

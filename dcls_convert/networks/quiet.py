@@ -1,20 +1,43 @@
-"""Keep what libraries say about themselves from the user, who can do nothing about it."""
+"""Run code of libraries quietly and seeded, and leave the process as it was."""
 
 import io
-import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
+import torch
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """No warnings from inside the block: libraries warn about themselves, and the user can do nothing about it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """No warnings, no log records and nothing printed from inside the block. Errors go through."""
-    disabled = logging.root.manager.disable
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        logging.disable(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            logging.disable(disabled)
+    """No warnings and nothing printed from inside the block. Errors go through."""
+    with without_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """The generators of the CPU and of all CUDA devices in use start at `seed`, and get their old states back after it.
+
+    Args:
+        seed: None leaves the generators alone, before and after.
+
+    `torch.manual_seed` will not do: it also reseeds devices whose state nobody keeps.
+    """
+    if seed is None:
+        yield
+        return
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = list(range(torch.cuda.device_count())) if in_use else []
+    with torch.random.fork_rng(devices=devices):
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)):
+            generator.manual_seed(seed)
+        yield

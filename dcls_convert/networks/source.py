@@ -1,4 +1,7 @@
-"""From a name such as "timm:convnext_tiny" to the module. Alone imports timm and torchvision."""
+"""From a name such as "timm:convnext_tiny" to the module, and which names may be built without trusting their author.
+
+This file alone imports timm and torchvision.
+"""
 
 import contextlib
 import importlib
@@ -6,7 +9,6 @@ import inspect
 import json
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,28 +19,78 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..errors import DclsConvertError, ModelError, did_you_mean, one_line
+from ..errors import DclsConvertError, ModelError, did_you_mean, one_line, shown
+from .quiet import seeded, without_warnings
 
-FOREIGN_SOURCES = ("hf-hub", "local-dir")  # which timm resolves itself
-NOT_FOR_CONVERSION = ("dcls",)  # our own entry point in timm's registry, which rebuilds converted models
-USUAL_INPUT_SIZE = (3, 224, 224)  # of what states none: the size of ImageNet's classifiers
-VIDEO_FRAMES = 16  # of the clips for which torchvision states the operations of its video models
+REGISTRIES = ("timm", "torchvision")
+FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself finds these
+OWN_ENTRY = "dcls_convert"  # our entry in timm's registry; it rebuilds converted models and is none to convert
+USUAL_INPUT_SIZE = (3, 224, 224)  # for models that state none: the size of ImageNet's classifiers
+VIDEO_FRAMES = 16  # frames of a clip, for torchvision's video models
 INSTALL_HINT = "install matching versions together: pip install --upgrade torch torchvision timm"
+# An argument whose name holds one of these words can make a factory open a file or reach the network.
+REFUSED_WORDS = frozenset(
+    "cache cfg checkpoint config dir file filename folder hub overlay pretrained root source url weights".split()
+)
+REFUSED_CHARACTERS = frozenset("/\\:")  # of paths and urls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
     """How to build a model again."""
 
-    name: (
-        str  # "timm:convnext_tiny", "torchvision:resnet50", "hf-hub:repo", "local-dir:folder", "package.module:factory"
-    )
-    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments for its factory
+    # "timm:convnext_tiny", "torchvision:resnet50", "hf-hub:repo", "local-dir:folder" or "package.module:factory"
+    name: str
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments for the factory
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition(":")[0]
 
     @property
     def short_name(self) -> str:
-        """For file names: what stands behind the last colon or slash."""
+        """For file names: the part behind the last colon or slash."""
         return self.name.rpartition(":")[2].rstrip("/").rpartition("/")[2]
+
+
+def check_source(source: ModelSource) -> None:
+    """Refuse a source that could run code, reach the network or open a file when it is built.
+
+    Allowed are timm's and torchvision's models by their exact names, with plain arguments: None, bool, int, float, str,
+    and lists, tuples and dicts of these, under names that mean no file, url or config.
+
+    Raises:
+        ModelError: Names what is not allowed.
+    """
+    kind, _, name = source.name.partition(":")
+    if kind not in REGISTRIES or not _is_registered(kind, name):
+        raise ModelError(
+            f"{shown(source.name)}: is not the name of a model of timm or torchvision. To run code of your own for it, "
+            "pass model=... or trust_code=True (--trust-code)"
+        )
+    _check_value(source.args, shown(source.name))
+
+
+def _check_value(value: Any, where: str) -> None:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if not isinstance(name, str) or REFUSED_WORDS & set(name.lower().split("_")):
+                raise ModelError(f"{where}: argument {shown(name)} is not allowed: it could name a file, url or config")
+            _check_value(inner, f"{where}: argument {shown(name)}")
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _check_value(entry, where)
+    elif isinstance(value, str):
+        if REFUSED_CHARACTERS & set(value):
+            raise ModelError(f"{where}: {shown(value)!r} is not allowed: it could be a path or a url")
+    elif value is not None and not isinstance(value, bool | int | float):
+        raise ModelError(f"{where} is a {type(value).__name__}, not a plain value")
+
+
+def _is_registered(kind: str, name: str) -> bool:
+    if kind == "torchvision":
+        return name in _torchvision_models().list_models()
+    return name != OWN_ENTRY and bool(_timm().is_model(name.partition(".")[0]))
 
 
 def resolve_model(
@@ -59,71 +111,80 @@ def resolve_model(
         raise ModelError(f"model {name!r} has no name")
     if colon and prefix in FOREIGN_SOURCES:
         return ModelSource(name=name, args=args)
-    if prefix == "timm" or not colon:
-        wanted = rest if colon else name
-        if _timm().is_model(wanted.partition(".")[0]) and wanted not in NOT_FOR_CONVERSION:
-            _check_tag(wanted)
-            return ModelSource(name=f"timm:{wanted}", args=args)
-    if prefix == "torchvision" or not colon:
-        wanted = rest if colon else name
-        if wanted in _torchvision_models().list_models():
-            if pretrained and num_classes is not None:
-                raise ModelError(
-                    f"torchvision:{wanted}: its pretrained weights have a fixed number of classes; leave --num-classes"
-                )
-            if in_chans is not None:
-                raise ModelError(f"torchvision:{wanted} has a fixed number of input channels; --in-chans is for timm")
-            return ModelSource(name=f"torchvision:{wanted}", args=args)
-    if colon and prefix not in ("timm", "torchvision"):
+    wanted = rest if colon else name
+    if (prefix == "timm" or not colon) and _is_registered("timm", wanted):
+        _check_tag(wanted)
+        return ModelSource(name=f"timm:{wanted}", args=args)
+    if (prefix == "torchvision" or not colon) and _is_registered("torchvision", wanted):
+        if pretrained and num_classes is not None:
+            raise ModelError(
+                f"torchvision:{wanted}: its pretrained weights have a fixed number of classes; leave --num-classes"
+            )
+        if in_chans is not None:
+            raise ModelError(f"torchvision:{wanted} has a fixed number of input channels; --in-chans is for timm")
+        return ModelSource(name=f"torchvision:{wanted}", args=args)
+    if colon and prefix not in REGISTRIES:
         if pretrained:
             raise ModelError(f"{name}: --pretrained is for timm and torchvision; let the factory load, or --checkpoint")
         return ModelSource(name=name, args=args)
-    raise ModelError(f"no model {name!r}{did_you_mean(rest if colon else name, _known_models(prefix, colon), 3)}")
+    raise ModelError(f"no model {name!r}{did_you_mean(wanted, _known_models(prefix, colon), 3)}")
 
 
 def build_model(
-    source: ModelSource, *, pretrained: bool = False, device: str = "cpu", seed: int = 0, offline: bool = False
+    source: ModelSource,
+    *,
+    pretrained: bool = False,
+    device: str = "cpu",
+    seed: int | None = 0,
+    offline: bool = False,
+    trust_code: bool = False,
 ) -> nn.Module:
-    """Build the model, in eval mode as far as its own factory does not say otherwise.
+    """Build the model, in the mode (training or eval) that its factory leaves it in.
 
     Args:
-        source: From `resolve_model`.
+        source: From `resolve_model`, or from a plan.
         pretrained: Load the weights that timm or torchvision know for it.
         device: "meta" builds without weights; a model that cannot be built there is built on the CPU all the same.
-        seed: For its random initialisation; the global generator is left as it was.
-        offline: Refuse what would have to be downloaded.
+        seed: For its random initialisation, which leaves the global generators as they were. None draws from the global
+            generators, as the factory does by itself.
+        offline: Refuse a download.
+        trust_code: The user vouches for the source: it may be a factory of any module, the hub or a folder. Without
+            it, `check_source` decides.
 
     Raises:
-        ModelError: It cannot be built, or its weights cannot be had.
+        ModelError: It may not or cannot be built, or its weights cannot be had.
     """
-    with torch.random.fork_rng(devices=[]), _quietly():
+    if not trust_code:
+        check_source(source)
+    with seeded(seed), without_warnings():
         if device == "meta" and not pretrained:
             for hollow in (torch.device("meta"), _WeightsOnMeta()):
-                # Whatever fails here fails again below, with the message that matters, unless meta was the reason.
+                # A failure here comes again below, on the CPU, unless meta was the reason.
                 with contextlib.suppress(ModelError), hollow:
                     return _build(source, pretrained=False, offline=offline)
-        torch.manual_seed(seed)
-        model = _build(source, pretrained=pretrained, offline=offline)
+        with seeded(seed):
+            model = _build(source, pretrained=pretrained, offline=offline)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(f"{source.name}: was built on the meta device, without weights; build it on the CPU")
     return model
 
 
 def build_hollow(source: ModelSource) -> nn.Module | None:
-    """The model of timm or torchvision as `build_model` gives it, but what its layers keep for weights is on meta.
+    """The model of timm or torchvision as `build_model` gives it, but with its layers' weights on meta.
 
-    It is for weights that are read from a file, which then take the hollow tensors' place: none are drawn before, and
-    there is no second copy of the network in memory. What a constructor calculates (relative positions, blur kernels,
-    anchors) has its values.
+    Weights from a file then take the hollow tensors' place: no random ones are drawn before, and memory holds one copy
+    of the network. What a constructor calculates (relative positions, blur kernels, anchors) has its values.
+
+    Args:
+        source: Trusted, or checked by `check_source`.
 
     Returns:
-        None where the model has to be built on the CPU: of the user's own, not possible in this way, or drawing random
-        numbers for more than its weights, which then would be other numbers.
+        None where the model has to be built on the CPU: it is the user's own, or this way fails, or the model draws
+        random numbers for more than its weights, which would then be other numbers.
     """
-    kind = source.name.partition(":")[0]
-    if kind not in ("timm", "torchvision", *FOREIGN_SOURCES):
+    if source.kind not in (*REGISTRIES, *FOREIGN_SOURCES):
         return None
-    with torch.random.fork_rng(devices=[]), _quietly(), contextlib.suppress(ModelError):
+    with seeded(0), without_warnings(), contextlib.suppress(ModelError):
         before = torch.get_rng_state()
         with _WeightsOnMeta():
             model = _build(source, pretrained=False, offline=False)
@@ -133,53 +194,53 @@ def build_hollow(source: ModelSource) -> nn.Module | None:
 
 def registry_names() -> list[str]:
     """Every model of both registries: "timm:..." and then "torchvision:...", each sorted."""
-    return [
-        *(f"timm:{name}" for name in sorted(_known_models("timm", ":"))),
-        *(f"torchvision:{name}" for name in sorted(_known_models("torchvision", ":"))),
-    ]
+    return [f"{kind}:{name}" for kind in REGISTRIES for name in sorted(_known_models(kind, ":"))]
 
 
 def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
-    """The input (channels, *spatial) that a model is made for; None where it says so itself, as timm's models do.
+    """The input (channels, *spatial) that a model is made for; None for timm's models, which state it themselves.
 
     torchvision states sizes with its weights: that of the default weights is taken, without downloading them. Clips
     are (channels, frames, rows, columns).
     """
-    kind, _, name = source.name.partition(":")
-    if kind == "timm" or kind in FOREIGN_SOURCES or getattr(model, "pretrained_cfg", None):
+    if source.kind == "timm" or source.kind in FOREIGN_SOURCES or getattr(model, "pretrained_cfg", None):
         return None
-    return _torchvision_input_size(name, model) if kind == "torchvision" else USUAL_INPUT_SIZE
+    if source.kind == "torchvision":
+        return _torchvision_input_size(source.name.partition(":")[2], model)
+    return USUAL_INPUT_SIZE
 
 
-def rebuildable_source(model: nn.Module, source: ModelSource) -> ModelSource:
-    """Where to get the model from without the hub or a folder: its architecture in timm's registry, and its arguments.
+def rebuildable_source(model: nn.Module, source: ModelSource) -> ModelSource | None:
+    """The source to note in a plan: never the hub or a folder, but the model's name in timm's registry instead.
 
-    timm notes on a model what it was built with; names that mean something by themselves stay.
+    Returns:
+        None where timm's registry cannot build this model of the hub or a folder: then only its user can.
     """
-    if source.name.partition(":")[0] not in FOREIGN_SOURCES:
-        return source
-    return known_source(model) or source
+    return known_source(model) if source.kind in FOREIGN_SOURCES else source
 
 
 def known_source(model: nn.Module) -> ModelSource | None:
-    """The source that a model built by `timm.create_model` carries with it; None for any other module."""
+    """The source that `timm.create_model` noted on its model; None for any other module.
+
+    None also where it was built with arguments that `check_source` refuses, such as a class of a layer.
+    """
     config = getattr(model, "pretrained_cfg", None)
     architecture = config.get("architecture") if isinstance(config, dict) else None
-    if not architecture or not _timm().is_model(architecture):
+    if not isinstance(architecture, str):
         return None
-    args = dict(getattr(model, "_model_args", {}))
+    source = ModelSource(name=f"timm:{architecture}", args=dict(getattr(model, "_model_args", {})))
     try:
-        json.dumps(args)
-    except (TypeError, ValueError):  # a layer class as an argument, say: only its user can build the model again
+        check_source(source)
+    except ModelError:
         return None
-    return ModelSource(name=f"timm:{architecture}", args=args)
+    return source
 
 
 def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict under the model's own names, where timm can translate it, as files in the original ConvNeXt naming.
+    """A state dict under the model's own names, where timm can translate it, such as the original ConvNeXt's names.
 
     Args:
-        model: timm's, for anything to happen; the function that timm passes its own downloads through is taken.
+        model: Of timm; others get their state dict back. timm's own function for downloaded weights translates.
         state: Returned as it is where the translation fits no better.
     """
     own, module = model.state_dict().keys(), type(model).__module__
@@ -233,7 +294,7 @@ def _build_torchvision(name: str, args: dict[str, Any], pretrained: bool) -> nn.
 def _torchvision_input_size(name: str, model: nn.Module) -> tuple[int, ...]:
     models = _torchvision_models()
     family = models.get_model_builder(name).__module__.removeprefix(models.__name__ + ".").partition(".")[0]
-    if family == "detection":  # these scale what they are given; so images of the size that they scale to
+    if family == "detection":  # these scale their images: take the size that they scale to
         scaling: Any = model.transform
         side = scaling.min_size[-1]
         return (3, *(scaling.fixed_size or (side, side)))
@@ -298,11 +359,11 @@ def _known_models(prefix: str, colon: str) -> list[str]:
         known += _timm().list_models()
     if prefix == "torchvision" or not colon:
         known += _torchvision_models().list_models()
-    return [name for name in known if name not in NOT_FOR_CONVERSION]
+    return [name for name in known if name != OWN_ENTRY]
 
 
 class _WeightsOnMeta(TorchFunctionMode):
-    """The layers' weights are hollow, other tensors are real: for factories that calculate with tensors."""
+    """`torch.empty` gives meta tensors: layers get hollow weights, what a factory calculates stays real."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -322,7 +383,7 @@ def _torchvision_models() -> ModuleType:
 def _import(name: str) -> ModuleType:
     """Import timm or torchvision; a torch and a torchvision that do not fit together become one line."""
     try:
-        with _quietly():
+        with without_warnings():
             return importlib.import_module(name)
     except (ImportError, RuntimeError, AttributeError, OSError) as error:
         raise ModelError(f"{name} cannot be imported: {one_line(error)[:200]}; {INSTALL_HINT}") from error
@@ -335,11 +396,3 @@ def _folder_on_path(folder: str) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(str(Path(folder)))
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without the warnings that libraries give about themselves; the user can do nothing about them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -1,10 +1,11 @@
-"""Read a trained network's weights from a file, and put them into the network before it is converted."""
+"""Read a network's weights from a file, and put them into the network; weights that are not finite are refused."""
 
 import argparse
+import math
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import CheckpointError, one_line, shown
+from ..errors import CheckpointError, listed, one_line, shown
 
-# What training scripts wrap a state dict in, the one to take first. timm takes averaged weights before plain ones.
+# Where training scripts put a state dict, in the order of preference: averaged weights first, as timm does.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
-ALIGNMENT = 64  # bytes; of memory that torch allocates
-MOST_WRAPPERS = 3  # one in the other; a mapping can hold itself
+ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it
+MOST_WRAPPERS = 3  # one inside the other; a mapping can hold itself
 PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
 
@@ -29,7 +30,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     `_orig_mod.`.
 
     Raises:
-        CheckpointError: No such file, not readable, or nothing in it that looks like a state dict.
+        CheckpointError: No such file, not readable, nothing in it that looks like a state dict, or values that are not
+            finite.
     """
     path = Path(path)
     check_weights_file(path)
@@ -37,9 +39,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     where = f"checkpoint {path}"
     unwrapped = _unwrapped(content)
     if unwrapped is None:
-        kind = (
-            f"a mapping with {_some(list(content))}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
-        )
+        kind = f"a mapping with {listed(content)}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise CheckpointError(f"{where}: holds {kind}, not a state dict (names to tensors)")
     state: dict[str, Tensor] = {}
     for name, value in unwrapped.items():
@@ -48,6 +48,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
             kind = "without data (meta)" if value.is_meta else "quantized" if value.is_quantized else str(value.layout)
             raise CheckpointError(f"{where}: {name} is {kind}; weights must be ordinary dense tensors")
+        if problem := not_finite(str(name), value, mask=True):
+            raise CheckpointError(f"{where}: {problem}")
         stripped = _stripped(str(name))
         if stripped in state:
             raise CheckpointError(f"{where}: {name} is there twice, with and without the prefix of a wrapper")
@@ -81,12 +83,12 @@ def load_weights_(
         Names that kept their initial values.
 
     Raises:
-        CheckpointError: Names or shapes that do not fit; the model is then unchanged.
+        CheckpointError: Names, shapes or kinds of numbers do not fit, or a value is not finite; the model is then
+            unchanged.
     """
-    state = dict(state)
-    kept = _checked(model, state, where, new_classifier)
-    for name in kept:
-        del state[name]
+    kept = _kept(model, state, new_classifier)
+    state = {name: tensor for name, tensor in state.items() if name not in kept}
+    check_state(model, state, where, lacking=kept)
     model.load_state_dict(_versioned(model, state), strict=False)
     return kept
 
@@ -94,26 +96,82 @@ def load_weights_(
 def fill_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False) -> bool:
     """As `load_weights_`, for a model built without its weights: the tensors of the state dict become the model's own.
 
-    Only a tensor of another dtype, or one that is a part of some other memory, is copied.
+    A tensor is copied only if its dtype differs or if it is a part of some other memory.
 
     Args:
         model: From `build_hollow`.
 
     Returns:
-        Whether all of the model has values now. Where not, it is of no use, and `load_weights_` into a model that was
-        built on the CPU is the way.
+        Whether the whole model has values now. If not, the model is of no use: build it on the CPU, and take
+        `load_weights_`.
 
     Raises:
         CheckpointError: As `load_weights_`.
     """
-    kept = _checked(model, state, where, new_classifier)
+    if _kept(model, state, new_classifier):
+        return False
+    check_state(model, state, where)
     own = model.state_dict()
-    if kept or alias_names(model) or own.keys() - state.keys():
+    if alias_names(model) or own.keys() - state.keys():
         return False
     taken: set[int] = set()
     ready = {name: _of_its_own(tensor, own[name].dtype, taken) for name, tensor in state.items()}
     model.load_state_dict(_versioned(model, ready), strict=False, assign=True)
     return not _is_hollow(model)
+
+
+def check_state(model: nn.Module, state: Mapping[str, Tensor], where: str, *, lacking: Collection[str] = ()) -> None:
+    """Refuse a state dict that is not the model's by names, shapes and kinds of numbers, or is not finite.
+
+    Args:
+        model: May be on the meta device.
+        state: Under the model's names. A tensor with several names needs one of them.
+        where: What the message calls it.
+        lacking: Names that need not be there.
+
+    Raises:
+        CheckpointError: Names the tensors.
+    """
+    problems = list(misfits(model, state, lacking=lacking))
+    if not problems:
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        found = (not_finite(name, tensor, mask=name not in parameters) for name, tensor in state.items())
+        problems = list(filter(None, found))
+    if problems:
+        raise CheckpointError(f"{where}: {problems[0]}")
+
+
+def misfits(model: nn.Module, state: Mapping[str, Tensor], *, lacking: Collection[str] = ()) -> Iterator[str]:
+    """How the names, shapes and kinds of numbers of a state dict differ from the model's, in words."""
+    own, aliases = model.state_dict(), alias_names(model)
+    missing = [n for n in own if n not in state and n not in lacking and aliases.get(n) not in state]
+    unexpected = [name for name in state if name not in own]
+    if missing or unexpected:
+        parts = [f"lacks {listed(missing)}"] * bool(missing) + [f"has {listed(unexpected)} too many"] * bool(unexpected)
+        yield f"does not fit the model: it {' and '.join(parts)}"
+    for name, tensor in state.items():
+        wanted = own.get(name, tensor)
+        if tensor.shape != wanted.shape:
+            yield f"{name} has shape {tuple(tensor.shape)}, the model needs {tuple(wanted.shape)}"
+        if tensor.is_complex() != wanted.is_complex() or tensor.is_floating_point() < wanted.is_floating_point():
+            yield f"{name} is {tensor.dtype}, the model needs {wanted.dtype}"
+
+
+def not_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
+    """What is wrong with the values of a tensor, in words; None where all are finite.
+
+    Args:
+        mask: Whether it may be a mask, as of attention: all values 0 or -inf.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or not tensor.numel():
+        return None
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    values = values.float() if values.itemsize == 1 else values  # torch does not compare float8
+    if all(math.isfinite(bound) for bound in values.aminmax()):  # without a copy of the tensor
+        return None
+    if mask and bool(((values == 0) | (values == -torch.inf)).all()):
+        return None
+    return f"{name} has {int((~values.isfinite()).sum())} of {tensor.numel()} values that are NaN or infinite"
 
 
 def _of_its_own(tensor: Tensor, dtype: torch.dtype, taken: set[int]) -> Tensor:
@@ -138,38 +196,22 @@ def _is_hollow(model: nn.Module) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
 
 
-def _checked(model: nn.Module, state: Mapping[str, Tensor], where: str, new_classifier: bool) -> list[str]:
-    """Names that keep their initial values; CheckpointError where the rest does not fit the model."""
+def _kept(model: nn.Module, state: Mapping[str, Tensor], new_classifier: bool) -> list[str]:
+    """Names of the classifier that keep their initial values, since the model has another number of classes."""
     own = model.state_dict()
-    kept = [name for name in _classifier_names(model, own) if new_classifier and name in state]
-    kept = [name for name in kept if state[name].shape != own[name].shape]
-    aliases = alias_names(model)
-    given = state.keys() - set(kept)
-    missing = [name for name in own if name not in given and name not in kept and aliases.get(name) not in given]
-    unexpected = [name for name in state if name not in own]
-    if missing or unexpected:
-        parts = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(unexpected)} too many"] * bool(unexpected)
-        raise CheckpointError(f"{where}: does not fit the model: it {' and '.join(parts)}")
-    for name in [name for name in state if name in given]:
-        tensor = state[name]
-        if tensor.is_complex() != own[name].is_complex():
-            raise CheckpointError(f"{where}: {name} is {tensor.dtype}, the model needs {own[name].dtype}")
-        if tensor.shape != own[name].shape:
-            raise CheckpointError(
-                f"{where}: {name} has shape {tuple(tensor.shape)}, the model needs {tuple(own[name].shape)}"
-            )
-    return kept
+    names = _classifier_names(model, own) if new_classifier else []
+    return [name for name in names if name in state and state[name].shape != own[name].shape]
 
 
 def _versioned(model: nn.Module, state: Mapping[str, Tensor]) -> "OrderedDict[str, Tensor]":
-    """With the versions of the modules' formats, which files do not keep, and torchvision's MNASNet asks for."""
+    """With the versions of the modules' formats: files do not keep them, and torchvision's MNASNet asks for its own."""
     versioned = OrderedDict(state)
     versioned._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
     return versioned
 
 
 def alias_names(model: nn.Module) -> dict[str, str]:
-    """Names in the state dict whose tensor has an earlier name -> that name: modules that stand in several places."""
+    """For a module that stands in several places: its tensors' later names in the state dict -> their first name."""
     first: dict[int, str] = {}
     own = model.state_dict(keep_vars=True)
     return {name: first[id(tensor)] for name, tensor in own.items() if first.setdefault(id(tensor), name) != name}
@@ -178,13 +220,13 @@ def alias_names(model: nn.Module) -> dict[str, str]:
 def _classifier_names(model: nn.Module, own: Mapping[str, Tensor]) -> list[str]:
     config = getattr(model, "pretrained_cfg", None)
     stated = (config.get("classifier") if isinstance(config, dict) else None) or ("fc", "classifier", "head")
-    modules = (stated,) if isinstance(stated, str) else tuple(stated)
-    return [name for name in own if name.rpartition(".")[0].startswith(modules)]
+    prefixes = tuple(f"{module}." for module in ([stated] if isinstance(stated, str) else stated))
+    return [name for name in own if name.startswith(prefixes)]
 
 
 def load_file(path: Path) -> dict[str, Tensor]:
-    """A safetensors file, one tensor after the other into memory that torch allocates, which a model can keep."""
-    # Tensors that are read, not views of the mapped file, whose pages count as memory too.
+    """A safetensors file, one tensor after the other into memory of torch's own, which a model can keep."""
+    # Read the tensors: views of the mapped file would count as memory too.
     with safe_open(path, framework="pt", backend="pread") as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}
 
@@ -202,7 +244,7 @@ def _read_torch(path: Path) -> Any:
         with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
             warnings.simplefilter("ignore")  # old files make torch warn about itself
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # what unpickling damaged bytes raises has no bounds: struct.error, IndexError, ...
+    except Exception as error:  # damaged bytes raise anything when unpickled: struct.error, IndexError, ...
         what = "is damaged or holds more than tensors" if isinstance(error, pickle.UnpicklingError) else "is damaged"
         raise CheckpointError(
             f"checkpoint {path}: {what}, or is no file of torch.save; it is read with weights_only=True, so save its "
@@ -211,7 +253,7 @@ def _read_torch(path: Path) -> Any:
 
 
 def _unwrapped(content: Any, depth: int = 0) -> Mapping[Any, Any] | None:
-    """What a training script put its state dict into, taken off; None where there are no tensors anywhere."""
+    """The state dict inside the mappings of a training script; None where there are no tensors anywhere."""
     if not isinstance(content, Mapping) or depth > MOST_WRAPPERS:
         return None
     inner = (_unwrapped(content.get(key), depth + 1) for key in WRAPPERS)
@@ -223,8 +265,3 @@ def _stripped(name: str) -> str:
     while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
         name = name.removeprefix(prefix)
     return name
-
-
-def _some(names: list[Any]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (", ".join(map(str, names[:3])) or "nothing") + more

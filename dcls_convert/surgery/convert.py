@@ -126,7 +126,7 @@ def build_with_weights(
     """The network to convert, and the names that kept their initial values.
 
     Args:
-        source: How it is built.
+        source: How it is built; may run the user's own code.
         state: Its weights, where they come from a file; emptied, so that they need not stay in memory.
         where: What messages call that file.
         pretrained: Load the weights that timm or torchvision know.
@@ -134,10 +134,10 @@ def build_with_weights(
         new_classifier: As in `load_weights_`.
     """
     if state is None:
-        return build_model(source, pretrained=pretrained, seed=seed), []
+        return build_model(source, pretrained=pretrained, seed=seed, trust_code=True), []
     hollow, kept = build_hollow(source), list[str]()
     if hollow is None or not fill_(hollow, state, where, new_classifier=new_classifier):
-        hollow = build_model(source, seed=seed)
+        hollow = build_model(source, seed=seed, trust_code=True)
         kept = load_weights_(hollow, state, where, new_classifier=new_classifier)
     state.clear()
     return hollow, kept

@@ -16,7 +16,7 @@ from ..networks.running import unchanged_on_failure
 from ..planning.plan import ConversionPlan, LayerPlan, TieGroup, check_plan
 from .fold import fold_before_timm_fuses_
 
-TIMM_ARCHITECTURE = "dcls"  # the name under which timm rebuilds a converted model
+TIMM_ARCHITECTURE = "dcls_convert"  # our entry in timm's registry, which rebuilds a converted model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

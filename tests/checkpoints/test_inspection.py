@@ -15,9 +15,8 @@ from torch import nn
 
 import dcls_convert
 from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_report, save_converted
-from dcls_convert.checkpoints.folder import PLAN
+from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS
 from dcls_convert.checkpoints.inspection import inspect_folder, position_sets
-from dcls_convert.checkpoints.stamp import WEIGHTS
 from dcls_convert.cli.app import main
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.interpolation import position_limits
@@ -228,10 +227,10 @@ def test_a_folder_that_timm_saved_will_do(tmp_path):
     save_for_hf(model, tmp_path / "tuned", safe_serialization=True)
     assert inspect_folder(tmp_path / "tuned").positions == inspect_folder(folder).positions
     (tmp_path / "other").mkdir()
-    with pytest.raises(CheckpointError, match=r"plan\.json: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
         inspect_folder(tmp_path / "other")
     save_for_hf(timm.create_model(TINY), tmp_path / "other", safe_serialization=True)
-    with pytest.raises(CheckpointError, match=r"has no plan\.json, and config\.json holds no plan either"):
+    with pytest.raises(CheckpointError, match=r"its architecture is 'test_convnext'.*: there is no plan"):
         inspect_folder(tmp_path / "other")
 
 
@@ -266,8 +265,8 @@ def test_damage_is_one_line(tmp_path, edit, says):
 def test_weights_of_another_plan_are_refused(tmp_path):
     _, _, folder = saved(tmp_path / "out")
     _, _, other = saved(tmp_path / "other", size=11)
-    shutil.copy(other / PLAN, folder)
-    with pytest.raises(CheckpointError, match="was not written with the plan beside it"):
+    shutil.copy(other / CONFIG, folder)
+    with pytest.raises(CheckpointError, match="was not written with the plan in config"):
         inspect_folder(folder)
 
 

@@ -9,17 +9,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dcls_convert import convert_, load_converted, save_converted
-from dcls_convert.checkpoints.folder import write_weights
-from dcls_convert.checkpoints.stamp import METADATA_KEY
+from dcls_convert import load_converted, save_converted
+from dcls_convert.checkpoints.folder import WEIGHTS
+from dcls_convert.checkpoints.save import write_files
 from dcls_convert.cli import convert as commands
 from dcls_convert.cli.app import main
 from dcls_convert.networks import weights
-from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.source import ModelSource, build_hollow, build_model
 from dcls_convert.networks.weights import fill_, load_weights_, read_weights
-from dcls_convert.planning.planner import plan_conversion
-from dcls_convert.surgery.start import apply_plan_
+
+from .folders import convert
 
 FAMILIES = {
     "timm:test_convnext": {},
@@ -51,31 +50,34 @@ def tensors_of(model):
     }
 
 
+def filled(source, file):
+    """A model of hollow weights and a file; None where it has to be built on the CPU."""
+    model = build_hollow(source)
+    return model if model is not None and fill_(model, read_weights(file), "file") else None
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_filled_from_a_file_is_the_ordinary_one(tmp_path, name):
     source = ModelSource(name=name, args=FAMILIES[name])
     save_file(build_model(source, seed=1).state_dict(), tmp_path / "w.safetensors")
-    wanted = build_model(source, seed=0)
-    load_weights_(wanted, read_weights(tmp_path / "w.safetensors"), "file")
-    found = build_hollow(source)
-    filled = found is not None and fill_(found, read_weights(tmp_path / "w.safetensors"), "file")
-    assert filled == (name not in BUILT)
-    if not filled:
-        return
+    found = filled(source, tmp_path / "w.safetensors")
+    assert (found is None) == (name in BUILT)
+    if found is not None:
+        wanted = build_model(source, seed=0)
+        load_weights_(wanted, read_weights(tmp_path / "w.safetensors"), "file")
+        check_equal_tensors(found, wanted)
+        assert [m.training for m in found.modules()] == [m.training for m in wanted.modules()]
+
+
+def check_equal_tensors(found, wanted):
     ours, theirs = tensors_of(found), tensors_of(wanted)
     assert ours.keys() == theirs.keys()
     for place, tensor in theirs.items():
         mine = ours[place]
         assert (mine.dtype, mine.device, mine.stride()) == (tensor.dtype, tensor.device, tensor.stride()), place
-        assert mine.requires_grad == tensor.requires_grad, place
-        assert type(mine) is type(tensor), place
+        assert (mine.requires_grad, type(mine)) == (tensor.requires_grad, type(tensor)), place
         assert torch.equal(mine, tensor), place
         assert mine.data_ptr() % weights.ALIGNMENT == 0, place
-    assert [m.training for m in found.modules()] == [m.training for m in wanted.modules()]
-
-
-def test_most_families_are_filled():
-    assert sum(build_hollow(ModelSource(name=name, args=args)) is not None for name, args in FAMILIES.items()) >= 6
 
 
 class Unsaved(nn.Module):
@@ -170,41 +172,19 @@ def test_the_command_draws_no_weights_that_a_file_has(tmp_path, monkeypatch, cap
 # Writing.
 
 
-def converted():
-    source = ModelSource(name="timm:test_convnext")
-    model = build_model(source)
-    plan = plan_conversion(find_convs(model), dilated_size=9, model=source.name)
-    apply_plan_(model, plan, init="random")
-    return model.eval(), plan
-
-
-def test_the_weights_file_has_the_librarys_own_bytes(tmp_path):
-    model, plan = converted()
-    stamp = write_weights(model, plan, tmp_path / "ours")
-    save_file(model.state_dict(), tmp_path / "theirs", metadata={METADATA_KEY: stamp.to_json()})
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    for name, tensor in load_file(tmp_path / "ours").items():
-        assert torch.equal(tensor, model.state_dict()[name])
-
-
 def test_writing_allocates_no_second_model(tmp_path):
-    model, plan = converted()
+    model, plan = convert()
     gc.collect()
     with Allocated() as counted:
-        write_weights(model, plan, tmp_path / "ours", fingerprint=False)
+        write_files(model, plan, tmp_path, {}, {}, fingerprint=False)
     assert counted.most < 0.05 * sum(tensor.nbytes for tensor in model.state_dict().values())
+    written = load_file(tmp_path / WEIGHTS)
+    assert all(torch.equal(tensor, written[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["timm:test_convnext", "timm:test_efficientnet"])
 def test_a_checkpoint_is_loaded_without_drawing_weights(tmp_path, monkeypatch, name):
-    model = build_model(ModelSource(name=name), seed=1)
-    report = convert_(model, dilated_size=9, init="largest")
-    save_converted(model, report.plan, tmp_path / "folder")
-    wanted = load_converted(tmp_path / "folder", model=build_model(ModelSource(name=name), seed=2))
-    monkeypatch.setattr("dcls_convert.checkpoints.folder.build_model", lambda *_: pytest.fail("weights are drawn"))
-    ours, theirs = tensors_of(load_converted(tmp_path / "folder")), tensors_of(wanted)
-    assert ours.keys() == theirs.keys()
-    for place, tensor in theirs.items():
-        assert torch.equal(ours[place], tensor), place
-        assert ours[place].requires_grad == tensor.requires_grad, place
-        assert ours[place].data_ptr() % weights.ALIGNMENT == 0, place
+    folder = save_converted(*convert(name, seed=1), tmp_path / "folder")
+    wanted = load_converted(folder, model=build_model(ModelSource(name=name), seed=2))
+    monkeypatch.setattr("dcls_convert.checkpoints.load.build_model", lambda *_, **__: pytest.fail("weights are drawn"))
+    check_equal_tensors(load_converted(folder), wanted)

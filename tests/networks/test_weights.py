@@ -1,7 +1,7 @@
 """Trained weights: from files, from the hub (a faked client), and what conversion keeps of them."""
 
 import argparse
-import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -12,7 +12,8 @@ import torchvision
 from safetensors.torch import save_file
 
 import dcls_convert
-from dcls_convert.checkpoints.folder import load_converted
+from dcls_convert import load_converted
+from dcls_convert.checkpoints.folder import read_plan
 from dcls_convert.cli.app import main
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.dcls_conv import DclsConv2d
@@ -123,6 +124,57 @@ def test_mismatches_leave_the_model_alone(trained):
     assert equal(other.state_dict(), before)
 
 
+WRONG = {
+    "NaN": (lambda t: t.view(-1)[:2].fill_(torch.nan), "has 2 of 24 values that are NaN or infinite"),
+    "infinite": (lambda t: t.view(-1)[:1].fill_(-torch.inf), "has 1 of 24 values that are NaN or infinite"),
+    "integers": (lambda t: t.int(), r"is torch\.int32, the model needs torch\.float32"),
+    "booleans": (lambda t: t > 0, r"is torch\.bool, the model needs torch\.float32"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_weights_that_are_not_finite_or_no_fractions_are_refused(tmp_path, monkeypatch, capsys, trained, kind, suffix):
+    change, says = WRONG[kind]
+    monkeypatch.chdir(tmp_path)
+    state = trained.state_dict()
+    state["stem.0.bias"] = change(state["stem.0.bias"].clone())
+    save = torch.save if suffix == "pth" else save_file
+    save(state, f"weights.{suffix}")
+    before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+    with pytest.raises(CheckpointError, match=rf"stem\.0\.bias {says}"):
+        load_weights_(trained, state, "file")
+    assert equal(trained.state_dict(), before)
+    with pytest.raises(SystemExit) as stopped:
+        main([TINY, "--checkpoint", f"weights.{suffix}", "--output", "out"])
+    assert stopped.value.code == 2
+    assert re.search(rf"stem\.0\.bias {says}", capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == [f"weights.{suffix}"]
+
+
+def test_masks_and_counters_of_a_model_are_loaded():
+    model = torch.nn.BatchNorm2d(2)
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+    state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    state["mask"] = model.mask.T
+    load_weights_(model, state, "file")
+    assert model.num_batches_tracked == 1
+    assert torch.equal(model.mask, torch.full((2, 2), -torch.inf).tril(-1))
+    with pytest.raises(CheckpointError, match="weight has 1 of 2 values"):
+        load_weights_(model, state | {"weight": torch.tensor([0.0, -torch.inf])}, "file")
+
+
+def test_only_the_classifier_may_keep_its_initial_values():
+    """A layer whose name begins like the classifier's is none."""
+    model = torch.nn.Sequential()
+    model.head_conv, model.head = torch.nn.Linear(3, 2), torch.nn.Linear(2, 5)
+    state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    other = state | {"head.weight": torch.ones(7, 2), "head.bias": torch.ones(7)}
+    assert load_weights_(model, other, "file", new_classifier=True) == ["head.weight", "head.bias"]
+    with pytest.raises(CheckpointError, match=r"head_conv\.weight has shape \(2, 4\)"):
+        load_weights_(model, state | {"head_conv.weight": torch.ones(2, 4)}, "file", new_classifier=True)
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch, trained):
     """A hub client that serves one repository from a folder, and notes what was asked for."""
@@ -148,8 +200,8 @@ def test_pretrained_comes_through_timm(hub, trained):
 def test_hub_repositories_and_local_folders_are_models(hub, tmp_path, trained):
     run("hf-hub:someone/model", "--pretrained", "--quiet", "--output", "from-hub")
     run(f"local-dir:{tmp_path / 'hub'}", "--pretrained", "--quiet", "--output", "from-folder")
-    plans = [json.loads((tmp_path / name / "plan.json").read_text()) for name in ("from-hub", "from-folder")]
-    assert {plan["model"] for plan in plans} == {f"timm:{TINY}"}  # rebuilt without the hub
+    plans = [read_plan(tmp_path / name) for name in ("from-hub", "from-folder")]
+    assert {plan.model for plan in plans} == {f"timm:{TINY}"}  # rebuilt without the hub
     shutil.rmtree(tmp_path / "hub")
     for name in ("from-hub", "from-folder"):
         assert torch.equal(load_converted(tmp_path / name).stem[0].weight, trained.stem[0].weight)

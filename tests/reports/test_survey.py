@@ -98,7 +98,7 @@ def test_registry_names_are_those_of_the_libraries_in_order():
     names = registry_names()
     of = {prefix: [name for name in names if name.startswith(prefix)] for prefix in ("timm:", "torchvision:")}
     assert names == of["timm:"] + of["torchvision:"]
-    assert of["timm:"] == sorted(f"timm:{name}" for name in timm.list_models() if name != "dcls")
+    assert of["timm:"] == sorted(f"timm:{name}" for name in timm.list_models() if name != "dcls_convert")
     assert of["torchvision:"] == sorted(f"torchvision:{name}" for name in torchvision.models.list_models())
 
 
@@ -350,7 +350,7 @@ def test_every_model_of_both_registries_is_planned_or_says_why_not():
     rows = survey_models(names, PlanOptions(), workers=2, timeout=120)
     print(f"\n{summary_line(rows)}; {time.monotonic() - started:.0f} s")
     assert [row.name for row in rows] == names
-    assert len(names) == len(timm.list_models()) - timm.is_model("dcls") + len(torchvision.models.list_models())
+    assert len(names) == len(timm.list_models()) - timm.is_model("dcls_convert") + len(torchvision.models.list_models())
     assert [f"{row.name}: {row.reason}" for row in rows if row.status not in ("planned", "nothing matches")] == []
     counts = summary(rows)
     assert counts["planned"] + counts["nothing matches"] == counts["models"] == len(names)

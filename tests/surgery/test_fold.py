@@ -16,7 +16,7 @@ from timm.models import save_for_hf
 from timm.utils import ModelEmaV3, reparameterize_model
 from torch import nn
 
-import dcls_convert.export.formats
+import dcls_convert.export
 from dcls_convert import (
     apply_plan_,
     convert_,
@@ -318,7 +318,7 @@ import torch
 
 torch.set_num_threads(1)
 model = timm.create_model("local-dir:{folder}", pretrained=True).eval()
-assert not timm.is_model("dcls")
+assert not timm.is_model("dcls_convert")
 with torch.no_grad():
     torch.save(model(torch.load("images.pt")), "outputs.pt")
 """
@@ -375,14 +375,14 @@ def test_windows_of_the_kernels_size_need_no_argument(tmp_path, window):
 
 def test_shapes_that_fit_are_not_enough_for_stock_timm(tmp_path, monkeypatch, checkpoints):
     """What timm makes of the folder is run: here it is another network of the same shapes."""
-    load = dcls_convert.export.formats.load_as_timm_does
+    load = dcls_convert.export.stock_timm.load_as_timm_does
 
     def another_network(folder):
         model = load(folder)
         model.stages[1].blocks[0].gamma.data.mul_(2)
         return model
 
-    monkeypatch.setattr(dcls_convert.export.formats, "load_as_timm_does", another_network)
+    monkeypatch.setattr(dcls_convert.export.stock_timm, "load_as_timm_does", another_network)
     found = fold_checkpoint(checkpoints / "convnext", "timm", tmp_path / "out")
     assert found.kind == "dcls"
     assert "kernel_sizes=9: the outputs' relative error is" in found.note
@@ -428,7 +428,7 @@ def test_folders_of_both_kinds_are_replaced_by_force(tmp_path, checkpoints):
             fold_checkpoint(checkpoints / second, "timm", tmp_path / first)
         kind = fold_checkpoint(checkpoints / second, "timm", tmp_path / first, force=True).kind
         assert (kind == "stock timm") is (second == "convnext")
-        assert (tmp_path / first / "plan.json").exists() is (second == "efficientnet")
+        assert (tmp_path / first / REPORT).exists() is (second == "efficientnet")
     assert {path.name for path in tmp_path.iterdir()} == {"convnext", "efficientnet"}
 
 

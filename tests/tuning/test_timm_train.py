@@ -12,7 +12,8 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 
 import dcls_convert
-from dcls_convert.checkpoints.folder import read_plan, tuned_plan
+from dcls_convert.checkpoints.folder import read_plan
+from dcls_convert.checkpoints.save import tuned_plan
 from dcls_convert.tuning import timm_train
 
 # What train.py of timm calls, in its manner: names imported at the top, the rest by keywords.

@@ -1,0 +1,89 @@
+"""A converted model from its folder: build the network, place the layers, take the weights. Draws no random number."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, PlanError
+from ..networks.source import ModelSource, build_hollow, build_model, check_source
+from ..networks.weights import fill_, load_weights_
+from ..planning.plan import ConversionPlan
+from ..surgery.place import place_layers_
+from .folder import WEIGHTS, read_checked_stamp, read_folder
+from .stamp import Stamp, read_tensors, tensors_hash
+
+
+def load_converted(
+    folder: str | Path,
+    *,
+    model: nn.Module | None = None,
+    trust_code: bool = False,
+    device: str | torch.device = "cpu",
+) -> nn.Module:
+    """Rebuild a converted model from its folder, with its weights, in eval mode.
+
+    A folder is data: what it names as its model must be one of timm's or torchvision's, or nothing is built.
+
+    Args:
+        folder: Written by `save_converted`, or by timm's `save_for_hf` after fine-tuning.
+        model: The unconverted model, for a folder whose model is of the user's own; converted in place.
+        trust_code: Instead of `model`: import and run whatever the folder names as its model's factory.
+        device: Where to put it.
+
+    Raises:
+        CheckpointError: Something is missing or damaged in the folder, or belongs to another one.
+        ModelError: The folder's model is neither timm's nor torchvision's, or cannot be built.
+    """
+    folder = Path(folder)
+    config = read_folder(folder)
+    if model is None:
+        source = buildable(config.source, folder, trust_code=trust_code)
+    stamp = read_checked_stamp(folder / WEIGHTS, config)
+    state = dict(read_tensors(folder / WEIGHTS))
+    check_tensors(state, stamp, folder / WEIGHTS)
+    # No weights are drawn where the file has all that the model needs.
+    if model is None and (hollow := build_hollow(source)) is not None:
+        place_(hollow, config.plan)
+        if fill_(hollow, state, str(folder / WEIGHTS)):
+            return hollow.eval().to(device)
+    model = model if model is not None else build_model(source, trust_code=True)  # allowed above
+    place_(model, config.plan)
+    load_weights_(model, state, str(folder / WEIGHTS))
+    return model.eval().to(device)
+
+
+def buildable(source: ModelSource | None, folder: Path, *, trust_code: bool) -> ModelSource:
+    """The source of a folder's unconverted model, if it may be built.
+
+    Raises:
+        CheckpointError: The folder does not say how its model is built.
+        ModelError: It names something else than a model of timm or torchvision, and is not trusted.
+    """
+    if source is None:
+        raise CheckpointError(f"{folder}: does not say how its model is built; pass the unconverted one as `model`")
+    if not trust_code:
+        check_source(source)
+    return source
+
+
+def place_(model: nn.Module, plan: ConversionPlan) -> None:
+    """Put the plan's layers, without values, into the unconverted model.
+
+    Raises:
+        CheckpointError: The plan is for another model.
+    """
+    try:
+        place_layers_(model, plan)
+    except PlanError as error:
+        raise CheckpointError(f"the plan does not fit {plan.model or 'the model'}: {error}") from error
+
+
+def check_tensors(state: Mapping[str, Tensor], stamp: Stamp | None, path: Path) -> None:
+    """Refuse tensors other than those that the stamp was written with; CheckpointError.
+
+    Hashing takes about as long as reading. A file without a stamp is held to names and shapes alone.
+    """
+    if stamp is not None and stamp.tensors != tensors_hash(state.items()):
+        raise CheckpointError(f"{path}: its tensors are not those that were written; it is damaged or was changed")

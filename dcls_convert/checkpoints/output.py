@@ -1,0 +1,248 @@
+"""Outputs that appear whole or not at all, whatever interrupts the writing.
+
+An output is written into a folder `.NAME.xxxxxxxx.partial` beside it, which then takes the output's name or exchanges
+names with the old output. The writer holds a lock on that folder until it ends, so the next writer of the same output
+knows which folders killed runs left, and removes them.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from ..errors import CheckpointError, one_line, shown
+
+RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # flags of Linux's renameat2
+AT_FDCWD = -100
+UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # what renameat2 gives where kernel or file system lack it
+EXISTS = "already exists; --force replaces it, --output names another"
+
+Foreign = Callable[[Path], str | None]  # why an existing path must not be replaced; None where it may be
+
+
+def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
+    """Refuse an output that could not be written in the end, before any work is done.
+
+    Args:
+        path: The folder or file to write.
+        force: Something that is there may be replaced, if it is not `foreign`.
+        foreign: Says what kind of thing is there, such as "is a link, not a folder".
+
+    Raises:
+        CheckpointError: It exists and may not be replaced, or its parent cannot be written.
+    """
+    try:
+        if path.name in ("", ".."):
+            raise CheckpointError(f"output {path}: name a new folder, not one that is there already")
+        if os.path.lexists(path):
+            if not force:
+                raise CheckpointError(f"output {path} {EXISTS}")
+            if reason := foreign(path):
+                raise CheckpointError(f"output {path} {reason}, so it is left as it is; --output names another")
+        parent = next(parent for parent in path.absolute().parents if parent.exists())
+        if not parent.is_dir():
+            raise CheckpointError(f"output {path}: {parent} is not a folder")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise CheckpointError(f"output {path}: no permission to write in {parent}")
+    except OSError as error:
+        raise CheckpointError(f"output {shown(path)}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]:
+    """A folder to fill. It takes its final name when the block ends well, and vanishes if the block fails.
+
+    With `force` and an old folder there, one of both has the name at every moment, whatever signal comes.
+
+    Raises:
+        CheckpointError: As `check_output`, at the start and at the end, or the folder cannot be written.
+    """
+    check_output(folder, force=force, foreign=foreign)
+    with _partial(folder) as partial:
+        yield partial
+        _sync(partial)
+        check_output(folder, force=force, foreign=foreign)
+        _publish(partial, folder, force=force)
+
+
+@contextlib.contextmanager
+def new_file(path: Path, *, force: bool) -> Iterator[Path]:
+    """A path to write to. The file takes its final name when the block ends well, and vanishes if the block fails.
+
+    Files that the block writes beside it go to its side too, before it. With `force`, a regular file may be replaced.
+
+    Raises:
+        CheckpointError: As `new_folder`.
+    """
+    check_output(path, force=force, foreign=not_a_file)
+    with _partial(path) as partial:
+        yield partial / path.name
+        _sync(partial)
+        for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == path.name):
+            check_output(path.with_name(entry.name), force=force, foreign=not_a_file)
+            _publish(entry, path.with_name(entry.name), force=force)
+
+
+def not_a_file(path: Path) -> str | None:
+    """What is no regular file, and so is never replaced by one."""
+    return "is a link" if path.is_symlink() else None if path.is_file() else "is not a file"
+
+
+@contextlib.contextmanager
+def _partial(output: Path) -> Iterator[Path]:
+    """A locked folder beside the output, whose missing parents are made. Both vanish again if the block fails."""
+    parent = output.absolute().parent
+    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    partial = parent / f".{output.name}.{secrets.token_hex(4)}.partial"
+    lock: list[int] = []
+    try:
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            clean_up(output)
+            partial.mkdir()
+            lock.extend(_lock(partial))
+            yield partial
+            missing.clear()
+        finally:
+            _remove(partial, missing)
+    except (OSError, SafetensorError) as error:
+        left = "nothing was left there"
+        if os.path.lexists(partial) or os.path.lexists(output):
+            left = f"{partial} is left there" if os.path.lexists(partial) else "the one that is there is whole"
+        raise CheckpointError(f"output {shown(output, 200)} cannot be written: {one_line(error)}; {left}") from error
+    finally:
+        _remove(partial, missing)  # again, since a second signal may have cut the first removal short
+        for descriptor in lock:
+            os.close(descriptor)
+
+
+def clean_up(output: Path) -> None:
+    """Remove what killed runs left beside this output, and give an old output its name back if it lost it.
+
+    A folder of a run that is still alive is locked, and stays. Where the platform has no locks, all stay.
+    """
+    pattern = re.compile(rf"\.{re.escape(output.name)}\.[0-9a-f]{{8}}\.(partial|old)")
+    with contextlib.suppress(OSError):
+        for entry in sorted(output.absolute().parent.iterdir()):
+            found = pattern.fullmatch(entry.name)
+            if found is None or not entry.is_dir() or entry.is_symlink():
+                continue
+            for descriptor in _lock(entry):
+                if found[1] == "old" and not os.path.lexists(output):
+                    entry.rename(output)
+                else:
+                    shutil.rmtree(entry, ignore_errors=True)
+                os.close(descriptor)
+
+
+def _lock(folder: Path) -> list[int]:
+    """A descriptor that holds the lock of a folder until it is closed; none where another process has it."""
+    try:
+        import fcntl
+    except ImportError:  # not on this platform
+        return []
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return []
+    return [descriptor]
+
+
+def _remove(folder: Path, parents: list[Path]) -> None:
+    """Remove a folder with all that it holds, and then the empty parents.
+
+    In a thread: Python's signal handlers run in the main thread alone, so no second Ctrl-C stops this half-way.
+    """
+
+    def remove() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in parents:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+    if os.path.lexists(folder) or parents:
+        worker = threading.Thread(target=remove)
+        worker.start()
+        worker.join()
+
+
+def _sync(folder: Path) -> None:
+    """Have the disk hold a folder and its files, so that a power cut after the renaming finds them whole."""
+    for path in (*folder.iterdir(), folder):
+        _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a folder
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _publish(new: Path, output: Path, *, force: bool) -> None:
+    """Give a new file or folder its final name. With `force`, what is there keeps the name until then."""
+    replaces = force and os.path.lexists(output)
+    try:
+        if replaces and new.is_file():
+            os.replace(new, output)
+        elif not _rename(new, output, RENAME_EXCHANGE if replaces else RENAME_NOREPLACE):
+            _replace_by_steps(new, output) if replaces else _rename_new(new, output)
+    except FileExistsError as error:
+        raise CheckpointError(f"output {output} {EXISTS} (it appeared during the conversion)") from error
+    _fsync(output.absolute().parent)
+
+
+def _rename(new: Path, output: Path, flag: int) -> bool:
+    """Linux's renameat2; False where there is none, and OSError as `os.rename`."""
+    renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if renameat2 is None:
+        return False
+    if not renameat2(AT_FDCWD, os.fsencode(new.absolute()), AT_FDCWD, os.fsencode(output.absolute()), flag):
+        return True
+    number = ctypes.get_errno()
+    if number in UNSUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number), str(output))
+
+
+def _rename_new(new: Path, output: Path) -> None:
+    """Without renameat2. A file cannot be renamed without the risk of replacing another, but linked it can."""
+    if new.is_file():
+        os.link(new, output)
+        new.unlink()
+    elif os.path.lexists(output):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(output))
+    else:
+        try:
+            new.rename(output)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(output)) from error
+            raise
+
+
+def _replace_by_steps(new: Path, folder: Path) -> None:
+    """Without renameat2: two renames. If a kill falls between them, the next run's `clean_up` undoes the first."""
+    old = new.with_suffix(".old")
+    try:
+        folder.rename(old)
+        new.rename(folder)
+    finally:
+        if not os.path.lexists(folder):
+            old.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)

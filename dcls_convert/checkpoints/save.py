@@ -1,0 +1,243 @@
+"""A converted model into a folder, which appears whole or not at all."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .. import __version__
+from ..errors import CheckpointError
+from ..layers.dcls_conv import DclsConvNd
+from ..networks.source import REGISTRIES, ModelSource, build_model
+from ..networks.weights import alias_names, check_state, misfits
+from ..planning.plan import ConversionPlan, LayerPlan
+from ..reports.report import ConversionReport, measure_report, predict_report
+from ..reports.report_view import report_markdown
+from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
+from .fingerprint import take_fingerprint
+from .folder import CARD, CONFIG, REPORT, WEIGHTS, not_of_a_checkpoint
+from .load import place_
+from .output import new_folder
+from .records import write_json
+from .stamp import METADATA_KEY, Stamp, stamp_text, tensors_hash
+
+OUTPUT_IN_FOLDER = "."  # report.json's name for its own folder, which can be moved
+# Where timm's own config says that weights come from; ours stand beside it.
+SOURCE_KEYS = {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "custom_load"}
+
+
+def save_converted(
+    model: nn.Module,
+    plan: ConversionPlan,
+    folder: str | Path,
+    *,
+    report: ConversionReport | None = None,
+    force: bool = False,
+    fingerprint: bool = True,
+) -> Path:
+    """Write a converted model as a checkpoint folder that timm loads once `dcls_convert` is imported.
+
+    Args:
+        model: Converted by `apply_plan_(model, plan)`.
+        plan: The plan that was carried out.
+        folder: Must not exist, unless `force` is set: then a checkpoint folder there is replaced.
+        report: Measured on the model where it is not given.
+        force: Replace an existing checkpoint folder. Anything else that is in the way is never touched.
+        fingerprint: Run the model once, on a random image of the plan's input size, and note its output in the weights
+            file, for `dcls-convert verify`. Without it, nothing of the model's code runs.
+
+    Returns:
+        The folder's path.
+
+    Raises:
+        CheckpointError: The model no longer fits its plan, a value is not finite, or the folder cannot be written;
+            an old folder is then as it was.
+    """
+    folder = Path(folder)
+    check_fits_plan(model, plan)
+    report = report or measure_report(model, plan)
+    files = f"The plan and its rules stand in `{CONFIG}`; `{REPORT}` says what each layer costs."
+    texts = {
+        REPORT: report.with_output(OUTPUT_IN_FOLDER).to_json(),
+        CARD: model_card(report, loading_code(plan.model), files),
+    }
+    with new_folder(folder, force=force, foreign=not_of_a_checkpoint) as partial:
+        write_files(model, plan, partial, timm_config(model, plan), texts, fingerprint=fingerprint)
+    return folder
+
+
+def check_fits_plan(model: nn.Module, plan: ConversionPlan) -> None:
+    """Refuse a model that could not be loaded again from what a folder says about it.
+
+    The plan's layers must be there, tied as planned; names and shapes must be those of a hollow model that is rebuilt
+    from the plan, if timm or torchvision have it; and all values must be finite.
+
+    Raises:
+        CheckpointError: Names what does not fit.
+    """
+    own = model.state_dict()
+    problem = next(_layer_problems(model, plan), None)
+    source = ModelSource(name=plan.model or "", args=plan.model_args)
+    if problem is None and source.kind in REGISTRIES:
+        twin = build_model(source, device="meta")
+        place_(twin, plan)
+        problem = next(misfits(twin, own), None)
+    if problem is not None:
+        raise CheckpointError(f"the model no longer fits its plan, so its folder could not be loaded: {problem}")
+    check_state(model, own, "the model")
+
+
+def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
+    for layer in plan.layers if not plan.folded else ():
+        try:
+            module = model.get_submodule(layer.name)
+        except AttributeError as error:
+            yield f"{layer.name}: {error}"
+            return
+        if not isinstance(module, DclsConvNd):
+            yield f"{layer.name} is a {type(module).__name__}, not a layer with learnable positions"
+        elif tuple(module.weight.shape) != layer.position_shape[1:]:
+            yield f"{layer.name}.weight has shape {tuple(module.weight.shape)}, the plan {layer.position_shape[1:]}"
+        elif untied := _untied(model, plan, layer, module):
+            yield f"{layer.name} has {untied} of its own; the plan shares them in {layer.tie_group}"
+
+
+def _untied(model: nn.Module, plan: ConversionPlan, layer: LayerPlan, module: DclsConvNd) -> str | None:
+    if layer.tie_group is None:
+        return None
+    group = plan.group(layer.tie_group)
+    owner = model.get_submodule(group.owner)
+    shared = group.parameters.items()
+    return next((key for key, name in shared if getattr(module, key) is not getattr(owner, name, None)), None)
+
+
+def write_files(
+    model: nn.Module,
+    plan: ConversionPlan,
+    folder: Path,
+    config: Mapping[str, Any],
+    texts: Mapping[str, str],
+    *,
+    fingerprint: bool = True,
+) -> None:
+    """Fill an empty folder: the config, the other texts by name, and the weights, which hold the texts' hashes.
+
+    Raises:
+        CheckpointError: A number in the config is not finite.
+    """
+    given = take_fingerprint(model, plan.input_size) if fingerprint else None
+    tensors = _tensors(model)
+    hashed = tensors_hash(tensors.items())
+    texts = {CONFIG: write_json({**config, METADATA_KEY: {"tensors": hashed}}), **texts}
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="")
+    stamp = Stamp(
+        version=__version__,
+        plan=plan.hash,
+        tensors=hashed,
+        texts={name: text_hash(text) for name, text in texts.items() if name != CARD},  # a card is its user's to edit
+        fingerprint=given,
+    )
+    (folder / WEIGHTS).touch()  # with the usual permissions, which safetensors does not give
+    mode = (folder / WEIGHTS).stat().st_mode
+    save_file(tensors, folder / WEIGHTS, metadata={METADATA_KEY: stamp_text(stamp)})
+    (folder / WEIGHTS).chmod(mode)
+
+
+def text_hash(text: str) -> str:
+    """SHA-256 of a text's UTF-8."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor once, under its first name, on the CPU, each in memory of its own."""
+    aliases = alias_names(model)
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if name in aliases:
+            continue
+        ready = tensor.detach().cpu().contiguous()
+        storage = ready.untyped_storage().data_ptr()
+        tensors[name] = ready.clone() if storage in storages and ready.numel() else ready  # views of one memory
+        storages.add(storage)
+    return tensors
+
+
+def tuned_plan(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
+    """The plan under which to save a converted model of timm that has another head than the plan's, after fine-tuning.
+
+    Args:
+        model: As `timm.create_model("local-dir:FOLDER", num_classes=10)` gives it.
+        plan: The folder's.
+    """
+    plan = replace(plan, model_args={**plan.model_args, "num_classes": model.num_classes})
+    found, stated = measure_report(model, plan), predict_report(plan)
+    return replace(
+        plan,
+        params=_shifted(plan.params, stated.params.after, found.params.after),
+        macs=_shifted(plan.macs, stated.macs.after, found.macs.after),
+    )
+
+
+def _shifted(count: Any, stated: int | None, found: int | None) -> Any:
+    """A count of the unconverted model, changed by the same number as the converted model's."""
+    return count if stated is None or found is None else count + found - stated
+
+
+def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
+    """timm's config.json: `model_args` for our entry in its registry, and the preprocessing in `pretrained_cfg`."""
+    stated = getattr(model, "pretrained_cfg", None)
+    given = (stated if isinstance(stated, dict) else {}).items()
+    config = {key: value for key, value in given if key not in SOURCE_KEYS and value is not None}
+    classes = getattr(model, "num_classes", None)
+    if isinstance(classes, int):
+        config["num_classes"] = classes
+    if plan.input_size is not None:
+        config["input_size"] = list(plan.input_size)
+    result: dict[str, Any] = {"architecture": TIMM_ARCHITECTURE}
+    for name in ("num_classes", "num_features"):
+        if isinstance(getattr(model, name, None), int):
+            result[name] = getattr(model, name)
+    return {**result, "model_args": timm_model_args(plan), "pretrained_cfg": config}
+
+
+def model_card(report: ConversionReport, loading: str, files: str) -> str:
+    """README.md of a folder: what the model is, its numbers, the lines that load it, what else lies there."""
+    name = report.model or "a model"
+    title = "folded from learnable element positions" if report.folded else "with learnable element positions"
+    folding = (
+        "The model is folded: the kernels are constructed once and for all, and stand in plain convolutions of the "
+        "windows' sizes; no positions are left to be learnt. "
+    )
+    return (
+        f"---\nlibrary_name: timm\ntags:\n- image-classification\n- timm\n- dcls\n---\n"
+        f"# {name} {title} (DCLS)\n\n"
+        f"Convolutions of {name} are replaced by dilated convolutions with learnable spacings "
+        f"([arXiv:2112.03740](https://arxiv.org/abs/2112.03740)): every kernel is a few weighted elements whose "
+        f"positions in a larger window are learnt by backpropagation. {folding * report.folded}"
+        f"Made by dcls-convert {__version__}.\n\n"
+        f"{report_markdown(report)}\n## Loading\n\n"
+        f"Where this folder is `dcls-model` below:\n\n```python\n{loading.format(folder='dcls-model')}```\n\n"
+        f"{files}\n"
+    )
+
+
+def loading_code(model: str | None) -> str:
+    """The lines that load a folder, to be formatted with `folder`.
+
+    Args:
+        model: The plan's name of the unconverted model, such as "timm:resnet18".
+    """
+    kind = (model or "").partition(":")[0]
+    if kind == "timm":
+        return (
+            "import timm\nimport dcls_convert  # registers the architecture with timm\n\n"
+            'model = timm.create_model("local-dir:{folder}", pretrained=True, num_classes=10)\n'
+        )
+    how = "" if kind in REGISTRIES else ", trust_code=True" if model else ", model=unconverted"
+    return f'import dcls_convert\n\nmodel = dcls_convert.load_converted("{{folder}}"{how})\n'

@@ -1,0 +1,141 @@
+"""What every export format shares: the folded model, what it must give, and the record of what was written."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.output import new_file
+from ..errors import DclsConvertError, ModelError, one_line, shown
+from ..networks.outputs import check_equal
+from ..networks.quiet import quietly
+from ..planning.plan import ConversionPlan
+
+FOLDING_BOUND = 1e-4  # relative error in float32: the same sums in another order
+BATCHES = (1, 3)  # numbers of images for which outputs are compared
+
+ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+Step = Callable[[str], None]
+Exported = Callable[[Tensor], Any]
+Export = Callable[[Path, Tensor, bool], Exported]  # file, images, whether the batch may have any size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Folded:
+    """What was written, and what was found out about it."""
+
+    format: str
+    checkpoint: str
+    output: str
+    kind: str  # "stock timm", "dcls", "onnx" or "pt2"
+    relative_error: float  # the largest between the checkpoint's model and what was made of it
+    loading: str  # the lines of Python that load it
+    layers: int
+    params_before: int
+    params_after: int
+    input_size: tuple[int, ...]
+    batch: int | None = None  # the only one that it takes; None where it takes any
+    kernel_args: dict[str, Any] | None = None  # with which stock timm builds it
+    note: str | None = None  # why it is not stock timm's, or takes one batch size only
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A folded model, what it must give, and where it goes."""
+
+    checkpoint: Path
+    output: Path
+    force: bool
+    step: Step
+    model: nn.Module
+    plan: ConversionPlan  # with `folded` set
+    images: tuple[Tensor, ...]  # one tensor for each batch size of BATCHES
+    wanted: tuple[Any, ...]  # outputs of the checkpoint's own model for them
+    error: float  # of folding
+    params_before: int
+    was_folded: bool
+
+    def record(self, *, format: str, kind: str, error: float, loading: str, **more: Any) -> Folded:
+        """What this job wrote.
+
+        Args:
+            error: Of the written model; the larger one of this and of folding is noted.
+            loading: Lines of Python, with `{folder}` for the output.
+        """
+        return Folded(
+            format=format,
+            checkpoint=str(self.checkpoint),
+            output=str(self.output),
+            kind=kind,
+            relative_error=max(error, self.error),
+            loading=loading.format(folder=self.output),
+            layers=len(self.plan.layers),
+            params_before=self.params_before,
+            params_after=sum(p.numel() for p in self.model.parameters()),
+            input_size=self.plan.input_size or (),
+            **more,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportFormat:
+    """One way to write a folded model; a row of `formats.FORMATS`."""
+
+    suffix: str  # of the default output; of every output, if that is a file: ".onnx"
+    noun: str  # for messages: "ONNX model"
+    write: Callable[[Job], Folded]
+    packages: tuple[str, ...] = ()  # that must be installed
+
+    @property
+    def is_file(self) -> bool:
+        return self.suffix.startswith(".")
+
+
+def run_model(model: Exported, batches: tuple[Tensor, ...], what: str) -> tuple[Any, ...]:
+    """Outputs for each batch; ModelError, which begins with `what`, if the model fails."""
+    try:
+        with torch.no_grad(), quietly():
+            return tuple(model(images) for images in batches)
+    except Exception as error:  # the model's own code may raise anything
+        raise ModelError(f"{what} does not run on {tuple(batches[0].shape)}: {_brief(error)}") from error
+
+
+def export_file(job: Job, *, format: str, bound: float, export: Export, loading: str) -> Folded:
+    """Write one file, for any batch size if the model allows it, else for one image; run it before it is kept."""
+    with new_file(job.output, force=job.force) as partial:
+        job.step("exporting")
+        try:
+            error = _export(job, partial, bound, export, BATCHES)
+            return job.record(format=format, kind=format, error=error, loading=loading)
+        except DclsConvertError as reason:
+            for leftover in partial.parent.iterdir():
+                leftover.unlink()
+            job.step("exporting again, for one image at a time")
+            error = _export(job, partial, bound, export, BATCHES[:1])
+            return job.record(format=format, kind=format, error=error, loading=loading, batch=1, note=str(reason))
+
+
+def _export(job: Job, path: Path, bound: float, export: Export, batches: Sequence[int]) -> float:
+    what = f"the export to {path.suffix.removeprefix('.')}"
+    count = len(batches)
+    try:
+        with torch.no_grad(), quietly():
+            exported = export(path, job.images[count - 1], count > 1)
+    except OSError:
+        raise
+    except Exception as error:  # exporters raise anything
+        raise ModelError(f"{what} fails: {_brief(error)}") from error
+    outputs = run_model(exported, job.images[:count], what)
+    return check_equal(job.wanted[:count], outputs, bound=bound, what=what)
+
+
+def _brief(error: BaseException) -> str:
+    """The first cause: exporters wrap an error in much advice to the model's author."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {shown(ANSI_COLOUR.sub('', one_line(error)), 200)}"

@@ -1,0 +1,66 @@
+"""A folded model as an ONNX file."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .job import Exported, ExportFormat, Folded, Job, export_file
+
+BOUND = 1e-3  # relative error; onnxruntime has other kernels, and folds constants beforehand
+MOST_IN_ONE_FILE = 1_900_000_000  # bytes of weights; a protobuf, and so an ONNX file, ends at 2 GiB
+LOADING = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n'
+
+
+def write(job: Job) -> Folded:
+    """Write the file, and a second one for the weights if they are too large for one."""
+    size = sum(t.numel() * t.element_size() for t in job.model.state_dict().values())
+
+    def export(path: Path, images: Tensor, dynamic: bool) -> Exported:
+        torch.onnx.export(
+            job.model if isinstance(job.wanted[0], Tensor) else _FlatOutputs(job.model),
+            (images,),
+            path,
+            dynamo=True,
+            input_names=["input"],
+            output_names=["output"] if isinstance(job.wanted[0], Tensor) else None,
+            dynamic_shapes=({0: "batch"},) if dynamic else None,
+            external_data=size > MOST_IN_ONE_FILE,
+            verbose=False,
+        )
+        return _session(path)
+
+    # ONNX knows no structure: its outputs are the tensors in their order.
+    flat = tuple(_flat(outputs) for outputs in job.wanted)
+    return export_file(replace(job, wanted=flat), format="onnx", bound=BOUND, export=export, loading=LOADING)
+
+
+class _FlatOutputs(nn.Module):
+    """Returns tensors only: torch 2.8 cannot export a None among outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        return _flat(self.model(images))
+
+
+def _flat(outputs: Any) -> tuple[Tensor, ...]:
+    return tuple(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
+
+
+def _session(path: Path) -> Exported:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    (entry,) = session.get_inputs()
+    return lambda images: tuple(map(torch.from_numpy, session.run(None, {entry.name: images.numpy()})))
+
+
+FORMAT = ExportFormat(suffix=".onnx", noun="ONNX model", write=write, packages=("onnx", "onnxscript", "onnxruntime"))

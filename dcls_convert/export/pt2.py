@@ -1,0 +1,24 @@
+"""A folded model as a program of torch.export."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .job import FOLDING_BOUND, Exported, ExportFormat, Folded, Job, export_file
+
+LOADING = 'import torch\n\nmodel = torch.export.load("{folder}").module()\n'
+
+
+def write(job: Job) -> Folded:
+    """Write the file."""
+
+    def export(path: Path, images: Tensor, dynamic: bool) -> Exported:
+        shapes = ({0: torch.export.Dim.DYNAMIC},) if dynamic else None
+        torch.export.save(torch.export.export(job.model, (images,), dynamic_shapes=shapes), path)
+        return torch.export.load(path).module()
+
+    return export_file(job, format="pt2", bound=FOLDING_BOUND, export=export, loading=LOADING)
+
+
+FORMAT = ExportFormat(suffix=".pt2", noun="program of torch.export", write=write)

@@ -1,0 +1,81 @@
+"""Checkpoint folders for tests, ways to change them, and a seal that says that they were written so."""
+
+import hashlib
+import json
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from dcls_convert import apply_plan_, find_convs, plan_conversion
+from dcls_convert.checkpoints.folder import CONFIG, REPORT, WEIGHTS, read_plan
+from dcls_convert.checkpoints.stamp import METADATA_KEY, tensors_hash
+from dcls_convert.errors import CheckpointError
+from dcls_convert.networks.source import ModelSource, build_model
+
+from ..conftest import TINY
+
+IMAGE = (3, 64, 64)
+
+
+def convert(name=f"timm:{TINY}", size=9, *, seed=0, args=None, input_size=IMAGE, **options):
+    """A converted model, in which every layer counts for the outputs, and its plan."""
+    source = ModelSource(name=name, args=args or {})
+    model = build_model(source, seed=seed)
+    convs = find_convs(model, (source.args.get("in_chans", 3), *input_size[1:]))
+    plan = plan_conversion(convs, dilated_size=size, model=name, model_args=source.args, **options)
+    apply_plan_(model, plan, init="random", positions="uniform", generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # ConvNeXt's output hardly depends on its blocks otherwise: layer scale starts at 1e-6
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("gamma"):
+                parameter.uniform_(0.5, 1, generator=generator)
+    return model.eval(), plan
+
+
+def outputs(model, channels=3):
+    with torch.no_grad():
+        return model.eval()(torch.randn(1, channels, *IMAGE[1:], generator=torch.Generator().manual_seed(0)))
+
+
+def same_states(first, second):
+    ours, theirs = first.state_dict(), second.state_dict()
+    return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def contents(path):
+    """Tensors and metadata of a safetensors file."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata()
+
+
+def edit_json(path, change):
+    """`change` edits the parsed JSON in place, or returns another."""
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(change(data) or data))
+
+
+def edit_stamp(folder, change):
+    """`change` takes the stamp and returns another, or a text, or None for no metadata."""
+    tensors, metadata = contents(folder / WEIGHTS)
+    stamp = change(json.loads(metadata[METADATA_KEY]))
+    new = None if stamp is None else {METADATA_KEY: stamp if isinstance(stamp, str) else json.dumps(stamp)}
+    save_file(tensors, folder / WEIGHTS, metadata=new)
+
+
+def edit_tensors(folder, change):
+    tensors, metadata = contents(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata=metadata)
+
+
+def seal(folder):
+    """Let the folder say that it was written as it is now."""
+    tensors = tensors_hash(contents(folder / WEIGHTS)[0].items())
+    edit_json(folder / CONFIG, lambda config: config.update({METADATA_KEY: {"tensors": tensors}}))
+    try:
+        plan = read_plan(folder).hash
+    except CheckpointError:
+        plan = ""
+    texts = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in (CONFIG, REPORT)}
+    edit_stamp(folder, lambda stamp: stamp | {"plan": plan, "tensors": tensors, "texts": texts})

@@ -1,0 +1,156 @@
+"""A fingerprint tells models apart, and taking one leaves the model and the process as they were."""
+
+import logging
+import os
+import warnings
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from torch import nn
+
+from dcls_convert import find_convs
+from dcls_convert.checkpoints.fingerprint import Fingerprint, take_fingerprint
+from dcls_convert.checkpoints.stamp import tensors_hash
+from dcls_convert.networks.source import ModelSource, build_hollow, build_model
+
+from .folders import IMAGE, convert
+
+
+def state_of_the_process():
+    mask = os.umask(0)
+    os.umask(mask)
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return (
+        torch.get_rng_state().tolist(),
+        cuda.tolist() if cuda is not None else None,
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        mask,
+        logging.root.manager.disable,
+        logging.root.level,
+        list(warnings.filters),
+    )
+
+
+@pytest.mark.parametrize("call", ["build", "hollow", "find", "fingerprint"])
+def test_the_process_stays_as_it_was(monkeypatch, call):
+    """`torch.manual_seed` also seeds the devices, at once or later, and nobody puts those back."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("a device is seeded"))
+    source = ModelSource(name="timm:test_efficientnet")
+    model = build_model(source)
+    before = state_of_the_process()
+    {
+        "build": lambda: build_model(source, seed=3),
+        "hollow": lambda: build_hollow(source),
+        "find": lambda: find_convs(model, IMAGE),
+        "fingerprint": lambda: take_fingerprint(model, IMAGE),
+    }[call]()
+    assert state_of_the_process() == before
+
+
+def test_the_seed_decides_the_weights():
+    source = ModelSource(name="timm:test_efficientnet")
+    first, again, other = (build_model(source, seed=seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_the_model_stays_as_it_was():
+    model, _ = convert()
+    model.train()
+    model.stem.eval()
+    model.stem.insert(0, nn.BatchNorm2d(3))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    flags = {name: module.training for name, module in model.named_modules()}
+    assert take_fingerprint(model, IMAGE).outputs
+    assert {name: module.training for name, module in model.named_modules()} == flags
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_that_counts_its_calls_is_put_back():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1))
+            self.register_buffer("last", torch.zeros(1))
+
+        def forward(self, x):
+            self.calls += 1
+            self.last = torch.ones(1)
+            return x + torch.rand(())
+
+    model = Counting()
+    calls = model.calls
+    first = take_fingerprint(model, IMAGE)
+    with torch.random.fork_rng():
+        torch.manual_seed(123)
+        assert take_fingerprint(model, IMAGE) == first
+    assert (model.calls, model.calls.item(), model.last.item()) == (calls, 0, 0)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_the_number_of_threads_leaves_no_trace(threads):
+    model = build_model(ModelSource(name="timm:test_efficientnet")).eval()
+    before = torch.get_num_threads()
+    size = (3, 160, 160)  # large enough for threads to sum in other orders
+    alone = take_fingerprint(model, size)
+    torch.set_num_threads(threads)
+    try:
+        assert take_fingerprint(model, size) == alone
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_outputs_of_all_kinds():
+    class Many(nn.Module):
+        def forward(self, x):
+            return {"a": (x.mean(), [x[:, :1]]), "empty": x[:0], "nan": x.new_tensor([float("nan"), 1.0]), "n": x.int()}
+
+    found = take_fingerprint(Many(), (3, 5, 5))
+    assert [output.shape for output in found.outputs] == [(), (1, 1, 5, 5), (0, 3, 5, 5), (2,)]
+    assert [len(output.values) for output in found.outputs] == [1, 16, 0, 2]
+    assert (found.outputs[3].norm, found.outputs[3].values) == (None, (None, 1.0))
+    image = torch.randn(1, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+    assert found.outputs[1].norm == pytest.approx(image[:, :1].norm().item(), rel=1e-5)
+    flat = image[0, 0].flatten()
+    assert found.outputs[1].values[0] == pytest.approx(flat[0].item(), rel=1e-5)
+    assert found.outputs[1].values[-1] == pytest.approx(flat[-1].item(), rel=1e-5)
+    adapter = TypeAdapter(Fingerprint)
+    assert adapter.validate_json(adapter.dump_json(found)) == found
+
+
+def test_a_model_that_cannot_run_says_why():
+    class Two(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    assert take_fingerprint(Two(), None).reason == "the plan has no input size"
+    assert take_fingerprint(Two(), IMAGE).reason.startswith("TypeError: ")
+    with torch.device("meta"):
+        assert take_fingerprint(nn.Conv2d(3, 3, 1), IMAGE).reason == "the model is on the meta device"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": torch.arange(6.0).reshape(3, 2)},
+        {"a": torch.arange(6.0).reshape(2, 3).double()},
+        {"a": torch.arange(6.0).reshape(2, 3).view(torch.int32)},
+        {"a": torch.arange(6.0).reshape(2, 3) * torch.tensor([-1.0, 1, 1])},  # 0.0 becomes -0.0: the bytes count
+        {"b": torch.tensor(2)},
+        {"c": torch.zeros(2, 0)},
+        {"d": torch.tensor(1)},
+    ],
+)
+def test_the_hash_depends_on_names_types_shapes_and_bytes(other):
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1), "c": torch.zeros(0, 2)}
+    assert tensors_hash((tensors | other).items()) != tensors_hash(tensors.items())
+
+
+def test_the_hash_does_not_depend_on_order_and_layout():
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1)}
+    assert tensors_hash(list(tensors.items())[::-1]) == tensors_hash(tensors.items())
+    transposed = torch.arange(6.0).reshape(3, 2).T
+    assert tensors_hash([("a", transposed)]) == tensors_hash([("a", transposed.contiguous())])

@@ -1,0 +1,247 @@
+"""Outputs appear whole or not at all: what is refused, what is replaced, and what a failure leaves."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dcls_convert import save_converted
+from dcls_convert.checkpoints import output
+from dcls_convert.checkpoints.folder import not_of_a_checkpoint
+from dcls_convert.checkpoints.output import check_output, new_file, new_folder
+from dcls_convert.errors import CheckpointError
+
+from .folders import convert
+
+
+def anything(_path):
+    return None
+
+
+def folder_of(text):
+    """Fills a new folder with a file that holds the text."""
+
+    def write(path, *, force=False, between=lambda: None):
+        with new_folder(path, force=force, foreign=anything) as partial:
+            (partial / "file").write_text(text)
+            between()
+
+    return write
+
+
+def file_of(text):
+    def write(path, *, force=False, between=lambda: None):
+        with new_file(path, force=force) as partial:
+            partial.write_text(text)
+            between()
+
+    return write
+
+
+def content(path):
+    return (path / "file" if path.is_dir() else path).read_text()
+
+
+@pytest.fixture(params=["renameat2", "without it"])
+def _platform(request, monkeypatch):
+    """With and without the system call that exchanges two names."""
+    if request.param != "renameat2":
+        monkeypatch.setattr(output, "_rename", lambda *_: False)
+
+
+KINDS = pytest.mark.parametrize("kind", [folder_of, file_of])
+
+
+@KINDS
+@pytest.mark.usefixtures("_platform")
+def test_what_is_there_is_replaced_by_force_alone(tmp_path, kind):
+    path = tmp_path / "deep" / "er" / "out"
+    kind("old")(path)
+    with pytest.raises(CheckpointError, match="already exists; --force replaces it"):
+        kind("new")(path)
+    assert content(path) == "old"
+    kind("new")(path, force=True)
+    assert content(path) == "new"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@KINDS
+@pytest.mark.usefixtures("_platform")
+@pytest.mark.parametrize("appears", [folder_of, file_of])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_appears_meanwhile_is_not_overwritten(tmp_path, monkeypatch, kind, appears, late):
+    """Neither where the last look finds it, nor where it comes between that look and the renaming."""
+    path = tmp_path / "out"
+    publish = output._publish
+    if late:
+
+        def after_the_look(new, target, *, force):
+            monkeypatch.setattr(output, "_publish", publish)
+            appears("theirs")(path)
+            publish(new, target, force=force)
+
+        monkeypatch.setattr(output, "_publish", after_the_look)
+    with pytest.raises(CheckpointError, match="already exists"):
+        kind("ours")(path, between=(lambda: None) if late else lambda: appears("theirs")(path))
+    assert content(path) == "theirs"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_appears_during_a_save_is_not_overwritten(tmp_path, monkeypatch):
+    model, plan = convert()
+    sync = output._sync
+
+    def and_then(partial):
+        sync(partial)
+        (tmp_path / "out").mkdir()
+
+    monkeypatch.setattr(output, "_sync", and_then)
+    with pytest.raises(CheckpointError, match="already exists"):
+        save_converted(model, plan, tmp_path / "out", fingerprint=False)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_force_replaces_nothing_but_checkpoint_folders(tmp_path):
+    model, plan = convert()
+    folder = save_converted(model, plan, tmp_path / "out", fingerprint=False)
+    save_converted(model, plan, folder, force=True, fingerprint=False)
+    (folder / "my_notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"my_notes\.txt"):
+        save_converted(model, plan, folder, force=True, fingerprint=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_output_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="not a folder"):
+        check_output(tmp_path / "file" / "out", force=False, foreign=not_of_a_checkpoint)
+
+
+@KINDS
+@pytest.mark.usefixtures("_platform")
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("bug")])
+def test_a_failure_leaves_nothing_and_the_old_one_as_it_was(tmp_path, kind, error):
+    kind("old")(tmp_path / "out")
+
+    def fail():
+        raise error
+
+    with pytest.raises(CheckpointError if isinstance(error, OSError) else type(error)) as raised:
+        kind("new")(tmp_path / "out", force=True, between=fail)
+    assert "nothing was left there" not in str(raised.value)  # the old one is there
+    with pytest.raises(CheckpointError if isinstance(error, OSError) else type(error)) as raised:
+        kind("new")(tmp_path / "new" / "out", between=fail)
+    assert ("nothing was left there" in str(raised.value)) is isinstance(error, OSError)
+    assert content(tmp_path / "out") == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@KINDS
+def test_the_disk_has_everything_before_the_name_changes(tmp_path, monkeypatch, kind):
+    events = []
+    fsync, rename = os.fsync, output._rename
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    monkeypatch.setattr(output, "_rename", lambda *args: events.append("rename") or rename(*args))
+    kind("new")(tmp_path / "out")
+    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
+    assert {Path(path).suffix for path in before} >= {".partial"}
+    assert any(Path(path).name in ("file", "out") for path in before)
+    assert after == [str(tmp_path)]
+
+
+@KINDS
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_permissions_are_the_usual_ones(tmp_path, kind, mask):
+    before = os.umask(mask)
+    try:
+        kind("new")(tmp_path / "out")
+        model, plan = convert()
+        folder = save_converted(model, plan, tmp_path / "checkpoint", fingerprint=False)
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "out", folder, *folder.iterdir()):
+        usual = 0o777 if path.is_dir() else 0o666
+        assert stat.S_IMODE(path.stat().st_mode) == usual & ~mask, path
+
+
+# --- What killed runs left
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from dcls_convert.checkpoints.output import new_folder
+with new_folder(Path(sys.argv[1]), force=True, foreign=lambda path: None) as partial:
+    (partial / "file").write_text("half")
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def holding(path):
+    """A process that has begun to write the output."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_the_next_run_removes_what_killed_runs_left_and_nothing_of_a_living_one(tmp_path):
+    with holding(tmp_path / "out") as alive, holding(tmp_path / "out") as killed:
+        killed.kill()
+        killed.wait()
+        others = [tmp_path / name for name in (".out.x.0123abcd.partial", ".out.01.partial", ".other.0123abcd.partial")]
+        for path in others:
+            path.mkdir()
+        assert len(list(tmp_path.glob(".out.????????.partial"))) == 2
+        folder_of("new")(tmp_path / "out")
+        (left,) = tmp_path.glob(".out.????????.partial")
+        alive.kill()
+    assert (left / "file").read_text() == "half"
+    assert all(path.is_dir() for path in others)
+    folder_of("newer")(tmp_path / "out", force=True)
+    assert not list(tmp_path.glob(".out.????????.partial"))
+    assert content(tmp_path / "out") == "newer"
+
+
+def test_an_old_folder_that_lost_its_name_gets_it_back(tmp_path):
+    """Without renameat2, a kill between the two renames leaves it so."""
+    folder_of("old")(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / ".out.0123abcd.old")
+    output.clean_up(tmp_path / "out")
+    assert content(tmp_path / "out") == "old"
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_during_the_cleaning_leaves_nothing(tmp_path, monkeypatch, second):
+    removing = threading.Event()
+    rmtree = output.shutil.rmtree
+
+    def slowly(*args, **options):
+        removing.set()
+        time.sleep(0.3)
+        rmtree(*args, **options)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def again():
+        removing.wait()
+        os.kill(os.getpid(), second)
+
+    monkeypatch.setattr(output.shutil, "rmtree", slowly)
+    handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, second)}
+    thread = threading.Thread(target=again)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            folder_of("new")(tmp_path / "out", between=lambda: signal.raise_signal(signal.SIGINT))
+    finally:
+        thread.join()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,70 @@
+"""timm knows our entry, whatever imported or looked it up first; each order in a process of its own."""
+
+import subprocess
+import sys
+
+import pytest
+import timm
+
+import dcls_convert
+
+LOOK_UP = "import importlib.util; assert importlib.util.find_spec('timm') is not None"
+THREADS = """
+import threading
+threads = [threading.Thread(target=__import__, args=(name,)) for name in ("timm", "dcls_convert", "timm.models") * 2]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+ORDERS = {
+    "ours first": "import dcls_convert, timm",
+    "timm first": "import timm, dcls_convert",
+    "looked up between": f"import dcls_convert; {LOOK_UP}; import timm",
+    "looked up before": f"{LOOK_UP}; import dcls_convert, timm",
+    "looked up again and again": f"import dcls_convert; {LOOK_UP}; {LOOK_UP}; import timm; {LOOK_UP}",
+    "looked up below": "import dcls_convert, importlib.util; importlib.util.find_spec('timm.models'); import timm",
+    "a submodule first": "import dcls_convert, timm.models; import timm",
+    "a submodule, ours, timm": "import timm.data; import dcls_convert, timm",
+    "after a failure": """
+import dcls_convert, sys
+sys.modules["torchvision"] = None
+try: import timm
+except ImportError: pass
+del sys.modules["torchvision"]
+for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]: del sys.modules[name]
+import timm
+""",
+    "by transformers' way": "import dcls_convert, importlib.metadata, importlib.util\n"
+    "importlib.util.find_spec('timm'); importlib.metadata.version('timm')\nimport timm",
+    "in threads": THREADS + "import dcls_convert, timm",
+    "imported again": "import dcls_convert, timm, importlib, sys; del sys.modules['dcls_convert']; import dcls_convert",
+}
+CHECK = """
+import timm
+assert timm.is_model("dcls_convert")
+assert timm.list_models("dcls*") == ["dcls_convert"]
+from importlib.machinery import SourceFileLoader
+assert type(timm.__spec__.loader) is type(timm.__loader__) is SourceFileLoader
+try:
+    timm.create_model("dcls_convert")
+except ValueError as error:
+    assert "local-dir:FOLDER" in str(error)
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_of_imports_registers_our_entry(order):
+    code = f"{ORDERS[order]}\n{CHECK}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_forgotten_import_names_its_remedy():
+    code = "import timm\ntry: timm.create_model('dcls_convert')\nexcept RuntimeError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "Unknown model (dcls_convert)\n", done.stderr
+    assert timm.is_model(dcls_convert.__name__)
+
+
+def test_importing_the_package_imports_neither_timm_nor_torch():
+    code = "import sys, dcls_convert; sys.exit(bool({'timm', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
