@@ -159,9 +159,9 @@ def test_own_factory_is_run_with_its_arguments(capsys):
     Path("mine.py").write_text(OWN_MODULE)
     run("mine:build", "--num-classes", "5", "--dilated-size", "7", "--input-size", "3x32x32", "--seed", "3")
     out, _ = capsys.readouterr()
-    assert 'load_converted("build-dcls7")' in out
+    assert 'load_converted("build-dcls7", trust_code=True)' in out
     sys.modules.pop("mine")
-    model = dcls_convert.load_converted("build-dcls7")
+    model = dcls_convert.load_converted("build-dcls7", trust_code=True)
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
     sys.modules.pop("mine")
 

@@ -175,7 +175,7 @@ def test_nothing_at_all_shows_the_help(given, capfd):
             "no model 'torchvision:resnet81'",
             "did you mean 'resnet18'",
         ),
-        "dcls": ("dcls", re.compile("no model 'dcls'|not a model by itself")),
+        "our entry": ("dcls_convert", re.compile("no model 'dcls_convert'|not a model by itself")),
         "no module": ("nomodule_x:build", "module 'nomodule_x' cannot be imported", "No module named"),
         "relative module": (".rel:build", ".rel:build", "relative import"),
         "no attribute": ("os:nothing", "module 'os' has no function 'nothing'"),
@@ -242,7 +242,7 @@ def test_options_that_the_users_model_does_not_take(refused, given, says):
             "local-dir:folder: folder/config.json names no architecture; it is not a config of timm",
         ),
         "unknown architecture": ('{"architecture": "nope"}', "local-dir:folder", "nope"),
-        "architecture dcls": ('{"architecture": "dcls"}', '"dcls" is not a model by itself'),
+        "our architecture": ('{"architecture": "dcls_convert"}', '"dcls_convert" is not a model by itself'),
         "no weights": ('{"architecture": "test_convnext"}', "pretrained weights cannot be had", "folder"),
     }
 )
