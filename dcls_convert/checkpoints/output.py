@@ -44,6 +44,8 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
     try:
         if path.name in ("", ".."):
             raise CheckpointError(f"output {path}: name a new folder, not one that is there already")
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()  # raises where the name is too long; lexists would say that there is no such path
         if os.path.lexists(path):
             if not force:
                 raise CheckpointError(f"output {path} {EXISTS}")

@@ -1,7 +1,6 @@
 """The program: its commands, and how it ends, with one line at most and the documented exit code. Imports no torch."""
 
 import os
-import re
 import signal
 import sys
 import time
@@ -31,7 +30,6 @@ EXIT_CODES = (
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 SECONDS_TO_CLEAN = 5.0  # after a signal; the next one in this time is ignored
-LONGEST_WORD = 250  # characters in a message; a path may have about as many
 
 
 class _Program(CommandGroup):
@@ -103,9 +101,9 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
         result = typer.main.get_command(app).main(arguments, prog_name="dcls-convert", standalone_mode=False)
     except typer.TyperException as error:  # the parser's
         message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
-        return EXIT_MISTAKE, f"{_short(message)}. Try 'dcls-convert --help'."
+        return EXIT_MISTAKE, f"{message}. Try 'dcls-convert --help'."
     except DclsConvertError as error:
-        return error.exit_code, _short(one_line(error))
+        return error.exit_code, one_line(error)
     except OSError as error:  # the disk, a permission, a name that no file system takes
         about = f"'{shown(error.filename)}': " if error.filename else ""
         return EXIT_MISTAKE, f"{about}{error.strerror or one_line(error)}"
@@ -119,11 +117,6 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
         )
     code = result if isinstance(result, int) else 0  # of typer.Exit; typer makes 130 of a KeyboardInterrupt
     return code, "interrupted" if code == EXIT_INTERRUPTED else None
-
-
-def _short(message: str) -> str:
-    """A message without endless words, such as a name of thousands of characters."""
-    return re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: shown(word[0], LONGEST_WORD), message)
 
 
 def _interrupt_once() -> None:

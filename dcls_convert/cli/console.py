@@ -7,6 +7,7 @@ nothing is an error of its own; what was written to disk before stays, and is na
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import TextIO
@@ -19,6 +20,7 @@ from rich.text import Text
 from ..errors import DclsConvertError, printable, shown
 
 EXIT_UNPRINTED = 1  # where stdout is closed or full
+LONGEST_WORD = 250  # characters in a message; paths may have about as many
 
 
 class OutputError(DclsConvertError):
@@ -50,11 +52,12 @@ def write(text: str) -> None:
 
 
 def message(text: str, style: str = "") -> None:
-    """Print one line to stderr."""
+    """Print one line to stderr; names of thousands of characters in it are cut."""
     if sys.stderr is None:
         return
+    line = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: shown(word[0], LONGEST_WORD), printable(text))
     try:
-        sys.stderr.write(_rendered(sys.stderr, Text(printable(text), style=style)))
+        sys.stderr.write(_rendered(sys.stderr, Text(line, style=style)))
         sys.stderr.flush()
     except OSError:
         _drop(sys.stderr)
@@ -77,7 +80,7 @@ def steps(name: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(name, total=None)
         with contextlib.redirect_stdout(sys.stderr):
-            yield lambda text: progress.update(task, description=printable(f"{name}: {text}"))
+            yield lambda text: progress.update(task, description=f"{name}: {shown(text)}")
 
 
 @contextlib.contextmanager

@@ -242,7 +242,7 @@ def test_options_that_the_users_model_does_not_take(refused, given, says):
             "local-dir:folder: folder/config.json names no architecture; it is not a config of timm",
         ),
         "unknown architecture": ('{"architecture": "nope"}', "local-dir:folder", "nope"),
-        "our architecture": ('{"architecture": "dcls_convert"}', "not a model by itself"),
+        "our architecture": ('{"architecture": "dcls_convert"}', '"dcls_convert" is not a model by itself'),
         "no weights": ('{"architecture": "test_convnext"}', "pretrained weights cannot be had", "folder"),
     }
 )

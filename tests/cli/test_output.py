@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from dcls_convert import load_converted
+from dcls_convert.checkpoints.load import load_converted
 from dcls_convert.cli import console
 from dcls_convert.cli.app import main
 
