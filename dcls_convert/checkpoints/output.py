@@ -44,7 +44,7 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
     try:
         if path.name in ("", ".."):
             raise CheckpointError(f"output {path}: name a new folder, not one that is there already")
-        if os.path.lexists(path):
+        if path.is_symlink() or path.exists():  # which raise OSError for a name that is too long
             if not force:
                 raise CheckpointError(f"output {path} {EXISTS}")
             if reason := foreign(path):

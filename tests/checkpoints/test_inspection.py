@@ -230,7 +230,7 @@ def test_a_folder_that_timm_saved_will_do(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
         inspect_folder(tmp_path / "other")
     save_for_hf(timm.create_model(TINY), tmp_path / "other", safe_serialization=True)
-    with pytest.raises(CheckpointError, match=r"its architecture is 'test_convnext'.*: there is no plan"):
+    with pytest.raises(CheckpointError, match=r"there is no plan in config\.json"):
         inspect_folder(tmp_path / "other")
 
 
