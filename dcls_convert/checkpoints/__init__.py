@@ -1,4 +1,5 @@
-"""A converted model on disk: the folder, its stamp, timm's rebuilding, verify and inspect.
+"""A converted model on disk: save, load, load through timm, verify and inspect.
 
-A folder appears whole or not at all, and nothing that is read from one runs code.
+A folder appears whole or not at all. Whatever it holds, reading it runs no code, and weights other than those that were
+written are refused.
 """

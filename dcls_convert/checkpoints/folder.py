@@ -21,20 +21,21 @@ PLAN_PLACE = "model_args.plan"  # in config.json
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderConfig:
-    """What a config.json says about a converted model."""
+    """What a config.json says."""
 
-    plan: ConversionPlan
-    source: ModelSource | None  # of the unconverted model; None where only its user can build it
-    problem: str | None  # why the config is not as this program wrote it; timm's savers change arguments
+    plan: ConversionPlan | None  # None for a folded model that timm builds by itself
+    source: ModelSource | None  # of the model to build, before conversion; None where only its user can build it
+    input_size: Any  # of the model, as stated
     tensors: str | None  # the hash of the weights beside it; None where it states none
+    problem: str | None  # how its arguments differ from those of its plan; timm's savers may change them
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return STOCK_FILES if self.plan is None else FILES
 
 
 def read_folder(folder: str | Path) -> FolderConfig:
-    """What the folder's config.json says.
-
-    Raises:
-        CheckpointError: No such folder, no readable config, or one without a plan.
-    """
+    """What the folder's config.json says; CheckpointError where there is no folder, or no valid config in it."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{shown(folder, 200)}: is not a folder")
@@ -43,31 +44,38 @@ def read_folder(folder: str | Path) -> FolderConfig:
 
 def read_plan(folder: str | Path) -> ConversionPlan:
     """The plan of a checkpoint folder; CheckpointError where there is none."""
-    return read_folder(folder).plan
+    return the_plan(read_folder(folder), folder)
+
+
+def the_plan(config: FolderConfig, folder: str | Path) -> ConversionPlan:
+    """The plan of a config; CheckpointError where it has none."""
+    if config.plan is None:
+        raise CheckpointError(f"{folder}: there is no plan in {CONFIG}, which is of another model or of stock timm's")
+    return config.plan
 
 
 def parse_config(text: str, where: str) -> FolderConfig:
-    """What the text of a config.json says; CheckpointError, which begins with `where`, if it holds no valid plan."""
+    """What the text of a config.json says; CheckpointError, which begins with `where`, if it is not valid."""
     config = read_json(text, where)
-    if config.get("architecture") != TIMM_ARCHITECTURE:
-        named = shown(repr(config.get("architecture")))
-        raise CheckpointError(f"{where}: its architecture is {named}, not {TIMM_ARCHITECTURE!r}: there is no plan")
-    args = config.get("model_args")
-    if not isinstance(args, dict) or not isinstance(args.get("plan"), dict):
-        raise CheckpointError(f"{where}: has no {PLAN_PLACE}")
-    plan = parse_plan(args["plan"], f"{where}: {PLAN_PLACE}")
-    own = {name: value for name, value in args.items() if name not in ("base", "plan")}
-    stated = config.get(METADATA_KEY)
+    architecture, args = config.get("architecture"), config.get("model_args", {})
+    stated, preprocessing = config.get(METADATA_KEY), config.get("pretrained_cfg")
     tensors = stated.get("tensors") if isinstance(stated, dict) else None
-    return FolderConfig(
-        plan=plan,
-        source=None if plan.model is None else ModelSource(name=plan.model, args=own),
-        problem=_difference(args, json.loads(json.dumps(timm_model_args(plan)))),
-        tensors=tensors if isinstance(tensors, str) else None,
-    )
+    if not isinstance(architecture, str) or not isinstance(args, dict):
+        raise CheckpointError(f"{where}: names no architecture, or has arguments that are no object")
+    plan, problem = None, None
+    source: ModelSource | None = ModelSource(name=f"timm:{architecture}", args=args)
+    size = preprocessing.get("input_size") if isinstance(preprocessing, dict) else None
+    if architecture == TIMM_ARCHITECTURE:
+        plan = parse_plan(args.get("plan"), f"{where}: {PLAN_PLACE}")
+        size = plan.input_size
+        own = {name: value for name, value in args.items() if name not in ("base", "plan")}
+        source = None if plan.model is None else ModelSource(name=plan.model, args=own)
+        problem = _difference(args, json.loads(json.dumps(timm_model_args(plan))))
+    tensors = tensors if isinstance(tensors, str) else None
+    return FolderConfig(plan=plan, source=source, input_size=size, tensors=tensors, problem=problem)
 
 
-def parse_plan(data: Mapping[str, Any], where: str) -> ConversionPlan:
+def parse_plan(data: Any, where: str) -> ConversionPlan:
     """The plan of a config's model_args; CheckpointError where it is damaged or contradicts itself."""
     plan = plan_from_json(json.dumps(data), where)
     try:
@@ -97,7 +105,7 @@ def read_checked_stamp(path: Path, config: FolderConfig) -> Stamp | None:
     stamp = read_stamp(path)
     if stamp is None:
         return None
-    if stamp.plan != config.plan.hash:
+    if config.plan is not None and stamp.plan != config.plan.hash:
         raise CheckpointError(f"{path}: was not written with the plan in {CONFIG}")
     if config.problem is not None:
         raise CheckpointError(f"{CONFIG}: {config.problem}")
@@ -141,6 +149,6 @@ def _is_stamped(folder: Path) -> bool:
 
 def _has_plan(folder: Path) -> bool:
     try:
-        return bool(read_folder(folder).plan.layers)
+        return read_folder(folder).plan is not None
     except CheckpointError:
         return False

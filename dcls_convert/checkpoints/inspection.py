@@ -20,7 +20,7 @@ from ..layers.position_statistics import (
     spread,
 )
 from ..planning.plan import ConversionPlan, LayerPlan
-from .folder import WEIGHTS, read_checked_stamp, read_folder
+from .folder import WEIGHTS, read_checked_stamp, read_folder, the_plan
 from .records import write_json
 from .stamp import read_tensors
 
@@ -123,7 +123,7 @@ def inspect_folder(folder: str | Path) -> Inspection:
     """
     folder = Path(folder)
     config = read_folder(folder)
-    plan, path = config.plan, folder / WEIGHTS
+    plan, path = the_plan(config, folder), folder / WEIGHTS
     if plan.folded:
         raise CheckpointError(f"{folder}: is folded into plain convolutions and has no positions any more")
     read_checked_stamp(path, config)

@@ -11,7 +11,7 @@ from ..networks.source import ModelSource, build_hollow, build_model, check_sour
 from ..networks.weights import fill_, load_weights_
 from ..planning.plan import ConversionPlan
 from ..surgery.place import place_layers_
-from .folder import WEIGHTS, read_checked_stamp, read_folder
+from .folder import WEIGHTS, read_checked_stamp, read_folder, the_plan
 from .stamp import Stamp, read_tensors, tensors_hash
 
 
@@ -38,6 +38,7 @@ def load_converted(
     """
     folder = Path(folder)
     config = read_folder(folder)
+    plan = the_plan(config, folder)
     if model is None:
         source = buildable(config.source, folder, trust_code=trust_code)
     stamp = read_checked_stamp(folder / WEIGHTS, config)
@@ -45,11 +46,11 @@ def load_converted(
     check_tensors(state, stamp, folder / WEIGHTS)
     # No weights are drawn where the file has all that the model needs.
     if model is None and (hollow := build_hollow(source)) is not None:
-        place_(hollow, config.plan)
+        place_(hollow, plan)
         if fill_(hollow, state, str(folder / WEIGHTS)):
             return hollow.eval().to(device)
     model = model if model is not None else build_model(source, trust_code=True)  # allowed above
-    place_(model, config.plan)
+    place_(model, plan)
     load_weights_(model, state, str(folder / WEIGHTS))
     return model.eval().to(device)
 

@@ -24,7 +24,7 @@ from ..errors import CheckpointError, one_line, shown
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # flags of Linux's renameat2
 AT_FDCWD = -100
-UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # what renameat2 gives where kernel or file system lack it
+UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # renameat2's errors if kernel or file system lack it
 EXISTS = "already exists; --force replaces it, --output names another"
 
 Foreign = Callable[[Path], str | None]  # why an existing path must not be replaced; None where it may be
@@ -44,9 +44,7 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
     try:
         if path.name in ("", ".."):
             raise CheckpointError(f"output {path}: name a new folder, not one that is there already")
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            path.lstat()  # raises where the name is too long; lexists would say that there is no such path
-        if os.path.lexists(path):
+        if path.is_symlink() or path.exists():  # which raise OSError for a name that is too long
             if not force:
                 raise CheckpointError(f"output {path} {EXISTS}")
             if reason := foreign(path):
@@ -69,6 +67,7 @@ def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]
     Raises:
         CheckpointError: As `check_output`, at the start and at the end, or the folder cannot be written.
     """
+    clean_up(folder)
     check_output(folder, force=force, foreign=foreign)
     with _partial(folder) as partial:
         yield partial
@@ -81,11 +80,13 @@ def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]
 def new_file(path: Path, *, force: bool) -> Iterator[Path]:
     """A path to write to. The file takes its final name when the block ends well, and vanishes if the block fails.
 
-    Files that the block writes beside it go to its side too, before it. With `force`, a regular file may be replaced.
+    Other files that the block writes beside it are published before it, each by itself: a kill between two of them
+    leaves the new ones beside the old main file. With `force`, regular files may be replaced.
 
     Raises:
         CheckpointError: As `new_folder`.
     """
+    clean_up(path)
     check_output(path, force=force, foreign=not_a_file)
     with _partial(path) as partial:
         yield partial / path.name
@@ -96,7 +97,7 @@ def new_file(path: Path, *, force: bool) -> Iterator[Path]:
 
 
 def not_a_file(path: Path) -> str | None:
-    """What is no regular file, and so is never replaced by one."""
+    """Why a path must not be replaced by a file; None for a regular file."""
     return "is a link" if path.is_symlink() else None if path.is_file() else "is not a file"
 
 
@@ -110,7 +111,6 @@ def _partial(output: Path) -> Iterator[Path]:
     try:
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            clean_up(output)
             partial.mkdir()
             lock.extend(_lock(partial))
             yield partial

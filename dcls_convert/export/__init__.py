@@ -1,4 +1,4 @@
-"""A folded checkpoint in other formats: stock timm, ONNX, pt2.
+"""A folded checkpoint in other formats, one module for each: stock timm, ONNX, pt2.
 
-What is written has first given the outputs of the model that it was made from.
+Every file or folder has given the outputs of the checkpoint's model before it takes its name.
 """

@@ -20,7 +20,11 @@ from ..surgery.fold import fold_to_dense_
 from . import onnx, pt2, stock_timm
 from .job import BATCHES, FOLDING_BOUND, ExportFormat, Folded, Job, Step, run_model
 
-FORMATS: dict[str, ExportFormat] = {"timm": stock_timm.FORMAT, "onnx": onnx.FORMAT, "pt2": pt2.FORMAT}
+FORMATS: dict[str, ExportFormat] = {
+    "timm": stock_timm.FORMAT,
+    "onnx": onnx.FORMAT,
+    "pt2": pt2.FORMAT,
+}
 SEED = 0  # of the images
 
 

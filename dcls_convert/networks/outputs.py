@@ -1,4 +1,4 @@
-"""How far two models' outputs lie apart, whatever their structure."""
+"""How far the outputs of two models differ, whatever the outputs' structure."""
 
 import math
 from typing import Any
@@ -11,15 +11,15 @@ from ..errors import DclsConvertError
 
 
 class ComparisonError(DclsConvertError):
-    """Outputs that cannot be compared, or lie too far apart."""
+    """Outputs that cannot be compared, or differ too much."""
 
 
 def relative_error(outputs: Any, others: Any) -> float:
     """max |a - b| / max |a| of each tensor, and of these the largest; 0 where they are equal, inf where a is 0.
 
     Args:
-        outputs: What a model gave: a tensor, or tensors in tuples, lists and dicts. The scale is theirs.
-        others: What another one gave, in the same structure. Whatever is not a tensor must be equal.
+        outputs: Of one model: a tensor, or tensors in tuples, lists and dicts. Errors are relative to these.
+        others: Of another model, in the same structure. Values other than tensors must be equal.
 
     Raises:
         ComparisonError: Another structure or shape, no tensor at all, or values that are not finite; says where.
@@ -43,7 +43,7 @@ def check_equal(outputs: Any, others: Any, *, bound: float, what: str) -> float:
     """`relative_error`, if it is within the bound.
 
     Raises:
-        ComparisonError: It is not, or the two cannot be compared; begins with `what`.
+        ComparisonError: The error is larger, or the outputs cannot be compared; begins with `what`.
     """
     try:
         error = relative_error(outputs, others)
@@ -87,7 +87,7 @@ def _error_of_tensor(place: str, tensor: Tensor, other: Tensor) -> float:
 
 
 def _equal_value(place: str, value: object, other: object) -> bool:
-    """Whether this is something other than a tensor, and the same on both sides."""
+    """True for two equal values that are no tensors; False for two tensors; else ComparisonError."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return False
     if isinstance(value, Tensor) or isinstance(other, Tensor) or type(value) is not type(other) or value != other:

@@ -25,7 +25,7 @@ import dcls_convert
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion, save_converted
 from dcls_convert.checkpoints.folder import CONFIG, FILES, REPORT, WEIGHTS, read_plan
 from dcls_convert.checkpoints.stamp import METADATA_KEY
-from dcls_convert.checkpoints.verify import Rebuilding, rebuild_here, rebuild_in_fresh_process, verify_folder
+from dcls_convert.checkpoints.verify import rebuild_here, rebuild_in_fresh_process, verify_folder
 from dcls_convert.cli.app import main
 from dcls_convert.errors import CheckpointError, DclsConvertError
 from dcls_convert.export.formats import fold_checkpoint
@@ -229,8 +229,8 @@ CASES = {
     "config of deep lists": case(write(CONFIG, b"[" * 100_000), "config.json: is not JSON"),
     "config of another plan": case(swapped(CONFIG, "size"), OTHER_PLAN, OTHER_TEXT),
     "config of another seed": case(swapped(CONFIG, "seed"), "config.json states other tensors", OTHER_TEXT),
-    "no architecture": case(config(lambda c: c.pop("architecture") and None), "its architecture is None"),
-    "no arguments": case(config(lambda c: c.pop("model_args") and None), "config.json: has no model_args.plan"),
+    "no architecture": case(config(lambda c: c.pop("architecture") and None), "config.json: names no architecture"),
+    "no arguments": case(config(lambda c: c.pop("model_args") and None), "config.json: model_args.plan: "),
     "other base": case(
         config(lambda c: c["model_args"].update(base="timm:test_convnext2")), "model_args.base is 'timm:test_convnext2'"
     ),
@@ -245,7 +245,7 @@ CASES = {
     "other labels": case(preprocessing(label_names=["cat"]), OTHER_TEXT, **BOTH),
     "labels shifted": case(preprocessing(label_offset=1), OTHER_TEXT, load=True),
     "an unknown field": case(preprocessing(novelty=1), OTHER_TEXT, load=True),
-    "plan a list": case(config(lambda c: c["model_args"].update(plan=[])), "config.json: has no model_args.plan"),
+    "plan a list": case(config(lambda c: c["model_args"].update(plan=[])), "config.json: model_args.plan: "),
     "newer plan": case(planned(lambda p: p.update(format=2, novelty=1)), f"has format 2, {LATER}"),
     "count": case(planned(layer(0, kernel_count=25)), OTHER_PLAN, OTHER_TEXT),
     "count of one tied layer": case(
@@ -562,11 +562,12 @@ def test_models_of_the_users_own_are_built_from_the_current_folder_if_trusted(tm
     assert "--trust-code" in checks["model"]["detail"]
 
 
-def test_a_model_that_does_not_end_is_stopped(folder, tmp_path, monkeypatch):
+def test_a_model_that_does_not_end_is_stopped(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("endless_v.py").write_text("import time\n\ndef build():\n    time.sleep(600)\n")
-    task = Rebuilding(folder=str(folder), model="endless_v:build", args={}, trust_code=True)
-    (found,) = rebuild_in_fresh_process(task, seconds=0.2)
+    model, plan = convert()
+    folder = save_converted(model, replace(plan, model="endless_v:build"), "out", fingerprint=False)
+    (found,) = rebuild_in_fresh_process(folder, True, seconds=0.2)
     assert (found.name, found.ok) == ("model", False)
     assert "took more than 0.2 s" in found.detail
 
