@@ -29,7 +29,7 @@ class Calls:
     output_size: tuple[int, ...]  # of the first call
     input_extent: tuple[int, ...]  # smallest spatial input of any call
     output_positions: int = 0  # spatial positions of all calls, for one image
-    takes_image: bool = False  # whether the image itself was its input, or it came before all other convolutions
+    takes_image: bool = False  # whether its input was the image itself, or no convolution was called before it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,14 +186,14 @@ def _way_of(model: nn.Module) -> Callable[[Tensor], object]:
 
 
 class _Detected(Exception):
-    """The head of a detector has answered."""
+    """The head of a detector is done."""
 
 
 def _detect(detector: nn.Module, image: Tensor) -> None:
     """Run a one-stage detector up to the end of its head.
 
-    What follows sorts boxes by their values, which hollow tensors do not have, and convolves and multiplies nothing:
-    the MACs are those that torchvision states for its detectors.
+    The rest sorts boxes by their values, which hollow tensors do not have. It has no MACs: those up to here are what
+    torchvision states for its detectors.
     """
 
     def stop(*_: object) -> None:
