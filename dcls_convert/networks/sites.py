@@ -3,7 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -13,7 +13,7 @@ from ..layers.conv_classes import padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.geometry import conv_macs, size_text
 from .stages import OutputStride, find_stages, output_stride
-from .tracing import Calls, Trace, trace
+from .tracing import Calls, Sizes, Trace, trace
 
 IMAGE_CHANNELS = 3  # where no input size is known
 KINDS = ("depthwise", "grouped", "dense")
@@ -82,6 +82,7 @@ class ModelConvs:
     input_size: tuple[int, ...] | None
     macs_note: str | None  # why macs is None
     stages_from: str  # how the stages were found
+    output_sizes: Sizes = field(default_factory=dict, repr=False)  # empty without a trace
 
     def __iter__(self) -> Iterator[tuple[ConvSite, ...] | tuple[Skipped, ...]]:
         """`sites, skipped = find_convs(...)`."""
@@ -136,6 +137,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         input_size=size,
         macs_note=note,
         stages_from=stages.source,
+        output_sizes=traced.sizes if traced else {},
     )
 
 
