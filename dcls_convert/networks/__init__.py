@@ -1,4 +1,5 @@
-"""A network seen from outside: from a name to the module, weights files, tracing on meta, stages and sites.
+"""A network seen from outside: a name becomes a module, and the module its convolutions, stages and costs.
 
-Nothing here changes a network that was handed in; what is run is a hollow twin on the meta device.
+What is looked at does not change: tracing runs a hollow twin on the meta device, never the network itself. Weights are
+read from files here, and nothing that a file holds is executed.
 """

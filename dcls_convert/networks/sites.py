@@ -1,9 +1,9 @@
-"""Walk a model once: its convolutions as plain values, the stage of each, and what it costs as it is."""
+"""A model's convolutions as plain values, with the stage of each, and what the model costs before conversion."""
 
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -13,7 +13,7 @@ from ..layers.conv_classes import padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.geometry import conv_macs, size_text
 from .stages import OutputStride, find_stages, output_stride
-from .tracing import Calls, Trace, trace
+from .tracing import Calls, Sizes, Trace, trace
 
 IMAGE_CHANNELS = 3  # where no input size is known
 KINDS = ("depthwise", "grouped", "dense")
@@ -27,7 +27,7 @@ class ConvSite:
     type: str  # class name
     kind: str  # one of KINDS
     stage: str | None  # "stages.2"; None where the model has no stages, or outside them
-    stem: bool  # in the stem, by timm's word or because it takes the image itself
+    stem: bool  # in the stem as timm names it, or takes the image itself
     in_channels: int
     out_channels: int
     groups: int
@@ -82,6 +82,7 @@ class ModelConvs:
     input_size: tuple[int, ...] | None
     macs_note: str | None  # why macs is None
     stages_from: str  # how the stages were found
+    output_sizes: Sizes = field(default_factory=dict, repr=False)  # empty without a trace
 
     def __iter__(self) -> Iterator[tuple[ConvSite, ...] | tuple[Skipped, ...]]:
         """`sites, skipped = find_convs(...)`."""
@@ -94,9 +95,9 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
 
     Args:
         model: Left as it is. Its weights may be on any device, meta included.
-        input_size: (channels, *spatial), or spatial alone for 3 channels, of one input; without it, the size that a
-            timm model states. One forward pass on the meta device gives output sizes and MACs; where the model cannot
-            be run so, they are None.
+        input_size: (channels, *spatial) of one input, or only the spatial sizes where there are 3 channels; without it,
+            the size that a timm model states. One forward pass on the meta device gives output sizes and MACs; where
+            the model does not run there, they are None.
 
     Raises:
         PlanError: `input_size` is not positive integers for as many dimensions as the convolutions have, or the model
@@ -136,6 +137,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         input_size=size,
         macs_note=note,
         stages_from=stages.source,
+        output_sizes=traced.sizes if traced else {},
     )
 
 
@@ -171,7 +173,7 @@ def _site(
 
 
 def _output_strides(traced: Trace | None, input_size: tuple[int, ...] | None) -> dict[str, OutputStride]:
-    """Of the convolutions that were called on something with the image's dimensions, by name."""
+    """By name, of the convolutions whose output has as many spatial axes as the image."""
     if traced is None or input_size is None:
         return {}
     return {
@@ -195,7 +197,7 @@ def _input_size(model: nn.Module, given: Sequence[int] | None, dims: int) -> tup
     if given is None:
         stated = getattr(model, "pretrained_cfg", None) or {}
         given = stated.get("input_size") if isinstance(stated, Mapping) else None
-        channels = getattr(model, "_model_args", {}).get("in_chans")  # what timm was asked for; its config says 3 still
+        channels = getattr(model, "_model_args", {}).get("in_chans")  # as timm was asked; its config still says 3
         return (channels or given[0], *given[1:]) if given else None
     if (
         not isinstance(given, Sequence)
@@ -211,10 +213,10 @@ def _input_size(model: nn.Module, given: Sequence[int] | None, dims: int) -> tup
 
 
 def _traced(model: nn.Module, input_size: tuple[int, ...] | None) -> tuple[Trace | None, str | None]:
-    """What one image's way shows, or why there is nothing to show."""
+    """The trace of one image, or why there is none."""
     if input_size is None:
         return None, "no input size is known; state one"
     try:
         return trace(model, input_size), None
-    except Exception as error:  # any model code may run here, and a model that cannot be traced can still be converted
+    except Exception as error:  # any model code may run here; without a trace, the model can still be converted
         return None, f"the model does not run on the meta device at {input_size}: {one_line(error)[:200]}"

@@ -1,6 +1,6 @@
-"""Which stage a convolution belongs to: by timm's word, else by the model's own structure, else by a rule's pattern.
+"""The stage of each convolution: as timm names it, else as the model's structure shows it, or by a rule's pattern.
 
-Layers of one stage and one shape share their positions, so a stage is what works at one resolution.
+Layers of one stage and one shape share their positions, so all convolutions of a stage work at one resolution.
 """
 
 import functools
@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-# Spatial convolutions of the deepest stems; what timm calls a stem and has more of them is a network in a stem's place,
-# as in hybrids of ResNet and ViT.
+# The deepest stems have this many spatial convolutions. A "stem" with more is a backbone (hybrids of ResNet and ViT).
 MOST_STEM_CONVS = 8
 
 OutputStride = tuple[int, ...]  # input cells for one output cell, per axis
@@ -31,22 +30,22 @@ class Stages:
 def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: Set[str]) -> Stages:
     """The stages of a model.
 
-    Many of timm's models say what their stages are: `group_matcher(coarse=True)`. Where they do not, or name single
-    blocks there (the coarse groups are the fine ones), the structure decides: convolutions below one container with
-    one output stride are a stage. Without output strides, it is the module path up to its first number.
+    Many of timm's models say what their stages are: `group_matcher(coarse=True)`. Where a model does not, or names
+    single blocks there (its coarse groups are its fine ones), the structure decides: the convolutions of one container
+    with one output stride are a stage. Without output strides, a stage is the module path up to its first number.
 
     Args:
         model: Any module.
         strides: Output strides of the convolutions, by name; empty where the model could not be traced.
-        spatial: Names of the convolutions with a side above 1. A 1x1 convolution before a strided one still works at
-            the resolution of the stage before, so it names no stage.
+        spatial: Names of the convolutions with a side above 1; only these name stages. A 1x1 convolution before a
+            strided one still works at the resolution of the previous stage.
     """
     blocks, stems = _timm_patterns(model)
     if sum(_any_matches(stems, name) for name in spatial) > MOST_STEM_CONVS:
         stems = []
     in_stem = functools.partial(_any_matches, stems)
     if blocks:
-        by_patterns = functools.partial(_stage_from_patterns, blocks)
+        by_patterns = functools.partial(_stage_by_timm, blocks)
         return Stages(source="timm's group_matcher", stage_of=by_patterns, in_stem=in_stem)
     if strides:
         found = _stages_from_structure({name: stride for name, stride in strides.items() if not in_stem(name)}, spatial)
@@ -55,7 +54,7 @@ def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: 
 
 
 def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> OutputStride:
-    """Input cells for one output cell on each axis, as a power of two: borders make 8.5 of 8.
+    """Input cells for one output cell on each axis, rounded to a power of two: borders turn 8 into 8.5.
 
     >>> output_stride((299, 224), (35, 7))
     (8, 32)
@@ -66,7 +65,9 @@ def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> Outp
 
 
 def stage_by_pattern(pattern: str, name: str) -> str | None:
-    """The stage that a rule's pattern gives a module: a named group's name, else what its groups or it as a whole find.
+    """The stage that a rule's pattern gives a module.
+
+    The name of the named group that matches; without one, what the groups find, else what the whole pattern finds.
 
     >>> stage_by_pattern(r"blocks\\.(?:(?P<early>[0-3])|(?P<late>[4-9]))\\.", "blocks.5.conv")
     'late'
@@ -81,11 +82,11 @@ def stage_by_pattern(pattern: str, name: str) -> str | None:
 
 
 def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
-    """Patterns of the stages, none where timm's model knows blocks alone, and those of the stem."""
+    """Patterns of the stages, none where the model names only blocks, and patterns of the stem."""
     try:
         coarse, fine = model.group_matcher(coarse=True), model.group_matcher(coarse=False)  # type: ignore[operator]
         blocks, stems = list(_patterns(coarse, stem=False)), list(_patterns(coarse, stem=True))
-    except Exception:  # a model's own code; those without a usable matcher have a structure all the same
+    except Exception:  # the model's own code; without a usable matcher, the structure decides
         return [], []
     return ([] if coarse == fine else blocks), stems
 
@@ -96,7 +97,7 @@ def _patterns(groups: Mapping[str, Any], *, stem: bool) -> Iterator[re.Pattern[s
             continue
         for spec in [specs] if isinstance(specs, str) else specs:
             pattern, ordinal = (spec, None) if isinstance(spec, str) else spec
-            if ordinal is None:  # those with a number are the head, by timm's convention
+            if ordinal is None:  # in timm's convention, a pattern with a number is for the head
                 yield re.compile(pattern)
 
 
@@ -104,7 +105,7 @@ def _any_matches(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
     return any(pattern.match(name + ".") for pattern in patterns)
 
 
-def _stage_from_patterns(patterns: Sequence[re.Pattern[str]], name: str) -> str | None:
+def _stage_by_timm(patterns: Sequence[re.Pattern[str]], name: str) -> str | None:
     for pattern in patterns:
         found = pattern.match(name + ".")
         if found and found.groups():
@@ -115,8 +116,8 @@ def _stage_from_patterns(patterns: Sequence[re.Pattern[str]], name: str) -> str 
 def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str]) -> dict[str, str]:
     """Name of each convolution -> its stage.
 
-    A container that bears a number in its name is a stage of its author's making: "layer1". The children of one that
-    only counts ("features.0", "features.1", ...) are a stage where their output strides are the same.
+    A container with a number in its name ("layer1") is a stage that the author made. Where a container only counts its
+    children ("features.0", "features.1", ...), those with the same output stride are a stage.
     """
     stages: dict[str, str] = {}
     counted: dict[tuple[str, OutputStride], list[str]] = {}

@@ -22,14 +22,24 @@ from ..options import INTERPOLATIONS
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")  # of torchvision: all their convolutions are in backbone and head
 
 
+# Spatial output sizes of each convolution's calls, by name, in the order of the first calls; "" has the shapes of the
+# tensors that the model returns.
+Sizes = dict[str, list[tuple[int, ...]]]
+
+
 @dataclass(slots=True)
 class Calls:
     """What one convolution object saw."""
 
-    output_size: tuple[int, ...]  # of the first call
+    sizes: list[tuple[int, ...]]  # spatial output size of each call
     input_extent: tuple[int, ...]  # smallest spatial input of any call
     output_positions: int = 0  # spatial positions of all calls, for one image
-    takes_image: bool = False  # whether the image itself was its input, or it came before all other convolutions
+    takes_image: bool = False  # whether its input was the image itself, or no convolution was called before it
+
+    @property
+    def output_size(self) -> tuple[int, ...]:
+        """Of the first call."""
+        return self.sizes[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,12 +47,17 @@ class Trace:
     """One image's way through a model."""
 
     calls: dict[str, Calls] = field(default_factory=dict)  # by the first qualified name of the convolution
+    shapes: list[tuple[int, ...]]  # of the tensors that the model returned
     flops: dict[str, dict[str, int]]  # module name ("" is the model) -> operator -> floating-point operations
 
     @property
     def macs(self) -> int:
         """Multiply-accumulates; torch's counter takes each for two operations."""
         return sum(self.flops[""].values()) // 2
+
+    @property
+    def sizes(self) -> Sizes:
+        return {name: call.sizes for name, call in self.calls.items()} | {"": self.shapes}
 
 
 def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
@@ -67,7 +82,8 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
         dims = len(module.kernel_size)  # type: ignore[arg-type]
         size, entered = tuple(output.shape[-dims:]), tuple(entering.shape[-dims:])
         first = not calls
-        seen = calls.setdefault(names[module], Calls(size, entered))
+        seen = calls.setdefault(names[module], Calls([], entered))
+        seen.sizes.append(size)
         seen.input_extent = tuple(map(min, seen.input_extent, entered))
         batch = output.shape[0] if output.dim() == dims + 2 else 1
         seen.output_positions += batch * math.prod(size)
@@ -78,7 +94,7 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
             module.register_forward_hook(record, with_kwargs=True)
     run = _way_of(twin)
     with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
-        run(image)
+        outputs = run(image)
     prefix = type(twin).__name__ + "."
     counts = counter.get_flop_counts()
     counts[prefix] = counts.pop("Global", {})
@@ -86,11 +102,14 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
         path.removeprefix(prefix): {str(operator).rpartition(".")[2]: int(count) for operator, count in found.items()}
         for path, found in counts.items()
     }
-    return Trace(calls=calls, flops=flops)
+    return Trace(calls=calls, flops=flops, shapes=_shapes(outputs))
 
 
 def check_same_shapes(
-    model: nn.Module, windows: Mapping[str, tuple[Sequence[int], Sequence[int]]], input_size: Sequence[int] | None
+    model: nn.Module,
+    windows: Mapping[str, tuple[Sequence[int], Sequence[int]]],
+    input_size: Sequence[int] | None,
+    before: Sizes,
 ) -> None:
     """Refuse a conversion that would change the output size of any convolution, or of the model.
 
@@ -100,16 +119,13 @@ def check_same_shapes(
     Args:
         model: Not run and not changed, whatever device it is on.
         windows: (dilated size, dense axes) of each new layer, under every name of the convolution.
-        input_size: (channels, *spatial). Without it, or where the model does not run on the meta device, there is
-            nothing to compare.
+        input_size: (channels, *spatial).
+        before: The sizes at present. Where there are none, since the model could not be traced, nothing is compared.
 
     Raises:
         PlanError: Names the first convolution whose output size would change, or says why the model would not run.
     """
-    if input_size is None:
-        return
-    before, failure = _sizes_along(_hollow_twin(model), input_size)
-    if failure is not None:
+    if input_size is None or not before:
         return
     after, failure = _sizes_along(_with_windows(_hollow_twin(model), windows), input_size)
     for name, sizes in before.items():
@@ -124,16 +140,9 @@ def check_same_shapes(
         raise PlanError(f"with these windows, the model would not run any more: {one_line(failure)[:200]}")
 
 
-def _sizes_along(
-    twin: nn.Module, input_size: Sequence[int]
-) -> tuple[dict[str, list[tuple[int, ...]]], Exception | None]:
-    """Spatial output sizes of the convolutions in the order of their calls, by name; "" has the shapes of the outputs.
-
-    And what ended the run early, if anything did.
-    """
-    from torch.utils._pytree import tree_leaves
-
-    sizes: dict[str, list[tuple[int, ...]]] = {}
+def _sizes_along(twin: nn.Module, input_size: Sequence[int]) -> tuple[Sizes, Exception | None]:
+    """The sizes of a hollow twin, and what ended its run early, if anything did."""
+    sizes: Sizes = {}
     names = _first_names(twin)
 
     def record(module: nn.Module, _: tuple[Any, ...], output: Tensor) -> None:
@@ -147,17 +156,24 @@ def _sizes_along(
             outputs = _way_of(twin)(_image(twin, input_size))
     except Exception as error:  # any model code may run here
         return sizes, error
-    sizes[""] = [tuple(leaf.shape) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    return sizes, None
+    return sizes | {"": _shapes(outputs)}, None
+
+
+def _shapes(outputs: object) -> list[tuple[int, ...]]:
+    from torch.utils._pytree import tree_leaves
+
+    return [tuple(leaf.shape) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 def _with_windows(twin: nn.Module, windows: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> nn.Module:
-    """The hollow twin with a DCLS layer of one element in the place of each of these convolutions."""
+    """The hollow twin with DCLS layers in the places of these convolutions; their kernels are not constructed."""
     layers: dict[nn.Module, nn.Module] = {}  # a shared convolution becomes one layer
     for name, (window, dense_axes) in windows.items():
         conv: Any = twin.get_submodule(name)
         if conv not in layers:
-            layers[conv] = DCLS_LAYERS[len(window)].like(conv, 1, window, INTERPOLATIONS[0], dense_axes)
+            layer: Any = DCLS_LAYERS[len(window)].like(conv, 1, window, INTERPOLATIONS[0], dense_axes)
+            layer.kernel = functools.partial(torch.Tensor.new_empty, conv.weight, (*conv.weight.shape[:2], *window))
+            layers[conv] = layer
         parent, _, child = name.rpartition(".")
         setattr(twin.get_submodule(parent), child, layers[conv])
     return twin
@@ -186,14 +202,14 @@ def _way_of(model: nn.Module) -> Callable[[Tensor], object]:
 
 
 class _Detected(Exception):
-    """The head of a detector has answered."""
+    """The head of a detector is done."""
 
 
 def _detect(detector: nn.Module, image: Tensor) -> None:
     """Run a one-stage detector up to the end of its head.
 
-    What follows sorts boxes by their values, which hollow tensors do not have, and convolves and multiplies nothing:
-    the MACs are those that torchvision states for its detectors.
+    The rest sorts boxes by their values, which hollow tensors do not have. It has no MACs: those up to here are what
+    torchvision states for its detectors.
     """
 
     def stop(*_: object) -> None:

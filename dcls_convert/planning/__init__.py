@@ -1,5 +1,4 @@
-"""Decisions, in plain values: rules, budget, the plan as data, and the planner that makes one.
+"""Decisions in plain values: the rules, the budget, the plan as data, and the planner that makes it.
 
-No tensor and no module enters. All that can be refused about sizes, counts and budgets is refused here, before a model
-is touched.
+No tensor and no module enters. Sizes, counts and budgets that do not fit are refused here, before a model is touched.
 """

@@ -1,8 +1,8 @@
 """How many elements a parameter budget admits, and what convolutions cost. Integers and fractions only.
 
-One more element in every kernel costs, in each layer, one weight for every (output channel, input channel per group,
-cell of a dense axis), here called a kernel line; and in each tie group as many coordinates for each of its lines. The
-paper's rule (section 3 "Kernel count tuning") is the largest count that stays within the parameters replaced.
+A kernel line is one (output channel, input channel per group, cell of a dense axis). One more element in every kernel
+costs one weight for each line of each layer, and the element's coordinates for each line of each tie group. The paper's
+rule (section 3 "Kernel count tuning") is the largest count that stays within the parameters replaced.
 """
 
 import math
@@ -19,7 +19,7 @@ MOST_PERCENT = 100_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetLayer:
-    """What the count rule must know of one layer."""
+    """What the count rule needs to know about one layer."""
 
     name: str
     unit: str  # layers with the same unit get one count: the model, a stage or the layer
@@ -33,7 +33,7 @@ class BudgetLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetUnit:
-    """The count of one unit, and what it uses of the budget."""
+    """The count of one unit (the model, a stage or a layer), and how much of the budget it uses."""
 
     name: str
     kernel_count: int | None  # None: its layers have counts that rules state
@@ -79,10 +79,10 @@ def parse_percent(text: str | float | int) -> Fraction:
 
 
 def solve_counts(layers: Sequence[BudgetLayer], share: Fraction) -> SolvedBudget:
-    """The largest count of every unit that keeps within `share` of the weights it replaces.
+    """For every unit, the largest count that keeps within `share` of the weights it replaces.
 
     Raises:
-        PlanError: A unit whose budget admits no element; names the smallest budget that would.
+        PlanError: The budget of a unit admits no element; names the smallest one that would.
     """
     _refuse_too_many(layers)
     units: dict[str, list[BudgetLayer]] = {}
@@ -148,6 +148,6 @@ def _refuse_none(units: Sequence[BudgetUnit], needed: Sequence[tuple[Fraction, s
 
 
 def _percent_rounded_up(share: Fraction) -> str:
-    """A share of 1 as a percentage with at most two decimals that is enough."""
+    """The least percentage with two decimals that is at least this share of 1."""
     hundredths = math.ceil(share * 10_000)
     return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".")

@@ -1,4 +1,4 @@
-"""The books of a conversion as data, their views for terminal, Markdown, JSON and CSV, and the survey of registries.
+"""What a conversion costs, as data; its views for terminal, Markdown, JSON and CSV; and the survey of the registries.
 
-A record is counted once, and views only format it.
+Records are counted once, and views only format them. JSON has the records' own field names and only finite numbers.
 """

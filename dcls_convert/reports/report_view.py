@@ -1,7 +1,8 @@
 """How a report looks: rich tables for the terminal, Markdown for the model card. Formatting only."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -112,12 +113,12 @@ def _sentences(report: ConversionReport) -> list[str]:
         f"{_new_kernels(report)}; stages from {report.stages_from}.",
     ]
     if report.macs.note:
-        lines.append(f"MACs were not counted: {printable(report.macs.note)}.")
+        lines.append(f"MACs were not counted: {report.macs.note}.")
     else:
         held = (report.params.delta or 0) <= 0
         rise = "MACs rise although parameters do not: " if held else "MACs rise with the window: "
         lines.append(rise + MACS_SENTENCE + ("" if report.folded else f" {FOLDING_SENTENCE}"))
-    return lines
+    return [printable(line) for line in lines]
 
 
 def _new_kernels(report: ConversionReport) -> str:
@@ -173,19 +174,19 @@ def _macs(layers: Iterable[LayerReport]) -> Change:
 
 
 def _kernels(layers: Iterable[LayerReport]) -> str:
-    pairs = {(layer.kernel_size, layer.dilated_size) for layer in layers}
-    olds, news = {old for old, _ in pairs}, {new for _, new in pairs}
-    return f"{_span(olds)} → {_span(news)}"
-
-
-def _span(sizes: set[tuple[int, ...]]) -> str:
-    ordered = sorted(sizes)
-    return size_text(ordered[0]) if len(ordered) == 1 else f"{size_text(ordered[0])}..{size_text(ordered[-1])}"
+    layers = list(layers)
+    old, new = ({getattr(layer, size) for layer in layers} for size in ("kernel_size", "dilated_size"))
+    return f"{span(old, size_text)} → {span(new, size_text)}"
 
 
 def _counts(layers: Iterable[LayerReport]) -> str:
-    counts = sorted({layer.kernel_count for layer in layers})
-    return str(counts[0]) if len(counts) == 1 else f"{counts[0]}..{counts[-1]}"
+    return span({layer.kernel_count for layer in layers})
+
+
+def span(values: Iterable[Any], text: Callable[[Any], str] = str) -> str:
+    """The least and the greatest value, "29..40"; a single value by itself, and nothing for none."""
+    ordered = sorted(values)
+    return "..".join(dict.fromkeys(text(value) for value in (*ordered[:1], *ordered[-1:])))
 
 
 def short_arrow(macs: Change) -> str:

@@ -111,7 +111,7 @@ def model_row(name: str, options: PlanOptions, input_size: tuple[int, ...] | Non
         return ModelRow(name=name, status="does not fit", reason=str(error))
     try:
         plan = make_plan(convs, options, model=name)
-        check_same_shapes(model, plan.windows, plan.input_size)
+        check_same_shapes(model, plan.windows, plan.input_size, convs.output_sizes)
         if convs.macs is None and input_size is not None:
             raise PlanError(f"input size {size_text(input_size)}: {convs.macs_note}")
     except NothingMatchesError as error:

@@ -18,7 +18,7 @@ from ..layers.geometry import size_text
 from ..options import PlanOptions
 from ..planning.rules import RuleSet
 from .report import Change
-from .report_view import short_arrow, short_count
+from .report_view import short_arrow, short_count, span
 from .survey import ModelRow, Status, rows_to_dicts
 
 SURVEY_FORMAT = 1
@@ -60,14 +60,14 @@ def failure_lines(rows: Iterable[ModelRow]) -> list[str]:
 
 
 def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
-    """A row a model, the failures again with one line each, and the summary."""
+    """A row for each model, then a line for each failure, and the summary."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("Model", overflow="fold")
     table.add_column("Replaced", overflow="fold")
     for heading in ("Count", "Parameters", "MACs"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        cells = [row.name, _replaced(row), _span(row.kernel_counts), _change(row.params), _change(row.macs)]
+        cells = [row.name, _replaced(row), span(row.kernel_counts), _change(row.params), _change(row.macs)]
         table.add_row(*(Text(printable(cell)) for cell in cells), style=_STYLES[row.status])
     failures = [Text(line, style="red") for line in failure_lines(rows)]
     return Group(table, Text(), *failures, Text(summary_line(rows), style="bold"))
@@ -88,7 +88,7 @@ def survey_json(
 
 
 def survey_csv(rows: Iterable[ModelRow]) -> str:
-    """A line a model; an unknown value is empty."""
+    """A line for each model; a value that is not known is empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -118,9 +118,7 @@ def _csv_row(row: ModelRow) -> Mapping[str, object]:
 def _replaced(row: ModelRow) -> str:
     """ "18 depthwise 7x7 → 17x17"; where nothing is replaced, what the model has instead, or what is wrong."""
     if row.status == "planned":
-        sizes = [size_text(size) for size in row.dilated_sizes]
-        window = sizes[0] if len(sizes) == 1 else f"{sizes[0]}..{sizes[-1]}"
-        return f"{_kinds(row.replaced.items())} → {window}"
+        return f"{_kinds(row.replaced.items())} → {span(row.dilated_sizes, size_text)}"
     if row.status == "nothing matches":
         return f"nothing; it has {_kinds([*row.convolutions.items()][:MOST_KINDS]) or 'no convolution at all'}"
     return f"{row.status}: {row.reason}"
@@ -128,10 +126,6 @@ def _replaced(row: ModelRow) -> str:
 
 def _kinds(kinds: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in kinds)
-
-
-def _span(counts: Sequence[int]) -> str:
-    return "" if not counts else str(counts[0]) if len(counts) == 1 else f"{counts[0]}..{counts[-1]}"
 
 
 def _change(change: Change) -> str:

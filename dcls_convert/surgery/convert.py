@@ -86,7 +86,7 @@ def plan_for(
     convs = find_convs(model, input_size or (stated_input_size(source, model) if source else None))
     counts = replace(options, kernel_count=_kernel_count(options, start))
     plan = make_plan(convs, counts, model=source.name if source else None, model_args=source.args if source else None)
-    check_same_shapes(model, plan.windows, plan.input_size)
+    check_same_shapes(model, plan.windows, plan.input_size, convs.output_sizes)
     if start.elements is not None:
         element_state(start.elements, plan, start.authors_version)
     return plan

@@ -51,8 +51,9 @@ class AddsSkip(PadsOutside):
 
 
 def check(model, window, input_size=IMAGE):
-    plan = plan_conversion(find_convs(model, input_size), EVERYTHING, dilated_size=window, budget=1000)
-    check_same_shapes(model, plan.windows, input_size)
+    convs = find_convs(model, input_size)
+    plan = plan_conversion(convs, EVERYTHING, dilated_size=window, budget=1000)
+    check_same_shapes(model, plan.windows, input_size, convs.output_sizes)
 
 
 @pytest.mark.parametrize("shared", [False, True])
