@@ -28,7 +28,7 @@ _HOMES = {
         "RuleError",
     ),
     "surgery.fold": ("fold_to_dense_",),
-    "layers.interpolation": ("construct_kernel",),
+    "layers.construction": ("construct_kernel",),
     "layers.dcls_conv": ("DclsConv1d", "DclsConv2d", "DclsConv3d"),
     "planning.planner": ("plan_conversion",),
     "planning.plan": ("ConversionPlan",),
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from .errors import PlanError as PlanError
     from .errors import RuleError as RuleError
     from .fitting.calibration import calibrate as calibrate
+    from .layers.construction import construct_kernel as construct_kernel
     from .layers.conv_classes import register_conv as register_conv
     from .layers.dcls_conv import DclsConv1d as DclsConv1d
     from .layers.dcls_conv import DclsConv2d as DclsConv2d
     from .layers.dcls_conv import DclsConv3d as DclsConv3d
-    from .layers.interpolation import construct_kernel as construct_kernel
     from .networks.sites import find_convs as find_convs
     from .planning.plan import ConversionPlan as ConversionPlan
     from .planning.planner import plan_conversion as plan_conversion
