@@ -185,7 +185,6 @@ def save_state(run: Run) -> None:
         "average": get_model_state_dict(run.average.module, options=WHOLE) if run.average else None,
         "scheduler": run.scheduler.state_dict(),
         "scaler": run.accelerator.scaler.state_dict() if run.accelerator.scaler else None,
-        "tracker": run.tracker.state_dict(),
         "update": run.update,
         "history": run.history,
     }
@@ -219,7 +218,6 @@ def load_state_(run: Run, path: Path) -> None:
     run.scheduler.load_state_dict(state["scheduler"])
     if run.accelerator.scaler:
         run.accelerator.scaler.load_state_dict(state["scaler"])
-    run.tracker.load_state_dict(state["tracker"])
     run.update, run.history = state["update"], state["history"]
 
 
@@ -391,9 +389,12 @@ def prepare(args: argparse.Namespace, accelerator: Accelerator) -> tuple[Run, An
     if accelerator.is_main_process:
         for leftover in args.output.glob(".best.*"):  # of a run that was killed while it wrote
             shutil.rmtree(leftover, ignore_errors=True)
-    run.tracker = tuning.PositionTracker(run.plain, args.output / TRACK)
     if state.exists():
         load_state_(run, state)
+    track = args.output / TRACK
+    if accelerator.is_main_process and track.exists():  # a line an epoch: a resumed run writes the later ones again
+        track.write_bytes(b"".join(track.read_bytes().splitlines(keepends=True)[: len(run.history["accuracy"])]))
+    run.tracker = tuning.PositionTracker(run.plain, track)
     return run, train_images, valid_images, classes
 
 

@@ -51,19 +51,7 @@ class Box:
 
     def profile(self, places: Tensor, side: int) -> tuple[Tensor, Tensor]:
         """How an element spreads along an axis, and the derivative by its place: (N, E) -> (N, E, side) each."""
-        grid = torch.arange(side, dtype=places.dtype, device=places.device)
-        method = find_interpolation(self.interpolation)
-        if method.exact_on_cells:  # the tent; its derivative at a cell is the one towards the next
-            low = places.floor().clamp(min=0, max=max(side - 2, 0)).unsqueeze(-1)
-            part = places.unsqueeze(-1) - low
-            here, after = (grid == low).to(places.dtype), (grid == low + 1).to(places.dtype)
-            return here * (1 - part) + after * part, after - here if side > 1 else torch.zeros_like(here)
-        sigma = float(method.initial_sigma or 1.0)
-        offset = (grid - places.unsqueeze(-1)) / sigma
-        bell = (-0.5 * offset**2).exp()
-        value = bell / bell.sum(dim=-1, keepdim=True)
-        slope = value * offset / sigma
-        return value, slope - value * slope.sum(dim=-1, keepdim=True)
+        return find_interpolation(self.interpolation).footprint(places, side)
 
     def kernels(self, places: Tensor, weights: Tensor) -> Tensor:
         """Places (N, E, A) and weights (N, L, E) -> (N, L, S)."""

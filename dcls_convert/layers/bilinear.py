@@ -1,13 +1,11 @@
-"""Bilinear kernel construction with gradients in closed form: Algorithms 1 and 2 of the paper, block by block.
+"""Bilinear kernel construction: Algorithms 1 and 2 of the paper, arXiv:2112.03740.
 
 Axes: C channels of any number (a kernel each), E kernel elements, A learnt axes, N all kernels in one axis.
-`cells` are positions counted from the first cell of the window. Paper: arXiv:2112.03740.
+`cells` are positions counted from the first cell of the window.
 
-An element's weight goes to the 2^A cells around it, in parts that are products over the axes of 1 - f and f, where f is
-the fraction of its coordinate. Everything here is made of two operations that are each other's transpose, and their
-derivatives along some axes, for which 1 - f and f become -1 and 1:
-    scatter(weight, cells) -> kernel,   gather(kernel, cells) -> what lies at the elements, interpolated.
-The derivative of either is made of both, so that any derivative of any order and in either mode comes out.
+An element's weight goes to the 2^A cells around it. A cell's part is a product over the axes of 1 - f or f, where f is
+the fraction of the element's coordinate. There are two forms with equal results: one of plain operations, for
+compilers and for derivatives of any kind, and one that writes block by block with the first derivative in closed form.
 """
 
 import functools
@@ -17,16 +15,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
-# On a CPU, so many elements at a time for each thread: temporary tensors stay in the cache, and small.
-# It is what torch gives a thread at least.
+from .eager import is_eager
+
+# On a CPU, elements per thread and block: temporary tensors stay small and in the cache. torch gives a thread at least
+# as many.
 BLOCK_ELEMENTS = 32768
-MOST_THREADS = 8  # that bound the memory
+MOST_THREADS = 8  # Cap on threads when sizing blocks; bounds memory.
 
 Size = tuple[int, ...]  # of the window along the learnt axes, in cells
-Along = tuple[int, ...]  # axes along which the derivative is meant
 
 
 def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> Tensor:
@@ -40,24 +39,23 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
     Returns:
         (*C, *size).
     """
-    # A copy: a layer clamps its positions in place at every forward, also between another forward and its backward.
+    # The sum is a copy. A layer clamps its positions in place at every forward, also between another forward and its
+    # backward, so the positions themselves must not be saved for backward.
     cells = positions + _halves(positions, size)
     for axis, length in enumerate(size):
-        if length == 1:  # it has no fraction, and no gradient; not a number must still be seen
+        if length == 1:  # One cell: no fraction and no gradient, but NaN in a position must reach the kernel.
             weight = weight * (1 + 0 * cells[axis])
     wide = [axis for axis, length in enumerate(size) if length > 1]
     if not wide:
         return weight.sum(-1).reshape(*weight.shape[:-1], *size)
     if len(wide) < len(size):
         cells = cells[wide]
-    kernel: Tensor = _Scatter.apply(weight, cells, tuple(size[axis] for axis in wide), ())
+    wide_size = tuple(size[axis] for axis in wide)
+    if is_eager(weight, cells):
+        kernel: Tensor = _Scatter.apply(weight, cells, wide_size)
+    else:
+        kernel = of_plain_operations(weight, cells, wide_size)
     return kernel.reshape(*weight.shape[:-1], *size)
-
-
-def needs_plain_operations(tensor: Tensor) -> bool:
-    """Whether a graph of operations is being made, or a subclass of Tensor brings its own ones."""
-    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    return torch.compiler.is_compiling() or tracing or type(tensor) not in (Tensor, nn.Parameter)
 
 
 def _halves(positions: Tensor, size: Sequence[int]) -> Tensor | int:
@@ -68,141 +66,69 @@ def _halves(positions: Tensor, size: Sequence[int]) -> Tensor | int:
     return positions.new_tensor(halves).reshape(-1, *[1] * (positions.dim() - 1))
 
 
+def of_plain_operations(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
+    """weight (*C, E), cells (A, *C, E) -> (*C, *size), each corner of all elements in one addition. Sides above 1."""
+    corners = []
+    for coordinate, length in zip(cells, size, strict=True):
+        fixed = coordinate.detach()
+        # Inside the window, with the gradient of the identity, so that no element gets stuck beyond the border.
+        inside = fixed.clamp(0, length - 1) + (coordinate - fixed)
+        # At most length - 2: at the upper border the fraction is 1, and the derivative points inward.
+        # NaN stays in the fraction, but must not become an index.
+        lower = inside.detach().floor().clamp(0, length - 2).nan_to_num(0.0)
+        fraction, index = inside - lower, lower.long()
+        corners.append([(index, 1 - fraction), (index + 1, fraction)])
+    flat = weight.new_zeros(*weight.shape[:-1], math.prod(size))  # (*C, cells of the window)
+    for choice in itertools.product(*corners):
+        place, share = torch.zeros_like(weight, dtype=torch.long), weight
+        for length, (index, part) in zip(size, choice, strict=True):
+            place, share = place * length + index, share * part
+        flat = flat.scatter_add(-1, place, share)
+    return flat.reshape(*weight.shape[:-1], *size)
+
+
 class _Scatter(Function):
     """weight (*C, E), cells (A, *C, E) -> kernel (*C, *size)."""
 
     @staticmethod
-    def forward(weight: Tensor, cells: Tensor, size: Size, along: Along) -> Tensor:
-        return _scatter(weight, cells, size, along)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        weight, cells, ctx.size, ctx.along = inputs
+    def forward(ctx: Any, weight: Tensor, cells: Tensor, size: Size) -> Tensor:
+        ctx.size = size
         ctx.save_for_backward(weight, cells)
-        ctx.save_for_forward(weight, cells)
+        return _scatter(weight, cells, size)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         weight, cells = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]
-        if not torch.is_grad_enabled() and not ctx.along:
-            grad_weight, grad_cells = _gradients(grad, weight, cells, ctx.size, *needs)
-        else:
-            grad_weight = _Gather.apply(grad, cells, ctx.size, ctx.along) if needs[0] else None
-            grad_cells = weight * _slopes(grad, cells, ctx.size, ctx.along) if needs[1] else None
-        return grad_weight, grad_cells, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, weight_change: Tensor, cells_change: Tensor, *_: None) -> Tensor:
-        weight, cells = ctx.saved_tensors
-        change: Tensor = _Scatter.apply(weight_change, cells, ctx.size, ctx.along)
-        for axis in _other(ctx.size, ctx.along):
-            change = change + _Scatter.apply(weight * cells_change[axis], cells, ctx.size, (*ctx.along, axis))
-        return change
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, weight: Tensor, cells: Tensor, size: Size, along: Along) -> tuple[Tensor, int]:
-        weight, cells = _batched(info, in_dims, (weight, 0), (cells, 1))
-        return _Scatter.apply(weight, cells, size, along), 0
+        if not torch.is_grad_enabled():
+            return *_gradients(grad, weight, cells, ctx.size, *needs), None
+        # A graph of the gradients is wanted (create_graph=True): the plain form has derivatives of any order.
+        inputs = [tensor for tensor, needed in zip((weight, cells), needs, strict=True) if needed]
+        kernel = of_plain_operations(weight, cells, ctx.size)
+        found = iter(torch.autograd.grad(kernel, inputs, grad, create_graph=True))
+        return next(found) if needs[0] else None, next(found) if needs[1] else None, None
 
 
-class _Gather(Function):
-    """kernel (*C, *size), cells (A, *C, E) -> (*C, E)."""
-
-    @staticmethod
-    def forward(kernel: Tensor, cells: Tensor, size: Size, along: Along) -> Tensor:
-        return _gather(kernel, cells, size, along)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        kernel, cells, ctx.size, ctx.along = inputs
-        ctx.save_for_backward(kernel, cells)
-        ctx.save_for_forward(kernel, cells)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        kernel, cells = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        grad_kernel = _Scatter.apply(grad, cells, ctx.size, ctx.along) if needs[0] else None
-        grad_cells = grad * _slopes(kernel, cells, ctx.size, ctx.along) if needs[1] else None
-        return grad_kernel, grad_cells, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, kernel_change: Tensor, cells_change: Tensor, *_: None) -> Tensor:
-        kernel, cells = ctx.saved_tensors
-        change: Tensor = _Gather.apply(kernel_change, cells, ctx.size, ctx.along)
-        return change + (cells_change * _slopes(kernel, cells, ctx.size, ctx.along)).sum(0)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, kernel: Tensor, cells: Tensor, size: Size, along: Along) -> tuple[Tensor, int]:
-        kernel, cells = _batched(info, in_dims, (kernel, 0), (cells, 1))
-        return _Gather.apply(kernel, cells, size, along), 0
-
-
-def _other(size: Size, along: Along) -> Along:
-    """The axes along which a derivative is left: a second one along the same axis is 0."""
-    return tuple(axis for axis in range(len(size)) if axis not in along)
-
-
-def _slopes(kernel: Tensor, cells: Tensor, size: Size, along: Along) -> Tensor:
-    """The derivatives of `_Gather` with respect to cells, (A, *C, E)."""
-    left = _other(size, along)
-    slopes = [_Gather.apply(kernel, cells, size, (*along, axis)) if axis in left else None for axis in range(len(size))]
-    zero = torch.zeros_like(cells[0])
-    return torch.stack([zero if slope is None else slope for slope in slopes])
-
-
-def _batched(info: Any, in_dims: Sequence[int | None], *tensors: tuple[Tensor, int]) -> list[Tensor]:
-    """The tensors with vmap's dimension at the place that is given, as one more channel."""
-    return [
-        tensor.unsqueeze(place).expand(*tensor.shape[:place], info.batch_size, *tensor.shape[place:])
-        if dim is None
-        else tensor.movedim(dim, place)
-        for (tensor, place), dim in zip(tensors, in_dims, strict=False)
-    ]
-
-
-# Without autograd: on plain numbers.
-
-
-def _scatter(weight: Tensor, cells: Tensor, size: Size, along: Along) -> Tensor:
-    """weight (*C, E), cells (A, *C, E) -> (*C, *size)."""
+def _scatter(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
+    """Algorithm 1: weight (*C, E), cells (A, *C, E) -> (*C, *size)."""
     weights, coordinates = _rows(weight), _rows(cells, 1)  # (N, E), (A, N, E)
     kernel = weight.new_empty(weights.shape[0], math.prod(size))  # (N, cells of the window)
     # On meta there are no values, and operations take longer than on the CPU.
     blocks = [] if kernel.is_meta else _blocks(kernel, weights, coordinates)
     for some_kernel, some_weight, some_cells in blocks:
         index, fractions = _corners(some_cells, size)
-        shares = _shares(some_weight, fractions, along)
+        shares = _shares(some_weight, fractions)
         for corner, share in zip(_shifted(some_kernel.zero_(), size), shares, strict=True):
             corner.scatter_add_(1, index, share)
     return kernel.view(*weight.shape[:-1], *size)
 
 
-def _gather(kernel: Tensor, cells: Tensor, size: Size, along: Along) -> Tensor:
-    """kernel (*C, *size), cells (A, *C, E) -> (*C, E)."""
-    coordinates = _rows(cells, 1)  # (A, N, E)
-    flat = kernel.reshape(coordinates.shape[1], math.prod(size))
-    results = []
-    for some_kernel, some_cells in _blocks(flat, coordinates):
-        index, fractions = _corners(some_cells, size)
-        values = [corner.gather(1, index) for corner in _shifted(some_kernel, size)]
-        for axis in reversed(range(len(size))):
-            values = [
-                high - low if axis in along else torch.addcmul(low, high - low, fractions[axis])
-                for low, high in _pairs(values)
-            ]
-        results += values
-    return _joined(results, 0, cells[0])
-
-
 def _gradients(
     grad: Tensor, weight: Tensor, cells: Tensor, size: Size, of_weight: bool, of_cells: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """All gradients of `_scatter` from one gathering: Algorithm 2 of the paper.
+    """Algorithm 2: the gradients of weight (*C, E) and cells (A, *C, E) from that of the kernel, (*C, *size).
 
-    grad (*C, *size), weight (*C, E), cells (A, *C, E) -> gradients of weight and cells. Nothing is changed in place
-    that hangs on `grad`, so that it may stand for a batch of gradients (`is_grads_batched`).
+    Nothing that depends on `grad` is changed in place, so that it may stand for a batch (`is_grads_batched`).
     """
     weights, coordinates = _rows(weight), _rows(cells, 1)  # (N, E), (A, N, E)
     flat = grad.reshape(weights.shape[0], math.prod(size))
@@ -261,8 +187,8 @@ def _corners(cells: Tensor, size: Size) -> tuple[Tensor, list[Tensor]]:
     index, fractions = None, []
     for coordinate, length in zip(cells, size, strict=True):
         inside = coordinate.clamp(0, length - 1)
-        # Cut off, since `floor` wakes all threads even for a few elements. Not a number becomes any integer here, which
-        # is brought into the window, and stays one in the fraction.
+        # Cut off rather than `floor`, which wakes all threads even for a few elements. NaN becomes any integer here,
+        # is clamped into the window, and stays NaN in the fraction.
         lower = inside.to(torch.int32).clamp_(0, length - 2)
         fractions.append(inside.sub_(lower))
         index = lower if index is None else torch.add(lower, index, alpha=length)
@@ -271,7 +197,7 @@ def _corners(cells: Tensor, size: Size) -> tuple[Tensor, list[Tensor]]:
 
 
 def _shifted(kernel: Tensor, size: Size) -> list[Tensor]:
-    """kernel (n, cells of the window) -> for each corner, the view in which it has the index of the lowest corner.
+    """kernel (n, cells of the window) -> for each corner, the view in which the corner has the lowest one's index.
 
     The last axis changes fastest.
     """
@@ -285,13 +211,12 @@ def _offsets(size: Size) -> tuple[int, ...]:
     return tuple(sum(steps) for steps in itertools.product(*((0, stride) for stride in strides)))
 
 
-def _shares(weight: Tensor, fractions: Sequence[Tensor], along: Along) -> list[Tensor]:
+def _shares(weight: Tensor, fractions: Sequence[Tensor]) -> list[Tensor]:
     """What of the weight each corner gets, in the order of `_shifted`."""
     shares = [weight]
-    for axis, fraction in enumerate(fractions):
-        upper = [share if axis in along else share * fraction for share in shares]
-        lower = [-share if axis in along else share - up for share, up in zip(shares, upper, strict=True)]
-        shares = [part for pair in zip(lower, upper, strict=True) for part in pair]
+    for fraction in fractions:
+        upper = [share * fraction for share in shares]
+        shares = [part for share, up in zip(shares, upper, strict=True) for part in (share - up, up)]
     return shares
 
 

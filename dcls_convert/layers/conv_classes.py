@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.padding import _ConstantPadNd
 from torch.nn.utils import parametrize
 
 from .geometry import DYNAMIC_SAME, Padding
@@ -33,6 +35,7 @@ class ConvForm:
     weight: Callable[[nn.Module, Tensor], Tensor] | None = None
     parameters: tuple[str, ...] = ()
     same_padding: Callable[[nn.Module], bool] | bool = False
+    padding_module: str | None = None
     adapt: Callable[[nn.Module, nn.Module], None] | None = None
 
     def pads_same(self, conv: nn.Module) -> bool:
@@ -54,6 +57,7 @@ def register_conv(
     weight: Callable[[nn.Module, Tensor], Tensor] | None = None,
     parameters: Collection[str] = (),
     same_padding: Callable[[nn.Module], bool] | bool = False,
+    padding_module: str | None = None,
     adapt: Callable[[nn.Module, nn.Module], None] | None = None,
 ) -> None:
     """Say what the forward of a convolution class of your own does, so that its objects can be converted.
@@ -70,6 +74,8 @@ def register_conv(
         parameters: Names of the parameters beside weight and bias that `weight` needs; the layer takes them over.
         same_padding: Whether `forward` pads its input by TensorFlow's SAME rule; or a function of the convolution. For
             2-D only.
+        padding_module: Name of the submodule by which `forward` pads its input: an `nn.ZeroPad1d/2d/3d`, a constant
+            padding of 0, or an `nn.Identity`. The layer pads the same cells by itself, and those that its window needs.
         adapt: `adapt(conv, layer)` sets attributes of the new layer that depend on the number of cells.
 
     Raises:
@@ -92,7 +98,13 @@ def register_conv(
         raise TypeError(f"{cls.__name__} is no subclass of torch.nn.Conv1d, Conv2d or Conv3d")
     if cls.forward is base.forward:
         raise TypeError(f"{cls.__name__} has the forward of {base.__name__}, and is treated as such already")
-    _FORMS[cls] = ConvForm(weight=weight, parameters=tuple(parameters), same_padding=same_padding, adapt=adapt)
+    _FORMS[cls] = ConvForm(
+        weight=weight,
+        parameters=tuple(parameters),
+        same_padding=same_padding,
+        padding_module=padding_module,
+        adapt=adapt,
+    )
 
 
 def find_form(conv: nn.Module) -> ConvForm | None:
@@ -104,11 +116,27 @@ def find_form(conv: nn.Module) -> ConvForm | None:
 
 
 def padding_of(conv: _ConvNd) -> Padding:
-    """The padding of a convolution that can be replaced, `DYNAMIC_SAME` where it pads by itself."""
-    form = find_form(conv)
-    if form is not None and form.pads_same(conv):
+    """All padding of a convolution that can be replaced, also what its class does beside convolving."""
+    form = find_form(conv) or PLAIN
+    if form.pads_same(conv):
         return DYNAMIC_SAME
-    return conv.padding if isinstance(conv.padding, str) else tuple(conv.padding)
+    if isinstance(conv.padding, str):
+        return conv.padding
+    if form.padding_module is None:
+        return tuple(conv.padding)
+    outside = _zeros_around(getattr(conv, form.padding_module), len(conv.padding)) or ()
+    sides = tuple((before + own, after + own) for (before, after), own in zip(outside, conv.padding, strict=True))
+    return sides if any(before != after for before, after in sides) else tuple(before for before, _ in sides)
+
+
+def _zeros_around(module: nn.Module | None, dims: int) -> tuple[tuple[int, int], ...] | None:
+    """The zeros that a padding module adds before and after each axis; None where it does something else."""
+    if isinstance(module, nn.Identity):
+        return ((0, 0),) * dims
+    if not isinstance(module, _ConstantPadNd) or module.value or len(module.padding) != 2 * dims:
+        return None
+    last_axis_first = list(zip(module.padding[::2], module.padding[1::2], strict=True))
+    return tuple(reversed(last_axis_first))
 
 
 def why_not_replaceable(conv: nn.Module) -> str | None:
@@ -116,7 +144,7 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     kind = type(conv).__name__
     if isinstance(conv, _ConvTransposeNd):
         return "transposed convolution"
-    if _base_of(type(conv)) is None:
+    if not isinstance(conv, tuple(CONV_CLASSES.values())):
         return f"{kind} is no convolution of torch.nn"
     if "forward" in vars(conv):
         return f"{kind} has a forward of its own, set on this very object"
@@ -125,12 +153,18 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
         return "lazy convolution that has not seen an input yet"
     form = find_form(conv)
+    dims = len(cast(_ConvNd, conv).kernel_size)
+    held = {**conv._modules, **conv._buffers}
+    paddings = {name for name, module in conv._modules.items() if _zeros_around(module, dims)}
     if form is None:
-        return f"{kind} has a forward of its own that is not known here (register_conv teaches it)"
+        teachable = "" if held.keys() - paddings else " (register_conv teaches it)"
+        return f"{kind} has a forward of its own that is not known here{teachable}"
     if set(conv._parameters) != {"weight", "bias", *form.parameters}:
         return f"its weight is computed from other parameters ({', '.join(sorted(conv._parameters))})"
-    if conv._modules or conv._buffers:
-        return f"{kind} holds {', '.join([*conv._modules, *conv._buffers])}, which would be lost"
+    if lost := held.keys() - (paddings & {form.padding_module}):
+        return f"{kind} holds {', '.join(sorted(lost))}, which would be lost"
+    if form.padding_module is not None and (not paddings or conv.padding_mode != "zeros" or conv.padding == "same"):
+        return f"{kind} does not pad by {form.padding_module} alone"
     return None
 
 

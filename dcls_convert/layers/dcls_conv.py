@@ -9,14 +9,16 @@ from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 
+from .clamping import clamp_
+from .construction import construct_kernel
 from .conv_classes import PLAIN, ConvForm, carry_over, find_form, padding_of, why_not_replaceable
 from .depthwise import conv2d
 from .elements import POSITION_STD, largest_elements
-from .geometry import DYNAMIC_SAME, Padding, extent, grown_padding, padded_cells
-from .interpolation import construct_kernel, find_interpolation, learnt_axes, position_limits
+from .geometry import DYNAMIC_SAME, Padding, extent, grown_padding, is_uneven, padded_cells
+from .interpolation import find_interpolation, learnt_axes, position_limits
 from .ties import Tied
 from .timm_conv_classes import same_padded_conv
 
@@ -169,27 +171,32 @@ class DclsConvNd(Tied):
     def clamp_positions_(self) -> None:
         """Bring positions back into the window (paper, section 3 "Positions clamping"), sigma above its least."""
         limits = [position_limits(self.dilated_kernel_size[axis]) for axis in self.learnt_axes]
-        if len(set(limits)) == 1:
-            self.positions.clamp_(*limits[0])
-        else:  # in one operation on the parameter: views of it cannot be changed in place in a compiled graph
-            low, high = self.positions.new_tensor(limits).T.reshape(2, -1, *[1] * self.weight.dim())
-            low, high = (_spread_like(limit, self.positions) for limit in (low, high))
-            self.positions.copy_(self.positions.maximum(low).minimum(high))
+        clamp_(self.positions, *zip(*limits, strict=True))
         if self.sigma is not None:
-            self.sigma.clamp_(min=find_interpolation(self.interpolation).min_sigma)
+            clamp_(self.sigma, [cast(float, find_interpolation(self.interpolation).min_sigma)], [math.inf])
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, in_channels, *spatial) -> (N, out_channels, *spatial), as the convolution with `kernel()` does it."""
-        # An exported program changes no parameters. (To dynamo, torch 2.8 says that it exports where it compiles.)
+        if isinstance(input, fx.Proxy) and input.tracer.root is not self:
+            return self._traced(input)
+        # An exported program changes no parameters. torch 2.8 reports is_exporting() under compile; exclude dynamo.
         exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
         if self.training and not exporting:
             self.clamp_positions_()
         input, padding = self._padded(input)
         return self.conv_function(input, self.kernel(), self.bias, self.stride, padding, self.dilation, self.groups)
 
+    def _traced(self, input: fx.Proxy) -> Any:
+        """The layer as one call in a graph of torch.fx, also of tracers that were not told that it is a leaf."""
+        tracer = cast(fx.Tracer, input.tracer)
+        output = tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+        # The graph need not hold the owner of tied parameters: as arguments in the graph, they stay registered there.
+        tied = [getattr(self, name) for name in self._owner_names]
+        return tracer.create_proxy("call_function", output_of_tied, (output, *tied), {}) if tied else output
+
     def _padded(self, input: Tensor) -> tuple[Tensor, Padding]:
         """The input and the padding left to the convolution, which knows fixed numbers of zeros only."""
-        if self.padding_mode == "zeros" and self.padding != DYNAMIC_SAME:
+        if self.padding_mode == "zeros" and self.padding != DYNAMIC_SAME and not is_uneven(self.padding):
             return input, self.padding
         extents = [extent(size, spacing) for size, spacing in zip(self.kernel_size, self.dilation, strict=True)]
         sides = padded_cells(self.padding, input.shape[-self.dims :], extents, self.stride)
@@ -285,13 +292,18 @@ class DclsConvNd(Tied):
         `timm.utils.reparameterize_model` calls it. A wide depthwise window is slow in a plain convolution on the CPU if
         its maps are contiguous; `model.to(memory_format=torch.channels_last)`, and such images, help.
         """
+        kernel, padding = self.kernel().detach().contiguous(), self.padding
+        if is_uneven(padding):
+            # Zeros around the kernel instead: as many cells on both sides of the input give the same outputs.
+            most = tuple(max(sides) for sides in padding)
+            missing = [most[axis] - cells for axis in reversed(range(self.dims)) for cells in padding[axis]]
+            kernel, padding = F.pad(kernel, missing), most
         shape: dict[str, Any] = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups, "bias": False}
         make: Callable[..., _ConvNd] = same_padded_conv
-        if self.padding != DYNAMIC_SAME:
-            make, shape = self.conv_class, {**shape, "padding": self.padding, "padding_mode": self.padding_mode}
+        if padding != DYNAMIC_SAME:
+            make, shape = self.conv_class, {**shape, "padding": padding, "padding_mode": self.padding_mode}
         # On the meta device nothing is drawn from any generator.
-        conv = make(self.in_channels, self.out_channels, self.dilated_kernel_size, **shape, device="meta")
-        kernel = self.kernel().detach().contiguous()
+        conv = make(self.in_channels, self.out_channels, tuple(kernel.shape[2:]), **shape, device="meta")
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
         conv.bias = self.bias
         carry_over(self, conv, known=_OWN_ATTRIBUTES)
@@ -340,15 +352,9 @@ class DclsConv3d(DclsConvNd):
 DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
 
 
-def _spread_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """`tensor`, which is the same on all ranks, for operations with what may be spread over them (FSDP2)."""
-    if not hasattr(other, "device_mesh"):
-        return tensor
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = other.device_mesh
-    replicated: Tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicated
+def output_of_tied(output: Tensor, *parameters: Tensor) -> Tensor:
+    """The output of a layer whose tied parameters are named, so that a graph of torch.fx registers them."""
+    return output
 
 
 def _is_integer(value: object) -> bool:

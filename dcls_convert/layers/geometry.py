@@ -2,12 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from typing import TypeGuard, cast
 
 from ..errors import PlanError
 
-# TensorFlow's SAME padding, which depends on the input's size: timm's Conv2dSame and its like pad so in their forward.
+# TensorFlow's SAME padding, which depends on the input's size: the rule of timm's Conv2dSame and related classes.
 DYNAMIC_SAME = "dynamic_same"
-Padding = str | tuple[int, ...]  # "same", "valid", DYNAMIC_SAME, or cells on either side of each axis
+Uneven = tuple[tuple[int, int], ...]  # cells before and after each axis
+Padding = str | tuple[int, ...] | Uneven  # "same", "valid", DYNAMIC_SAME, or cells on either side of each axis
+
+
+def is_uneven(padding: Padding) -> TypeGuard[Uneven]:
+    """Whether the padding states the cells before and after each axis apart."""
+    return not isinstance(padding, str) and any(isinstance(cells, tuple) for cells in padding)
 
 
 def extent(kernel_size: int, dilation: int) -> int:
@@ -45,7 +52,7 @@ def check_window(kernel_size: Sequence[int], dilation: Sequence[int], window: Se
 
 
 def grown_padding(
-    padding: str | Sequence[int],
+    padding: Padding,
     kernel_size: Sequence[int],
     dilation: Sequence[int],
     window: Sequence[int],
@@ -65,11 +72,12 @@ def grown_padding(
                 raise PlanError(f"dynamic SAME padding needs a kernel of at least the stride {step}, not {kernel}")
     if padding in ("same", DYNAMIC_SAME):
         return str(padding)
-    old = [0] * len(window) if isinstance(padding, str) else padding  # 'valid' is no padding
-    return tuple(
-        pad + (size - extent(kernel, spacing)) // 2
-        for pad, kernel, spacing, size in zip(old, kernel_size, dilation, window, strict=True)
-    )
+    sizes = zip(window, kernel_size, dilation, strict=True)
+    more = [(size - extent(kernel, spacing)) // 2 for size, kernel, spacing in sizes]
+    if is_uneven(padding):
+        return tuple((before + grown, after + grown) for (before, after), grown in zip(padding, more, strict=True))
+    old = [0] * len(window) if isinstance(padding, str) else cast(tuple[int, ...], padding)  # 'valid' is no padding
+    return tuple(pad + grown for pad, grown in zip(old, more, strict=True))
 
 
 def padded_cells(
@@ -83,7 +91,9 @@ def padded_cells(
     if padding == DYNAMIC_SAME:  # so many that there are ceil(size / stride) outputs
         sizes = zip(input_size, extents, stride, strict=True)
         return [_halves(max((-(-size // step) - 1) * step + window - size, 0)) for size, window, step in sizes]
-    return [(int(cells), int(cells)) for cells in padding]
+    if is_uneven(padding):
+        return list(padding)
+    return [(cells, cells) for cells in cast(tuple[int, ...], padding)]
 
 
 def _halves(total: int) -> tuple[int, int]:

@@ -1,15 +1,15 @@
-"""What tunes where the elements of a model are: its positions and sigmas, found through the layers that use them.
+"""The positions and sigmas of a model, found through the layers that use them.
 
-A name alone does not tell: a tied tensor stands on its owner, and a module of the user's may call its own "positions".
+Names alone do not tell: a tied tensor stands on its owner, and a module of the user's may have "positions" of its own.
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, fx, nn
 
 from .dcls_conv import DclsConvNd
-from .ties import SHARED_PARAMETERS
+from .ties import POSITION_PARAMETERS, OwnMethod
 
 # Where DDP and DataParallel, EMA copies, `torch.compile` and FSDP1 keep the model that they wrap.
 WRAPPED_AT = ("module", "_orig_mod", "_fsdp_wrapped_module")
@@ -17,10 +17,10 @@ HOOK = "no_weight_decay"  # the method that timm asks for the names of parameter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SharedParameter:
-    """One positions or sigma tensor of a model, of a tie group or of a layer alone."""
+class PositionParameter:
+    """One positions or sigma tensor of a model, used by a tie group or by one layer."""
 
-    name: str  # in `named_parameters`; below its first layer where the tensor lies outside the model
+    name: str  # in `named_parameters`; below its first layer where the tensor is registered outside the model
     kind: str  # "positions" or "sigma"
     tensor: Tensor  # (A, *C, E); the parameter itself
     layers: tuple[DclsConvNd, ...]
@@ -33,24 +33,24 @@ class SharedParameter:
 
     @property
     def name_below_layer(self) -> str:
-        """Where the parameter would stand if the first of its layers had it for itself."""
+        """The name that the parameter would have if its first layer owned it."""
         return f"{self.layer_names[0]}.{self.kind}".lstrip(".")
 
 
-def shared_parameters(model: nn.Module) -> tuple[SharedParameter, ...]:
+def position_parameters(model: nn.Module) -> tuple[PositionParameter, ...]:
     """Every positions and sigma tensor of the model once, in the order of the layers; none without DCLS layers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     users: dict[int, list[tuple[str, str, Tensor, DclsConvNd]]] = {}
     for layer_name, layer in model.named_modules():
         if isinstance(layer, DclsConvNd):
-            for kind in SHARED_PARAMETERS:
+            for kind in POSITION_PARAMETERS:
                 if (tensor := getattr(layer, kind)) is not None:
                     users.setdefault(id(tensor), []).append((layer_name, kind, tensor, layer))
     found = []
     for key, uses in users.items():
         layer_name, kind, tensor, _ = uses[0]
         found.append(
-            SharedParameter(
+            PositionParameter(
                 name=names.get(key, f"{layer_name}.{kind}".lstrip(".")),
                 kind=kind,
                 tensor=tensor,
@@ -62,7 +62,7 @@ def shared_parameters(model: nn.Module) -> tuple[SharedParameter, ...]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside wrappers that only pass on to it: DDP, `torch.compile`, EMA copies, FSDP1."""
+    """The model inside wrappers that only call it: DDP, `torch.compile`, EMA copies, FSDP1."""
     while len(model._modules) == 1 and not model._parameters:
         ((name, inner),) = model._modules.items()
         if name not in WRAPPED_AT or inner is None:
@@ -72,9 +72,26 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A parameter that FSDP2 spreads over ranks, gathered; differentiable, and to be called on all of them."""
+    """A parameter, gathered where FSDP2 spreads it over ranks; differentiable. All ranks must call it."""
     gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
+
+
+def clamp_positions_(model: nn.Module) -> None:
+    """Bring all positions back into their windows, and sigmas above their least.
+
+    The layers do so themselves whenever they are used in training, and when they are saved. Call this after every step
+    to follow the paper to the letter, so that positions are inside at any time; and under FSDP2, where the layers clamp
+    the gathered copies of their parameters only.
+    """
+    seen = set()
+    for parameter in position_parameters(model):
+        for layer in parameter.layers:
+            # Layers tied by hand may have different windows.
+            key = (id(layer.positions), layer.dilated_kernel_size, layer.interpolation)
+            if key not in seen:
+                seen.add(key)
+                layer.clamp_positions_()
 
 
 def no_weight_decay(model: nn.Module) -> set[str]:
@@ -83,12 +100,12 @@ def no_weight_decay(model: nn.Module) -> set[str]:
     Weight decay would draw the elements to the centre of the kernel (paper, section 3 "Weight decay"), and sigmas to
     zero. The method `no_weight_decay()` of a converted model, which timm asks, names them too.
     """
-    own = {id(shared.tensor) for shared in shared_parameters(model)}
+    own = {id(one.tensor) for one in position_parameters(model)}
     return {name for name, parameter in model.named_parameters() if id(parameter) in own}
 
 
 def spare_from_decay_(model: nn.Module) -> None:
-    """Let `model.no_weight_decay()` name positions and sigmas too, so that timm's own optimizers do not decay them."""
+    """Let `model.no_weight_decay()` name positions and sigmas too, so that timm's optimizers do not decay them."""
     if not isinstance(model, fx.GraphModule):  # whose copies and pickles keep no attributes of this kind
         vars(model)[HOOK] = SpareFromDecay(model, vars(model).get(HOOK))
 
@@ -103,11 +120,11 @@ def drop_spare_from_decay_(model: nn.Module) -> None:
                 vars(module)[HOOK] = hook.before
 
 
-class SpareFromDecay:
-    """`no_weight_decay` of one model alone: what it says by itself, and its positions and sigmas."""
+class SpareFromDecay(OwnMethod):
+    """`no_weight_decay` of one model: what the model itself says, and its positions and sigmas."""
 
-    def __init__(self, module: nn.Module | None, before: Any = None) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, before: Any = None) -> None:
+        super().__init__(module)
         # What the model had under this name; of an earlier conversion, what it had before that.
         self.before: Any = before.before if isinstance(before, SpareFromDecay) else before
 
@@ -117,7 +134,3 @@ class SpareFromDecay:
         of_class = getattr(type(self.module), HOOK, None)
         own = self.before() if self.before is not None else of_class(self.module) if of_class is not None else ()
         return {*own, *no_weight_decay(self.module)}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # A module whose class copies its attributes in a way of its own would be copied without end from here.
-        return type(self)(memo.get(id(self.module)), self.before)

@@ -1,15 +1,19 @@
 """Layers whose positions belong to another module, so that every tensor has one owner and one name."""
 
 import copy
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, fx, nn
 
-SHARED_PARAMETERS = ("positions", "sigma")  # what layers of a tie group have in common
+POSITION_PARAMETERS = ("positions", "sigma")  # what says where elements are; layers of a tie group share it
+APPLY = "_apply"  # the method of nn.Module through which `to`, `cuda`, `half`, `to_empty` and so on change tensors
+
+Change = Callable[[Tensor], Tensor]
 
 
 class Tied(nn.Module):
-    """A layer that holds its positions (and sigma) by itself, until it is told of an owner."""
+    """A layer that holds its positions (and sigma) itself, until it is told of an owner."""
 
     _owner: nn.Module | None
 
@@ -21,15 +25,19 @@ class Tied(nn.Module):
         self._owner_names: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
-        # Reached for tied parameters alone: those of its own are found in the layer.
+        # Reached for tied parameters alone: the layer's own ones are found before.
         owner_name = self.__dict__.get("_owner_names", {}).get(name)
-        return super().__getattr__(name) if owner_name is None else getattr(self._owner, owner_name)
+        if owner_name is None:
+            return super().__getattr__(name)
+        shared = getattr(self._owner, owner_name)
+        # nn.DataParallel copies every layer to each device, but the copies still refer to the first device's owner.
+        return shared.to(self.weight.device) if self.__dict__.get("_is_replica") else shared
 
     def tie_(self, owner: nn.Module, names: dict[str, str]) -> None:
         """Use `owner`'s parameters from now on, `names["positions"]` for the positions, and drop the layer's own.
 
-        The parameter is registered on the owner alone, so that every tensor has one name in the state dict, and is
-        looked up at each use, so that replacing it there (`to_empty`, `load_state_dict(assign=True)`, FSDP2) counts.
+        The parameter is registered on the owner alone, so that every tensor has one name in the state dict. It is
+        looked up at each use, so that a replacement there (`to_empty`, `load_state_dict(assign=True)`, FSDP2) counts.
 
         Args:
             owner: A module that holds the layer, so that copies of it hold the layer's copy.
@@ -40,7 +48,7 @@ class Tied(nn.Module):
         """
         if self.is_tied:
             raise ValueError("the layer is tied already")
-        own = {name for name in SHARED_PARAMETERS if self._parameters.get(name) is not None}
+        own = {name for name in POSITION_PARAMETERS if self._parameters.get(name) is not None}
         if names.keys() != own:
             raise ValueError(f"names must say where to find {' and '.join(sorted(own))}, not {sorted(names)}")
         for owner_name in names.values():
@@ -51,17 +59,26 @@ class Tied(nn.Module):
             del self._parameters[name]
         self.__dict__["_owner"] = owner
         self._owner_names = dict(names)
+        KeepFormat.install_(owner, names.values())
 
     def untie_(self) -> None:
-        """Hold the shared parameters as its own from now on, the same objects. The owner keeps them too."""
+        """Hold the shared parameters itself from now on, the same objects. The owner keeps them too."""
+        owner = self._owner
         for name, owner_name in self._owner_names.items():
-            self._parameters[name] = getattr(self._owner, owner_name)
+            self._parameters[name] = getattr(owner, owner_name)
         self.__dict__["_owner"], self._owner_names = None, {}
+        if owner is not None and not any(isinstance(one, Tied) and one._owner is owner for one in owner.modules()):
+            vars(owner).pop(APPLY, None)
 
     @property
     def is_tied(self) -> bool:
         """Whether positions (and sigma) belong to another module."""
         return self._owner is not None
+
+    def _apply(self, fn: Change, recurse: bool = True) -> Self:
+        own = {id(tensor) for parameter in self.parameters() for tensor in (parameter, parameter.grad)}
+        super()._apply(_keeping_format(fn, own), recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """With its owner, a layer stays tied to the owner's copy; a layer copied alone gets parameters of its own."""
@@ -72,7 +89,58 @@ class Tied(nn.Module):
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in skipped})
         if alone:
             new.__dict__["_owner"], new._owner_names = None, {}
-            for name in self._owner_names:
-                shared = getattr(self, name)
-                setattr(new, name, nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
+            for name in self._owner_names:  # by the memo, layers that are copied together still share one parameter
+                setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         return new
+
+
+class OwnMethod:
+    """A method that one module alone has, as an attribute of the object. Copies of the module get a copy of it."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Do not deep-copy self.module: a module with a __deepcopy__ of its own would recurse.
+        new = copy.copy(self)
+        new.module = memo.get(id(self.module))
+        return new
+
+
+class KeepFormat(OwnMethod):
+    """`_apply` of an owner of tied parameters, which keeps memory formats away from them.
+
+    `model.to(memory_format=torch.channels_last)` asks all tensors of four and five axes for that format, and fails
+    for those of five; `channels_last_3d` fails for four. Positions have either number. The layers, of our class,
+    override `_apply`; a foreign module that owns tied parameters can do so by an attribute only.
+    """
+
+    def __init__(self, module: nn.Module, names: frozenset[str]) -> None:
+        super().__init__(module)
+        self.names = names
+
+    @classmethod
+    def install_(cls, owner: nn.Module, names: Iterable[str]) -> None:
+        """Let the owner keep memory formats away from its parameters of these names, too."""
+        before = vars(owner).get(APPLY)
+        known = before.names if isinstance(before, cls) else frozenset[str]()
+        if not isinstance(owner, fx.GraphModule):  # whose copies and pickles keep no attributes of this kind
+            vars(owner)[APPLY] = cls(owner, known.union(names))
+
+    def __call__(self, fn: Change, recurse: bool = True) -> Any:
+        if self.module is None:
+            raise RuntimeError("copied without its module")
+        shared = [self.module._parameters.get(name) for name in self.names]
+        own = {id(tensor) for one in shared if one is not None for tensor in (one, one.grad)}
+        return type(self.module)._apply(self.module, _keeping_format(fn, own), recurse)  # type: ignore[no-untyped-call]
+
+
+def _keeping_format(fn: Change, tensors: set[int]) -> Change:
+    """`fn` that sees these tensors flat: a tensor of one axis has no memory format that could be changed."""
+
+    def apply(tensor: Tensor) -> Tensor:
+        if id(tensor) not in tensors or hasattr(tensor, "device_mesh"):  # spread over ranks by FSDP2
+            return fn(tensor)
+        return fn(tensor.flatten()).view(tensor.shape)
+
+    return apply

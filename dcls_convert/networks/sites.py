@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from ..errors import PlanError, one_line
 from ..layers.conv_classes import padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.geometry import conv_macs, size_text
+from ..layers.geometry import Padding, conv_macs, size_text
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Sizes, Trace, trace
 
@@ -33,7 +33,7 @@ class ConvSite:
     groups: int
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
-    padding: str | tuple[int, ...]
+    padding: Padding
     dilation: tuple[int, ...]
     padding_mode: str
     bias: bool

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NothingMatchesError, PlanError, RuleError, one_line, shown
-from ..layers.geometry import check_window, grown_padding, size_text
+from ..layers.geometry import check_window, grown_padding, padded_cells, size_text
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
 from ..networks.stages import stage_by_pattern
@@ -273,8 +273,8 @@ def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tup
     check_window(site.kernel_size, site.dilation, window)
     padding = grown_padding(site.padding, site.kernel_size, site.dilation, window, site.stride)
     if site.padding_mode in ("reflect", "circular") and site.input_extent is not None:
-        widths = [side // 2 for side in window] if isinstance(padding, str) else padding
-        for width, side in zip(widths, site.input_extent, strict=True):
+        cells = padded_cells(padding, site.input_extent, window, site.stride)
+        for width, side in zip(map(max, cells), site.input_extent, strict=True):
             if width > side - (site.padding_mode == "reflect"):
                 raise PlanError(f"{site.padding_mode} padding of {width} does not fit its input of {side}")
     return window, tuple(sorted(dense))

@@ -2,13 +2,22 @@
 
     optimizer = torch.optim.AdamW(dcls_convert.tuning.param_groups(model, lr=4e-3, weight_decay=0.05))
 
-Source of the techniques: arXiv:2112.03740, section 3 "Learning techniques". All of it works for models without DCLS
-layers too, and inside the wrappers of DDP, `torch.compile` and EMA.
+All of it works for models without DCLS layers too, and inside the wrappers of DDP, `torch.compile` and EMA; under FSDP2
+where a docstring says so. Nothing here changes a model, but `clamp_positions_`. Source of the techniques:
+arXiv:2112.03740, section 3 "Learning techniques".
 """
 
-from ..layers.positions import no_weight_decay
-from .param_groups import clamp_positions_, param_groups, repulsive_loss
-from .tracker import Histogram, PositionTracker, TrackedPositions, TrackRecord, read_track
+from ..layers.positions import clamp_positions_, no_weight_decay
+from .param_groups import param_groups
+from .repulsion import repulsive_loss
+from .tracker import (
+    Histogram,
+    PositionTracker,
+    TrackedPositions,
+    TrackRecord,
+    read_track,
+    show_in_tensorboard,
+)
 
 __all__ = [
     "Histogram",
@@ -20,4 +29,5 @@ __all__ = [
     "param_groups",
     "read_track",
     "repulsive_loss",
+    "show_in_tensorboard",
 ]

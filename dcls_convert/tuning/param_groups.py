@@ -1,15 +1,14 @@
-"""Parameter groups, clamping and the repulsive loss of a model."""
+"""Parameter groups: as timm makes them, with groups of their own for positions and sigmas."""
 
+import importlib
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
-from ..layers.positions import shared_parameters, unwrapped, whole
-from .repulsion import repulsion
-from .timm_groups import timm_param_groups
+from ..layers.positions import position_parameters, unwrapped
 
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
 WEIGHT_DECAY = 0.05  # of the paper's ConvNeXt recipe
@@ -59,13 +58,13 @@ def param_groups(
     _check_rates(lr=lr, weight_decay=weight_decay, layer_decay=layer_decay)
     _check_rates(position_lr_scale=position_lr_scale, sigma_lr_scale=sigma_lr_scale)
     model = unwrapped(model)
-    shared = shared_parameters(model)
+    found = position_parameters(model)
     scale_of = {"positions": position_lr_scale, "sigma": sigma_lr_scale}
-    scales = {id(one.tensor): scale_of[one.kind] for one in shared}
-    names = {one.name: one.name_below_layer for one in shared}
+    scales = {id(one.tensor): scale_of[one.kind] for one in found}
+    names = {one.name: one.name_below_layer for one in found}
     groups: list[dict[str, Any]] = []
     moving: dict[float, list[nn.Parameter]] = {}  # lr_scale -> positions and sigmas
-    for group in timm_param_groups(model, names, layer_decay, weight_decay=weight_decay, **timm_options):
+    for group in _timm_param_groups(model, names, layer_decay, weight_decay=weight_decay, **timm_options):
         if rest := [parameter for parameter in group["params"] if id(parameter) not in scales]:
             groups.append({**group, "params": rest})
         for parameter in group["params"]:
@@ -77,46 +76,39 @@ def param_groups(
     return groups if lr is None else [_with_lr(group, lr) for group in groups]
 
 
-def clamp_positions_(model: nn.Module) -> None:
-    """Bring all positions back into their windows, and sigmas above their least.
+class _NamedModel:
+    """All that timm's grouping functions read of a model, some of its parameters under other names."""
 
-    The layers do so themselves whenever they are used in training, and when they are saved. This is for loops that do
-    it after every step, as the paper does, so that positions are inside at any time; and for FSDP2, under which the
-    layers see gathered copies of their parameters in training.
+    def __init__(self, model: nn.Module, names: Mapping[str, str]) -> None:
+        self._model, self._names = model, names
+        self.pretrained_cfg = getattr(model, "pretrained_cfg", None) or {}
+        if hasattr(model, "group_matcher"):
+            self.group_matcher = model.group_matcher
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._model.named_parameters():
+            yield self._names.get(name, name), parameter
+
+
+def _timm_param_groups(
+    model: nn.Module, names: Mapping[str, str], layer_decay: float | None, **options: Any
+) -> list[dict[str, Any]]:
+    """What timm's optimizer factory would make of the model, `model.no_weight_decay()` minded.
+
+    Args:
+        model: Not wrapped.
+        names: Name of a parameter -> the name under which timm should see it. timm tells a parameter's depth by its
+            name, and takes what stands on a stage, and not in a block, for a part of the head.
+        layer_decay: As in `timm.optim.create_optimizer_v2`; None for groups by weight decay alone.
+        options: For timm's `param_groups_weight_decay` or `param_groups_layer_decay`.
     """
-    seen = set()
-    for shared in shared_parameters(model):
-        for layer in shared.layers:
-            # Layers tied by hand may have different windows.
-            key = (id(layer.positions), layer.dilated_kernel_size, layer.interpolation)
-            if key not in seen:
-                seen.add(key)
-                layer.clamp_positions_()
-
-
-def repulsive_loss(model: nn.Module) -> Tensor:
-    """How far the elements of a kernel overlap, from 0 to 1; its *square* is what the paper's authors add to the loss:
-
-        loss = criterion(model(images), labels) + tuning.repulsive_loss(model) ** 2
-
-    They do so from epoch 21 on. For each positions tensor, 2 / (m (m - 1) kernels) * sum over kernels and pairs i < j
-    of relu(1 - |p_i - p_j|), with m elements in a kernel and distances in cells; then the mean over all positions
-    tensors, tied ones once. Kernels are out_channels * in_channels / groups, times the cells of dense axes.
-
-    Memory stays bounded, in backward too: no tensor is larger than the positions or a few MiB. Elements at exactly
-    one place do not push each other, since no direction is given.
-
-    Returns:
-        A scalar on the first positions' device; 0, without a gradient, where the model has no DCLS layers. Under FSDP2
-        all ranks must call it.
-
-    Source: paper, section 3 "Repulsive loss"; the authors' ConvNeXt training code.
-    """
-    positions = [shared.tensor for shared in shared_parameters(model) if shared.kind == "positions"]
-    if not positions:
-        return torch.zeros((), device=next((p.device for p in model.parameters()), None))
-    losses = [repulsion(whole(tensor)) for tensor in positions]
-    return torch.stack([loss.to(losses[0]) for loss in losses]).mean()
+    own: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
+    options["no_weight_decay_list"] = {*own, *options.get("no_weight_decay_list", ())}
+    seen = _NamedModel(model, names)
+    optim = importlib.import_module("timm.optim")
+    if layer_decay is None:
+        return list(optim.param_groups_weight_decay(seen, **options))
+    return list(optim.param_groups_layer_decay(seen, layer_decay=layer_decay, **options))
 
 
 def _with_lr(group: dict[str, Any], lr: float | Tensor) -> dict[str, Any]:

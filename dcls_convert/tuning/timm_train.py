@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import DclsConvertError
-from ..layers.positions import shared_parameters
+from ..layers.positions import position_parameters
 from .param_groups import POSITION_LR_SCALE, param_groups
 
 USAGE = "python -m dcls_convert.tuning.timm_train [--position-lr-scale X] SCRIPT.py [ARGUMENTS...]"
@@ -53,7 +53,7 @@ def with_position_groups(
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given, model = bound.arguments, args[0] if args else kwargs.get("model_or_params")
-        if given.get("param_group_fn") is None and isinstance(model, nn.Module) and shared_parameters(model):
+        if given.get("param_group_fn") is None and isinstance(model, nn.Module) and position_parameters(model):
             wanted = GROUPING if given.get("layer_decay") is None else GROUPING | LAYER_GROUPING
             options = {ours: given[timms] for timms, ours in wanted.items() if timms in given}
             kwargs["param_group_fn"] = partial(param_groups, position_lr_scale=position_lr_scale, **options)

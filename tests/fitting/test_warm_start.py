@@ -15,9 +15,10 @@ from dcls_convert import DclsConv2d, DclsConvertError, apply_plan_, calibrate, c
 from dcls_convert.fitting.boxes import box_of
 from dcls_convert.fitting.least_squares import fit_lines
 from dcls_convert.fitting.warm_start import fit_elements
+from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.elements import largest_elements
 from dcls_convert.layers.geometry import grid_positions
-from dcls_convert.layers.interpolation import construct_kernel, find_interpolation, learnt_axes, position_limits
+from dcls_convert.layers.interpolation import find_interpolation, learnt_axes, position_limits
 from dcls_convert.planning.rules import parse_rules
 
 CASES = {

@@ -206,6 +206,74 @@ def test_parameters_that_were_not_named_are_not_lost_in_silence(registered):
     assert why_not_replaceable(conv) == "its weight is computed from other parameters (bias, more, temperature, weight)"
 
 
+# Classes that pad by a module of their own.
+
+
+class StaticSame(nn.Conv2d):
+    """SAME padding for images of one size: more cells after an axis than before it where their number is odd."""
+
+    def __init__(self, *args, image_size, padding_class=nn.ZeroPad2d, **kwargs):
+        super().__init__(*args, **kwargs)
+        sizes = zip(image_size, self.kernel_size, self.stride, self.dilation, strict=True)
+        totals = [max((-(-i // s) - 1) * s + (k - 1) * d + 1 - i, 0) for i, k, s, d in sizes]
+        sides = [cells for total in reversed(totals) for cells in (total // 2, total - total // 2)]
+        self.static_padding = padding_class(sides) if any(sides) else nn.Identity()
+
+    def forward(self, x):
+        return self._conv_forward(self.static_padding(x), self.weight, self.bias)
+
+
+@pytest.fixture
+def static(monkeypatch):
+    monkeypatch.setattr("dcls_convert.layers.conv_classes._FORMS", {})
+    register_conv(StaticSame, padding_module="static_padding")
+
+
+STATIC = [
+    ({"kernel_size": 3}, (12, 17), True),
+    ({"kernel_size": (5, 3), "padding": (1, 0)}, (12, 17), True),
+    ({"kernel_size": 3, "stride": 2}, (12, 17), False),
+    ({"kernel_size": 4, "stride": (2, 1), "groups": 2, "dilation": (1, 2)}, (11, 17), False),
+    ({"kernel_size": 1}, (9, 9), True),
+]
+
+
+@pytest.mark.parametrize(("shape", "image_size", "even"), STATIC)
+def test_padding_by_a_module_is_kept_there_and_back(static, shape, image_size, even):
+    conv = StaticSame(6, 4, image_size=image_size, **shape).double()
+    kernel_size, dilation = conv.kernel_size, conv.dilation
+    window = [(k - 1) * d + 5 for k, d in zip(kernel_size, dilation, strict=True)]
+    layer = DclsConv2d.from_conv(conv, kernel_count=kernel_size[0] * kernel_size[1], dilated_kernel_size=window)
+    assert isinstance(layer.padding[0], int) is even
+    folded = layer.fuse()
+    assert type(folded) is nn.Conv2d
+    for size in [image_size, *SIZES]:  # also of images for which the padding is not SAME
+        image = torch.randn(2, 6, *size, dtype=torch.double)
+        for new in (layer, folded, pickle.loads(pickle.dumps(layer))):
+            torch.testing.assert_close(new(image), conv(image), rtol=1e-12, atol=1e-12)
+
+
+def test_a_model_of_such_classes_is_converted(static):
+    model = nn.Sequential(StaticSame(3, 6, 3, image_size=(17, 12), stride=2), StaticSame(6, 6, 3, image_size=(9, 6)))
+    image = torch.randn(1, 3, 17, 12)
+    wanted = model(image)
+    report = convert_(model, dilated_size=5, rules=RULES, input_size=(3, 17, 12), init="exact")
+    assert len(report.layers) == 2
+    torch.testing.assert_close(model(image), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_advice_is_given_where_it_helps_alone(static):
+    options = {"image_size": (9, 9)}
+    for padding_class in (nn.ReflectionPad2d, lambda sides: nn.ConstantPad2d(sides, 1.0)):
+        other = StaticSame(3, 4, 3, padding_class=padding_class, **options)
+        assert "holds static_padding" in why_not_replaceable(other)
+    assert "does not pad" in why_not_replaceable(StaticSame(3, 4, 3, padding_mode="reflect", **options))
+    dcls_convert.layers.conv_classes._FORMS.clear()
+    assert "register_conv" in why_not_replaceable(StaticSame(3, 4, 3, **options))
+    other = StaticSame(3, 4, 3, padding_class=nn.ReflectionPad2d, **options)
+    assert "register_conv" not in why_not_replaceable(other)
+
+
 class ForwardOfItsBase(nn.Conv2d):
     pass
 

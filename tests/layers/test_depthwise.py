@@ -164,6 +164,16 @@ def test_gradients_of_a_batch_in_parts(any_processor, monkeypatch):
         torch.testing.assert_close(mine, wanted, rtol=FLOAT64_ATOL, atol=FLOAT64_ATOL)
 
 
+@pytest.mark.parametrize("case", [WIDE, SMALL])
+def test_an_empty_batch_has_gradients_of_zero(any_processor, case):
+    (input, kernel, bias), arguments = tensors(case)
+    inputs = [input[:0].detach().requires_grad_(), kernel, bias]
+    ours = outputs_and_gradients(depthwise.conv2d, inputs, arguments)
+    for mine, wanted in zip(ours, outputs_and_gradients(F.conv2d, inputs, arguments), strict=True):
+        assert mine.shape == wanted.shape
+        assert not mine.any()
+
+
 def test_half_precision_is_summed_in_single(any_processor):
     inputs, arguments = tensors(SMALL, batch=64)
     narrow = [tensor.detach().bfloat16().requires_grad_() for tensor in inputs]

@@ -14,15 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dcls_convert.layers.interpolation import (
-    INTERPOLATIONS,
-    MIN_TRIANGLE_SIGMA,
-    construct_kernel,
-    find_interpolation,
-    position_limits,
-)
+from dcls_convert.fitting.boxes import box_of
+from dcls_convert.layers.construction import construct_kernel
+from dcls_convert.layers.dcls_conv import DclsConv2d
+from dcls_convert.layers.interpolation import INTERPOLATIONS, MIN_TRIANGLE_SIGMA, Interpolation, position_limits
+
+from .memory import Sizes
 
 FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
 STEP = 1e-7  # cells; of one-sided differences, whose error is of the order of the step itself
@@ -166,14 +164,6 @@ def test_bilinear_is_algorithms_1_and_2(dims, where):
         close(grad_positions[:, o, i], expected_positions)
 
 
-@every_dims
-@pytest.mark.parametrize("where", ["whole", "lower", "upper"])
-def test_bilinear_elements_on_whole_cells_are_not_stuck(dims, where):
-    old = placed(where, WINDOWS[dims])
-    _, grad_positions = old.gradients(random_like(old.kernel()))
-    assert (grad_positions != 0).all()
-
-
 @every_interpolation
 @pytest.mark.parametrize(("dims", "dense_axes"), [(1, ()), (2, ()), (3, ()), *PARTLY_DENSE])
 def test_gradients_are_the_derivatives_of_the_kernel(interpolation, dims, dense_axes):
@@ -199,6 +189,49 @@ def test_every_cell_of_a_dense_axis_has_a_kernel_of_its_own(interpolation, dims,
         )
         where = dict(zip(dense_axes, cells, strict=True))
         close(kernel[:, :, *[where.get(axis, slice(None)) for axis in range(dims)]], part.kernel())
+
+
+# The records.
+
+
+@every_interpolation
+@pytest.mark.parametrize("sigma", [1.0, 1.3])
+def test_the_slope_is_the_derivative_of_the_profile_by_the_position(interpolation, sigma):
+    method, length = INTERPOLATIONS[interpolation], 6
+    cells = torch.linspace(0, length - 1, 51, dtype=torch.float64)  # whole cells and both borders included
+    profile, slope = (f(cells, torch.full_like(cells, sigma), length) for f in (method.profile, method.slope))
+    jacobian = torch.autograd.functional.jacobian(
+        lambda places: method.profile(places, torch.full_like(cells, sigma), length).sum(0), cells
+    )  # (length, 51)
+    assert profile.shape == slope.shape == (51, length)
+    close(slope, jacobian.T)
+
+
+def cosine(cells, sigma, length):
+    offset = torch.arange(length, dtype=cells.dtype) - cells.unsqueeze(-1)
+    return torch.where(offset.abs() < 2, 1 + torch.cos(math.pi / 2 * offset), 0.0)
+
+
+def cosine_slope(cells, sigma, length):
+    offset = torch.arange(length, dtype=cells.dtype) - cells.unsqueeze(-1)
+    return torch.where(offset.abs() < 2, math.pi / 2 * torch.sin(math.pi / 2 * offset), 0.0)
+
+
+def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
+    monkeypatch.setitem(INTERPOLATIONS, "cosine", Interpolation(profile=cosine, slope=cosine_slope))
+    layer = DclsConv2d(2, 3, kernel_count=4, dilated_kernel_size=(5, 8), interpolation="cosine").double()
+    assert layer.sigma is None
+    assert torch.autograd.gradcheck(
+        lambda *given: construct_kernel(*given, (5, 8), interpolation="cosine"), (layer.weight, layer.positions)
+    )
+    # In the fit, an element has the very footprint that the constructor gives it.
+    places = torch.linspace(0, 4, 9, dtype=torch.float64).reshape(1, -1)
+    value, slope = box_of((5,), (1,), (5,), "cosine").profile(places, 5)
+    one = torch.ones(9, 1, 1, dtype=torch.float64)
+    kernels = construct_kernel(one, places.reshape(1, 9, 1, 1) - 2, (5,), interpolation="cosine")
+    close(value[0], kernels[:, 0])
+    moved, _ = box_of((5,), (1,), (5,), "cosine").profile(places + STEP, 5)
+    close(slope, (moved - value) / STEP, ONE_SIDED_ATOL)
 
 
 # The triangle's kinks, and least sigmas.
@@ -486,42 +519,15 @@ def test_kernels_are_constructed_on_the_meta_device(interpolation):
     assert some.kernel(*[tensor.to("meta") for tensor in some.inputs]).shape == (2, 3, 5, 8)
 
 
-class CountCells(TorchDispatchMode):
-    """Counts the cells of all tensors made inside, those that share memory once; more than is ever alive at a time."""
-
-    def __init__(self, given):
-        super().__init__()
-        self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
-        self.kept = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor):
-                self.kept[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that no address comes twice
-        return result
-
-    @property
-    def cells(self):
-        made = [tensor for address, tensor in self.kept.items() if address not in self.given]
-        return sum(tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in made)
-
-
 def cells_made(side, interpolation):
-    """By construction and its gradients, for a window of `side` x `side` and the same elements."""
+    """Numbers in all tensors that construction and its gradients make, for a window of `side` x `side`."""
     inside = elements((17, 17), interpolation, count=10)
     some = replace(inside, size=(side, side))
     inputs = [tensor.requires_grad_() for tensor in some.inputs]
     toward = torch.ones(2, 3, side, side, dtype=torch.float64)
-    with CountCells([*inputs, toward]) as count:
+    with Sizes([*inputs, toward]) as sizes:
         some.kernel(*inputs).backward(toward)
-    assert all(tensor.grad is not None for tensor in inputs)
-    return count.cells
-
-
-def test_bilinear_makes_nothing_of_the_windows_size_but_the_kernel():
-    kernel = {side: 2 * 3 * side**2 for side in (17, 65)}
-    assert cells_made(65, "bilinear") - kernel[65] == cells_made(17, "bilinear") - kernel[17]
+    return sum(sizes.pieces)
 
 
 @pytest.mark.parametrize("interpolation", ["triangle", "gaussian"])
@@ -593,11 +599,3 @@ def test_what_does_not_belong_together_is_refused_by_name(changes, message):
     options = {"size": (5, 8), **{name: value for name, value in changes.items() if name not in shapes}}
     with pytest.raises(ValueError, match=message):
         construct_kernel(**tensors, **options)
-
-
-def test_sigma_is_known_by_interpolation():
-    assert {name: find_interpolation(name).has_sigma for name in INTERPOLATIONS} == {
-        "bilinear": False,
-        "triangle": True,
-        "gaussian": True,
-    }

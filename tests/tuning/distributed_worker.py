@@ -1,6 +1,6 @@
 """What `test_distributed` runs in every process: two steps of training, in one process or as one of several.
 
-python -m tests.distributed_worker RANK PROCESSES FOLDER runs all cases and leaves what came of them in FOLDER/RANK.pt.
+python -m tests.tuning.distributed_worker RANK PROCESSES FOLDER runs all cases and leaves the results in FOLDER/RANK.pt.
 """
 
 import contextlib

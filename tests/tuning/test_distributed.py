@@ -54,7 +54,7 @@ def finish(processes: list[psutil.Popen], timeout: float = 300) -> None:
 def trained(tmp_path_factory):
     """For each rank what came of all cases; one start for all, since that is what takes long."""
     folder = tmp_path_factory.mktemp("trained")
-    command = [sys.executable, "-m", "tests.distributed_worker"]
+    command = [sys.executable, "-m", "tests.tuning.distributed_worker"]
     finish(
         [
             psutil.Popen([*command, str(rank), str(PROCESSES), str(folder)], cwd=ROOT, env=ENVIRONMENT)

@@ -23,7 +23,8 @@ import dcls_convert
 from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv1d, DclsConv2d, DclsConv3d, DclsConvNd
 from dcls_convert.layers.interpolation import position_limits
-from dcls_convert.layers.positions import SpareFromDecay, shared_parameters, unwrapped
+from dcls_convert.layers.positions import SpareFromDecay, position_parameters, unwrapped
+from dcls_convert.tuning.param_groups import WEIGHT_DECAY
 from dcls_convert.tuning.repulsion import repulsion
 
 from ..conftest import TINY
@@ -230,7 +231,7 @@ def test_param_groups_is_a_param_group_fn_of_timm(tied):
     )
     decays = {name: group["weight_decay"] for group in named(tied, optimizer.param_groups) for name in group["params"]}
     for name, parameter in tied.named_parameters():
-        assert decays[name] == (0.0 if parameter.ndim == 1 or name in moving_names(tied) else tuning.WEIGHT_DECAY)
+        assert decays[name] == (0.0 if parameter.ndim == 1 or name in moving_names(tied) else WEIGHT_DECAY)
 
 
 def test_a_step_moves_positions_5_times_as_far_and_does_not_draw_them_to_the_centre(tied):
@@ -289,7 +290,7 @@ def test_layer_decay_of_a_model_without_group_matcher(caplog):
     model = Plain()
     assert set(scales(model, tuning.param_groups(model, layer_decay=0.5)).values()) == {
         (1.0, 0.0),
-        (1.0, tuning.WEIGHT_DECAY),
+        (1.0, WEIGHT_DECAY),
         (5.0, 0.0),
     }
 
@@ -407,7 +408,7 @@ def test_clamping_brings_everything_inside_and_moves_nothing_else(model):
             model.get_parameter(name).add_(torch.randn_like(model.get_parameter(name)) * 100)
     moved = {name: p.detach().clone() for name, p in model.named_parameters()}
     assert tuning.clamp_positions_(model) is None
-    for shared in shared_parameters(model):
+    for shared in position_parameters(model):
         if shared.kind == "positions":
             for index, size in enumerate(shared.learnt_size):
                 assert (shared.tensor[index].min(), shared.tensor[index].max()) == position_limits(size)

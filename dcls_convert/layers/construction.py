@@ -1,0 +1,82 @@
+"""Kernel construction: (weight, positions, sigma) to the dense kernel that an ordinary convolution takes.
+
+Axes: O output channels, I input channels per group, E kernel elements, A learnt axes, H x W dilated kernel size.
+`positions[0]` belongs to the first learnt axis (the row in 2-D), in cells from the kernel centre, which is cell
+`size // 2` for odd and even sizes alike. Paper: Dilated convolution with learnable spacings, arXiv:2112.03740.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from .interpolation import find_interpolation, learnt_axes
+
+
+def construct_kernel(
+    weight: Tensor,
+    positions: Tensor,
+    size: Sequence[int],
+    *,
+    interpolation: str = "bilinear",
+    sigma: Tensor | None = None,
+    dense_axes: Sequence[int] = (),
+) -> Tensor:
+    """The dense kernel of a DCLS layer: every element spread over the cells around its position, overlaps added.
+
+    Args:
+        weight: (O, I, E); with dense axes of D cells, (O, I, D, E) and so on.
+        positions: (A, *weight.shape), in cells from the kernel centre. Outside the window, the border is taken.
+        size: Dilated kernel size, one entry for every spatial axis.
+        interpolation: "bilinear" (the paper's eq. 2-4), "triangle" or "gaussian" (versions "max" and "gauss" of the
+            authors' package, arXiv:2306.00817), the last two normalised to sum 1 inside the window.
+        sigma: As positions, in cells: the triangle's half-width (at least 1), the Gaussian's deviation (at least 0.27).
+        dense_axes: Spatial axes that are not learnt but dense: each of their cells has its own E elements (the paper's
+            N-MD kernels).
+
+    Returns:
+        (O, I, *size) in the dtype of weight; computed in float32 where that is narrower, also under autocast.
+
+    Gradients are the paper's Algorithm 2 everywhere: at integer positions the right-hand derivative, at the upper
+    border, and beyond it, the derivative that points inward.
+
+    Raises:
+        ValueError: Shapes that do not belong together, an unknown interpolation, sigma missing or superfluous.
+    """
+    if len(set(dense_axes)) != len(dense_axes) or not set(dense_axes) <= set(range(len(size))):
+        raise ValueError(f"dense_axes={tuple(dense_axes)} must be different axes from 0 to {len(size) - 1}")
+    axes = learnt_axes(len(size), dense_axes)
+    method = find_interpolation(interpolation)
+    if method.has_sigma != (sigma is not None):
+        raise ValueError(f"{interpolation} interpolation {'needs a' if method.has_sigma else 'has no'} sigma")
+    _check_shapes(weight, positions, sigma, size, axes)
+    # In float32 at least: at 8 cells from the centre, bfloat16 positions are a sixteenth of a cell apart.
+    dtype = torch.promote_types(torch.promote_types(weight.dtype, positions.dtype), torch.float32)
+    with _full_precision(weight.device.type):
+        spread = None if sigma is None else sigma.to(dtype)
+        kernel = method.kernel(weight.to(dtype), positions.to(dtype), spread, [size[axis] for axis in axes])
+    order = [axis for axis in range(len(size)) if axis not in axes] + list(axes)
+    spatial = [2 + order.index(axis) for axis in range(len(size))]
+    return kernel.permute(0, 1, *spatial).to(weight.dtype)  # (O, I, *size)
+
+
+def _check_shapes(
+    weight: Tensor, positions: Tensor, sigma: Tensor | None, size: Sequence[int], axes: Sequence[int]
+) -> None:
+    dense = tuple(size[axis] for axis in range(len(size)) if axis not in axes)
+    if weight.dim() != 3 + len(dense) or tuple(weight.shape[2:-1]) != dense:
+        wanted = ", ".join(["out", "in/groups", *map(str, dense), "count"])
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; with size={tuple(size)} it must be ({wanted})")
+    wanted_shape = (len(axes), *weight.shape)
+    if tuple(positions.shape) != wanted_shape:
+        raise ValueError(f"positions have shape {tuple(positions.shape)}; for this weight they must be {wanted_shape}")
+    if sigma is not None and tuple(sigma.shape) != wanted_shape:
+        raise ValueError(f"sigma has shape {tuple(sigma.shape)}; for this weight it must be {wanted_shape}")
+
+
+def _full_precision(device_type: str) -> AbstractContextManager[object]:
+    """No autocast inside: the matrix products of the construction would run in half precision."""
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()

@@ -1,0 +1,26 @@
+"""When the fast forms of this package may be used: they have a first derivative in closed form, and nothing else."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+# Private API; torch has no public one that tells whether torch.func (vmap, grad, jvp, ...) is transforming this code.
+# Where it is missing, assume a transform is active: the plain forms are right everywhere.
+_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+def is_eager(*tensors: Tensor) -> bool:
+    """Whether operations on these tensors run at once, on ordinary numbers, with derivatives by `backward` alone.
+
+    False while a graph is traced (`torch.compile`, `torch.export`, `torch.jit.trace`), under torch.func's transforms,
+    for dual tensors (forward-mode derivatives), and for subclasses of Tensor (fake, spread over ranks), which bring
+    operations of their own.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return False
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors) or _transforms_active():
+        return False
+    unpack: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual
+    return all(unpack(tensor).tangent is None for tensor in tensors)

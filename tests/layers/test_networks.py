@@ -1,0 +1,208 @@
+"""What is done to whole networks works on converted ones: memory formats, torch.fx, torch.compile, DataParallel."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import fx, nn
+from torchvision.models.feature_extraction import create_feature_extractor
+
+import dcls_convert
+from dcls_convert.layers.dcls_conv import DclsConv1d, DclsConv2d, DclsConv3d, DclsConvNd
+from dcls_convert.planning.rules import parse_rules
+
+RULES = """
+format: 1
+rules:
+  - match: {{kernel_size: {kernel_size}}}
+    dilated_kernel_size: {window}
+    dense_axes: {dense_axes}
+"""
+FLOAT64_ATOL = 1e-12
+
+
+def layers(model):
+    return [module for module in model.modules() if isinstance(module, DclsConvNd)]
+
+
+def converted(model, kernel_size, window, dense_axes, input_size):
+    rules = parse_rules(RULES.format(kernel_size=kernel_size, window=window, dense_axes=dense_axes))
+    dcls_convert.convert_(model, rules=rules, input_size=input_size, init="random")
+    return model.eval()
+
+
+def random_images(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+# Memory formats.
+
+VIDEO = (3, 4, 16, 16)
+FORMATS = {
+    "one dense axis in 2-D": (
+        functools.partial(timm.create_model, "inception_next_atto", num_classes=3),
+        ([1, 9], [1, 13], [0], (3, 32, 32)),
+        torch.channels_last,
+    ),
+    "none dense in 3-D": (
+        functools.partial(torchvision.models.video.mc3_18, num_classes=3),
+        ([3, 3, 3], [3, 5, 5], [], VIDEO),
+        torch.channels_last_3d,
+    ),
+    "one dense axis in 3-D": (
+        functools.partial(torchvision.models.video.r2plus1d_18, num_classes=3),
+        ([1, 3, 3], [1, 5, 5], [0], VIDEO),
+        torch.channels_last_3d,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_positions_and_elements_pass_through_memory_formats(case):
+    build, options, memory_format = FORMATS[case]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = converted(build(), *options)
+    images = random_images(1, *options[-1])
+    expected, before = model(images), copy.deepcopy(model.state_dict())
+    assert any(layer.is_tied for layer in layers(model))
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        one.to(memory_format=memory_format)
+        torch.testing.assert_close(one(images.to(memory_format=memory_format)), expected, rtol=1e-3, atol=1e-4)
+        for name, tensor in one.state_dict().items():
+            assert torch.equal(tensor, before[name])
+        for layer in layers(one):
+            assert layer.weight.is_contiguous()
+            assert layer.positions.is_contiguous()
+        dense = next(module for module in one.modules() if type(module) in (nn.Conv2d, nn.Conv3d))
+        assert dense.weight.is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.channels_last_3d])
+@pytest.mark.parametrize("dense_axes", [(), (0,), (1,), (0, 2)])
+@pytest.mark.parametrize("layer_class", [DclsConv1d, DclsConv2d, DclsConv3d])
+def test_a_layer_passes_through_every_memory_format(layer_class, dense_axes, memory_format):
+    if layer_class.dims <= len(dense_axes) or any(axis >= layer_class.dims for axis in dense_axes):
+        pytest.skip("no such layer")
+    options = {"kernel_count": 2, "dilated_kernel_size": 3, "dense_axes": dense_axes, "interpolation": "gaussian"}
+    layer = layer_class(2, 2, **options)
+    layer.kernel().sum().backward()
+    before = [(p.detach().clone(), p.grad.clone()) for p in layer.parameters() if p.grad is not None]
+    layer.to(memory_format=memory_format).double()
+    after = [(p.detach().float(), p.grad.float()) for p in layer.parameters() if p.grad is not None]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_folding_leaves_nothing_of_ours_on_the_owners(tiny):
+    own = {name: set(vars(module)) for name, module in tiny.named_modules()}
+    dcls_convert.convert_(tiny, dilated_size=9, init="random")
+    dcls_convert.fold_to_dense_(tiny)
+    assert {name: set(vars(module)) for name, module in tiny.named_modules()} == own
+
+
+# torch.fx.
+
+
+@pytest.mark.parametrize("tie", ["stage", "none"])
+def test_torchvision_extracts_features_of_a_converted_model(tie):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = torchvision.models.resnet18(num_classes=3)
+        dcls_convert.convert_(model, dilated_size=7, input_size=(3, 64, 64), init="random", tie=tie)
+    model.eval()
+    images, names = random_images(2, 3, 64, 64), ["layer1", "layer2.0.conv1", "layer3"]
+    expected, hooked = {}, copy.deepcopy(model)
+    for name in names:
+        hook = lambda *call, name=name: expected.update({name: call[2]})  # noqa: E731
+        hooked.get_submodule(name).register_forward_hook(hook)
+    hooked(images)
+    extractor = create_feature_extractor(model, names)
+    used = [model.get_submodule(name) for name, module in extractor.named_modules() if isinstance(module, DclsConvNd)]
+    tensors = {id(layer.positions) for layer in used}
+    for one in (extractor, copy.deepcopy(extractor)):
+        found = one.eval()(images)
+        assert found.keys() == expected.keys()
+        for name, features in found.items():
+            torch.testing.assert_close(features, expected[name], rtol=0, atol=0)
+        # Everything that moves is registered, tied positions once.
+        registered = {id(parameter) for parameter in one.parameters()}
+        positions = [layer.positions for layer in layers(one)]
+        assert {id(tensor) for tensor in positions} <= registered
+        assert len({id(tensor) for tensor in positions}) == len(tensors)
+
+
+def test_a_traced_layer_is_one_module_and_trains():
+    model = nn.Sequential(DclsConv2d(2, 3, kernel_count=3, dilated_kernel_size=5, padding=2), nn.ReLU())
+    traced = fx.symbolic_trace(model)
+    assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "call_module", "output"]
+    assert type(traced.get_submodule("0")) is DclsConv2d
+    traced(random_images(1, 2, 8, 8)).sum().backward()
+    assert traced.get_submodule("0").positions.grad.abs().sum() > 0
+
+
+# torch.compile.
+
+
+class Pair(nn.Module):
+    """Two layers with positions of their own and two that share them; a window of unequal sides."""
+
+    def __init__(self):
+        super().__init__()
+        make = functools.partial(DclsConv2d, 2, 2, kernel_count=3)
+        self.one = make(dilated_kernel_size=5, padding=2, interpolation="gaussian")
+        self.two = make(dilated_kernel_size=(5, 7), padding=(2, 3))
+        self.three, self.four = (make(dilated_kernel_size=5, padding=2) for _ in range(2))
+        self.shared = nn.Parameter(self.three.positions.detach().clone())
+        for layer in (self.three, self.four):
+            layer.tie_(self, {"positions": "shared"})
+
+    def forward(self, x):
+        return self.four(self.three(self.two(self.one(x))))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # inductor's
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_layers_keep_their_positions_inside_as_others_do(backend):
+    torch.compiler.reset()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        start = Pair().double()
+    with torch.no_grad():
+        for name, parameter in start.named_parameters():
+            if name.endswith(("positions", "shared")):
+                parameter.mul_(9)  # far outside
+    images, results = random_images(1, 2, 9, 9, dtype=torch.float64), []
+    for compiled in (False, True):
+        model = copy.deepcopy(start)
+        step = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.01), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            step(images).square().mean().backward()
+            seen += [layer.positions.detach().clone() for layer in layers(model)]
+            optimizer.step()
+        results.append(seen)
+    assert all(positions.abs().max() <= 3 for positions in results[0])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=FLOAT64_ATOL)
+
+
+# DataParallel.
+
+
+def test_a_replica_of_a_tied_layer_computes_on_its_own_device():
+    """As nn.DataParallel makes replicas for each device; the second device is meta here, which needs no hardware."""
+    stage = Pair()
+    replicas = {module: module._replicate_for_data_parallel() for module in stage.modules()}
+    for module, replica in replicas.items():
+        for name, child in module._modules.items():
+            setattr(replica, name, replicas[child])
+        for name, parameter in module._parameters.items():
+            setattr(replica, name, None if parameter is None else parameter.to("meta"))
+    replica = replicas[stage]
+    assert replica.three.positions.is_meta
+    assert replica.train()(torch.empty(1, 2, 9, 9, device="meta")).is_meta
+    assert stage.three.positions is stage.shared
