@@ -1,4 +1,4 @@
-"""Which convolutions can be replaced, what their forward does beside convolving, and what must be carried over."""
+"""Which convolutions can be replaced, what their forward does beside convolving, and what a replacement keeps."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from torch.nn.utils import parametrize
 from .geometry import DYNAMIC_SAME, Padding
 
 CONV_CLASSES: dict[int, type[_ConvNd]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_CALLED = ("forward", "_conv_forward", "__call__")  # what decides how a convolution computes
+_CALLED = ("forward", "_conv_forward", "__call__")  # the methods that decide what a convolution computes
 
-# The registries of a module's forward and backward hooks. The new layer takes the very dictionaries over: a handle
-# that the user kept for `handle.remove()` points to them.
+# The registries of a module's forward and backward hooks. The new layer takes over the dictionaries themselves: a
+# handle that the user kept for `handle.remove()` points to them.
 _HOOK_REGISTRIES = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -39,11 +39,11 @@ class ConvForm:
     adapt: Callable[[nn.Module, nn.Module], None] | None = None
 
     def pads_same(self, conv: nn.Module) -> bool:
-        """Whether this object pads its input by itself, by the SAME rule."""
+        """Whether this object's forward pads its input by the SAME rule."""
         return self.same_padding(conv) if callable(self.same_padding) else self.same_padding
 
     def effective_weight(self, conv: nn.Module, weight: Tensor) -> Tensor:
-        """What `weight` is convolved as."""
+        """The kernel that is convolved where the parameter is `weight`."""
         return weight if self.weight is None else self.weight(conv, weight)
 
 
@@ -62,16 +62,17 @@ def register_conv(
 ) -> None:
     """Say what the forward of a convolution class of your own does, so that its objects can be converted.
 
-    A class without a `forward` of its own needs no word: it is treated as its base. timm's `Conv2dSame`, `StdConv2d`,
-    `StdConv2dSame`, `ScaledStdConv2d` and `ScaledStdConv2dSame` are known. Folding a converted layer gives a plain
-    convolution with the transformed kernel.
+    A class without a `forward` of its own needs no registration: it is treated as its base. timm's `Conv2dSame`,
+    `StdConv2d`, `StdConv2dSame`, `ScaledStdConv2d` and `ScaledStdConv2dSame` are known. Folding a converted layer gives
+    a plain convolution with the transformed kernel.
 
     Args:
         cls: A subclass of `torch.nn.Conv1d`, `Conv2d` or `Conv3d`.
-        weight: `weight(conv, tensor)` gives what `tensor` is convolved as, in its shape (out, in/groups, ...). After
-            conversion it is called with the DCLS layer and its elements, before the kernel is constructed, so it must
-            not depend on how many cells there are; attributes of the old convolution are found on the layer.
-        parameters: Names of the parameters beside weight and bias that `weight` needs; the layer takes them over.
+        weight: `weight(conv, tensor)` gives the kernel that is convolved for the parameter `tensor`, of the same shape
+            (out, in/groups, ...). After conversion it is called with the DCLS layer and its elements, before the kernel
+            is constructed. So it must not depend on the number of cells. The layer has the old convolution's
+            attributes.
+        parameters: Names of the parameters that `weight` needs beside weight and bias; the layer takes them over.
         same_padding: Whether `forward` pads its input by TensorFlow's SAME rule; or a function of the convolution. For
             2-D only.
         padding_module: Name of the submodule by which `forward` pads its input: an `nn.ZeroPad1d/2d/3d`, a constant
@@ -108,7 +109,7 @@ def register_conv(
 
 
 def find_form(conv: nn.Module) -> ConvForm | None:
-    """What is known about the class of this convolution; None where its forward is its own and not registered."""
+    """What is known about the class of this convolution; None for a forward of its own that is not registered."""
     base = _base_of(type(conv))
     if base is not None and _computes_as(type(conv), base):
         return PLAIN
@@ -116,7 +117,7 @@ def find_form(conv: nn.Module) -> ConvForm | None:
 
 
 def padding_of(conv: _ConvNd) -> Padding:
-    """All padding of a convolution that can be replaced, also what its class does beside convolving."""
+    """All padding of a convolution that can be replaced: its own, and what its class adds in `forward`."""
     form = find_form(conv) or PLAIN
     if form.pads_same(conv):
         return DYNAMIC_SAME
@@ -169,11 +170,11 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
 
 
 def carry_over(old: nn.Module, new: nn.Module, *, known: Collection[str]) -> None:
-    """Give `new` the mode, trainability and hooks of `old`, and whatever else someone hung on it.
+    """Give `new` the mode, trainability and hooks of `old`, and all attributes that users added.
 
     Args:
         old, new: A convolution and the layer that takes its place, or the other way round.
-        known: Names of the attributes with which the two describe themselves.
+        known: Names of the attributes that belong to the classes of the two, and are not carried over.
     """
     new.train(old.training)
     for name, parameter in new._parameters.items():
@@ -190,5 +191,5 @@ def _base_of(cls: type[nn.Module]) -> type[_ConvNd] | None:
 
 
 def _computes_as(cls: type[nn.Module], other: type[nn.Module]) -> bool:
-    """Whether a subclass of `other` leaves alone what decides how `other` computes."""
+    """Whether a class inherits from `other` all methods that decide what `other` computes."""
     return issubclass(cls, other) and all(getattr(cls, name) is getattr(other, name) for name in _CALLED)

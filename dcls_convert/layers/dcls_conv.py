@@ -1,4 +1,4 @@
-"""The DCLS layers: convolutions that construct their kernel from a few weighted elements with learnable positions.
+"""The DCLS layers: convolutions whose kernel is constructed from a few weighted elements with learnable positions.
 
 Axes: N batch, O output channels, I input channels per group, E kernel elements, A learnt axes.
 """
@@ -138,7 +138,7 @@ class DclsConvNd(Tied):
 
     @property
     def kernel_size(self) -> tuple[int, ...]:
-        """The size of the convolution that is carried out: the dilated kernel size."""
+        """The size of the constructed kernel, as convolutions name it: the dilated kernel size."""
         return self.dilated_kernel_size
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -176,7 +176,7 @@ class DclsConvNd(Tied):
             clamp_(self.sigma, [cast(float, find_interpolation(self.interpolation).min_sigma)], [math.inf])
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, in_channels, *spatial) -> (N, out_channels, *spatial), as the convolution with `kernel()` does it."""
+        """(N, in_channels, *spatial) -> (N, out_channels, *spatial): the convolution with `kernel()`."""
         if isinstance(input, fx.Proxy) and input.tracer.root is not self:
             return self._traced(input)
         # An exported program changes no parameters. torch 2.8 reports is_exporting() under compile; exclude dynamo.
@@ -195,7 +195,7 @@ class DclsConvNd(Tied):
         return tracer.create_proxy("call_function", output_of_tied, (output, *tied), {}) if tied else output
 
     def _padded(self, input: Tensor) -> tuple[Tensor, Padding]:
-        """The input and the padding left to the convolution, which knows fixed numbers of zeros only."""
+        """The input, padded where the convolution cannot, and the padding left to it: fixed numbers of zeros."""
         if self.padding_mode == "zeros" and self.padding != DYNAMIC_SAME and not is_uneven(self.padding):
             return input, self.padding
         extents = [extent(size, spacing) for size, spacing in zip(self.kernel_size, self.dilation, strict=True)]
@@ -221,13 +221,12 @@ class DclsConvNd(Tied):
     ) -> Self:
         """The DCLS layer in place of `conv`: same stride, groups, bias, padding mode, dtype, device, hooks, sizes.
 
-        Its elements are the `kernel_count` cells of the old kernel with the largest weights, at their old places, so
-        that with as many elements as the kernel has cells, bilinear interpolation gives the same layer. The bias is
-        the same parameter, not a copy.
+        Its elements are the `kernel_count` cells of the old kernel with the largest weights, at their old places. With
+        an element for every cell, bilinear interpolation gives the same layer. The bias is the same parameter.
 
         Raises:
             ValueError: Window and old kernel of different parity, or a window smaller than the kernel: the output
-                would change its size. Or an object that is more than a convolution of torch.nn, with the reason.
+                size would change. Or a convolution that cannot be replaced without loss, with the reason.
         """
         if reason := why_not_replaceable(conv) or (None if isinstance(conv, cls.conv_class) else "other dimension"):
             raise ValueError(f"{type(conv).__name__} cannot become a {cls.__name__}: {reason}")
@@ -254,7 +253,7 @@ class DclsConvNd(Tied):
         interpolation: str,
         dense_axes: Sequence[int],
     ) -> Self:
-        """As `from_conv`, with elements that are still to be filled in."""
+        """As `from_conv`, but weights and positions are left uninitialised."""
         layer = cls(
             conv.in_channels,
             conv.out_channels,
@@ -289,8 +288,8 @@ class DclsConvNd(Tied):
     def fuse(self) -> _ConvNd:
         """The plain convolution with the constructed kernel as its weight: same outputs, positions no longer learnt.
 
-        `timm.utils.reparameterize_model` calls it. A wide depthwise window is slow in a plain convolution on the CPU if
-        its maps are contiguous; `model.to(memory_format=torch.channels_last)`, and such images, help.
+        `timm.utils.reparameterize_model` calls it. On the CPU, a plain depthwise convolution with a wide window is slow
+        for contiguous maps; `model.to(memory_format=torch.channels_last)`, with images of that format, helps.
         """
         kernel, padding = self.kernel().detach().contiguous(), self.padding
         if is_uneven(padding):
@@ -368,7 +367,7 @@ def _dense_axes(axes: Sequence[int], dims: int) -> tuple[int, ...]:
     return tuple(sorted(given))
 
 
-# What convolutions and DCLS layers say about themselves, and must not carry over to one another.
+# Attributes that convolutions and DCLS layers have by their class; `carry_over` leaves them out.
 _OWN_ATTRIBUTES = frozenset(
     nn.Conv2d(1, 1, 1, device="meta").__dict__.keys()
     | DclsConv2d(1, 1, kernel_count=1, dilated_kernel_size=1, device="meta").__dict__.keys()

@@ -35,11 +35,12 @@ def largest_elements(
         dilation: Of the old convolutions, one entry a spatial axis.
         size: Dilated kernel size.
         dense_axes: Spatial axes along which every cell keeps elements of its own.
-        effective: The kernels as they are convolved, where that is not as they are: their energy decides.
+        effective: The kernels that are convolved, where they differ from the weights (weight standardisation). Their
+            energy decides.
 
     Returns:
-        For each layer its weights (O, I, *D, E), and the positions (A, O, I, *D, E) that they share. Elements stand
-        in the order of the cells; equal energies are decided by that order too.
+        For each layer its weights (O, I, *D, E), and the positions (A, O, I, *D, E) that all layers share. Elements
+        are in the order of the cells; of cells with equal energy, the first ones are kept.
     """
     axes = learnt_axes(len(size), dense_axes)
     kernel_size = kernels[0].shape[2:]

@@ -1,4 +1,4 @@
-"""Sizes of convolution windows, in plain integers: what fits, and how much padding keeps the output size."""
+"""Sizes of convolution windows in plain integers: which ones fit, and which padding keeps the output size."""
 
 import math
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ def size_text(size: Sequence[int]) -> str:
 
 
 def check_window(kernel_size: Sequence[int], dilation: Sequence[int], window: Sequence[int]) -> None:
-    """Refuse a window in which the old kernel has no middle place.
+    """Refuse a window in whose middle the old kernel does not fit.
 
     Raises:
-        PlanError: The window is smaller than the kernel's extent, or of the other parity; says which would do.
+        PlanError: The window is smaller than the kernel's extent, or of the other parity; names windows that fit.
     """
     if len(window) != len(kernel_size):
         sides = "side" if len(window) == 1 else "sides"
@@ -58,9 +58,9 @@ def grown_padding(
     window: Sequence[int],
     stride: Sequence[int],
 ) -> Padding:
-    """The padding with which the window gives the output size that the old kernel gave, and the old kernel's centre.
+    """The padding with which the window keeps the output size and the centre of the old kernel.
 
-    'same' stays 'same': torch pads the odd cell at the end, before and after. So does dynamic SAME padding.
+    'same' and dynamic SAME padding stay what they are: both put an odd cell at the end, for kernel and window alike.
 
     Raises:
         PlanError: The window does not fit the kernel.
@@ -68,7 +68,7 @@ def grown_padding(
     check_window(kernel_size, dilation, window)
     if padding == DYNAMIC_SAME:
         for kernel, spacing, step in zip(kernel_size, dilation, stride, strict=True):
-            if extent(kernel, spacing) < step:  # then it may cut cells off instead of padding, where a window would not
+            if extent(kernel, spacing) < step:  # SAME may then cut cells off instead of padding; a window would not
                 raise PlanError(f"dynamic SAME padding needs a kernel of at least the stride {step}, not {kernel}")
     if padding in ("same", DYNAMIC_SAME):
         return str(padding)
@@ -83,12 +83,12 @@ def grown_padding(
 def padded_cells(
     padding: Padding, input_size: Sequence[int], extents: Sequence[int], stride: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Cells to add before and after each axis of an input for a kernel of those extents."""
+    """Cells to add before and after each axis of an input, for a kernel of these extents."""
     if padding == "valid":
         return [(0, 0)] * len(extents)
     if padding == "same":
         return [_halves(window - 1) for window in extents]
-    if padding == DYNAMIC_SAME:  # so many that there are ceil(size / stride) outputs
+    if padding == DYNAMIC_SAME:  # as many as give ceil(size / stride) outputs
         sizes = zip(input_size, extents, stride, strict=True)
         return [_halves(max((-(-size // step) - 1) * step + window - size, 0)) for size, window, step in sizes]
     if is_uneven(padding):
@@ -101,7 +101,7 @@ def _halves(total: int) -> tuple[int, int]:
 
 
 def grid_positions(kernel_size: int, dilation: int, window: int) -> list[int]:
-    """Where the cells of the old kernel lie in the window, from its centre: (3, 2, 7) -> [-2, 0, 2]."""
+    """The old kernel's cells along an axis, from the window's centre: (3, 2, 7) -> [-2, 0, 2]."""
     first = (window - extent(kernel_size, dilation)) // 2 - window // 2
     return [first + index * dilation for index in range(kernel_size)]
 

@@ -1,7 +1,7 @@
-"""How a layer's elements lie in their windows: at the border, on top of one another, how far from the centre.
+"""Where a layer's elements are in their windows: at the border, on top of one another, how far from the centre.
 
 Axes: A learnt axes, *C kernels (output channel, input channel, cell of a dense axis), E elements of one kernel.
-Positions are in cells from the kernel centre. Nothing here needs a gradient, nor keeps one.
+Positions are in cells from the kernel centre. No function here keeps a gradient.
 """
 
 import math
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .interpolation import position_limits
 
-BORDER_MARGIN = 0.5  # cells; an element within it of a limit has its largest part in the window's outermost cells
-OVERLAP_DISTANCE = 1.0  # cells; closer elements share cells and push each other in the paper's repulsive loss
-MOST_DISTANCES = 1 << 22  # computed at once: 16 MiB in float32
+BORDER_MARGIN = 0.5  # cells; nearer to a limit, an element's largest part is in the window's outermost cells
+OVERLAP_DISTANCE = 1.0  # cells; nearer elements share cells, and the paper's repulsive loss pushes them apart
+MOST_DISTANCES = 1 << 22  # held at once: 16 MiB in float32
 
 
 def border_share(positions: Tensor, size: Sequence[int], margin: float = BORDER_MARGIN) -> float:
@@ -22,8 +22,8 @@ def border_share(positions: Tensor, size: Sequence[int], margin: float = BORDER_
 
     Args:
         positions: (A, *C, E).
-        size: Cells of the window along each learnt axis. Sides of one cell do not count: nothing can move there.
-        margin: In cells; an element counts where any of its coordinates is at most that far from a limit, or beyond.
+        size: Cells of the window along each learnt axis. An axis of one cell does not count: nothing can move there.
+        margin: In cells; an element counts where a coordinate is within the margin of a limit, or beyond the limit.
     """
     at_border = torch.zeros(positions.shape[1:], dtype=torch.bool, device=positions.device)
     for coordinate, side in zip(_exact(positions), size, strict=True):
@@ -40,8 +40,8 @@ def overlap_share(
 
     Args:
         positions: (A, *C, E).
-        distance: In cells; two elements exactly that far apart do not overlap.
-        most_distances: Bounds the memory: that many distances between elements are held at once.
+        distance: In cells; two elements at exactly this distance do not overlap.
+        most_distances: Bounds the memory: the most distances between elements that are held at once.
     """
     axes, count = positions.shape[0], positions.shape[-1]
     kernels = _exact(positions).reshape(axes, -1, count).permute(1, 2, 0)  # (C, E, A)
@@ -65,7 +65,7 @@ def mean_distance(positions: Tensor) -> float:
 
 def _overlapping(kernels: Tensor, first: int, end: int, distance: float) -> int:
     """How many of the elements from `first` to `end` have a neighbour; kernels (C, E, A)."""
-    # Coordinate by coordinate: torch.cdist by matrix products is not exact, and otherwise slow for small kernels.
+    # Coordinate by coordinate: torch.cdist with matrix products is not exact, and without them slow for small kernels.
     squares = torch.zeros((), dtype=kernels.dtype, device=kernels.device)
     for axis in range(kernels.shape[-1]):
         coordinate = kernels[..., axis]  # (C, E)
@@ -77,7 +77,7 @@ def _overlapping(kernels: Tensor, first: int, end: int, distance: float) -> int:
 
 
 def _exact(positions: Tensor) -> Tensor:
-    """Half precision would round the differences."""
+    """Positions in float32 at least; half precision would round their differences."""
     return positions.detach().to(torch.promote_types(positions.dtype, torch.float32))
 
 

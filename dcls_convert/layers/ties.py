@@ -129,7 +129,7 @@ class KeepFormat(OwnMethod):
 
     def __call__(self, fn: Change, recurse: bool = True) -> Any:
         if self.module is None:
-            raise RuntimeError("copied without its module")
+            raise RuntimeError("the owner of tied positions was copied without its own deepcopy; copy the whole model")
         shared = [self.module._parameters.get(name) for name in self.names]
         own = {id(tensor) for one in shared if one is not None for tensor in (one, one.grad)}
         return type(self.module)._apply(self.module, _keeping_format(fn, own), recurse)  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ def register_timm_convs() -> None:
 
 
 def pads_same(conv: Any) -> bool:
-    """Whether this object pads when it is called; where the padding does not depend on the input, it need not."""
+    """Whether this object pads in its forward; timm skips that where the padding does not depend on the input."""
     return bool(conv.same_pad)
 
 

@@ -24,29 +24,28 @@ def param_groups(
     layer_decay: float | None = None,
     **timm_options: Any,
 ) -> list[dict[str, Any]]:
-    """Parameter groups: positions learn `position_lr_scale` times as fast and do not decay, the rest is as timm has it.
+    """Parameter groups: positions learn `position_lr_scale` times as fast and do not decay; the rest is timm's.
 
-    With `lr`, each group states its own learning rate: right in any optimizer, with the schedulers of torch, with
-    timm's, or with none. (A rate that a scheduler states for itself, such as timm's `lr_min` and `warmup_lr_init`, is
-    then the same for all groups.) Without `lr`, the groups state timm's `lr_scale` instead, which timm's schedulers
-    alone apply, at each step to the whole schedule; that is what the paper's authors did. So `param_groups` itself
-    can be handed to timm:
+    With `lr`, each group has its own learning rate. This works in any optimizer, with the schedulers of torch, with
+    timm's, or with none. (Rates that a scheduler itself states, such as timm's `lr_min` and `warmup_lr_init`, are then
+    the same for all groups.) Without `lr`, the groups have timm's `lr_scale` instead. Only timm's schedulers apply it,
+    at each step and to the whole schedule, as the paper's authors did. So `param_groups` itself can be handed to timm:
 
         optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=4e-3, param_group_fn=tuning.param_groups)
         scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer)
 
     timm then ignores its own `weight_decay` and `layer_decay`: bind them here with `functools.partial`.
 
-    Never both in one group: timm's schedulers would multiply a scaled rate once more.
+    No group has both `lr` and `lr_scale`: timm's schedulers would scale a rate twice.
 
     Args:
         model: May be wrapped (DDP, `torch.compile`, EMA), and may have no DCLS layers. Frozen parameters are left out.
         lr: Learning rate of everything but positions and sigmas.
-        weight_decay: Of the weights; biases, norms and what `model.no_weight_decay()` names have none.
+        weight_decay: Of the weights; none for biases, norms and the parameters that `model.no_weight_decay()` names.
         position_lr_scale: The paper's 5 by default.
         sigma_lr_scale: As for positions without it; sigmas are lengths in cells as well.
         layer_decay: Factor of the learning rate from layer to layer towards the input, as in timm; positions get it
-            times `position_lr_scale`. What is tied over several layers counts to the first of them, the slowest.
+            times `position_lr_scale`. A tied parameter has the rate of the first of its layers, the slowest.
         timm_options: For `timm.optim.param_groups_weight_decay`, or with `layer_decay`, `param_groups_layer_decay`.
 
     Positions and sigmas also carry `use_fallback`, by which timm's Muon leaves them to AdamW: they are no matrices.
@@ -77,7 +76,7 @@ def param_groups(
 
 
 class _NamedModel:
-    """All that timm's grouping functions read of a model, some of its parameters under other names."""
+    """The part of a model that timm's grouping functions read, with other names for some parameters."""
 
     def __init__(self, model: nn.Module, names: Mapping[str, str]) -> None:
         self._model, self._names = model, names
@@ -93,12 +92,12 @@ class _NamedModel:
 def _timm_param_groups(
     model: nn.Module, names: Mapping[str, str], layer_decay: float | None, **options: Any
 ) -> list[dict[str, Any]]:
-    """What timm's optimizer factory would make of the model, `model.no_weight_decay()` minded.
+    """The groups that timm's optimizer factory makes, with `model.no_weight_decay()` respected.
 
     Args:
         model: Not wrapped.
-        names: Name of a parameter -> the name under which timm should see it. timm tells a parameter's depth by its
-            name, and takes what stands on a stage, and not in a block, for a part of the head.
+        names: Name of a parameter -> the name under which timm shall see it. timm reads a parameter's depth from its
+            name, and takes a parameter of a stage that is in no block for a part of the head.
         layer_decay: As in `timm.optim.create_optimizer_v2`; None for groups by weight decay alone.
         options: For timm's `param_groups_weight_decay` or `param_groups_layer_decay`.
     """

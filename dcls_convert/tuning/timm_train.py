@@ -1,8 +1,8 @@
 """timm's own train.py, unchanged, for converted models: python -m dcls_convert.tuning.timm_train train.py ARGUMENTS...
 
-Two things are done before the script runs. The package is imported, so that timm loads our folders
-(`--model local-dir:FOLDER --pretrained`), and timm's `create_optimizer_v2` gives positions the groups of
-`tuning.param_groups` where nothing else is asked for: five times the learning rate, no decay. All else is timm's.
+Two things are done before the script runs. The package is imported, so that timm loads its folders
+(`--model local-dir:FOLDER --pretrained`). And timm's `create_optimizer_v2` groups parameters by `tuning.param_groups`
+unless the script names another function: positions get five times the learning rate and no decay.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from .param_groups import POSITION_LR_SCALE, param_groups
 
 USAGE = "python -m dcls_convert.tuning.timm_train [--position-lr-scale X] SCRIPT.py [ARGUMENTS...]"
 SCALE_OPTION = "--position-lr-scale"
-# Arguments of timm's create_optimizer_v2 -> what its functions for groups call them.
+# Arguments of timm's create_optimizer_v2 -> their names in timm's functions for parameter groups.
 GROUPING = {
     "weight_decay": "weight_decay",
     "filter_bias_and_bn": "weight_decay_exclude_1d",
@@ -43,8 +43,8 @@ def with_position_groups(
 ) -> Callable[..., Any]:
     """timm's `create_optimizer_v2` with `tuning.param_groups` where the caller names no `param_group_fn`.
 
-    Models without DCLS layers, and parameters that the caller has grouped already, pass through as they are. The
-    groups state timm's `lr_scale`, which its schedulers apply.
+    Models without DCLS layers, and parameters that the caller has grouped already, are passed on unchanged. The groups
+    have timm's `lr_scale`, which its schedulers apply.
     """
     signature = inspect.signature(create_optimizer)
 

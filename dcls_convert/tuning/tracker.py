@@ -96,7 +96,7 @@ class PositionTracker:
         """Take a record, and append it to the file.
 
         Args:
-            step: Number of the step or epoch, larger than the last; speeds are per step, or per epoch.
+            step: Number of the step or epoch, larger than the last; its unit is that of the speeds.
 
         Raises:
             DclsConvertError: A step that is not after the last one.

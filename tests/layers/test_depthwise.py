@@ -112,10 +112,10 @@ def test_gradients_of_gradients(any_processor, case):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # by torch, of its own use or ours
 @pytest.mark.parametrize("case", [WIDE, SMALL])
-def test_function_transforms(any_processor, case):
+def test_function_transforms_tangents_and_batches_of_gradients(any_processor, case):
     inputs, arguments = tensors(case)
-    inputs = [tensor.detach() for tensor in inputs]
-    tangents = tuple(torch.ones_like(tensor) for tensor in inputs)
+    plain = [tensor.detach() for tensor in inputs]
+    tangents = tuple(torch.ones_like(tensor) for tensor in plain)
 
     def results(function):
         def loss(*given):
@@ -124,29 +124,12 @@ def test_function_transforms(any_processor, case):
         def of_one(image, kernel, bias):
             return loss(image.unsqueeze(0), kernel, bias)
 
-        yield torch.func.jvp(loss, tuple(inputs), tangents)[1]
-        yield from torch.func.grad(loss, argnums=(0, 1, 2))(*inputs)
-        yield from torch.func.vmap(torch.func.grad(of_one, argnums=(0, 1, 2)), (0, None, None))(*inputs)
-        yield torch.func.jvp(torch.func.grad(loss, argnums=1), tuple(inputs), tangents)[1]
-        yield torch.func.jacrev(lambda *given: function(*given, *arguments), argnums=2)(*inputs)
-
-    for ours, theirs in zip(results(depthwise.conv2d), results(F.conv2d), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=FLOAT64_ATOL, atol=FLOAT64_ATOL)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
-@pytest.mark.parametrize("case", [WIDE, SMALL])
-def test_tangents_and_many_gradients_at_once(any_processor, case):
-    inputs, arguments = tensors(case)
-
-    def results(function):
-        with forward_ad.dual_level():
-            duals = [forward_ad.make_dual(tensor, torch.ones_like(tensor)) for tensor in inputs]
-            yield forward_ad.unpack_dual(function(*duals, *arguments)).tangent
-            dual_bias = [*inputs[:2], duals[2]]
-            yield forward_ad.unpack_dual(function(*dual_bias, *arguments)).tangent.expand_as(
-                function(*inputs, *arguments)
-            )
+        yield torch.func.jvp(torch.func.grad(loss, argnums=1), tuple(plain), tangents)[1]
+        yield from torch.func.vmap(torch.func.grad(of_one, argnums=(0, 1, 2)), (0, None, None))(*plain)
+        for dual in ((0, 1, 2), (2,)):
+            with forward_ad.dual_level():
+                given = [forward_ad.make_dual(t, torch.ones_like(t)) if i in dual else t for i, t in enumerate(inputs)]
+                yield forward_ad.unpack_dual(loss(*given)).tangent
         output = function(*inputs, *arguments)
         directions = torch.randn(3, *output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
         yield from torch.autograd.grad(output, inputs, directions, is_grads_batched=True)

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import timm
 import torch
+from safetensors.torch import load, save
 from timm.models import save_for_hf
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -17,6 +18,8 @@ from dcls_convert.layers.dcls_conv import DclsConv2d
 from ..conftest import TINY
 
 IMAGE = (2, 3, 32, 32)
+FLOAT64 = {"rtol": 1e-12, "atol": 1e-14}
+EXPECTED_GROUPS = [[0], [1, 2], [3, 4, 5, 6], [7, 8]]  # depths 1, 2, 4, 2
 
 
 @pytest.fixture(params=["bilinear", "gaussian"])
@@ -37,21 +40,71 @@ def groups(model: nn.Module) -> list[list[int]]:
     return list(found.values())
 
 
-EXPECTED_GROUPS = [[0], [1, 2], [3, 4, 5, 6], [7, 8]]  # depths 1, 2, 4, 2
+def random_image(dtype=torch.float32):
+    return torch.randn(IMAGE, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
-def assert_tied_like(model: nn.Module, original: nn.Module) -> None:
-    assert groups(model) == groups(original) == EXPECTED_GROUPS
+def assert_a_copy_of(model: nn.Module, original: nn.Module) -> None:
+    """With ties and tensors of its own, and the same outputs."""
+    assert groups(model) == EXPECTED_GROUPS
     assert list(model.state_dict()) == list(original.state_dict())
     assert not {id(p) for p in model.parameters()} & {id(p) for p in original.parameters()}
-    registered = {id(p) for p in model.parameters()}
-    assert all(id(layer.positions) in registered for layer in layers(model))
-
-
-def assert_same_outputs(model: nn.Module, original: nn.Module) -> None:
-    x = torch.randn(IMAGE, generator=torch.Generator().manual_seed(1))
+    assert {id(layer.positions) for layer in layers(model)} <= {id(p) for p in model.parameters()}
     with torch.no_grad():
-        assert torch.equal(model.eval()(x), original.eval()(x))
+        assert torch.equal(model.eval()(random_image()), original.eval()(random_image()))
+
+
+def saved(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def on_meta(model):
+    with torch.device("meta"):
+        new = timm.create_model(TINY)
+    dcls_convert.convert_(new, dilated_size=9, interpolation=layers(model)[0].interpolation)
+    return new
+
+
+def assigned(model):
+    new = on_meta(model)
+    new.load_state_dict(torch.load(saved(model.state_dict()), weights_only=True), assign=True)
+    return new
+
+
+def emptied(model):
+    new = on_meta(model).to_empty(device="cpu")
+    new.load_state_dict(load(save(model.state_dict())))
+    return new
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "deepcopy of all around it": lambda model: copy.deepcopy(nn.Sequential(nn.ReLU(), model))[1],
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": lambda model: torch.load(saved(model), weights_only=False),
+    "meta and assign": assigned,
+    "to_empty and safetensors": emptied,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_ties_survive_copying(converted, way):
+    copied = COPIES[way](converted)
+    assert_a_copy_of(copied, converted)
+    before = [layer.kernel() for layer in layers(copied)]
+    owner = copied.stages[2].blocks
+    owner.dcls_positions = nn.Parameter(owner.dcls_positions.detach() + 0.4)  # replaced: looked up at each use
+    changed = [not torch.equal(old, layer.kernel()) for old, layer in zip(before, layers(copied), strict=True)]
+    assert [index for index, one in enumerate(changed) if one] == EXPECTED_GROUPS[2]
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_timm_save_for_hf(converted, tmp_path, safe):
+    save_for_hf(converted, tmp_path, safe_serialization=safe)
+    assert_a_copy_of(timm.create_model(f"local-dir:{tmp_path}", pretrained=True), converted)
 
 
 def test_every_tensor_has_one_name(converted):
@@ -60,94 +113,38 @@ def test_every_tensor_has_one_name(converted):
     assert [name for name in state if "dcls_positions" in name] == [
         f"stages.{stage}.blocks.dcls_positions" for stage in (1, 2, 3)
     ]
+    assert "positions=tied" in repr(layers(converted)[1])
 
 
-def test_deepcopy(converted):
-    copied = copy.deepcopy(converted)
-    assert_tied_like(copied, converted)
-    assert_same_outputs(copied, converted)
-
-
-def test_a_block_copied_alone_has_positions_of_its_own(converted):
+def test_a_part_copied_alone_has_positions_of_its_own(converted):
     block = converted.stages[2].blocks[1]
+    shared = converted.stages[2].blocks.dcls_positions.requires_grad_(False)
     copied = copy.deepcopy(block)
-    assert sum(p.numel() for p in copied.parameters()) > sum(p.numel() for p in block.parameters())
+    assert not copied.conv_dw.is_tied
+    assert copied.get_parameter("conv_dw.positions").requires_grad is False
     x = torch.randn(1, 48, 8, 8)
     assert torch.equal(copied(x), block(x))
-    converted.stages[2].blocks.dcls_positions.data.add_(1)
+    shared.data.add_(1)
     assert not torch.equal(copied(x), block(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_to_dtype(converted, dtype):
-    before = groups(converted)
-    converted.to(dtype)
-    assert groups(converted) == before == EXPECTED_GROUPS
-    assert {layer.positions.dtype for layer in layers(converted)} == {dtype}
+@pytest.mark.parametrize("torch_flag", ["overwrite_module_params_on_conversion", "swap_module_params_on_conversion"])
+def test_ties_survive_conversions_in_every_manner_of_torch(converted, torch_flag):
+    setting = getattr(torch.__future__, f"set_{torch_flag}")
+    for enabled, dtype in [(False, torch.bfloat16), (True, torch.float64)]:
+        setting(enabled)
+        try:
+            converted.to(dtype)
+        finally:
+            setting(False)
+        assert groups(converted) == EXPECTED_GROUPS
+        assert {layer.positions.dtype for layer in layers(converted)} == {dtype}
 
 
-def test_to_empty_and_overwriting_conversions(converted):
-    converted.to_empty(device="cpu")
-    assert groups(converted) == EXPECTED_GROUPS
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        converted.double()
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
-    assert groups(converted) == EXPECTED_GROUPS
-    assert layers(converted)[1].positions.dtype == torch.float64
-
-
-def test_meta_construction_and_assignment(converted):
-    interpolation = layers(converted)[0].interpolation
-    with torch.device("meta"):
-        other = timm.create_model(TINY)
-    dcls_convert.convert_(other, dilated_size=9, interpolation=interpolation)
-    other.load_state_dict(converted.state_dict(), assign=True)
-    assert groups(other) == EXPECTED_GROUPS
-    assert not any(p.is_meta for p in other.parameters())
-    assert_same_outputs(other, converted)
-
-
-def test_pickles_of_state_and_of_the_module(converted):
-    buffer = io.BytesIO()
-    torch.save(converted.state_dict(), buffer)
-    buffer.seek(0)
-    state = torch.load(buffer, weights_only=True)
-    other = copy.deepcopy(converted)
+def test_saved_positions_are_inside_their_windows(converted):
     with torch.no_grad():
-        for p in other.parameters():
-            p.zero_()
-    other.load_state_dict(pickle.loads(pickle.dumps(state)))
-    assert_tied_like(other, converted)
-    assert_same_outputs(other, converted)
-    whole = pickle.loads(pickle.dumps(converted))
-    assert_tied_like(whole, converted)
-    assert_same_outputs(whole, converted)
-
-
-def test_compile(converted):
-    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
-    x = torch.randn(IMAGE)
-    converted.train()
-    torch.manual_seed(0)
-    compiled(x).square().sum().backward()
-    found = {name: p.grad.clone() for name, p in converted.named_parameters() if "dcls_" in name}
-    converted.zero_grad()
-    torch.manual_seed(0)
-    converted(x).square().sum().backward()
-    for name, gradient in found.items():
-        # float32, other orders of summation
-        torch.testing.assert_close(gradient, converted.get_parameter(name).grad, rtol=1e-3, atol=1e-4)
-    assert groups(converted) == EXPECTED_GROUPS
-
-
-@pytest.mark.parametrize("safe", [True, False])
-def test_timm_save_for_hf(converted, tmp_path, safe):
-    save_for_hf(converted, tmp_path, safe_serialization=safe)
-    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
-    assert_tied_like(loaded, converted)
-    assert_same_outputs(loaded, converted)
+        converted.stages[2].blocks.dcls_positions.mul_(99)
+    assert converted.state_dict()["stages.2.blocks.dcls_positions"].abs().max() == 4
 
 
 def test_exponential_moving_average(converted):
@@ -160,30 +157,40 @@ def test_exponential_moving_average(converted):
     torch.testing.assert_close(difference, torch.full_like(difference, 0.5))
 
 
-def test_training_step_moves_shared_positions_once(converted):
+def test_a_step_moves_shared_positions_once_by_the_gradients_of_all_layers(converted):
     converted.double()  # layer scale starts at 1e-6, so float32 would round the steps away
-    optimizer = torch.optim.SGD(converted.parameters(), lr=0.1)
-    before = {name: p.detach().clone() for name, p in converted.named_parameters()}
-    x, target = torch.randn(IMAGE, dtype=torch.float64), torch.tensor([1, 2])
-    nn.functional.cross_entropy(converted.train()(x), target).backward()
-    optimizer.step()
-    assert groups(converted) == EXPECTED_GROUPS
-    for name, p in converted.named_parameters():
-        if "dcls_" in name:
-            assert not torch.equal(p, before[name])
-            torch.testing.assert_close(p, before[name] - 0.1 * p.grad)
-
-
-def test_the_shared_gradient_is_the_sum_over_the_layers(converted):
-    converted.double()
-    x = torch.randn(IMAGE, dtype=torch.float64)
-    converted(x).sum().backward()
-    shared = converted.stages[2].blocks.dcls_positions.grad
     apart = copy.deepcopy(converted)
     for index in range(4):
         block = apart.stages[2].blocks[index]
         block.conv_dw = copy.deepcopy(block.conv_dw)  # alone: with positions of its own
-    apart.zero_grad()
-    apart(x).sum().backward()
+    for model in (converted, apart):
+        model.train()(random_image(torch.float64)).sum().backward()
+    shared = converted.stages[2].blocks.dcls_positions
     summed = sum(apart.stages[2].blocks[index].conv_dw.positions.grad for index in range(4))
-    torch.testing.assert_close(summed, shared, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(shared.grad, summed, **FLOAT64)
+    before = shared.detach().clone()
+    torch.optim.SGD(converted.parameters(), lr=0.1).step()
+    assert groups(converted) == EXPECTED_GROUPS
+    torch.testing.assert_close(shared, before - 0.1 * summed, **FLOAT64)
+
+
+def test_a_fused_tied_layer_needs_its_owner_no_more(converted):
+    layer = layers(converted)[3]
+    x = torch.randn(1, 48, 8, 8)
+    expected, fused = layer(x), layer.fuse()
+    converted.stages[2].blocks.dcls_positions.data.add_(0.4)
+    torch.testing.assert_close(fused(x), expected)
+    assert fused.__dict__.keys() == nn.Conv2d(2, 2, 3).__dict__.keys()
+
+
+@pytest.mark.parametrize("wrong", ["positions", "sigma"])
+def test_a_tie_of_the_wrong_shape_is_refused_and_nothing_has_changed(wrong):
+    layer = DclsConv2d(2, 2, kernel_count=4, dilated_kernel_size=5, interpolation="gaussian")
+    owner, names = nn.Module(), {name: f"shared_{name}" for name in ("positions", "sigma")}
+    for name, owner_name in names.items():
+        shape = (2, 2, 2, 3 if name == wrong else 4)
+        owner.register_parameter(owner_name, nn.Parameter(torch.zeros(shape)))
+    with pytest.raises(ValueError, match=rf"shared_{wrong} has shape \(2, 2, 2, 3\)"):
+        layer.tie_(owner, names)
+    assert not layer.is_tied
+    assert {name for name, _ in layer.named_parameters()} == {"weight", "bias", "positions", "sigma"}

@@ -1,9 +1,8 @@
-"""Parameter groups, weight decay by timm's own optimizers, clamping, and the repulsive loss."""
+"""Parameter groups, weight decay by timm's own optimizers, clamping, and all of it under FSDP2."""
 
 import copy
 import functools
 import itertools
-import logging
 import math
 import pickle
 
@@ -16,16 +15,13 @@ from timm.scheduler import CosineLRScheduler, StepLRScheduler
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import dcls_convert
 from dcls_convert import tuning
-from dcls_convert.layers.dcls_conv import DclsConv1d, DclsConv2d, DclsConv3d, DclsConvNd
+from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
 from dcls_convert.layers.interpolation import position_limits
 from dcls_convert.layers.positions import SpareFromDecay, position_parameters, unwrapped
 from dcls_convert.tuning.param_groups import WEIGHT_DECAY
-from dcls_convert.tuning.repulsion import repulsion
 
 from ..conftest import TINY
 
@@ -142,12 +138,6 @@ def test_every_trainable_parameter_is_in_one_group(model):
     assert sorted(found) == sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
 
 
-def test_frozen_positions_are_left_out(tied):
-    for layer in layers(tied):
-        layer.positions.requires_grad = False
-    assert not any("lr_scale" in group for group in tuning.param_groups(tied))
-
-
 def test_sigmas_may_have_a_scale_of_their_own():
     model = converted("gaussian")
     groups = named(model, tuning.param_groups(model, position_lr_scale=3, sigma_lr_scale=2))
@@ -181,9 +171,6 @@ def sequential(optimizer):
 
 TORCH_SCHEDULERS = {
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
-    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 3),
-    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20),
-    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
     "sequential": sequential,
 }
 
@@ -217,12 +204,6 @@ def test_positions_learn_5_times_as_fast_under_the_schedulers_of_timm(tied, kind
         floors.pop("lr_min", None)
         scheduler = StepLRScheduler(optimizer, decay_t=4, warmup_t=3, **floors)
     assert each_step(optimizer, lambda index: scheduler.step(index + 1)) == {5.0}
-
-
-def test_floors_of_a_scheduler_of_timm_never_make_it_more(tied):
-    optimizer = torch.optim.AdamW(tuning.param_groups(tied, lr=0.01))
-    scheduler = CosineLRScheduler(optimizer, t_initial=14, warmup_t=3, warmup_lr_init=1e-4, lr_min=1e-5)
-    assert max(each_step(optimizer, lambda index: scheduler.step(index + 1))) <= 5.0
 
 
 def test_param_groups_is_a_param_group_fn_of_timm(tied):
@@ -283,16 +264,6 @@ def test_layer_decay_with_lr_states_the_rate_of_every_group(tied):
     absolute = tuning.param_groups(tied, lr=0.01, layer_decay=0.5)
     assert [group["lr"] for group in absolute] == pytest.approx([0.01 * group["lr_scale"] for group in relative])
     assert not any("lr_scale" in group for group in absolute)
-
-
-def test_layer_decay_of_a_model_without_group_matcher(caplog):
-    caplog.set_level(logging.ERROR, logger="timm")  # timm says that it has no effect there
-    model = Plain()
-    assert set(scales(model, tuning.param_groups(model, layer_decay=0.5)).values()) == {
-        (1.0, 0.0),
-        (1.0, WEIGHT_DECAY),
-        (5.0, 0.0),
-    }
 
 
 def test_wrapped_models_are_grouped_as_what_they_wrap(one_rank):
@@ -391,10 +362,6 @@ def test_what_the_model_itself_names_stays_named_and_comes_back():
         assert model.no_weight_decay() == own
 
 
-def test_the_method_copied_alone_names_nothing(tied):
-    assert copy.deepcopy(tied.no_weight_decay)() == set()
-
-
 # Clamping.
 
 
@@ -418,133 +385,6 @@ def test_clamping_brings_everything_inside_and_moves_nothing_else(model):
             assert shared.tensor.min() > 0
     for name in before.keys() - moving_names(model):
         assert torch.equal(model.get_parameter(name), before[name])
-
-
-# The repulsive loss.
-
-
-def oracle(positions: torch.Tensor) -> float:
-    """The formula in plain loops: positions (A, *C, E)."""
-    axes, count = positions.shape[0], positions.shape[-1]
-    kernels = positions.reshape(axes, -1, count).tolist()
-    total, number = 0.0, len(kernels[0])
-    for kernel in range(number):
-        for i in range(count):
-            for j in range(i + 1, count):
-                distance = math.dist(*([kernels[a][kernel][e] for a in range(axes)] for e in (i, j)))
-                total += max(0.0, 1 - distance)
-    return 2 * total / (count * (count - 1) * number)
-
-
-def seeded(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scale
-
-
-@pytest.mark.parametrize("shape", [(1, 3, 2, 4), (2, 3, 1, 5), (3, 2, 1, 6), (2, 2, 1, 3, 4), (1, 2, 1, 2, 2, 2)])
-@pytest.mark.parametrize("most", [1, 12, 40, 1 << 20])
-def test_the_repulsive_loss_is_the_formula(shape, most):
-    positions = seeded(*shape).requires_grad_()
-    torch.testing.assert_close(repulsion(positions, most).item(), oracle(positions), **FLOAT64)
-    assert torch.autograd.gradcheck(lambda p: repulsion(p, most), positions)
-    assert torch.autograd.gradcheck(lambda p: repulsion(p, most) ** 2, positions)
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        DclsConv1d(4, 4, kernel_count=5, dilated_kernel_size=7, groups=2),
-        DclsConv2d(4, 6, kernel_count=5, dilated_kernel_size=(5, 7)),
-        DclsConv2d(4, 6, kernel_count=2, dilated_kernel_size=(3, 7), dense_axes=(0,)),
-        DclsConv3d(2, 2, kernel_count=3, dilated_kernel_size=3),
-        DclsConv3d(2, 2, kernel_count=3, dilated_kernel_size=(2, 5, 5), dense_axes=[0]),
-    ],
-    ids=repr,
-)
-def test_layers_of_all_dimensions_have_it(layer):
-    layer.double()
-    assert tuning.repulsive_loss(layer).item() == pytest.approx(oracle(layer.positions.detach()), rel=1e-12)
-
-
-def test_distinct_tensors_count_once_each(model):
-    model.double()
-    tensors = {id(layer.positions): layer.positions.detach() for layer in layers(model)}
-    wanted = sum(map(oracle, tensors.values())) / len(tensors) if tensors else 0.0
-    found = tuning.repulsive_loss(model)
-    assert found.shape == ()
-    assert found.item() == pytest.approx(wanted, rel=1e-12)
-    if tensors:
-        (found**2).backward()
-        assert {name for name, p in model.named_parameters() if p.grad is not None} == {
-            name for name in moving_names(model) if "sigma" not in name
-        }
-
-
-def test_elements_at_one_place_have_a_finite_gradient():
-    positions = torch.zeros(2, 3, 1, 4, requires_grad=True)
-    repulsion(positions).backward()
-    assert repulsion(positions).item() == 1.0
-    assert torch.equal(positions.grad, torch.zeros_like(positions))
-    with torch.no_grad():
-        positions[0, :, :, 0] += 1e-30  # its square underflows
-        positions[1, :, :, 1] += 1e-7
-    positions.grad = None
-    repulsion(positions).backward()
-    assert positions.grad.isfinite().all()
-    assert positions.grad.abs().max() <= 2 * 3 / 12  # at most 1 for a pair, 3 pairs of an element
-
-
-def test_descending_it_drives_elements_apart_until_none_are_near():
-    positions = seeded(2, 4, 1, 5, scale=0.3).requires_grad_()
-    optimizer = torch.optim.SGD([positions], lr=2.0)
-    start = repulsion(positions).item()
-    for _ in range(200):
-        optimizer.zero_grad()
-        repulsion(positions).backward()
-        optimizer.step()
-    assert start > 0.3
-    assert repulsion(positions).item() < 1e-3
-
-
-def test_one_element_repels_nothing():
-    positions = torch.zeros(2, 3, 1, 1, requires_grad=True)
-    repulsion(positions).backward()
-    assert repulsion(positions).item() == 0.0
-    assert torch.equal(positions.grad, torch.zeros_like(positions))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_narrow_positions_are_computed_in_float32(dtype):
-    narrow = seeded(2, 3, 1, 6).to(dtype).requires_grad_()
-    wide = narrow.detach().float().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = repulsion(narrow)
-    assert loss.dtype == torch.float32
-    assert torch.equal(loss, repulsion(wide))
-    loss.backward()
-    repulsion(wide).backward()
-    assert narrow.grad.dtype == dtype
-    assert torch.equal(narrow.grad, wide.grad.to(dtype))
-
-
-class Largest(TorchDispatchMode):
-    """The most elements that any operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **kwargs or {})
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return result
-
-
-@pytest.mark.parametrize("shape", [(2, 64, 64, 5), (2, 4, 1, 300)])
-def test_memory_stays_bounded_in_forward_and_backward(shape):
-    positions, most = torch.randn(shape, requires_grad=True), 10_000
-    with Largest() as seen:
-        repulsion(positions, most).backward()
-    assert positions.numel() <= seen.elements <= max(positions.numel(), most)
-    assert seen.elements < positions[0].numel() * shape[-1]  # all distances at once
 
 
 # FSDP2.

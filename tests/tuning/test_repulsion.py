@@ -1,0 +1,114 @@
+"""The repulsive loss is its formula, in bounded memory."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dcls_convert import tuning
+from dcls_convert.layers.dcls_conv import DclsConv1d, DclsConv2d, DclsConv3d
+from dcls_convert.tuning.repulsion import repulsion
+
+from ..layers.memory import Sizes
+
+FLOAT64 = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def oracle(positions: torch.Tensor) -> float:
+    """The formula in plain loops: positions (A, *C, E)."""
+    axes, count = positions.shape[0], positions.shape[-1]
+    kernels = positions.reshape(axes, -1, count).tolist()
+    total, number = 0.0, len(kernels[0])
+    for kernel in range(number):
+        for i in range(count):
+            for j in range(i + 1, count):
+                distance = math.dist(*([kernels[a][kernel][e] for a in range(axes)] for e in (i, j)))
+                total += max(0.0, 1 - distance)
+    return 2 * total / (count * (count - 1) * number)
+
+
+def seeded(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scale
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 2, 4), (2, 3, 1, 5), (3, 2, 1, 6), (2, 2, 1, 3, 4), (1, 2, 1, 2, 2, 2)])
+@pytest.mark.parametrize("most", [1, 12, 40, 1 << 20])
+def test_the_repulsive_loss_is_the_formula(shape, most):
+    positions = seeded(*shape).requires_grad_()
+    torch.testing.assert_close(repulsion(positions, most).item(), oracle(positions), **FLOAT64)
+    assert torch.autograd.gradcheck(lambda p: repulsion(p, most), positions)
+    assert torch.autograd.gradgradcheck(lambda p: repulsion(p, most) ** 2, positions)
+    batched = torch.func.vmap(torch.func.grad(repulsion))(torch.stack([positions.detach(), 2 * positions.detach()]))
+    for found, scale in zip(batched, (1, 2), strict=True):
+        alone = (scale * positions.detach()).requires_grad_()
+        repulsion(alone, most).backward()
+        torch.testing.assert_close(found, alone.grad, **FLOAT64)
+
+
+class Several(nn.Module):
+    """Layers of all dimensions, one with a dense axis, two of them tied."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = DclsConv1d(4, 4, kernel_count=5, dilated_kernel_size=7, groups=2, interpolation="gaussian")
+        self.two, self.again = (DclsConv2d(2, 3, kernel_count=4, dilated_kernel_size=(5, 7)) for _ in range(2))
+        self.three = DclsConv3d(2, 2, kernel_count=3, dilated_kernel_size=(2, 5, 5), dense_axes=[0])
+        self.shared = nn.Parameter(self.two.positions.detach().clone())
+        for layer in (self.two, self.again):
+            layer.tie_(self, {"positions": "shared"})
+
+
+def test_a_model_has_the_mean_over_its_positions_tensors():
+    model = Several().double()
+    names = ["one.positions", "three.positions", "shared"]
+    found = tuning.repulsive_loss(model)
+    wanted = sum(oracle(model.get_parameter(name).detach()) for name in names) / 3
+    assert found.item() == pytest.approx(wanted, rel=1e-12)
+    (found**2).backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == set(names)
+    assert tuning.repulsive_loss(nn.Linear(2, 2)).item() == 0
+
+
+def test_elements_at_one_place_have_a_finite_gradient():
+    positions = torch.zeros(2, 3, 1, 4, requires_grad=True)
+    repulsion(positions).backward()
+    assert repulsion(positions).item() == 1.0
+    assert torch.equal(positions.grad, torch.zeros_like(positions))
+    with torch.no_grad():
+        positions[0, :, :, 0] += 1e-30  # its square underflows
+        positions[1, :, :, 1] += 1e-7
+    positions.grad = None
+    repulsion(positions).backward()
+    assert positions.grad.isfinite().all()
+    assert positions.grad.abs().max() <= 2 * 3 / 12  # at most 1 for a pair, 3 pairs of an element
+
+
+def test_one_element_repels_nothing():
+    positions = torch.zeros(2, 3, 1, 1, requires_grad=True)
+    repulsion(positions).backward()
+    assert repulsion(positions).item() == 0.0
+    assert not positions.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_positions_are_computed_in_float32(dtype):
+    narrow = seeded(2, 3, 1, 6).to(dtype).requires_grad_()
+    wide = narrow.detach().float().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = repulsion(narrow)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, repulsion(wide))
+    loss.backward()
+    repulsion(wide).backward()
+    assert narrow.grad.dtype == dtype
+    assert torch.equal(narrow.grad, wide.grad.to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 64, 5), (2, 4, 1, 300)])
+def test_memory_stays_bounded_in_forward_and_backward(shape):
+    positions, most = torch.randn(shape, requires_grad=True), 10_000
+    with Sizes([positions]) as sizes:
+        repulsion(positions, most).backward()
+    assert positions.numel() <= max(sizes.pieces) <= max(positions.numel(), most)
+    assert max(sizes.pieces) < positions[0].numel() * shape[-1]  # all distances at once
