@@ -30,8 +30,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     `_orig_mod.`.
 
     Raises:
-        CheckpointError: No such file, not readable, nothing in it that looks like a state dict, or values that are not
-            finite.
+        CheckpointError: No such file, not readable, or nothing in it that looks like a state dict.
     """
     path = Path(path)
     check_weights_file(path)
@@ -48,8 +47,6 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
             kind = "without data (meta)" if value.is_meta else "quantized" if value.is_quantized else str(value.layout)
             raise CheckpointError(f"{where}: {name} is {kind}; weights must be ordinary dense tensors")
-        if problem := not_finite(str(name), value, mask=True):
-            raise CheckpointError(f"{where}: {problem}")
         stripped = _stripped(str(name))
         if stripped in state:
             raise CheckpointError(f"{where}: {name} is there twice, with and without the prefix of a wrapper")

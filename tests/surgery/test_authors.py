@@ -270,9 +270,10 @@ def test_networks_give_the_authors_outputs_through_the_command_line(capfd, famil
     assert "Wrote out, from the authors' elements and positions" in out
     assert ("note: " in err) == (version == "v0")
     expected = outputs(theirs)
-    ours = dcls_convert.load_converted("out")
+    ours = dcls_convert.load_converted("out", trust_code=True)
     close(outputs(ours), expected)
-    close(outputs(timm.create_model("local-dir:out", pretrained=True)), expected)
+    if model != RESNET:  # timm never runs code of the user's own
+        close(outputs(timm.create_model("local-dir:out", pretrained=True)), expected)
     layers = [module for module in ours.modules() if isinstance(module, DclsConvNd)]
     assert {layer.kernel_count for layer in layers} == {COUNT}
     assert sum(layer.is_tied for layer in layers) >= 2
