@@ -78,7 +78,7 @@ def create_converted(
     source = ModelSource(name=base, args={**kwargs, "features_only": True} if features_only else kwargs)
     model = build_model(source, seed=None, trust_code=True)  # checked above; the caller's own arguments may be objects
     placed = _plan_for_features(conversion, _feature_names(model, conversion)) if features_only else conversion
-    place_(model, placed)
+    place_(model, placed, with_values=not pretrained)
     known = getattr(model, "pretrained_cfg", None) or {}
     config |= {name: known[name] for name in ("classifier", "first_conv") if name in known}
     note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})

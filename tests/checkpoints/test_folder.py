@@ -118,6 +118,22 @@ def test_a_new_head_follows_the_seed_as_timms_own_do(tmp_path):
     assert not torch.equal(head(1), head(2))
 
 
+def test_without_its_weights_a_model_starts_at_random_by_the_seed(tmp_path):
+    model, plan = convert()
+    folder = f"local-dir:{save_converted(model, plan, tmp_path / 'out')}"
+
+    def state(seed):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return timm.create_model(folder).state_dict()
+
+    first, again, other = state(1), state(1), state(2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    positions = [name for name in first if "positions" in name]
+    assert not any(torch.equal(first[name], other[name]) for name in positions)
+    assert all(0.3 < first[name].std() < 0.7 for name in positions)  # N(0, 0.5 cells)
+
+
 @pytest.mark.parametrize(
     ("name", "size"), [(TINY, 17), ("test_efficientnet", 9), ("resnet18", 7), ("mobilenetv3_small_050", 9)]
 )
