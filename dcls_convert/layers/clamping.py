@@ -10,10 +10,12 @@ def clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
     """Bring `tensor[i]` into [low[i], high[i]], in place; one limit alone is for all.
 
     In a compiled graph, an operator of our own does it: inductor drops a plain in-place clamp of a parameter where the
-    model has several layers (seen with torch 2.15), and keeps operators that declare that they change their argument.
+    model has several layers, and keeps operators that declare that they change their argument. The operator gets a
+    flat view: where inductor lays out convolutions as channels_last, it clamps a copy of a tensor of four axes (both
+    seen with torch 2.15).
     """
     if torch.compiler.is_compiling():
-        _clamp_in_graph(tensor, list(low), list(high))
+        _clamp_in_graph(tensor.flatten(1), list(low), list(high))
     elif len(set(zip(low, high, strict=True))) == 1:
         tensor.clamp_(low[0], high[0])
     else:

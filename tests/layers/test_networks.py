@@ -23,6 +23,8 @@ rules:
     dense_axes: {dense_axes}
 """
 FLOAT64_ATOL = 1e-12
+FLOAT32_ATOL = 1e-5
+SINGLE, DOUBLE = torch.float32, torch.float64
 
 
 def layers(model):
@@ -165,17 +167,17 @@ class Pair(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # inductor's
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_layers_keep_their_positions_inside_as_others_do(backend):
+@pytest.mark.parametrize(("backend", "dtype"), [("aot_eager", DOUBLE), ("inductor", DOUBLE), ("inductor", SINGLE)])
+def test_compiled_layers_keep_their_positions_inside_as_others_do(backend, dtype):
     torch.compiler.reset()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        start = Pair().double()
+        start = Pair().to(dtype)
     with torch.no_grad():
         for name, parameter in start.named_parameters():
             if name.endswith(("positions", "shared")):
                 parameter.mul_(9)  # far outside
-    images, results = random_images(1, 2, 9, 9, dtype=torch.float64), []
+    images, results = random_images(1, 2, 9, 9, dtype=dtype), []
     for compiled in (False, True):
         model = copy.deepcopy(start)
         step = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
@@ -187,7 +189,8 @@ def test_compiled_layers_keep_their_positions_inside_as_others_do(backend):
             optimizer.step()
         results.append(seen)
     assert all(positions.abs().max() <= 3 for positions in results[0])
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=FLOAT64_ATOL)
+    tolerance = FLOAT64_ATOL if dtype is DOUBLE else FLOAT32_ATOL
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=tolerance)
 
 
 # DataParallel.
