@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 from dcls_convert import load_converted, save_converted
 from dcls_convert.checkpoints.folder import WEIGHTS
 from dcls_convert.checkpoints.save import write_files
-from dcls_convert.cli import convert as commands
 from dcls_convert.cli.app import main
 from dcls_convert.networks import weights
 from dcls_convert.networks.source import ModelSource, build_hollow, build_model
@@ -153,13 +152,15 @@ def test_the_command_draws_no_weights_that_a_file_has(tmp_path, monkeypatch, cap
     arguments += ["--checkpoint", str(tmp_path / "w.safetensors"), "--output"]
     folders = [tmp_path / "hollow", tmp_path / "ordinary"]
     real, cpu = build_model, []
-    monkeypatch.setattr(commands, "build_model", lambda *a, **k: cpu.append(k.get("device")) or real(*a, **k))
+    for home in ("networks.source", "surgery.convert"):
+        counted = lambda *a, **k: cpu.append(k.get("device")) or real(*a, **k)  # noqa: E731
+        monkeypatch.setattr(f"dcls_convert.{home}.build_model", counted)
     for folder in folders:
         with pytest.raises(SystemExit) as stop:
             main([*arguments, str(folder)])
         assert stop.value.code == 0
         assert cpu == (["meta"] if folder == folders[0] else ["meta", "meta", None])
-        monkeypatch.setattr(commands, "build_hollow", lambda _: None)
+        monkeypatch.setattr("dcls_convert.surgery.convert.build_hollow", lambda _: None)
     capsys.readouterr()
     for path in sorted(folders[0].iterdir()):
         assert path.read_bytes() == (folders[1] / path.name).read_bytes(), path.name
