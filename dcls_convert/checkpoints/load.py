@@ -69,24 +69,14 @@ def buildable(source: ModelSource | None, folder: Path, *, trust_code: bool) -> 
     return source
 
 
-def place_(model: nn.Module, plan: ConversionPlan, *, with_values: bool = False) -> None:
-    """Put the plan's layers into the unconverted model.
-
-    Args:
-        model: Changed in place.
-        plan: That of the folder.
-        with_values: Start the layers at random, from torch's global generator; else their values come from a file.
+def place_(model: nn.Module, plan: ConversionPlan) -> None:
+    """Put the plan's layers, without values, into the unconverted model.
 
     Raises:
         CheckpointError: The plan is for another model.
     """
     try:
-        if with_values:
-            from ..surgery.start import apply_plan_
-
-            apply_plan_(model, plan, init="random", generator=torch.default_generator)
-        else:
-            place_layers_(model, plan)
+        place_layers_(model, plan)
     except PlanError as error:
         raise CheckpointError(f"the plan does not fit {plan.model or 'the model'}: {error}") from error
 

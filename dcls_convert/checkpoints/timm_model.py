@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ModelError, listed, one_line, shown
@@ -78,7 +79,12 @@ def create_converted(
     source = ModelSource(name=base, args={**kwargs, "features_only": True} if features_only else kwargs)
     model = build_model(source, seed=None, trust_code=True)  # checked above; the caller's own arguments may be objects
     placed = _plan_for_features(conversion, _feature_names(model, conversion)) if features_only else conversion
-    place_(model, placed, with_values=not pretrained)
+    if pretrained:
+        place_(model, placed)
+    else:
+        from ..surgery.start import apply_plan_
+
+        apply_plan_(model, placed, init="random", generator=torch.default_generator)
     known = getattr(model, "pretrained_cfg", None) or {}
     config |= {name: known[name] for name in ("classifier", "first_conv") if name in known}
     note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
