@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Annotated, Any
 
@@ -20,6 +20,11 @@ from .budget import BudgetUnit
 
 PLAN_FORMAT = 1
 _STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+def taken_from(record: object, kind: type) -> dict[str, Any]:
+    """Those fields of the dataclass `kind` that `record` has too, with its values."""
+    return {part.name: getattr(record, part.name) for part in fields(kind) if hasattr(record, part.name)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
 from ..networks.stages import stage_by_pattern
 from ..options import AUTO, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, takes_plan_options
 from .budget import parse_percent
-from .plan import ConversionPlan, LayerCounts, LayerPlan
+from .plan import ConversionPlan, LayerCounts, LayerPlan, taken_from
 from .rules import AUTO_RULES, Claims, Rule, RuleSet, choose_rules, claim_sites, load_rules
 from .tie_groups import UNSOLVED, group_layers, named_owners, with_counts, with_given_counts
 
@@ -79,8 +79,9 @@ def make_plan(
     if counts is not None:
         drafts = with_given_counts(drafts, counts, options.tie, [*skipped, *refused])
     groups = group_layers(drafts) if options.tie == "stage" else {}
-    layers, solved = with_counts(drafts, groups, options.scope, share)
-    order = {name: index for index, name in enumerate(_all_names(convs))}
+    layers, units = with_counts(drafts, groups, options.scope, share)
+    order = [site.name for site in convs.sites] + [skip.name for skip in convs.skipped]
+    place = {name: index for index, name in enumerate(order)}
     return ConversionPlan(
         model=model,
         model_args=arguments,
@@ -92,8 +93,8 @@ def make_plan(
         share=share,
         layers=layers,
         tie_groups=named_owners(groups, layers),
-        skipped=tuple(sorted([*skipped, *refused], key=lambda skip: order[skip.name])),
-        budget=solved.units,
+        skipped=tuple(sorted([*skipped, *refused], key=lambda skip: place[skip.name])),
+        budget=units,
         params=convs.params,
         macs=convs.macs,
         macs_note=convs.macs_note,
@@ -113,20 +114,11 @@ def _draft(site: ConvSite, rules: RuleSet, index: int, options: PlanOptions) -> 
     rule = rules.rules[index]
     size = rule.dilated_kernel_size or options.dilated_size or rules.defaults.dilated_kernel_size
     window, dense_axes = _window(site, size, rule)
-    exact = options.kernel_count == EXACT
-    stated = rule.kernel_count or (_cells(site, dense_axes) if exact else options.kernel_count)
+    old_cells = math.prod(side for axis, side in enumerate(site.kernel_size) if axis not in dense_axes)
+    stated = rule.kernel_count or (old_cells if options.kernel_count == EXACT else options.kernel_count)
     stage = stage_by_pattern(rule.stage_pattern, site.name) if rule.stage_pattern else None
     return LayerPlan(
-        names=site.names,
-        stage=stage or site.stage,
-        kind=site.kind,
-        in_channels=site.in_channels,
-        out_channels=site.out_channels,
-        groups=site.groups,
-        bias=site.bias,
-        kernel_size=site.kernel_size,
-        dilation=site.dilation,
-        output_positions=site.output_positions,
+        **taken_from(site, LayerPlan) | {"stage": stage or site.stage},
         dilated_size=window,
         dense_axes=dense_axes,
         interpolation=rule.interpolation or options.interpolation or INTERPOLATIONS[0],
@@ -134,11 +126,6 @@ def _draft(site: ConvSite, rules: RuleSet, index: int, options: PlanOptions) -> 
         tie_group=None,
         rule=rules.label(index),
     )
-
-
-def _cells(site: ConvSite, dense_axes: Sequence[int]) -> int:
-    """Cells of the old kernel along the learnt axes."""
-    return math.prod(side for axis, side in enumerate(site.kernel_size) if axis not in dense_axes)
 
 
 def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
@@ -247,37 +234,30 @@ def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tup
     """The window that a site gets, and its dense axes; PlanError where it cannot have it."""
     if size is None:
         raise PlanError("no dilated size is stated, neither by an option nor by the rules")
-    if isinstance(size, int):
-        flat = (
-            {axis for axis, kernel in enumerate(site.kernel_size) if kernel == 1}
-            if max(site.kernel_size) > 1
-            else set()
-        )
-    else:
-        if len(size) != site.dims:
-            raise PlanError(f"the size {size_text(size)} is for {len(size)}-D, this convolution is {site.dims}-D")
-        flat = {axis for axis, side in enumerate(size) if side == 1} if max(size) > 1 else set()
-    if any(axis >= site.dims for axis in rule.dense_axes or ()):
+    sides = (size,) * site.dims if isinstance(size, int) else tuple(size)
+    if len(sides) != site.dims:
+        raise PlanError(f"the size {size_text(sides)} is for {len(sides)}-D, this convolution is {site.dims}-D")
+    stated = site.kernel_size if isinstance(size, int) else sides  # an integer leaves sides of 1 in a longer kernel
+    flat = {axis for axis, side in enumerate(stated) if side == 1 < max(stated)}
+    dense = flat.union(rule.dense_axes or ())
+    if max(dense, default=0) >= site.dims:
         raise PlanError(f"the rule's dense axes {rule.dense_axes} are not all axes of a {site.dims}-D convolution")
-    dense = {*(rule.dense_axes or ()), *flat}
     if len(dense) == site.dims:
         raise PlanError("all its axes are dense; nothing would be learnt")
-    window = tuple(
-        site.kernel_size[axis] if axis in dense and isinstance(size, int) else sides
-        for axis, sides in enumerate([size] * site.dims if isinstance(size, int) else size)
-    )
+    if isinstance(size, int):
+        sides = tuple(site.kernel_size[axis] if axis in dense else size for axis in range(site.dims))
     for axis in sorted(dense):
         dilated = site.kernel_size[axis] > 1 and site.dilation[axis] > 1
-        if window[axis] != site.kernel_size[axis] or dilated:
+        if sides[axis] != site.kernel_size[axis] or dilated:
             raise PlanError(f"dense axis {axis} must keep its size {site.kernel_size[axis]}, undilated")
-    check_window(site.kernel_size, site.dilation, window)
-    padding = grown_padding(site.padding, site.kernel_size, site.dilation, window, site.stride)
+    check_window(site.kernel_size, site.dilation, sides)
+    padding = grown_padding(site.padding, site.kernel_size, site.dilation, sides, site.stride)
     if site.padding_mode in ("reflect", "circular") and site.input_extent is not None:
-        cells = padded_cells(padding, site.input_extent, window, site.stride)
+        cells = padded_cells(padding, site.input_extent, sides, site.stride)
         for width, side in zip(map(max, cells), site.input_extent, strict=True):
             if width > side - (site.padding_mode == "reflect"):
                 raise PlanError(f"{site.padding_mode} padding of {width} does not fit its input of {side}")
-    return window, tuple(sorted(dense))
+    return sides, tuple(sorted(dense))
 
 
 def _refuse(refused: Sequence[Skipped], drafts: Sequence[LayerPlan], strict: bool) -> None:
@@ -285,7 +265,3 @@ def _refuse(refused: Sequence[Skipped], drafts: Sequence[LayerPlan], strict: boo
         first = refused[0]
         more = f" ({len(refused) - 1} more like it)" if len(refused) > 1 else ""
         raise PlanError(f"{first.name}: {first.reason}{more}")
-
-
-def _all_names(convs: ModelConvs) -> list[str]:
-    return [site.name for site in convs.sites] + [skip.name for skip in convs.skipped]

@@ -241,10 +241,6 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
         kinds = {list: "a list", str: "a text", type(None): "empty"}
         kind = kinds.get(type(data), f"of type {type(data).__name__}")
         raise RuleError(f"{source}: is {kind}, but must be a mapping with {', '.join(RuleSet.model_fields)}")
-    if odd := [key for key in data if not isinstance(key, str)]:
-        raise RuleError(
-            f"{source}: unknown key {shown(reprlib.repr(odd[0]))}; known: {', '.join(RuleSet.model_fields)}"
-        )
     try:
         rules = RuleSet.model_validate(data)
     except ValidationError as error:
@@ -296,34 +292,29 @@ def _in_words(value: Any) -> str:
 
 def _explain(error: ValidationError) -> str:
     """The first complaint of pydantic as one line: the place in the file, what was found, what is allowed."""
-    # Report a misspelt key rather than that the right one is missing, and our own sentence rather than what the other
-    # members of a union complain of.
-    telling = {"extra_forbidden": 0, "value_error": 1}
+    # Report a misspelt key rather than the missing one; our own sentence rather than the other members of a union.
+    telling = {"extra_forbidden": 0, "invalid_key": 0, "value_error": 1}
     problem = min(error.errors(), key=lambda problem: telling.get(problem["type"], 2))
-    place, field = "", None
-    owner: type[BaseModel] = RuleSet  # of the field
-    model: type[BaseModel] | None = RuleSet  # of what the field holds
-    for step in problem["loc"]:
+    unknown_key = telling.get(problem["type"]) == 0
+    place, allowed = "", ""
+    model: type[BaseModel] | None = RuleSet  # of what is found at the place
+    for step in problem["loc"][: -1 if unknown_key else None]:
         if isinstance(step, int):
             place += f"[{step}]"
+            allowed = f"a mapping with {', '.join(model.model_fields)}" if model is not None else allowed
         elif model is not None and step in model.model_fields:
             place += f".{step}" if place else step
-            owner, field = model, model.model_fields[step]
-            model = _NESTED.get(step)
+            allowed, model = str(model.model_fields[step].description), _NESTED.get(step)
         else:
-            break  # the name of a union's member, or an unknown key
-    if problem["type"] == "extra_forbidden":
+            break  # the name of a union's member
+    if unknown_key:
         key, known = str(problem["loc"][-1]), list((model or Range).model_fields)
         where = place + ": " if place else ""
         return f"{where}unknown key {shown(key)!r}{did_you_mean(key, known)}; known: {', '.join(known)}"
     if problem["type"] == "missing":
-        return f"{place.rpartition('.')[0] or 'top level'}: {place.rpartition('.')[2]} is missing"
+        return f"top level: {place} is missing"
     if problem["type"] == "value_error":
         return f"{place}: {problem['ctx']['error']}"
-    if model is not None and place.endswith("]"):
-        allowed = f"a mapping with {', '.join(model.model_fields)}"
-    else:
-        allowed = str(field.description) if field is not None else ", ".join(owner.model_fields)
     return f"{place}: found {shown(reprlib.repr(problem['input']))}; allowed is {allowed}"
 
 

@@ -379,7 +379,7 @@ WRONG_FILES = {
     "{[format]: 1}": "",  # a list as a key
     "format: 1\nrules: &again [*again]": "rules[0]: found",  # holds itself
     "[" * 2000: "not valid YAML",
-    "1: 2\nformat: 1\nrules: [{}]": "unknown key 1; known: format",
+    "1: 2\nformat: 1\nrules: [{}]": "unknown key '1'; known: format",
     rule("match: {1: 2}"): "rules[0].match",
     # what could not be written or shown again
     rule('name: "half a pair: \\ud800"'): "line 2: not valid YAML: 'half a pair: ",
