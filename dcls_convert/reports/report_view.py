@@ -85,9 +85,8 @@ def _totals(report: ConversionReport) -> Table:
         ("MACs", report.macs, "bold"),
     ]:
         percent = "" if change.percent is None or style == "dim" else f"{change.percent:+.2f} %"
-        table.add_row(
-            name, _exact(change.before), _exact(change.after), _exact(change.delta, "+"), percent, style=style
-        )
+        counts = (_exact(change.before), _exact(change.after), _exact(change.delta, "+"))
+        table.add_row(name, *counts, percent, style=style)
     return table
 
 

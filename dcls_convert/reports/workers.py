@@ -53,7 +53,7 @@ def run_jobs(
     """
     left = dict(enumerate(jobs))
     before = 0
-    while len(left) != before:  # a pool breaks when a worker dies at its start; the next one takes over
+    while left and len(left) != before:  # a pool breaks when a worker dies at its start; the next one takes over
         before = len(left)
         pool = ProcessPool(
             min(workers, len(left)),
@@ -62,10 +62,9 @@ def run_jobs(
             context=multiprocessing.get_context("spawn"),
         )
         done: SimpleQueue[tuple[int, Future[Any]]] = SimpleQueue()
-        # In a thread of its own: KeyboardInterrupt in the main thread could leave a lock of the pool or of a future
-        # taken.
-        starter = threading.Thread(target=_schedule, args=(pool, function, list(left.items()), timeout, done))
-        starter.daemon = True
+        # In a thread of its own: KeyboardInterrupt in the main thread could leave a lock of the pool taken.
+        arguments = (pool, function, list(left.items()), timeout, done)
+        starter = threading.Thread(target=_schedule, args=arguments, daemon=True)
         starter.start()
         try:
             starter.join()
@@ -76,7 +75,7 @@ def run_jobs(
                     del left[index]
                     yield outcome
         except BrokenProcessPool:
-            continue
+            pass
         finally:
             pool.stop()  # type: ignore[no-untyped-call]
             starter.join()
@@ -103,7 +102,11 @@ def _schedule(
     with contextlib.suppress(RuntimeError):  # the pool is broken, or was stopped meanwhile
         for index, job in jobs:
             future = pool.schedule(_answer, (function, job), timeout=timeout)
-            future.add_done_callback(lambda future, index=index: done.put((index, future)))
+            future.add_done_callback(partial(_put, done, index))
+
+
+def _put(done: SimpleQueue[tuple[int, Future[Any]]], index: int, future: Future[Any]) -> None:
+    done.put((index, future))
 
 
 def _outcome(index: int, future: Future[Any], timeout: float | None) -> Outcome:
