@@ -118,14 +118,8 @@ def _refuse_none(units: Sequence[BudgetUnit], needed: Sequence[tuple[Fraction, s
     empty = [unit.name for unit in units if unit.kernel_count is not None and unit.kernel_count < 1]
     if not empty:
         return
-    least = max(need for need, name in needed if name in empty)
+    least = math.ceil(max(need for need, name in needed if name in empty) * 10_000) / 100  # percent, rounded up
     raise PlanError(
         f"a budget of {float(share * 100):.6g} % admits no element in {listed(empty, 1)}; "
-        f"the smallest budget that does is {_percent_rounded_up(least)} %"
+        f"the smallest budget that does is {f'{least:.2f}'.rstrip('0').rstrip('.')} %"
     )
-
-
-def _percent_rounded_up(share: Fraction) -> str:
-    """The least percentage with two decimals that is at least this share of 1."""
-    hundredths = math.ceil(share * 10_000)
-    return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".")

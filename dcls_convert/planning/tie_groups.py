@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import takewhile
 
 from ..errors import PlanError, listed, shown
 from ..layers.geometry import size_text
@@ -122,10 +123,5 @@ def named_owners(groups: dict[str, list[LayerPlan]], layers: Sequence[LayerPlan]
 
 def common_parent(names: Sequence[str]) -> str:
     """The lowest module that holds all of these modules."""
-    parents = [name.split(".")[:-1] for name in names]
-    common = []
-    for parts in zip(*parents, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, levels))

@@ -81,11 +81,10 @@ def names_matching(pattern: str | None, known: Sequence[str] | None = None) -> l
 
 
 def _matching(pattern: str, known: Iterable[str]) -> list[str]:
-    return [
-        name
-        for name in known
-        if any(fnmatch.fnmatchcase(part.lower(), pattern) for part in (name, name.partition(":")[2]))
-    ]
+    def fits(name: str) -> bool:
+        return any(fnmatch.fnmatchcase(part.lower(), pattern) for part in (name, name.partition(":")[2]))
+
+    return list(filter(fits, known))
 
 
 def model_row(name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None) -> ModelRow:
@@ -146,7 +145,9 @@ def survey_models(
     timeout: float | None = None,
     advance: Callable[[ModelRow], None] = lambda row: None,
 ) -> list[ModelRow]:
-    """A row for every name, in their order. A model that crashes or hangs gets a row too.
+    """A row for every name, in their order; `advance` gets each as soon as it is ready.
+
+    A model that crashes or hangs gets a row too.
 
     Args:
         names: From `names_matching`.
@@ -154,7 +155,7 @@ def survey_models(
         input_size: (channels, *spatial) for all models; without it, the size that each states.
         workers: Processes; without it, a number that suits the machine.
         timeout: Seconds for one model.
-        advance: Called with every row as soon as it is ready.
+        advance: Called with every row.
     """
     rows: dict[int, ModelRow] = {}
     work = functools.partial(model_row, options=options, input_size=input_size)
