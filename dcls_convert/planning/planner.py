@@ -1,4 +1,4 @@
-"""Sites and rules to a conversion plan: what becomes what, and what is tied. Plain values; nothing is changed here."""
+"""From sites and rules to a conversion plan: which layer replaces which convolution, and what is tied."""
 
 import json
 import math
@@ -32,21 +32,21 @@ def plan_conversion(
 
     Args:
         convs: What `find_convs` found.
-        rules: A rule set, its name or file, or "auto": the depthwise set where it claims anything, else the 3x3 set.
+        rules: A rule set, its name or file, or "auto": the first of AUTO_RULES that claims a convolution.
         dilated_size: Window for rules that state none; an integer leaves sides of 1 in a longer kernel as they are.
-        kernel_count: Elements in a kernel for rules that state none; "auto" solves for the budget, "exact" takes as
-            many as the old kernel has cells, whatever the budget, so that the layers can start as the same function.
-            Or the counts of elements that are there already: then exactly those layers must be converted.
-        scope: Whether one count is solved for the model, for each stage or for each layer (there with its tie group).
+        kernel_count: Elements in a kernel for rules that state none. "auto" solves for the budget. "exact" takes as
+            many as the old kernel has cells, whatever the budget; the layers can then start as the same function.
+            `LayerCounts` gives the counts of existing elements; the layers to convert must be those it names.
+        scope: One count for the model, for each stage, or for each layer (a tie group counts as one layer).
         tie: "stage" shares positions among layers of one stage and shape, "none" gives every layer its own.
         budget: Percent of the replaced weights that new weights, positions and sigmas may use.
         interpolation: For rules that state none; bilinear without it.
-        strict: Refuse where a matching convolution cannot take the size, instead of skipping it.
-        model, model_args: Where the model comes from, so that a checkpoint can be rebuilt.
+        strict: Refuse a matching convolution that cannot take the size, instead of skipping it.
+        model, model_args: How to build the model again, for a checkpoint.
 
     Raises:
         RuleError: A rule that claims no convolution, or an option that all rules overrule.
-        PlanError: Sizes, counts or a budget that do not fit, with what would.
+        PlanError: Sizes, counts or a budget that do not fit; names values that do.
         NothingMatchesError: No rule claims anything; says what the model has instead.
     """
     return make_plan(convs, PlanOptions(rules=rules, **planning), model=model, model_args=model_args)
@@ -110,7 +110,7 @@ def _rules(rules: RuleSet | str | Path, convs: ModelConvs) -> RuleSet:
 
 
 def _draft(site: ConvSite, rules: RuleSet, index: int, options: PlanOptions) -> LayerPlan:
-    """A layer with everything decided but its tie, and its count where it is to be solved: UNSOLVED until then."""
+    """A layer without its tie group; its kernel count is UNSOLVED if neither rule nor option states one."""
     rule = rules.rules[index]
     size = rule.dilated_kernel_size or options.dilated_size or rules.defaults.dilated_kernel_size
     window, dense_axes = _window(site, size, rule)
@@ -166,7 +166,7 @@ def _check_options(options: PlanOptions) -> None:
 
 
 def _json_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments as they come back from a file."""
+    """The arguments as JSON returns them: tuples become lists."""
     try:
         return dict(json.loads(json.dumps(arguments, allow_nan=False)))
     except (TypeError, ValueError) as error:
@@ -174,7 +174,7 @@ def _json_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _claim(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
-    """Sites to convert with their rule, and everything that stays with the reason."""
+    """The rule of each site to convert, by name, and every convolution that stays, with the reason."""
     claims = claim_sites(rules, convs.sites)
     skipped = list(convs.skipped)
     rule_of: dict[str, int] = {}
@@ -213,7 +213,7 @@ def _nothing_matches(rules: RuleSet, convs: ModelConvs, claims: Claims) -> str:
 
 
 def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
-    """Refuse an option that no rule leaves open: it would be dropped in silence.
+    """Refuse an option that has no effect, since every rule states a value of its own.
 
     Raises:
         RuleError: Names the option and the rules.
@@ -231,7 +231,7 @@ def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
 
 
 def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The window that a site gets, and its dense axes; PlanError where it cannot have it."""
+    """The window of the new layer, and its dense axes; PlanError if the site cannot take this size."""
     if size is None:
         raise PlanError("no dilated size is stated, neither by an option nor by the rules")
     sides = (size,) * site.dims if isinstance(size, int) else tuple(size)
