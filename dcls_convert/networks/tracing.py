@@ -73,8 +73,7 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
     twin = _hollow_twin(model)
-    image = _image(twin, input_size)
-    calls = _watched(twin, image)
+    image, calls = _watched(twin, input_size)
     with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
         outputs = _way_of(twin)(image)
     prefix = type(twin).__name__ + "."
@@ -110,8 +109,7 @@ def check_same_shapes(
     if input_size is None or not before:
         return
     twin = _with_windows(_hollow_twin(model), windows)
-    image = _image(twin, input_size)
-    calls = _watched(twin, image)
+    image, calls = _watched(twin, input_size)
     shapes: list[tuple[int, ...]] = []
     failure = None
     try:
@@ -132,8 +130,9 @@ def check_same_shapes(
         raise PlanError(f"with these windows, the model would not run any more: {one_line(failure)[:200]}")
 
 
-def _watched(twin: nn.Module, image: Tensor) -> dict[str, Calls]:
-    """What each convolution of a hollow twin sees, by name; filled while the twin runs."""
+def _watched(twin: nn.Module, input_size: Sequence[int]) -> tuple[Tensor, dict[str, Calls]]:
+    """A hollow image, and what each convolution of a hollow twin sees, by name; filled while the twin runs."""
+    image = torch.empty(1, *input_size, dtype=image_dtype(twin), device="meta")
     calls: dict[str, Calls] = {}
     names = {module: name for name, module in reversed(list(twin.named_modules(remove_duplicate=False)))}
 
@@ -152,7 +151,7 @@ def _watched(twin: nn.Module, image: Tensor) -> dict[str, Calls]:
     for module in names:
         if isinstance(module, _ConvNd | DclsConvNd):
             module.register_forward_hook(record, with_kwargs=True)
-    return calls
+    return image, calls
 
 
 def _shapes(outputs: object) -> list[tuple[int, ...]]:
@@ -173,10 +172,6 @@ def _with_windows(twin: nn.Module, windows: Mapping[str, tuple[Sequence[int], Se
         parent, _, child = name.rpartition(".")
         setattr(twin.get_submodule(parent), child, layers[conv])
     return twin
-
-
-def _image(model: nn.Module, input_size: Sequence[int]) -> Tensor:
-    return torch.empty(1, *input_size, dtype=image_dtype(model), device="meta")
 
 
 def _way_of(model: nn.Module) -> Callable[[Tensor], object]:
