@@ -16,7 +16,6 @@ from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Sizes, Trace, trace
 
 IMAGE_CHANNELS = 3  # where no input size is known
-KINDS = ("depthwise", "grouped", "dense")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +24,7 @@ class ConvSite:
 
     names: tuple[str, ...]  # every qualified name of the object, the first is canonical
     type: str  # class name
-    kind: str  # one of KINDS
+    kind: str  # "depthwise", "grouped" or "dense"
     stage: str | None  # "stages.2"; None where the model has no stages, or outside them
     stem: bool  # in the stem as timm names it, or takes the image itself
     in_channels: int

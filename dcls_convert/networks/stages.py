@@ -92,9 +92,7 @@ def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pat
 
 
 def _patterns(groups: Mapping[str, Any], *, stem: bool) -> Iterator[re.Pattern[str]]:
-    for name, specs in groups.items():
-        if name.startswith("stem") != stem:
-            continue
+    for specs in (specs for name, specs in groups.items() if name.startswith("stem") == stem):
         for spec in [specs] if isinstance(specs, str) else specs:
             pattern, ordinal = (spec, None) if isinstance(spec, str) else spec
             if ordinal is None:  # in timm's convention, a pattern with a number is for the head
@@ -106,11 +104,8 @@ def _any_matches(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
 
 
 def _stage_by_timm(patterns: Sequence[re.Pattern[str]], name: str) -> str | None:
-    for pattern in patterns:
-        found = pattern.match(name + ".")
-        if found and found.groups():
-            return found.group(0).rstrip(".")
-    return None
+    matches = (pattern.match(name + ".") for pattern in patterns)
+    return next((found.group(0).rstrip(".") for found in matches if found and found.groups()), None)
 
 
 def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str]) -> dict[str, str]:
@@ -164,7 +159,5 @@ def _stride_text(stride: OutputStride) -> str:
 
 def _stage_from_path(name: str) -> str | None:
     parts = name.split(".")
-    for index, part in enumerate(parts[:-1], start=1):
-        if part[-1:].isdigit():
-            return ".".join(parts[:index])
-    return None
+    numbered = (index for index, part in enumerate(parts[:-1], start=1) if part[-1:].isdigit())
+    return ".".join(parts[: next(numbered, 0)]) or None

@@ -73,28 +73,9 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
     twin = _hollow_twin(model)
-    image = _image(twin, input_size)
-    calls: dict[str, Calls] = {}
-    names = _first_names(twin)
-
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        entering = args[0] if args else kwargs["input"]
-        dims = len(module.kernel_size)  # type: ignore[arg-type]
-        size, entered = tuple(output.shape[-dims:]), tuple(entering.shape[-dims:])
-        first = not calls
-        seen = calls.setdefault(names[module], Calls([], entered))
-        seen.sizes.append(size)
-        seen.input_extent = tuple(map(min, seen.input_extent, entered))
-        batch = output.shape[0] if output.dim() == dims + 2 else 1
-        seen.output_positions += batch * math.prod(size)
-        seen.takes_image = seen.takes_image or first or entering is image
-
-    for module in twin.modules():
-        if isinstance(module, _ConvNd):
-            module.register_forward_hook(record, with_kwargs=True)
-    run = _way_of(twin)
+    image, calls = _watched(twin, input_size)
     with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
-        outputs = run(image)
+        outputs = _way_of(twin)(image)
     prefix = type(twin).__name__ + "."
     counts = counter.get_flop_counts()
     counts[prefix] = counts.pop("Global", {})
@@ -127,9 +108,18 @@ def check_same_shapes(
     """
     if input_size is None or not before:
         return
-    after, failure = _sizes_along(_with_windows(_hollow_twin(model), windows), input_size)
+    twin = _with_windows(_hollow_twin(model), windows)
+    image, calls = _watched(twin, input_size)
+    shapes: list[tuple[int, ...]] = []
+    failure = None
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            shapes = _shapes(_way_of(twin)(image))
+    except Exception as error:  # any model code may run here
+        failure = error
     for name, sizes in before.items():
-        for old, new in zip(sizes, after.get(name, []), strict=False):
+        after = calls[name].sizes if name in calls else [] if name else shapes
+        for old, new in zip(sizes, after, strict=False):
             if old != new:
                 what = f"{shown(name)}: its output" if name else "the model's output"
                 raise PlanError(
@@ -140,23 +130,28 @@ def check_same_shapes(
         raise PlanError(f"with these windows, the model would not run any more: {one_line(failure)[:200]}")
 
 
-def _sizes_along(twin: nn.Module, input_size: Sequence[int]) -> tuple[Sizes, Exception | None]:
-    """The sizes of a hollow twin, and what ended its run early, if anything did."""
-    sizes: Sizes = {}
-    names = _first_names(twin)
+def _watched(twin: nn.Module, input_size: Sequence[int]) -> tuple[Tensor, dict[str, Calls]]:
+    """A hollow image, and what each convolution of a hollow twin sees, by name; filled while the twin runs."""
+    image = torch.empty(1, *input_size, dtype=image_dtype(twin), device="meta")
+    calls: dict[str, Calls] = {}
+    names = {module: name for name, module in reversed(list(twin.named_modules(remove_duplicate=False)))}
 
-    def record(module: nn.Module, _: tuple[Any, ...], output: Tensor) -> None:
-        sizes.setdefault(names[module], []).append(tuple(output.shape[-len(module.kernel_size) :]))  # type: ignore[arg-type]
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        entering = args[0] if args else kwargs["input"]
+        dims = len(module.kernel_size)  # type: ignore[arg-type]
+        size, entered = tuple(output.shape[-dims:]), tuple(entering.shape[-dims:])
+        first = not calls
+        seen = calls.setdefault(names[module], Calls([], entered))
+        seen.sizes.append(size)
+        seen.input_extent = tuple(map(min, seen.input_extent, entered))
+        batch = output.shape[0] if output.dim() == dims + 2 else 1
+        seen.output_positions += batch * math.prod(size)
+        seen.takes_image = seen.takes_image or first or entering is image
 
-    for module in twin.modules():
+    for module in names:
         if isinstance(module, _ConvNd | DclsConvNd):
-            module.register_forward_hook(record)
-    try:
-        with torch.no_grad(), torch.device("meta"):
-            outputs = _way_of(twin)(_image(twin, input_size))
-    except Exception as error:  # any model code may run here
-        return sizes, error
-    return sizes | {"": _shapes(outputs)}, None
+            module.register_forward_hook(record, with_kwargs=True)
+    return image, calls
 
 
 def _shapes(outputs: object) -> list[tuple[int, ...]]:
@@ -177,14 +172,6 @@ def _with_windows(twin: nn.Module, windows: Mapping[str, tuple[Sequence[int], Se
         parent, _, child = name.rpartition(".")
         setattr(twin.get_submodule(parent), child, layers[conv])
     return twin
-
-
-def _first_names(model: nn.Module) -> dict[nn.Module, str]:
-    return {module: name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-
-
-def _image(model: nn.Module, input_size: Sequence[int]) -> Tensor:
-    return torch.empty(1, *input_size, dtype=image_dtype(model), device="meta")
 
 
 def _way_of(model: nn.Module) -> Callable[[Tensor], object]:

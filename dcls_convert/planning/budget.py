@@ -47,22 +47,6 @@ class BudgetUnit:
         return self.limit - self.used
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SolvedBudget:
-    """The solved budget: a count for every layer, and the books."""
-
-    counts: dict[str, int]  # layer name -> kernel count
-    units: tuple[BudgetUnit, ...]
-
-    @property
-    def limit(self) -> int:
-        return sum(unit.limit for unit in self.units)
-
-    @property
-    def used(self) -> int:
-        return sum(unit.used for unit in self.units)
-
-
 def parse_percent(text: str | float | int) -> Fraction:
     """A percentage as an exact fraction of 1: "99.5" -> 199/200.
 
@@ -78,8 +62,11 @@ def parse_percent(text: str | float | int) -> Fraction:
     return Fraction(percent) / 100
 
 
-def solve_counts(layers: Sequence[BudgetLayer], share: Fraction) -> SolvedBudget:
+def solve_counts(layers: Sequence[BudgetLayer], share: Fraction) -> tuple[dict[str, int], tuple[BudgetUnit, ...]]:
     """For every unit, the largest count that keeps within `share` of the weights it replaces.
+
+    Returns:
+        The kernel count of every layer by its name, and the books of the units.
 
     Raises:
         PlanError: The budget of a unit admits no element; names the smallest one that would.
@@ -92,39 +79,30 @@ def solve_counts(layers: Sequence[BudgetLayer], share: Fraction) -> SolvedBudget
     solved: list[BudgetUnit] = []
     needed: list[tuple[Fraction, str]] = []
     for name, members in units.items():
-        limit = math.floor(share * sum(layer.dense_weights for layer in members))
-        given = [layer for layer in members if layer.given_count is not None]
+        replaced = sum(layer.dense_weights for layer in members)
+        limit = math.floor(share * replaced)
         free = [layer for layer in members if layer.given_count is None]
-        spent = sum(count * _element_cost(group) for count, group in _by_count(given))
+        spent = _params((layer, layer.given_count) for layer in members if layer.given_count is not None)
+        element = _params((layer, 1) for layer in free or members)
         exact, count = None, None
         if free:
-            exact = Fraction(limit - spent, _element_cost(free))
+            exact = Fraction(limit - spent, element)
             count = min(math.floor(exact), min(layer.cells for layer in free))
-            least = spent + _element_cost(free)
-            needed.append((Fraction(least, sum(layer.dense_weights for layer in members)), name))
+            needed.append((Fraction(spent + element, replaced), name))
         elif len({layer.given_count for layer in members}) == 1:
-            exact = Fraction(limit, _element_cost(members))
-            count = members[0].given_count
+            exact, count = Fraction(limit, element), members[0].given_count
         counts |= {layer.name: layer.given_count or count or 0 for layer in members}
-        used = spent + (count or 0) * _element_cost(free)
+        used = spent + (count or 0) * element if free else spent
         solved.append(BudgetUnit(name=name, kernel_count=count, exact_count=exact, limit=limit, used=used))
     _refuse_none(solved, needed, share)
-    return SolvedBudget(counts=counts, units=tuple(solved))
+    return counts, tuple(solved)
 
 
-def _element_cost(layers: Iterable[BudgetLayer]) -> int:
-    """Parameters of one element in every kernel of `layers`; a tie group's coordinates count once."""
-    layers = list(layers)
-    groups = {layer.tie_group or f"\0{layer.name}": layer.lines * layer.coordinates for layer in layers}
-    return sum(layer.lines for layer in layers) + sum(groups.values())
-
-
-def _by_count(layers: Iterable[BudgetLayer]) -> list[tuple[int, list[BudgetLayer]]]:
-    counts: dict[int, list[BudgetLayer]] = {}
-    for layer in layers:
-        assert layer.given_count is not None
-        counts.setdefault(layer.given_count, []).append(layer)
-    return list(counts.items())
+def _params(counted: Iterable[tuple[BudgetLayer, int]]) -> int:
+    """Parameters of layers with these kernel counts; the coordinates of a tie group count once."""
+    counted = list(counted)
+    tied = {layer.tie_group or f"\0{layer.name}": layer.lines * layer.coordinates * n for layer, n in counted}
+    return sum(layer.lines * n for layer, n in counted) + sum(tied.values())
 
 
 def _refuse_too_many(layers: Sequence[BudgetLayer]) -> None:
@@ -140,14 +118,8 @@ def _refuse_none(units: Sequence[BudgetUnit], needed: Sequence[tuple[Fraction, s
     empty = [unit.name for unit in units if unit.kernel_count is not None and unit.kernel_count < 1]
     if not empty:
         return
-    least = max(need for need, name in needed if name in empty)
+    least = math.ceil(max(need for need, name in needed if name in empty) * 10_000) / 100  # percent, rounded up
     raise PlanError(
         f"a budget of {float(share * 100):.6g} % admits no element in {listed(empty, 1)}; "
-        f"the smallest budget that does is {_percent_rounded_up(least)} %"
+        f"the smallest budget that does is {f'{least:.2f}'.rstrip('0').rstrip('.')} %"
     )
-
-
-def _percent_rounded_up(share: Fraction) -> str:
-    """The least percentage with two decimals that is at least this share of 1."""
-    hundredths = math.ceil(share * 10_000)
-    return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".")

@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Annotated, Any
 
@@ -20,6 +20,11 @@ from .budget import BudgetUnit
 
 PLAN_FORMAT = 1
 _STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+def taken_from(record: object, kind: type) -> dict[str, Any]:
+    """Those fields of the dataclass `kind` that `record` has too, with its values."""
+    return {part.name: getattr(record, part.name) for part in fields(kind) if hasattr(record, part.name)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +80,7 @@ class LayerPlan:
     @property
     def coordinates(self) -> int:
         """Learnable coordinates of one element: its position, and sigma where the interpolation has one."""
-        axes = len(self.dilated_size) - len(self.dense_axes)
-        return axes * len(self.shared_parameters)
+        return (len(self.dilated_size) - len(self.dense_axes)) * len(self.shared_parameters)
 
     @property
     def dense_weights(self) -> int:
@@ -244,9 +248,7 @@ def plan_from_json(text: str | bytes, where: str) -> ConversionPlan:
 
 def _newer_format(text: str | bytes) -> int | None:
     """The format that the text states, if it is newer than this program's."""
-    with contextlib.suppress(ValueError, RecursionError):
-        data = json.loads(text)
-        stated = data.get("format") if isinstance(data, dict) else None
-        if isinstance(stated, int) and stated > PLAN_FORMAT:
-            return stated
+    with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
+        stated = json.loads(text)["format"]
+        return stated if isinstance(stated, int) and stated > PLAN_FORMAT else None
     return None

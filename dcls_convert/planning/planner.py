@@ -1,4 +1,4 @@
-"""Sites and rules to a conversion plan: what becomes what, and what is tied. Plain values; nothing is changed here."""
+"""From sites and rules to a conversion plan: which layer replaces which convolution, and what is tied."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
 from ..networks.stages import stage_by_pattern
 from ..options import AUTO, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, takes_plan_options
 from .budget import parse_percent
-from .plan import ConversionPlan, LayerCounts, LayerPlan
+from .plan import ConversionPlan, LayerCounts, LayerPlan, taken_from
 from .rules import AUTO_RULES, Claims, Rule, RuleSet, choose_rules, claim_sites, load_rules
 from .tie_groups import UNSOLVED, group_layers, named_owners, with_counts, with_given_counts
 
@@ -32,21 +32,21 @@ def plan_conversion(
 
     Args:
         convs: What `find_convs` found.
-        rules: A rule set, its name or file, or "auto": the depthwise set where it claims anything, else the 3x3 set.
+        rules: A rule set, its name or file, or "auto": the first of AUTO_RULES that claims a convolution.
         dilated_size: Window for rules that state none; an integer leaves sides of 1 in a longer kernel as they are.
-        kernel_count: Elements in a kernel for rules that state none; "auto" solves for the budget, "exact" takes as
-            many as the old kernel has cells, whatever the budget, so that the layers can start as the same function.
-            Or the counts of elements that are there already: then exactly those layers must be converted.
-        scope: Whether one count is solved for the model, for each stage or for each layer (there with its tie group).
+        kernel_count: Elements in a kernel for rules that state none. "auto" solves for the budget. "exact" takes as
+            many as the old kernel has cells, whatever the budget; the layers can then start as the same function.
+            `LayerCounts` gives the counts of existing elements; the layers to convert must be those it names.
+        scope: One count for the model, for each stage, or for each layer (a tie group counts as one layer).
         tie: "stage" shares positions among layers of one stage and shape, "none" gives every layer its own.
         budget: Percent of the replaced weights that new weights, positions and sigmas may use.
         interpolation: For rules that state none; bilinear without it.
-        strict: Refuse where a matching convolution cannot take the size, instead of skipping it.
-        model, model_args: Where the model comes from, so that a checkpoint can be rebuilt.
+        strict: Refuse a matching convolution that cannot take the size, instead of skipping it.
+        model, model_args: How to build the model again, for a checkpoint.
 
     Raises:
         RuleError: A rule that claims no convolution, or an option that all rules overrule.
-        PlanError: Sizes, counts or a budget that do not fit, with what would.
+        PlanError: Sizes, counts or a budget that do not fit; names values that do.
         NothingMatchesError: No rule claims anything; says what the model has instead.
     """
     return make_plan(convs, PlanOptions(rules=rules, **planning), model=model, model_args=model_args)
@@ -79,8 +79,9 @@ def make_plan(
     if counts is not None:
         drafts = with_given_counts(drafts, counts, options.tie, [*skipped, *refused])
     groups = group_layers(drafts) if options.tie == "stage" else {}
-    layers, solved = with_counts(drafts, groups, options.scope, share)
-    order = {name: index for index, name in enumerate(_all_names(convs))}
+    layers, units = with_counts(drafts, groups, options.scope, share)
+    order = [site.name for site in convs.sites] + [skip.name for skip in convs.skipped]
+    place = {name: index for index, name in enumerate(order)}
     return ConversionPlan(
         model=model,
         model_args=arguments,
@@ -92,8 +93,8 @@ def make_plan(
         share=share,
         layers=layers,
         tie_groups=named_owners(groups, layers),
-        skipped=tuple(sorted([*skipped, *refused], key=lambda skip: order[skip.name])),
-        budget=solved.units,
+        skipped=tuple(sorted([*skipped, *refused], key=lambda skip: place[skip.name])),
+        budget=units,
         params=convs.params,
         macs=convs.macs,
         macs_note=convs.macs_note,
@@ -109,24 +110,15 @@ def _rules(rules: RuleSet | str | Path, convs: ModelConvs) -> RuleSet:
 
 
 def _draft(site: ConvSite, rules: RuleSet, index: int, options: PlanOptions) -> LayerPlan:
-    """A layer with everything decided but its tie, and its count where it is to be solved: UNSOLVED until then."""
+    """A layer without its tie group; its kernel count is UNSOLVED if neither rule nor option states one."""
     rule = rules.rules[index]
     size = rule.dilated_kernel_size or options.dilated_size or rules.defaults.dilated_kernel_size
     window, dense_axes = _window(site, size, rule)
-    exact = options.kernel_count == EXACT
-    stated = rule.kernel_count or (_cells(site, dense_axes) if exact else options.kernel_count)
+    old_cells = math.prod(side for axis, side in enumerate(site.kernel_size) if axis not in dense_axes)
+    stated = rule.kernel_count or (old_cells if options.kernel_count == EXACT else options.kernel_count)
     stage = stage_by_pattern(rule.stage_pattern, site.name) if rule.stage_pattern else None
     return LayerPlan(
-        names=site.names,
-        stage=stage or site.stage,
-        kind=site.kind,
-        in_channels=site.in_channels,
-        out_channels=site.out_channels,
-        groups=site.groups,
-        bias=site.bias,
-        kernel_size=site.kernel_size,
-        dilation=site.dilation,
-        output_positions=site.output_positions,
+        **taken_from(site, LayerPlan) | {"stage": stage or site.stage},
         dilated_size=window,
         dense_axes=dense_axes,
         interpolation=rule.interpolation or options.interpolation or INTERPOLATIONS[0],
@@ -134,11 +126,6 @@ def _draft(site: ConvSite, rules: RuleSet, index: int, options: PlanOptions) -> 
         tie_group=None,
         rule=rules.label(index),
     )
-
-
-def _cells(site: ConvSite, dense_axes: Sequence[int]) -> int:
-    """Cells of the old kernel along the learnt axes."""
-    return math.prod(side for axis, side in enumerate(site.kernel_size) if axis not in dense_axes)
 
 
 def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
@@ -179,7 +166,7 @@ def _check_options(options: PlanOptions) -> None:
 
 
 def _json_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments as they come back from a file."""
+    """The arguments as JSON returns them: tuples become lists."""
     try:
         return dict(json.loads(json.dumps(arguments, allow_nan=False)))
     except (TypeError, ValueError) as error:
@@ -187,7 +174,7 @@ def _json_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _claim(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
-    """Sites to convert with their rule, and everything that stays with the reason."""
+    """The rule of each site to convert, by name, and every convolution that stays, with the reason."""
     claims = claim_sites(rules, convs.sites)
     skipped = list(convs.skipped)
     rule_of: dict[str, int] = {}
@@ -226,7 +213,7 @@ def _nothing_matches(rules: RuleSet, convs: ModelConvs, claims: Claims) -> str:
 
 
 def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
-    """Refuse an option that no rule leaves open: it would be dropped in silence.
+    """Refuse an option that has no effect, since every rule states a value of its own.
 
     Raises:
         RuleError: Names the option and the rules.
@@ -244,40 +231,33 @@ def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
 
 
 def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The window that a site gets, and its dense axes; PlanError where it cannot have it."""
+    """The window of the new layer, and its dense axes; PlanError if the site cannot take this size."""
     if size is None:
         raise PlanError("no dilated size is stated, neither by an option nor by the rules")
-    if isinstance(size, int):
-        flat = (
-            {axis for axis, kernel in enumerate(site.kernel_size) if kernel == 1}
-            if max(site.kernel_size) > 1
-            else set()
-        )
-    else:
-        if len(size) != site.dims:
-            raise PlanError(f"the size {size_text(size)} is for {len(size)}-D, this convolution is {site.dims}-D")
-        flat = {axis for axis, side in enumerate(size) if side == 1} if max(size) > 1 else set()
-    if any(axis >= site.dims for axis in rule.dense_axes or ()):
+    sides = (size,) * site.dims if isinstance(size, int) else tuple(size)
+    if len(sides) != site.dims:
+        raise PlanError(f"the size {size_text(sides)} is for {len(sides)}-D, this convolution is {site.dims}-D")
+    stated = site.kernel_size if isinstance(size, int) else sides  # an integer leaves sides of 1 in a longer kernel
+    flat = {axis for axis, side in enumerate(stated) if side == 1 < max(stated)}
+    dense = flat.union(rule.dense_axes or ())
+    if max(dense, default=0) >= site.dims:
         raise PlanError(f"the rule's dense axes {rule.dense_axes} are not all axes of a {site.dims}-D convolution")
-    dense = {*(rule.dense_axes or ()), *flat}
     if len(dense) == site.dims:
         raise PlanError("all its axes are dense; nothing would be learnt")
-    window = tuple(
-        site.kernel_size[axis] if axis in dense and isinstance(size, int) else sides
-        for axis, sides in enumerate([size] * site.dims if isinstance(size, int) else size)
-    )
+    if isinstance(size, int):
+        sides = tuple(site.kernel_size[axis] if axis in dense else size for axis in range(site.dims))
     for axis in sorted(dense):
         dilated = site.kernel_size[axis] > 1 and site.dilation[axis] > 1
-        if window[axis] != site.kernel_size[axis] or dilated:
+        if sides[axis] != site.kernel_size[axis] or dilated:
             raise PlanError(f"dense axis {axis} must keep its size {site.kernel_size[axis]}, undilated")
-    check_window(site.kernel_size, site.dilation, window)
-    padding = grown_padding(site.padding, site.kernel_size, site.dilation, window, site.stride)
+    check_window(site.kernel_size, site.dilation, sides)
+    padding = grown_padding(site.padding, site.kernel_size, site.dilation, sides, site.stride)
     if site.padding_mode in ("reflect", "circular") and site.input_extent is not None:
-        cells = padded_cells(padding, site.input_extent, window, site.stride)
+        cells = padded_cells(padding, site.input_extent, sides, site.stride)
         for width, side in zip(map(max, cells), site.input_extent, strict=True):
             if width > side - (site.padding_mode == "reflect"):
                 raise PlanError(f"{site.padding_mode} padding of {width} does not fit its input of {side}")
-    return window, tuple(sorted(dense))
+    return sides, tuple(sorted(dense))
 
 
 def _refuse(refused: Sequence[Skipped], drafts: Sequence[LayerPlan], strict: bool) -> None:
@@ -285,7 +265,3 @@ def _refuse(refused: Sequence[Skipped], drafts: Sequence[LayerPlan], strict: boo
         first = refused[0]
         more = f" ({len(refused) - 1} more like it)" if len(refused) > 1 else ""
         raise PlanError(f"{first.name}: {first.reason}{more}")
-
-
-def _all_names(convs: ModelConvs) -> list[str]:
-    return [site.name for site in convs.sites] + [skip.name for skip in convs.skipped]

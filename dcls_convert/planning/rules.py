@@ -1,10 +1,9 @@
 """YAML to a strict, frozen rule set; which rule claims a convolution, and why none does."""
 
 import fnmatch
-import operator
 import re
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -60,40 +59,22 @@ class Range(_Strict):
         return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
 
 
-Number = Positive | Range
 Size = Positive | Annotated[list[Positive], Field(min_length=1, max_length=3)]
 Globs = str | Annotated[list[str], Field(min_length=1)]
 
 
-@dataclass(frozen=True)
-class Holds:
-    """How a predicate's field matches a convolution. Metadata of the field."""
-
-    test: Callable[[Any, Any], bool]  # (what the rule wants, what the site has) -> whether it holds
-    attribute: str | None = None  # of the site; None: the one with the field's name
-
-
-def _globs(wanted: str | list[str], found: str | None) -> bool:
-    patterns = [wanted] if isinstance(wanted, str) else wanted
-    return found is not None and any(fnmatch.fnmatchcase(found, pattern) for pattern in patterns)
-
-
-def _globs_any(wanted: str | list[str], found: tuple[str, ...]) -> bool:
-    return any(_globs(wanted, name) for name in found)
-
-
-def _one_of(wanted: str | list[str], found: str) -> bool:
-    return found in ([wanted] if isinstance(wanted, str) else wanted)
-
-
-def _sizes(wanted: int | list[int] | Range, found: tuple[int, ...]) -> bool:
+def _holds(wanted: Any, found: Any) -> bool:
+    """Whether what a predicate wants is what the site has: patterns, sizes, a number, a range or a truth value."""
+    several = isinstance(found, tuple)
     if isinstance(wanted, Range):
-        return max(found) in wanted
-    return found == (tuple(wanted) if isinstance(wanted, list) else (wanted,) * len(found))
-
-
-def _number(wanted: int | Range, found: int) -> bool:
-    return found in wanted if isinstance(wanted, Range) else found == wanted
+        return (max(found) if several else found) in wanted
+    patterns = [wanted] if isinstance(wanted, str) else wanted
+    if isinstance(patterns, list) and isinstance(patterns[0], str):
+        names = [name for name in (found if several else (found,)) if name is not None]
+        return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
+    if several:
+        wanted = tuple(wanted) if isinstance(wanted, list) else (wanted,) * len(found)
+    return bool(wanted == found)
 
 
 _GLOB = "a pattern with * and ?, or a list of such patterns"
@@ -102,43 +83,32 @@ _AXES = "a positive integer for all axes, or a list with one for each"
 
 
 class Match(_Strict):
-    """What a convolution must be for the rule to claim it; everything stated must hold.
+    """What a convolution must be for the rule to claim it; everything stated must hold."""
 
-    A predicate is one field: its type, how it `Holds`, and what the file may say for it.
-    """
-
-    path: Annotated[Globs | None, Holds(_globs_any, "names")] = Field(
-        None, description=f"{_GLOB}, for the module's qualified name"
-    )
-    stage: Annotated[Globs | None, Holds(_globs)] = Field(
-        None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem"
-    )
-    type: Annotated[Globs | None, Holds(_globs)] = Field(None, description=f"{_GLOB}, for the class name")
-    stem: Annotated[bool | None, Holds(operator.eq)] = Field(
+    path: Globs | None = Field(None, description=f"{_GLOB}, for the module's qualified name")
+    stage: Globs | None = Field(None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem")
+    type: Globs | None = Field(None, description=f"{_GLOB}, for the class name")
+    stem: bool | None = Field(
         None, description="true or false: whether it belongs to the stem, or takes the image itself"
     )
-    kind: Annotated[Kind | Annotated[list[Kind], Field(min_length=1)] | None, Holds(_one_of)] = Field(
+    kind: Kind | Annotated[list[Kind], Field(min_length=1)] | None = Field(
         None, description="depthwise, grouped, dense, or a list of them"
     )
-    dims: Annotated[Annotated[int, Field(ge=1, le=3)] | None, Holds(operator.eq)] = Field(
-        None, description="1, 2 or 3 spatial dimensions"
-    )
-    kernel_size: Annotated[Size | Range | None, Holds(_sizes)] = Field(
+    dims: Annotated[int, Field(ge=1, le=3)] | None = Field(None, description="1, 2 or 3 spatial dimensions")
+    kernel_size: Size | Range | None = Field(
         None,
         description="a positive integer for all sides, a list with one for each, or {min: N, max: N}, largest side",
     )
-    stride: Annotated[Size | None, Holds(_sizes)] = Field(None, description=_AXES)
-    dilation: Annotated[Size | None, Holds(_sizes)] = Field(None, description=_AXES)
-    in_channels: Annotated[Number | None, Holds(_number)] = Field(None, description=_NUMBER)
-    out_channels: Annotated[Number | None, Holds(_number)] = Field(None, description=_NUMBER)
+    stride: Size | None = Field(None, description=_AXES)
+    dilation: Size | None = Field(None, description=_AXES)
+    in_channels: Positive | Range | None = Field(None, description=_NUMBER)
+    out_channels: Positive | Range | None = Field(None, description=_NUMBER)
 
     def misses(self, site: "ConvSite") -> str | None:
         """The first predicate that `site` fails, in words; None where all hold."""
-        for name, field in type(self).model_fields.items():
-            wanted = getattr(self, name)
-            (holds,) = [part for part in field.metadata if isinstance(part, Holds)]
-            found = getattr(site, holds.attribute or name)
-            if wanted is not None and not holds.test(wanted, found):
+        for name in type(self).model_fields:
+            wanted, found = getattr(self, name), getattr(site, "names" if name == "path" else name)
+            if wanted is not None and not _holds(wanted, found):
                 return f"{name} is {_in_words(found)}, not {_in_words(wanted)}"
         return None
 
@@ -271,10 +241,6 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
         kinds = {list: "a list", str: "a text", type(None): "empty"}
         kind = kinds.get(type(data), f"of type {type(data).__name__}")
         raise RuleError(f"{source}: is {kind}, but must be a mapping with {', '.join(RuleSet.model_fields)}")
-    if odd := [key for key in data if not isinstance(key, str)]:
-        raise RuleError(
-            f"{source}: unknown key {shown(reprlib.repr(odd[0]))}; known: {', '.join(RuleSet.model_fields)}"
-        )
     try:
         rules = RuleSet.model_validate(data)
     except ValidationError as error:
@@ -326,34 +292,29 @@ def _in_words(value: Any) -> str:
 
 def _explain(error: ValidationError) -> str:
     """The first complaint of pydantic as one line: the place in the file, what was found, what is allowed."""
-    # Report a misspelt key rather than that the right one is missing, and our own sentence rather than what the other
-    # members of a union complain of.
-    telling = {"extra_forbidden": 0, "value_error": 1}
+    # Report a misspelt key rather than the missing one; our own sentence rather than the other members of a union.
+    telling = {"extra_forbidden": 0, "invalid_key": 0, "value_error": 1}
     problem = min(error.errors(), key=lambda problem: telling.get(problem["type"], 2))
-    place, field = "", None
-    owner: type[BaseModel] = RuleSet  # of the field
-    model: type[BaseModel] | None = RuleSet  # of what the field holds
-    for step in problem["loc"]:
+    unknown_key = telling.get(problem["type"]) == 0
+    place, allowed = "", ""
+    model: type[BaseModel] | None = RuleSet  # of what is found at the place
+    for step in problem["loc"][: -1 if unknown_key else None]:
         if isinstance(step, int):
             place += f"[{step}]"
+            allowed = f"a mapping with {', '.join(model.model_fields)}" if model is not None else allowed
         elif model is not None and step in model.model_fields:
             place += f".{step}" if place else step
-            owner, field = model, model.model_fields[step]
-            model = _NESTED.get(step)
+            allowed, model = str(model.model_fields[step].description), _NESTED.get(step)
         else:
-            break  # the name of a union's member, or an unknown key
-    if problem["type"] == "extra_forbidden":
+            break  # the name of a union's member
+    if unknown_key:
         key, known = str(problem["loc"][-1]), list((model or Range).model_fields)
         where = place + ": " if place else ""
         return f"{where}unknown key {shown(key)!r}{did_you_mean(key, known)}; known: {', '.join(known)}"
     if problem["type"] == "missing":
-        return f"{place.rpartition('.')[0] or 'top level'}: {place.rpartition('.')[2]} is missing"
+        return f"top level: {place} is missing"
     if problem["type"] == "value_error":
         return f"{place}: {problem['ctx']['error']}"
-    if model is not None and place.endswith("]"):
-        allowed = f"a mapping with {', '.join(model.model_fields)}"
-    else:
-        allowed = str(field.description) if field is not None else ", ".join(owner.model_fields)
     return f"{place}: found {shown(reprlib.repr(problem['input']))}; allowed is {allowed}"
 
 

@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import takewhile
 
 from ..errors import PlanError, listed, shown
 from ..layers.geometry import size_text
 from ..networks.sites import Skipped
 from ..options import Scope, Tie
-from .budget import BudgetLayer, SolvedBudget, solve_counts
-from .plan import LayerCounts, LayerPlan, TieGroup
+from .budget import BudgetLayer, BudgetUnit, solve_counts
+from .plan import LayerCounts, LayerPlan, TieGroup, taken_from
 
 UNSOLVED = 0  # a kernel count that is still to be solved for
 MODEL_UNIT = "model"  # the unit of the budget with scope "model"
@@ -82,7 +83,7 @@ def _check_counts_in_groups(drafts: Sequence[LayerPlan], source: str) -> None:
 
 def with_counts(
     drafts: Sequence[LayerPlan], groups: dict[str, list[LayerPlan]], scope: Scope, share: Fraction
-) -> tuple[tuple[LayerPlan, ...], SolvedBudget]:
+) -> tuple[tuple[LayerPlan, ...], tuple[BudgetUnit, ...]]:
     """The layers with their counts, stated or solved for, and the books of the budget."""
     group_of = {draft.name: name for name, members in groups.items() for draft in members}
     costs = []
@@ -90,23 +91,14 @@ def with_counts(
         tie = group_of.get(draft.name)
         # A tie group has one count. With scope "layer", the group counts as one layer.
         unit = {"model": MODEL_UNIT, "stage": draft.stage or draft.name, "layer": tie or draft.name}[scope]
-        costs.append(
-            BudgetLayer(
-                name=draft.name,
-                unit=unit,
-                tie_group=tie,
-                lines=draft.lines,
-                dense_weights=draft.dense_weights,
-                coordinates=draft.coordinates,
-                cells=draft.cells,
-                given_count=None if draft.kernel_count == UNSOLVED else draft.kernel_count,
-            )
-        )
-    solved = solve_counts(costs, share)
+        given = None if draft.kernel_count == UNSOLVED else draft.kernel_count
+        decided = {"unit": unit, "tie_group": tie, "given_count": given}
+        costs.append(BudgetLayer(**taken_from(draft, BudgetLayer) | decided))
+    counts, units = solve_counts(costs, share)
     layers = tuple(
-        replace(draft, kernel_count=solved.counts[draft.name], tie_group=group_of.get(draft.name)) for draft in drafts
+        replace(draft, kernel_count=counts[draft.name], tie_group=group_of.get(draft.name)) for draft in drafts
     )
-    return layers, solved
+    return layers, units
 
 
 def named_owners(groups: dict[str, list[LayerPlan]], layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
@@ -131,10 +123,5 @@ def named_owners(groups: dict[str, list[LayerPlan]], layers: Sequence[LayerPlan]
 
 def common_parent(names: Sequence[str]) -> str:
     """The lowest module that holds all of these modules."""
-    parents = [name.split(".")[:-1] for name in names]
-    common = []
-    for parts in zip(*parents, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, levels))

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..networks.sites import Skipped
 from ..networks.tracing import trace
-from ..planning.plan import ConversionPlan, LayerPlan
+from ..planning.plan import ConversionPlan, LayerPlan, taken_from
 
 REPORT_FORMAT = 1
 
@@ -199,14 +199,7 @@ def _report(plan: ConversionPlan, params: int, macs: int | None, rows: Sequence[
         untouched_macs = plan.macs - sum(layer.macs_before or 0 for layer in layers)
         macs = untouched_macs + sum(layer.macs_after or 0 for layer in layers) if macs is None else macs
     units = tuple(
-        UnitReport(
-            name=unit.name,
-            kernel_count=unit.kernel_count,
-            exact_count=_floor_2(unit.exact_count),
-            limit=unit.limit,
-            used=unit.used,
-        )
-        for unit in plan.budget
+        UnitReport(**taken_from(unit, UnitReport) | {"exact_count": _floor_2(unit.exact_count)}) for unit in plan.budget
     )
     return ConversionReport(
         model=plan.model,
@@ -248,18 +241,10 @@ def _planned_layer(plan: ConversionPlan, layer: LayerPlan, with_positions: bool)
     positions = 0 if plan.folded else layer.position_params * with_positions
     weights = layer.folded_weights if plan.folded else layer.element_weights
     return LayerReport(
-        name=layer.name,
-        stage=layer.stage,
-        kind=layer.kind,
-        kernel_size=layer.kernel_size,
-        dilated_size=layer.dilated_size,
-        kernel_count=layer.kernel_count,
-        interpolation=layer.interpolation,
-        tie_group=layer.tie_group,
+        **taken_from(layer, LayerReport) | {"position_params": positions},
         params_before=layer.dense_weights + bias,
         params_after=weights + positions + bias,
         weight_params=weights,
-        position_params=positions,
         macs_before=layer.macs(layer.kernel_size),
         macs_after=layer.macs(layer.dilated_size),
     )

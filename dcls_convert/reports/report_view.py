@@ -1,7 +1,7 @@
 """How a report looks: rich tables for the terminal, Markdown for the model card. Formatting only."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -44,11 +44,7 @@ def report_markdown(report: ConversionReport) -> str:
         "| stage | layers | kernel | count | parameters | MACs |",
         "| --- | ---: | --- | ---: | ---: | ---: |",
     ]
-    for stage, layers in _stages(report.layers):
-        rows.append(
-            f"| {stage} | {len(layers)} | {_kernels(layers)} | {_counts(layers)} "
-            f"| {_arrow(_params(layers))} | {_arrow(_macs(layers))} |"
-        )
+    rows += [f"| {' | '.join([*cells, _arrow(macs)])} |" for cells, macs in _stage_rows(report.layers)]
     rows += ["", "| total | before | after | change |", "| --- | ---: | ---: | ---: |"]
     for name, change in [("parameters", report.params), ("MACs", report.macs)]:
         rows.append(f"| {name} | {_exact(change.before)} | {_exact(change.after)} | {_delta(change)} |")
@@ -57,15 +53,8 @@ def report_markdown(report: ConversionReport) -> str:
 
 def _stage_table(layers: Sequence[LayerReport]) -> Table:
     table = plain_table("Stage", "Layers", "Kernel", "Count", "Parameters", "MACs")
-    for stage, members in _stages(layers):
-        table.add_row(
-            Text(stage),
-            str(len(members)),
-            _kernels(members),
-            _counts(members),
-            _arrow(_params(members)),
-            short_arrow(_macs(members)),
-        )
+    for cells, macs in _stage_rows(layers):
+        table.add_row(*map(Text, cells), short_arrow(macs))
     return table
 
 
@@ -77,8 +66,8 @@ def _layer_table(layers: Sequence[LayerReport]) -> Table:
             Text(printable(layer.name)),
             _kernels([layer]).replace(" ", ""),
             str(layer.kernel_count),
-            _arrow(_params([layer])) + ("*" if first_of_group else " "),
-            short_arrow(_macs([layer])),
+            _arrow(_total([layer], "params")) + ("*" if first_of_group else " "),
+            short_arrow(_total([layer], "macs")),
         )
     if any(layer.tie_group for layer in layers):
         table.caption = "* with the positions that the next layers of its tie group share"
@@ -91,12 +80,13 @@ def _totals(report: ConversionReport) -> Table:
     untouched = Change(before=report.params_untouched, after=report.params_untouched)
     for name, change, style in [
         ("Parameters", report.params, "bold"),
-        ("  replaced layers", _params(report.layers), "dim"),
+        ("  replaced layers", _total(report.layers, "params"), "dim"),
         ("  everything else", untouched, "dim"),
         ("MACs", report.macs, "bold"),
     ]:
         percent = "" if change.percent is None or style == "dim" else f"{change.percent:+.2f} %"
-        table.add_row(name, _exact(change.before), _exact(change.after), _signed(change.delta), percent, style=style)
+        counts = (_exact(change.before), _exact(change.after), _exact(change.delta, "+"))
+        table.add_row(name, *counts, percent, style=style)
     return table
 
 
@@ -150,37 +140,26 @@ def plain_table(first: str, *headings: str) -> Table:
     return table
 
 
-def _stages(layers: Iterable[LayerReport]) -> list[tuple[str, list[LayerReport]]]:
+def _stage_rows(layers: Sequence[LayerReport]) -> Iterator[tuple[list[str], Change]]:
+    """For each stage: its name, how many layers, their kernels, counts and parameters as text; and their MACs."""
     stages: dict[str, list[LayerReport]] = {}
     for layer in layers:
         stages.setdefault(printable(layer.stage or OUTSIDE), []).append(layer)
-    return list(stages.items())
+    for stage, members in stages.items():
+        counts = span({layer.kernel_count for layer in members})
+        params = _arrow(_total(members, "params"))
+        yield [stage, str(len(members)), _kernels(members), counts, params], _total(members, "macs")
 
 
-def _params(layers: Iterable[LayerReport]) -> Change:
-    layers = list(layers)
-    return Change(
-        before=sum(layer.params_before for layer in layers), after=sum(layer.params_after for layer in layers)
-    )
+def _total(layers: Sequence[LayerReport], unit: str) -> Change:
+    """Of "params" or "macs" of all these layers."""
+    before, after = ([getattr(layer, f"{unit}_{when}") for layer in layers] for when in ("before", "after"))
+    return Change() if None in (*before, *after) else Change(before=sum(before), after=sum(after))
 
 
-def _macs(layers: Iterable[LayerReport]) -> Change:
-    layers = list(layers)
-    if any(layer.macs_before is None or layer.macs_after is None for layer in layers):
-        return Change(before=None, after=None)
-    return Change(
-        before=sum(layer.macs_before or 0 for layer in layers), after=sum(layer.macs_after or 0 for layer in layers)
-    )
-
-
-def _kernels(layers: Iterable[LayerReport]) -> str:
-    layers = list(layers)
+def _kernels(layers: Sequence[LayerReport]) -> str:
     old, new = ({getattr(layer, size) for layer in layers} for size in ("kernel_size", "dilated_size"))
     return f"{span(old, size_text)} → {span(new, size_text)}"
-
-
-def _counts(layers: Iterable[LayerReport]) -> str:
-    return span({layer.kernel_count for layer in layers})
 
 
 def span(values: Iterable[Any], text: Callable[[Any], str] = str) -> str:
@@ -210,16 +189,12 @@ def _unit(count: int) -> tuple[float, str]:
     return next((unit for unit in units if count >= unit[0]), units[-1])
 
 
-def _exact(count: int | None) -> str:
-    return NOT_COUNTED if count is None else f"{count:,}"
-
-
-def _signed(count: int | None) -> str:
-    return NOT_COUNTED if count is None else f"{count:+,}"
+def _exact(count: int | None, sign: str = "") -> str:
+    return NOT_COUNTED if count is None else f"{count:{sign},}"
 
 
 def _delta(change: Change) -> str:
-    return _signed(change.delta) + ("" if change.percent is None else f" ({change.percent:+.2f} %)")
+    return _exact(change.delta, "+") + ("" if change.percent is None else f" ({change.percent:+.2f} %)")
 
 
 def _arrow(change: Change) -> str:

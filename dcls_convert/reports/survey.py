@@ -8,19 +8,18 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter
 
-from ..errors import DclsConvertError, ModelError, NothingMatchesError, PlanError, RuleError, did_you_mean, shown
+from ..errors import ModelError, NothingMatchesError, PlanError, RuleError, did_you_mean, shown
 from ..layers.geometry import size_text
-from ..networks.sites import ModelConvs, find_convs, kinds_of_convs
+from ..networks.sites import find_convs, kinds_of_convs
 from ..networks.source import ModelSource, build_model, registry_names, stated_input_size
 from ..networks.tracing import check_same_shapes
 from ..options import PlanOptions
-from ..planning.plan import ConversionPlan
 from ..planning.planner import make_plan
 from .report import Change, MacsChange, predict_report
 from .workers import run_jobs
@@ -82,11 +81,10 @@ def names_matching(pattern: str | None, known: Sequence[str] | None = None) -> l
 
 
 def _matching(pattern: str, known: Iterable[str]) -> list[str]:
-    return [
-        name
-        for name in known
-        if any(fnmatch.fnmatchcase(part.lower(), pattern) for part in (name, name.partition(":")[2]))
-    ]
+    def fits(name: str) -> bool:
+        return any(fnmatch.fnmatchcase(part.lower(), pattern) for part in (name, name.partition(":")[2]))
+
+    return list(filter(fits, known))
 
 
 def model_row(name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None) -> ModelRow:
@@ -109,42 +107,30 @@ def model_row(name: str, options: PlanOptions, input_size: tuple[int, ...] | Non
         convs = find_convs(model, input_size or stated_input_size(source, model))
     except PlanError as error:  # the user's input size does not suit this model
         return ModelRow(name=name, status="does not fit", reason=str(error))
+    row = ModelRow(
+        name=name,
+        status="planned",
+        convolutions=dict(kinds_of_convs(convs).most_common()),
+        input_size=convs.input_size,
+        params=Change(before=convs.params),
+        macs=MacsChange(before=convs.macs, note=convs.macs_note),
+    )
     try:
         plan = make_plan(convs, options, model=name)
         check_same_shapes(model, plan.windows, plan.input_size, convs.output_sizes)
         if convs.macs is None and input_size is not None:
             raise PlanError(f"input size {size_text(input_size)}: {convs.macs_note}")
-    except NothingMatchesError as error:
-        return _unplanned(name, convs, "nothing matches", error)
-    except (PlanError, RuleError) as error:
-        return _unplanned(name, convs, "does not fit", error)
-    return _planned(name, convs, plan)
-
-
-def _unplanned(name: str, convs: ModelConvs, status: Status, reason: DclsConvertError) -> ModelRow:
-    return ModelRow(
-        name=name,
-        status=status,
-        reason=str(reason),
-        convolutions=dict(kinds_of_convs(convs).most_common()),
-        input_size=convs.input_size,
-        params=Change(before=convs.params, after=None),
-        macs=MacsChange(before=convs.macs, after=None, note=convs.macs_note),
-    )
-
-
-def _planned(name: str, convs: ModelConvs, plan: ConversionPlan) -> ModelRow:
+    except (NothingMatchesError, PlanError, RuleError) as error:
+        nothing = isinstance(error, NothingMatchesError)
+        return replace(row, status="nothing matches" if nothing else "does not fit", reason=str(error))
     report = predict_report(plan)
     replaced = Counter(f"{layer.kind} {size_text(layer.kernel_size)}" for layer in plan.layers)
-    return ModelRow(
-        name=name,
-        status="planned",
-        convolutions=dict(kinds_of_convs(convs).most_common()),
+    return replace(
+        row,
         replaced=dict(replaced.most_common()),
         dilated_sizes=tuple(sorted({layer.dilated_size for layer in plan.layers})),
         kernel_counts=tuple(sorted({layer.kernel_count for layer in plan.layers})),
         rules=plan.rules,
-        input_size=plan.input_size,
         params=Change(before=report.params.before, after=report.params.after),
         macs=report.macs,
     )
@@ -159,7 +145,9 @@ def survey_models(
     timeout: float | None = None,
     advance: Callable[[ModelRow], None] = lambda row: None,
 ) -> list[ModelRow]:
-    """A row for every name, in their order. A model that crashes or hangs gets a row too.
+    """A row for every name, in their order; `advance` gets each as soon as it is ready.
+
+    A model that crashes or hangs gets a row too.
 
     Args:
         names: From `names_matching`.
@@ -167,7 +155,7 @@ def survey_models(
         input_size: (channels, *spatial) for all models; without it, the size that each states.
         workers: Processes; without it, a number that suits the machine.
         timeout: Seconds for one model.
-        advance: Called with every row as soon as it is ready.
+        advance: Called with every row.
     """
     rows: dict[int, ModelRow] = {}
     work = functools.partial(model_row, options=options, input_size=input_size)

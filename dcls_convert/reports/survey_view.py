@@ -4,7 +4,7 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -23,22 +23,6 @@ from .survey import ModelRow, Status, rows_to_dicts
 
 SURVEY_FORMAT = 1
 MOST_KINDS = 4  # of convolutions, named where nothing matches
-CSV_COLUMNS = (
-    "name",
-    "status",
-    "replaced",
-    "dilated_sizes",
-    "kernel_counts",
-    "params_before",
-    "params_after",
-    "macs_before",
-    "macs_after",
-    "input_size",
-    "rules",
-    "convolutions",
-    "macs_note",
-    "reason",
-)
 _STYLES = {"planned": "", "nothing matches": "dim", "does not fit": "yellow", "failed": "red"}
 
 
@@ -90,29 +74,10 @@ def survey_json(
 def survey_csv(rows: Iterable[ModelRow]) -> str:
     """A line for each model; a value that is not known is empty."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(map(_csv_row, rows))
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    writer.writerows([value(row) for value in CSV_COLUMNS.values()] for row in rows)
     return text.getvalue()
-
-
-def _csv_row(row: ModelRow) -> Mapping[str, object]:
-    return {
-        "name": row.name,
-        "status": row.status,
-        "replaced": _kinds(row.replaced.items()),
-        "dilated_sizes": " ".join(map(size_text, row.dilated_sizes)),
-        "kernel_counts": " ".join(map(str, row.kernel_counts)),
-        "params_before": row.params.before,
-        "params_after": row.params.after,
-        "macs_before": row.macs.before,
-        "macs_after": row.macs.after,
-        "input_size": size_text(row.input_size) if row.input_size else None,
-        "rules": row.rules,
-        "convolutions": _kinds(row.convolutions.items()),
-        "macs_note": row.macs.note,
-        "reason": row.reason,
-    }
 
 
 def _replaced(row: ModelRow) -> str:
@@ -130,3 +95,21 @@ def _kinds(kinds: Iterable[tuple[str, int]]) -> str:
 
 def _change(change: Change) -> str:
     return short_count(change.before) if change.after is None else short_arrow(change)
+
+
+CSV_COLUMNS: dict[str, Callable[[ModelRow], object]] = {
+    "name": lambda row: row.name,
+    "status": lambda row: row.status,
+    "replaced": lambda row: _kinds(row.replaced.items()),
+    "dilated_sizes": lambda row: " ".join(map(size_text, row.dilated_sizes)),
+    "kernel_counts": lambda row: " ".join(map(str, row.kernel_counts)),
+    "params_before": lambda row: row.params.before,
+    "params_after": lambda row: row.params.after,
+    "macs_before": lambda row: row.macs.before,
+    "macs_after": lambda row: row.macs.after,
+    "input_size": lambda row: size_text(row.input_size or ()),
+    "rules": lambda row: row.rules,
+    "convolutions": lambda row: _kinds(row.convolutions.items()),
+    "macs_note": lambda row: row.macs.note,
+    "reason": lambda row: row.reason,
+}

@@ -52,57 +52,61 @@ def run_jobs(
         set_up: Called once in every process, before its first job.
     """
     left = dict(enumerate(jobs))
-    while left:
+    before = 0
+    while left and len(left) != before:  # a pool breaks when a worker dies at its start; the next one takes over
         before = len(left)
-        for outcome in _run_in_one_pool(function, left, workers, timeout, set_up):
-            del left[outcome.index]
-            yield outcome
-        if len(left) == before:  # the pool broke before its first job was done, and so would the next one
-            for index in left:
-                yield Outcome(index=index, failure="the worker processes died before they took a job")
-            return
+        pool = ProcessPool(
+            min(workers, len(left)),
+            initializer=partial(_start_worker, set_up),
+            # Not "fork": a copy of torch's thread pool does not work.
+            context=multiprocessing.get_context("spawn"),
+        )
+        done: SimpleQueue[tuple[int, Future[Any]]] = SimpleQueue()
+        # In a thread of its own: KeyboardInterrupt in the main thread could leave a lock of the pool taken.
+        arguments = (pool, function, list(left.items()), timeout, done)
+        starter = threading.Thread(target=_schedule, args=arguments, daemon=True)
+        starter.start()
+        try:
+            starter.join()
+            while left and pool.active:
+                with contextlib.suppress(Empty):
+                    index, future = done.get(timeout=SECONDS_TO_LOOK)
+                    outcome = _outcome(index, future, timeout)
+                    del left[index]
+                    yield outcome
+        except BrokenProcessPool:
+            pass
+        finally:
+            pool.stop()  # type: ignore[no-untyped-call]
+            starter.join()
+            pool.join()
+    for index in left:
+        yield Outcome(index=index, failure="the worker processes died before they took a job")
 
 
-def _run_in_one_pool(
+def _schedule(
+    pool: ProcessPool,
     function: Callable[[Any], Any],
-    jobs: dict[int, Any],
-    workers: int,
+    jobs: Sequence[tuple[int, Any]],
     timeout: float | None,
-    set_up: Callable[[], None] | None,
-) -> Iterator[Outcome]:
-    """Outcomes of the jobs, by index; of fewer jobs where the pool breaks, as when a worker dies at its start."""
-    pool = ProcessPool(
-        min(workers, len(jobs)),
-        initializer=partial(_start_worker, set_up),
-        # Not "fork": a copy of torch's thread pool does not work.
-        context=multiprocessing.get_context("spawn"),
-    )
-    index_of: dict[Future[Any], int] = {}
-    done: SimpleQueue[Future[Any]] = SimpleQueue()
+    done: SimpleQueue[tuple[int, Future[Any]]],
+) -> None:
+    """Start the workers and give them all jobs, in a thread that does not get SIGINT.
 
-    def start() -> None:
-        _block_interrupts()
-        with contextlib.suppress(RuntimeError):  # the pool is broken, or was stopped meanwhile
-            for index, job in jobs.items():
-                future = pool.schedule(_answer, (function, job), timeout=timeout)
-                index_of[future] = index
-                future.add_done_callback(done.put)
+    Threads and processes that start from it inherit this. A terminal sends Ctrl-C to the workers too; one that is
+    still importing would print a traceback. Only the parent is to answer.
+    """
+    if hasattr(signal, "pthread_sigmask"):
+        resource_tracker.ensure_running()  # would unblock the signal if it started later (CPython 3.11)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    with contextlib.suppress(RuntimeError):  # the pool is broken, or was stopped meanwhile
+        for index, job in jobs:
+            future = pool.schedule(_answer, (function, job), timeout=timeout)
+            future.add_done_callback(partial(_put, done, index))
 
-    # In a thread of its own: KeyboardInterrupt in the main thread could leave a lock of the pool or of a future taken.
-    starter = threading.Thread(target=start, daemon=True)
-    starter.start()
-    try:
-        starter.join()
-        while index_of and pool.active:
-            with contextlib.suppress(Empty):
-                future = done.get(timeout=SECONDS_TO_LOOK)
-                yield _outcome(index_of.pop(future), future, timeout)
-    except BrokenProcessPool:
-        return
-    finally:
-        pool.stop()  # type: ignore[no-untyped-call]
-        starter.join()
-        pool.join()
+
+def _put(done: SimpleQueue[tuple[int, Future[Any]]], index: int, future: Future[Any]) -> None:
+    done.put((index, future))
 
 
 def _outcome(index: int, future: Future[Any], timeout: float | None) -> Outcome:
@@ -113,17 +117,6 @@ def _outcome(index: int, future: Future[Any], timeout: float | None) -> Outcome:
     except ProcessExpired as error:
         value, failure = None, _cause_of_death(error.exitcode)
     return Outcome(index=index, value=value, failure=failure)
-
-
-def _block_interrupts() -> None:
-    """Block SIGINT in this thread; threads and processes that start from it inherit this.
-
-    A terminal sends Ctrl-C to the workers too. One that is still importing would print a traceback; only the parent
-    is to answer.
-    """
-    if hasattr(signal, "pthread_sigmask"):
-        resource_tracker.ensure_running()  # would unblock the signal if it started later (CPython 3.11)
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
 
 def _start_worker(set_up: Callable[[], None] | None) -> None:

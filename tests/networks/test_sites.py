@@ -8,7 +8,7 @@ import torch
 import torchvision
 from timm.layers.conv2d_same import Conv2dSameExport
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, prune, weight_norm
 
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
@@ -59,11 +59,6 @@ class OwnForward(nn.Conv2d):
         return super().forward(x.flip(-1))
 
 
-class OwnConvForward(nn.Conv2d):
-    def _conv_forward(self, x, weight, bias):
-        return super()._conv_forward(x, weight - weight.mean(), bias)
-
-
 class OwnCall(nn.Conv2d):
     def __call__(self, x):
         return super().__call__(x.flip(-1))
@@ -76,14 +71,9 @@ FORMS = {
     "depthwise with multiplier": ("depthwise", lambda: nn.Conv2d(4, 12, (5, 3), groups=4, bias=False)),
     "grouped": ("grouped", lambda: nn.Conv2d(4, 6, 3, groups=2, stride=(2, 1))),
     "dense": ("dense", lambda: nn.Conv2d(4, 6, (3, 5), stride=(1, 2), padding=(2, 0), dilation=(2, 1))),
-    "dense pointwise": ("dense", lambda: nn.Conv2d(4, 6, 1)),
-    "same": ("depthwise", lambda: nn.Conv2d(4, 4, (3, 7), groups=4, padding="same", dilation=(1, 2))),
-    "valid": ("dense", lambda: nn.Conv2d(4, 6, 3, padding="valid")),
     "reflect": ("dense", lambda: nn.Conv2d(4, 6, 5, padding=2, padding_mode="reflect")),
     "1-D": ("depthwise", lambda: nn.Conv1d(4, 8, 5, groups=4, stride=2)),
-    "1-D dense": ("dense", lambda: nn.Conv1d(4, 6, 3)),
     "3-D": ("depthwise", lambda: nn.Conv3d(4, 4, (3, 5, 1), groups=4, padding=(1, 0, 0))),
-    "3-D grouped": ("grouped", lambda: nn.Conv3d(4, 4, 3, groups=2, stride=(1, 2, 1))),
     "subclass": ("depthwise", lambda: BaseForward(4, 4, 3, groups=4)),
 }
 
@@ -200,10 +190,6 @@ def changed(conv, change):
     return conv
 
 
-def parametrised_bias(conv):
-    parametrize.register_parametrization(conv, "bias", nn.Tanh())
-
-
 def replaced_forward(conv):
     """As offloading hooks do it: a forward on the instance."""
     forward = conv.forward
@@ -215,17 +201,13 @@ ODD = {
     "transposed": (lambda: nn.ConvTranspose2d(4, 4, 3, padding=1), "transposed convolution"),
     "timm Conv2dSameExport": (lambda: Conv2dSameExport(4, 4, 3, padding=1), OWN),
     "own forward": (lambda: OwnForward(4, 4, 3, padding=1), OWN),
-    "own _conv_forward": (lambda: OwnConvForward(4, 4, 3, padding=1), OWN),
     "own __call__": (lambda: OwnCall(4, 4, 3, padding=1), OWN),
     "forward on the instance": (lambda: changed(depthwise(), replaced_forward), "forward of its own"),
     "parametrised weight": (lambda: parametrizations.weight_norm(depthwise()), "its weight is parametrised"),
-    "parametrised bias": (lambda: changed(depthwise(), parametrised_bias), "its bias is parametrised"),
     "old weight_norm": (lambda: weight_norm(depthwise()), "computed from other parameters"),
-    "old spectral_norm": (lambda: spectral_norm(depthwise()), "computed from other parameters"),
     "pruned": (lambda: prune.l1_unstructured(depthwise(), "weight", 0.5), "computed from other parameters"),
     "lazy": (lambda: nn.LazyConv2d(4, 3, padding=1), "lazy"),
     "child": (lambda: changed(depthwise(), lambda conv: conv.add_module("extra", nn.ReLU())), "holds extra"),
-    "buffer": (lambda: changed(depthwise(), lambda conv: conv.register_buffer("mask", torch.ones(3))), "holds mask"),
 }
 # torch says so of its old functions, which pre-trained models use all the same.
 old_functions = pytest.mark.filterwarnings("ignore:.*deprecated in favor of:FutureWarning")
@@ -317,12 +299,10 @@ class Fails(Mixed):
         (Mixed, (4, 9, 14), True),
         (Mixed, None, False),
         (Fails, (4, 9, 14), False),
-        (lambda: Mixed().to("meta"), (4, 9, 14), True),
-        (lambda: Mixed().half(), (4, 9, 14), True),
+        (lambda: Mixed().to("meta").half(), (4, 9, 14), True),
         (lambda: timm.create_model("coat_tiny"), None, True),  # has shared modules; once left meta tensors behind
-        (lambda: timm.create_model("test_efficientnet"), (3, 64, 64), True),
     ],
-    ids=["mixed", "without a size", "fails", "on meta", "half", "coat_tiny", "test_efficientnet"],
+    ids=["mixed", "without a size", "fails", "half on meta", "coat_tiny"],
 )
 def test_the_model_is_left_exactly_as_it_was(build, input_size, runs):
     model = build()
@@ -344,22 +324,18 @@ def test_the_image_has_the_dtype_that_the_convolutions_take():
 # Stages.
 
 
-def stages_of(model, **options):
-    sites = find_convs(model, **options).sites
-    return {site.name: site.stage for site in sites}
+def stages_of(model):
+    return {site.name: site.stage for site in find_convs(model).sites}
 
 
 @pytest.mark.parametrize(
     ("path", "stage"),
     [
-        ("conv", None),
         ("conv1", None),  # the number of a layer, not of a stage
         ("stem.conv1", None),
         ("layer1.0.conv2", "layer1"),
         ("features.3.1.block.0", "features.3"),
-        ("features.12", None),
         ("body.stages.2.blocks.7.dw", "body.stages.2"),
-        ("stage10.unit", "stage10"),
     ],
 )
 def test_without_a_matcher_the_stage_is_the_path_up_to_its_first_number(path, stage):
@@ -386,13 +362,10 @@ class WithMatcher(Holder):
 @pytest.mark.parametrize(
     ("groups", "stage"),
     [
-        ({"stem": r"^stem", "blocks": r"^conv\.(\d+)"}, "conv.0"),
         ({"stem": r"^conv", "blocks": [(r"^other\.(\d+)", None)]}, None),
         ({"blocks": [(r"^conv\.(\d+)", None), (r"^norm", (99999,))]}, "conv.0"),
         ({"blocks": [(r"^conv", (99999,))]}, "conv.0"),  # a head alone says nothing: the module path does
-        ({}, "conv.0"),
         (lambda: 1 / 0, "conv.0"),
-        (lambda: {"blocks": "("}, "conv.0"),
     ],
 )
 def test_a_matcher_that_says_nothing_gives_way_to_the_module_path(groups, stage):
@@ -405,8 +378,7 @@ def test_a_matcher_that_says_nothing_gives_way_to_the_module_path(groups, stage)
 def test_the_stem_is_what_takes_the_image_itself():
     """Not whatever has as many channels as the image."""
     model = WithOrdinary(nn.Sequential(depthwise(), nn.Conv2d(4, 3, 1), nn.Conv2d(3, 4, 3)))
-    stems = {site.name: site.stem for site in find_convs(model, (4, 9, 14)).sites}
-    assert stems == {"odd.0": False, "odd.1": False, "odd.2": False, "ordinary": True}
+    assert [site.name for site in find_convs(model, (4, 9, 14)).sites if site.stem] == ["ordinary"]
 
 
 def test_a_converted_model_is_refused():
@@ -449,12 +421,9 @@ def test_a_model_that_cannot_be_traced_has_no_macs_but_can_be_planned(model, inp
 @pytest.mark.parametrize(
     ("build", "given", "understood"),
     [
-        (nn.Identity, (8, 9), (3, 8, 9)),
         (nn.Identity, (4, 8, 9), (4, 8, 9)),
         (lambda: nn.Conv1d(4, 4, 3), (4, 9), (4, 9)),
-        (lambda: nn.Conv2d(4, 4, 3), [4, 8, 9], (4, 8, 9)),
         (lambda: nn.Conv3d(4, 4, 3), (5, 8, 9), (3, 5, 8, 9)),
-        (lambda: nn.Conv3d(4, 4, 3), (4, 5, 8, 9), (4, 5, 8, 9)),
         (lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.Conv2d(4, 4, 3)), (8, 9), (3, 8, 9)),
     ],
 )
@@ -464,7 +433,7 @@ def test_an_input_size_without_channels_has_three_of_them(build, given, understo
 
 @pytest.mark.parametrize(
     "size",
-    [(8,), (1, 2, 3, 4), (1, 2, 3, 4, 5), (3, 0, 8), (3, -8, 8), (3, 8.0, 8), (3, "8", 8), (), 8, "3x8"],
+    [(8,), (1, 2, 3, 4), (1, 2, 3, 4, 5), (3, 0, 8), (3, 8.0, 8), 8, "3x8"],
 )
 def test_a_wrong_input_size_is_refused_with_what_it_must_be(size):
     with pytest.raises(PlanError, match=r"input size .* must be channels and"):

@@ -12,40 +12,29 @@ from dcls_convert import RuleError, convert_, find_convs, plan_conversion
 from dcls_convert.networks.stages import output_stride, stage_by_pattern
 from dcls_convert.planning.rules import parse_rules
 
+from ..planning.nets import convs_of
+
+IMAGE = (3, 224, 224)
+GET = torchvision.models.get_model
 MATCHER, STRUCTURE, PATH = "timm's group_matcher", "output stride and module path", "module path"
-
-
-def found_in(build, name, size=(3, 224, 224)):
-    with torch.device("meta"):
-        return find_convs(build(name), size)
 
 
 @pytest.mark.parametrize(
     ("build", "name", "source", "stages"),
     [
         (timm.create_model, "convnext_atto", MATCHER, ["stages.0", "stages.1", "stages.2", "stages.3"]),
-        (timm.create_model, "dla34", MATCHER, [f"level{index}" for index in range(6)]),
         # timm names single layers and blocks of these.
         (timm.create_model, "vgg11", STRUCTURE, [f"features/stride{2**index}" for index in range(1, 5)]),
-        (timm.create_model, "convmixer_768_32", STRUCTURE, ["blocks/stride8"]),
-        (timm.create_model, "xception41", STRUCTURE, [f"blocks/stride{2**index}" for index in range(1, 6)]),
         (timm.create_model, "caformer_s18", STRUCTURE, ["stages.0", "stages.1"]),
         # torchvision says nothing.
-        (torchvision.models.get_model, "resnet50", STRUCTURE, ["layer1", "layer2", "layer3", "layer4"]),
-        (torchvision.models.get_model, "densenet121", STRUCTURE, [f"features.denseblock{i}" for i in range(1, 5)]),
-        (torchvision.models.get_model, "vgg11", STRUCTURE, [f"features/stride{2**index}" for index in range(1, 5)]),
-        (torchvision.models.get_model, "convnext_tiny", STRUCTURE, [f"features/stride{4 * 2**i}" for i in range(4)]),
-        (torchvision.models.get_model, "shufflenet_v2_x0_5", STRUCTURE, ["stage2", "stage3", "stage4"]),
-        (
-            torchvision.models.get_model,
-            "mnasnet0_5",
-            STRUCTURE,
-            ["layers.8", "layers.9", "layers/stride16", "layers/stride2", "layers/stride32"],
-        ),
+        (GET, "resnet50", STRUCTURE, ["layer1", "layer2", "layer3", "layer4"]),
+        (GET, "densenet121", STRUCTURE, [f"features.denseblock{i}" for i in range(1, 5)]),
+        (GET, "convnext_tiny", STRUCTURE, [f"features/stride{4 * 2**i}" for i in range(4)]),
+        (GET, "mnasnet0_5", STRUCTURE, "layers.8 layers.9 layers/stride16 layers/stride2 layers/stride32".split()),
     ],
 )
 def test_converted_layers_are_in_these_stages(build, name, source, stages):
-    plan = plan_conversion(found_in(build, name))
+    plan = plan_conversion(convs_of(name, IMAGE, build))
     assert plan.stages_from == source
     assert sorted({layer.stage for layer in plan.layers}) == sorted(stages)
 
@@ -54,14 +43,12 @@ def test_converted_layers_are_in_these_stages(build, name, source, stages):
     ("build", "name"),
     [
         (timm.create_model, "hrnet_w18_small"),
-        (timm.create_model, "coat_tiny"),
-        (timm.create_model, "fastvit_t8"),
-        (torchvision.models.get_model, "mobilenet_v3_small"),
-        (torchvision.models.get_model, "mnasnet0_5"),
+        (GET, "mobilenet_v3_small"),
+        (GET, "mnasnet0_5"),
     ],
 )
 def test_tied_layers_are_of_one_stage_shape_and_resolution(build, name):
-    convs = found_in(build, name)
+    convs = convs_of(name, IMAGE, build)
     plan = plan_conversion(convs)
     sizes = {site.name: site.output_size for site in convs.sites}
     layers = {layer.name: layer for layer in plan.layers}
@@ -78,12 +65,9 @@ def test_tied_layers_are_of_one_stage_shape_and_resolution(build, name):
 
 
 def test_convolutions_of_the_stem_are_in_no_stage():
-    convs = found_in(timm.create_model, "vgg11")
-    assert [site.name for site in convs.sites if site.stage is None] == [
-        "features.0",
-        "pre_logits.fc1",
-        "pre_logits.fc2",
-    ]
+    convs = convs_of("vgg11", IMAGE)
+    outside = [site.name for site in convs.sites if site.stage is None]
+    assert outside == ["features.0", "pre_logits.fc1", "pre_logits.fc2"]
 
 
 def test_a_model_that_cannot_be_traced_has_its_paths():
@@ -93,7 +77,7 @@ def test_a_model_that_cannot_be_traced_has_its_paths():
     assert (convs.stages_from, [site.stage for site in convs.sites]) == (PATH, ["0", "1"])
 
 
-@pytest.mark.parametrize("size", [32, 33, 223, 224, 255, 256, 299, 331, 600])
+@pytest.mark.parametrize("size", [32, 33, 223, 224, 299])
 def test_the_output_stride_is_what_the_strides_multiply_to(size):
     """However the borders are treated, as long as maps are not tiny."""
     for padding in (0, 1):
@@ -107,11 +91,9 @@ def test_the_output_stride_is_what_the_strides_multiply_to(size):
     ("pattern", "name", "stage"),
     [
         (r"blocks\.\d+", "body.blocks.12.conv", "blocks.12"),
-        (r"blocks\.(\d)", "body.blocks.12.conv", "1"),
         (r"(\w+)\.(\d+)", "body.blocks.12.conv", "blocks.12"),
         (r"blocks\.(?:(?P<early>[0-3])|(?P<late>\d+))\.", "blocks.3.conv", "early"),
         (r"blocks\.(?:(?P<early>[0-3])|(?P<late>\d+))\.", "blocks.12.conv", "late"),
-        (r"stages", "body.blocks.12.conv", None),
         (r"x*", "body", None),
     ],
 )

@@ -1,5 +1,8 @@
 """Small networks for tests of plans."""
 
+import functools
+
+import timm
 import torch
 from torch import nn
 
@@ -47,3 +50,9 @@ def plan_of(module, input_size=IMAGE, /, dilated_size=7, **options):
 def on_meta(build, *arguments, **options):
     with torch.device("meta"):
         return build(*arguments, **options)
+
+
+@functools.cache
+def convs_of(name, input_size=None, build=timm.create_model):
+    """The convolutions of a model from a registry, without weights."""
+    return find_convs(on_meta(build, name), input_size)

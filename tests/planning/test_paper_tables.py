@@ -2,21 +2,17 @@
 
 import pytest
 import timm
-import torch
 from torch import nn
 
 from dcls_convert import find_convs, fold_to_dense_, plan_conversion, predict_report
 from dcls_convert.networks.tracing import trace
 from dcls_convert.surgery.start import apply_plan_
 
+from .nets import convs_of, on_meta
+
 IMAGE = (3, 224, 224)
 COCO = (3, 1280, 800)  # caption of the COCO table
 ADE20K = (3, 2048, 512)  # caption of the ADE20K table
-
-
-def on_meta(name: str) -> nn.Module:
-    with torch.device("meta"):
-        return timm.create_model(name)
 
 
 def millions(params: int, digits: int) -> str:
@@ -36,23 +32,15 @@ def params_and_macs(model: nn.Module) -> tuple[int, int]:
     [("auto", 5, "24.0", "12.3"), (6, 6, "26.0", "12.3")],
 )
 def test_table_1_resnet50_dcls(count, expected_count, params, macs):
-    report = predict_report(plan_conversion(find_convs(on_meta("resnet50"), IMAGE), kernel_count=count, dilated_size=7))
+    report = predict_report(plan_conversion(convs_of("resnet50", IMAGE), kernel_count=count, dilated_size=7))
     assert {layer.kernel_count for layer in report.layers} == {expected_count}
     assert (millions(report.params.before, 1), giga(report.macs.before, 1)) == ("25.6", "4.1")
     assert (millions(report.params.after, 1), giga(report.macs.after, 1)) == (params, macs)
 
 
-def test_table_1_resnet50_with_dense_7x7_kernels():
-    model = on_meta("resnet50")
-    apply_plan_(model, plan_conversion(find_convs(model, IMAGE), dilated_size=7))
-    fold_to_dense_(model)
-    params, macs = params_and_macs(model)
-    assert (millions(params, 1), giga(macs, 1)) == ("75.9", "12.3")
-
-
 @pytest.mark.parametrize("dilation", [2, 3])
 def test_table_1_dilated_resnet50_costs_what_resnet50_costs(dilation):
-    model = on_meta("resnet50")
+    model = on_meta(timm.create_model, "resnet50")
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3):
             module.dilation = module.padding = (dilation, dilation)
@@ -61,27 +49,31 @@ def test_table_1_dilated_resnet50_costs_what_resnet50_costs(dilation):
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "params", "macs_before", "macs_after"),
+    ("name", "count", "params", "robust_params", "macs_before", "macs_after"),
     [
-        ("convnext_tiny", 34, "29", "4.5", "5.0"),
-        ("convnext_small", 40, "50", "8.7", "9.5"),
-        ("convnext_base", 40, "89", "15.4", "16.5"),
+        ("convnext_tiny", 34, "29", "28.6", "4.5", "5.0"),
+        ("convnext_small", 40, "50", "50.2", "8.7", "9.5"),
+        ("convnext_base", 40, "89", "88.6", "15.4", "16.5"),
     ],
 )
-def test_table_2_convnext_dcls(name, count, params, macs_before, macs_after):
-    report = predict_report(plan_conversion(find_convs(on_meta(name), IMAGE), dilated_size=17))
+def test_tables_2_and_5_convnext_dcls(name, count, params, robust_params, macs_before, macs_after):
+    report = predict_report(plan_conversion(convs_of(name, IMAGE), dilated_size=17))
     assert {layer.kernel_count for layer in report.layers} == {count}
-    assert millions(report.params.before, 0) == millions(report.params.after, 0) == params
+    for when in (report.params.before, report.params.after):
+        assert (millions(when, 0), millions(when, 1)) == (params, robust_params)
     assert (giga(report.macs.before, 1), giga(report.macs.after, 1)) == (macs_before, macs_after)
     assert report.params.after <= report.params.before
 
 
-def test_table_2_convnext_tiny_with_dense_17x17_kernels():
-    model = on_meta("convnext_tiny")
-    apply_plan_(model, plan_conversion(find_convs(model, IMAGE), dilated_size=17))
+@pytest.mark.parametrize(
+    ("name", "size", "digits", "cost"), [("resnet50", 7, 1, ("75.9", "12.3")), ("convnext_tiny", 17, 0, ("30", "5"))]
+)
+def test_tables_1_and_2_with_dense_kernels(name, size, digits, cost):
+    model = on_meta(timm.create_model, name)
+    apply_plan_(model, plan_conversion(find_convs(model, IMAGE), dilated_size=size))
     fold_to_dense_(model)
     params, macs = params_and_macs(model)
-    assert (millions(params, 0), giga(macs, 0)) == ("30", "5")
+    assert (millions(params, digits), giga(macs, digits)) == cost
 
 
 # The tables give the MACs of backbone and head together; the heads are the same before and after, so the differences
@@ -98,21 +90,13 @@ def test_table_2_convnext_tiny_with_dense_17x17_kernels():
     ],
 )
 def test_tables_3_and_4_downstream_backbones(name, input_size, difference):
-    report = predict_report(plan_conversion(find_convs(on_meta(name), input_size), dilated_size=17))
+    report = predict_report(plan_conversion(convs_of(name, input_size), dilated_size=17))
     # Each difference is one of two rounded numbers.
     assert report.macs.delta / 1e9 == pytest.approx(difference, abs=1)
 
 
-@pytest.mark.parametrize(
-    ("name", "params"), [("convnext_tiny", "28.6"), ("convnext_small", "50.2"), ("convnext_base", "88.6")]
-)
-def test_table_5_robustness_models_have_equal_parameters(name, params):
-    report = predict_report(plan_conversion(find_convs(on_meta(name), IMAGE), dilated_size=17))
-    assert millions(report.params.before, 1) == millions(report.params.after, 1) == params
-
-
 def test_exact_numbers_of_convnext_tiny():
-    report = predict_report(plan_conversion(find_convs(on_meta("convnext_tiny"), IMAGE), dilated_size=17))
+    report = predict_report(plan_conversion(convs_of("convnext_tiny", IMAGE), dilated_size=17))
     assert (report.params.before, report.params.after) == (28_589_128, 28_587_688)
     assert report.macs.before == 4_455_531_264
     assert (report.budget.limit, report.budget.used, report.budget.exact_count) == (324_576, 323_136, 34.15)

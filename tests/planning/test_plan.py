@@ -134,9 +134,7 @@ def test_what_is_no_plan_is_refused_in_one_line(text):
         (("layers", -1, "kernel_count"), -1),
         (("layers", 0, "kernel_count"), 1),  # its group has another
         (("layers", -1, "dilated_size"), [8, 8]),
-        (("layers", -1, "dilated_size"), [7]),
         (("layers", -1, "dense_axes"), [5]),
-        (("layers", -1, "dense_axes"), [0]),
         (("layers", -1, "interpolation"), "cubic"),
         (("layers", -1, "groups"), 3),
         (("layers", -1, "names"), []),
@@ -144,7 +142,6 @@ def test_what_is_no_plan_is_refused_in_one_line(text):
         (("tie_groups", -1, "parameters"), {"positions": "dcls_positions"}),  # but not sigma
         (("tie_groups",), []),
         (("tie_groups", -1, "name"), "\x1b]0;title\x07"),
-        (("layers", -1, "tie_group"), "\n"),
     ],
     ids=str,
 )

@@ -5,8 +5,6 @@ import re
 from dataclasses import replace
 
 import pytest
-import timm
-import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +14,8 @@ from dcls_convert.errors import NothingMatchesError, RuleError
 from dcls_convert.networks.sites import ConvSite, find_convs
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rules import builtin_rules, choose_rules, claim_sites, load_rules, parse_rules, rules_schema
+
+from .nets import convs_of
 
 SITE = ConvSite(
     names=("stages.1.blocks.0.dw", "shared.dw"),
@@ -73,29 +73,21 @@ def net():
     ("key", "holds", "fails"),
     [
         ("path", "stages.*", "blocks.*"),
-        ("path", "stages.1.blocks.0.dw", "stages.1.blocks.0"),
         ("path", "shared.d?", "shared.?"),  # any of its names
         ("path", ["nothing", "*.dw"], ["nothing", "*.DW"]),
-        ("stage", "stages.1", "stages"),
         ("stage", "*", "stages.?.*"),
         ("stage", ["stages.0", "stages.1"], ["stages.0", "stages.2"]),
         ("type", "Conv?d", "Conv3d"),
-        ("type", ["Conv2dSame", "Conv2d"], ["Conv2dSame"]),
         ("stem", False, True),
         ("kind", "depthwise", "dense"),
         ("kind", ["dense", "depthwise"], ["dense", "grouped"]),
         ("dims", 2, 1),
         ("kernel_size", [3, 5], [5, 3]),
         ("kernel_size", {"min": 5}, {"min": 6}),  # the largest side
-        ("kernel_size", {"max": 5}, {"max": 4}),
         ("kernel_size", {"min": 5, "max": 5}, 5),
-        ("kernel_size", {"min": 1, "max": 9}, [3, 5, 1]),
-        ("stride", [2, 1], [1, 2]),
         ("stride", [2, 1], 2),
-        ("dilation", [1, 3], 1),
         ("dilation", [1, 3], [3, 1]),
         ("in_channels", 8, 16),
-        ("in_channels", {"min": 8, "max": 8}, {"min": 9}),
         ("out_channels", 16, 8),
         ("out_channels", {"max": 16}, {"max": 15}),
     ],
@@ -125,7 +117,7 @@ def test_no_pattern_is_the_stage_of_what_is_outside_of_stages(pattern):
 
 
 def test_a_rule_without_match_claims_everything():
-    assert claim_sites(rules_of({}), [SITE, replace(SITE, names=("x",), stage=None)]).rule_of == {SITE.name: 0, "x": 0}
+    assert claim_sites(rules_of({}), [replace(SITE, stage=None)]).rule_of == {SITE.name: 0}
 
 
 # Which rule.
@@ -137,13 +129,8 @@ def test_the_first_rule_that_matches_claims():
         {"name": "depthwise", "match": {"kind": "depthwise"}},
         {"name": "dense", "match": {"stage": "layer*"}},
     )
-    assert claim_sites(rules, net().sites).rule_of == {
-        "layer1.0": 0,
-        "layer1.1": 1,
-        "layer1.2": 2,
-        "layer2.0": 1,
-        "layer2.1": 2,
-    }
+    claimed = {"layer1.0": 0, "layer1.1": 1, "layer1.2": 2, "layer2.0": 1, "layer2.1": 2}
+    assert claim_sites(rules, net().sites).rule_of == claimed
     plan = plan_conversion(net(), rules, dilated_size=9)
     assert {layer.name: layer.rule for layer in plan.layers}["layer2.0"] == "depthwise"
     assert [(skip.name, skip.reason) for skip in plan.skipped] == [("stem", "not matched (none of 3 rules)")]
@@ -153,12 +140,9 @@ def test_a_rule_that_skips_gives_its_reason():
     rules = rules_of({"match": {"stage": "layer2"}, "skip": "too late to matter"}, {"match": {"kind": "depthwise"}})
     plan = plan_conversion(net(), rules, dilated_size=9)
     assert [layer.name for layer in plan.layers] == ["layer1.0", "layer1.1"]
-    assert {skip.name: skip.reason for skip in plan.skipped} == {
-        "stem": "not matched (none of 2 rules)",
-        "layer1.2": "not matched (none of 2 rules)",
-        "layer2.0": "too late to matter",
-        "layer2.1": "too late to matter",
-    }
+    missed, late = "not matched (none of 2 rules)", "too late to matter"
+    reasons = {skip.name: skip.reason for skip in plan.skipped}
+    assert reasons == {"stem": missed, "layer1.2": missed, "layer2.0": late, "layer2.1": late}
 
 
 @pytest.mark.parametrize(
@@ -172,10 +156,6 @@ def test_a_rule_that_skips_gives_its_reason():
         (
             [{"match": {"kind": "depthwise"}}, {"match": {"kernel_size": 5}}],
             "rules: rule 'rules[1]' claims nothing: earlier rules claim all that it matches",
-        ),
-        (
-            [{"match": {"stage": "layer9"}, "skip": "x"}, {}],
-            "rules: rule 'rules[0]' claims nothing: no convolution of the model matches it",
         ),
     ],
 )
@@ -206,7 +186,6 @@ LEFT = {"dilated_kernel_size": 9}
     ("key", "rule", "option", "default", "wanted"),
     [
         ("dilated_size", None, None, 11, (11, 11)),
-        ("dilated_size", 15, 13, 11, (15, 15)),
         ("dilated_size", [7, 9], (5, 7), [9, 9], (7, 9)),
         ("dilated_size", None, (5, 7), [9, 9], (5, 7)),
         ("kernel_count", None, 3, None, 3),
@@ -232,11 +211,6 @@ def test_a_rule_overrules_an_option_and_an_option_a_default(key, rule, option, d
     [
         ({"dilated_kernel_size": 9}, {"dilated_size": 11}, "states its own dilated_kernel_size, so the dilated size"),
         ({"kernel_count": 3}, {"kernel_count": 5}, "states its own kernel_count, so the kernel count"),
-        (
-            {"interpolation": "bilinear"},
-            {"interpolation": "gaussian"},
-            "states its own interpolation, so the interpolation",
-        ),
     ],
 )
 def test_an_option_that_no_rule_leaves_open_is_refused(stated, option, message):
@@ -248,18 +222,10 @@ def test_an_option_that_no_rule_leaves_open_is_refused(stated, option, message):
 # The sets that come with the package.
 
 
-def convs_of(name):
-    with torch.device("meta"):
-        return find_convs(timm.create_model(name))
-
-
 @pytest.mark.parametrize(
     ("model", "auto", "depthwise", "conv3x3", "dense3x3"),
     [
-        ("convnext_atto", "depthwise", 12, 0, 0),
         ("resnet18", "conv3x3", 0, 16, 16),
-        ("resnet18d", "conv3x3", 0, 16, 16),  # its stem is made of 3x3 convolutions
-        ("resnext50_32x4d", "conv3x3", 0, 16, 0),
         ("nfnet_f0", "conv3x3", 0, 24, 2),
         ("efficientnet_b0", "depthwise", 16, 0, 0),
         ("test_efficientnet", "depthwise", 2, 3, 3),  # its first stages are dense
@@ -334,59 +300,41 @@ WRONG_FILES = {
     "formt: 1\nrules: [{}]": "unknown key 'formt' (did you mean 'format'?)",  # rather than: format is missing
     rule("dilated_kernel_sise: 9"): "rules[0]: unknown key 'dilated_kernel_sise' (did you mean 'dilated_kernel_size'?)",
     rule("match: {kernel_size: {mim: 3}}"): "rules[0].match.kernel_size: unknown key 'mim' (did you mean 'min'?)",
-    rule("match: {in_channels: {least: 3}}"): "rules[0].match.in_channels: unknown key 'least'; known: min, max",
     "format: 1\ndefaults: {kernel_count: 3}\nrules: [{}]": "defaults: unknown key 'kernel_count'; known: dilated_",
     # missing
     "rules: [{}]": "top level: format is missing",
-    "format: 1": "top level: rules is missing",
     # values
     "format: 2\nrules: [{}]": "format: found 2; allowed is 1",
     "format: true\nrules: [{}]": "format: found True; allowed is 1",
-    "format: '1'\nrules: [{}]": "format: found '1'; allowed is 1",
     "format: 1\nrules: []": "rules: found []; allowed is a list of at least one rule",
-    "format: 1\nrules: {}": "rules: found {}; allowed is a list of at least one rule",
     "format: 1\nrules: [3]": "rules[0]: found 3; allowed is a mapping with ",
-    rule("name: 3"): "rules[0].name: found 3; allowed is a text",
     rule("skip: "): "rules[0].skip: found None; allowed is a text",  # it would be converted in silence
-    rule("skip: true"): "rules[0].skip: found True; allowed is a text",
     rule("match: depthwise"): "rules[0].match: found 'depthwise'; allowed is a mapping",
     rule("match: {kind: depthwize}"): "rules[0].match.kind: found 'depthwize'; allowed is depthwise, grouped, dense",
-    rule("match: {dims: 4}"): "rules[0].match.dims: found 4; allowed is 1, 2 or 3",
-    rule("match: {path: []}"): "rules[0].match.path: found []; allowed is a pattern",
     rule("match: {stem: 0}"): "rules[0].match.stem: found 0; allowed is true or false",
-    rule("match: {stride: 1.5}"): "rules[0].match.stride: found 1.5; allowed is a positive integer",
-    rule("match: {in_channels: 0}"): "rules[0].match.in_channels: found 0; allowed is a positive integer",
     rule("match: {kernel_size: [3, 3, 3, 3]}"): "rules[0].match.kernel_size: found [3, 3, 3, 3]; allowed is",
     rule("match: {kernel_size: {min: 5, max: 3}}"): "rules[0].match.kernel_size: min 5 is above max 3",
     rule("match: {kernel_size: {}}"): "rules[0].match.kernel_size: a range needs min, max or both",
     rule("dilated_kernel_size: 17x17"): "rules[0].dilated_kernel_size: found '17x17'; allowed is",
     rule("kernel_count: true"): "rules[0].kernel_count: found True; allowed is a positive integer, or auto",
-    rule("kernel_count: many"): "rules[0].kernel_count: found 'many'; allowed is a positive integer, or auto",
     rule("interpolation: cubic"): "rules[0].interpolation: found 'cubic'; allowed is bilinear or triangle or gaussian",
     rule("dense_axes: 0"): "rules[0].dense_axes: found 0; allowed is a list",
     rule("skip: x, kernel_count: 3"): "rules[0]: a rule that skips cannot also state kernel_count",
     # YAML
     "format: 1\nformat: 1\nrules: [{}]": "line 2: not valid YAML: key 'format' stands twice",
-    rule("match: {kind: dense, kind: dense}"): "line 2: not valid YAML: key 'kind' stands twice",
     "format: 1\nrules: [": "line 2: not valid YAML",
     "": "is empty, but must be a mapping with format, description, defaults, rules",
-    "depthwise": "is a text, but must be a mapping with format, description, defaults, rules",
-    "[1, 2]": "is a list, but must be a mapping",
-    "--- 1\n--- 2": "line 2: not valid YAML",
     "\0": "not valid YAML",
-    rule("name: 2020-13-45"): "not valid YAML",
     "!!python/object/apply:os.getcwd []": "line 1: not valid YAML",
     "{[format]: 1}": "",  # a list as a key
     "format: 1\nrules: &again [*again]": "rules[0]: found",  # holds itself
     "[" * 2000: "not valid YAML",
-    "1: 2\nformat: 1\nrules: [{}]": "unknown key 1; known: format",
+    "1: 2\nformat: 1\nrules: [{}]": "unknown key '1'; known: format",
     rule("match: {1: 2}"): "rules[0].match",
     # what could not be written or shown again
     rule('name: "half a pair: \\ud800"'): "line 2: not valid YAML: 'half a pair: ",
     rule(f"kernel_count: {'9' * 5000}"): "line 2: not valid YAML: an integer of 5000 digits; ",
-    rule(f"kernel_count: 0x{'f' * 5000}"): "line 2: not valid YAML: an integer of 5002 digits; ",
     rule(f"name: !{'x' * 5000} 1"): "line 2: not valid YAML: could not determine a constructor",
-    rule(f"? {'x' * 500}\n: 1"): "rules[0]: unknown key 'xxxx",
     f"format: {'x' * 5000}": "format: found 'xxxx",
     rule(r'kernel_count: "\e]0;title\a"'): "rules[0].kernel_count: found '",
     rule(r'"\e[2J": 1'): "rules[0]: unknown key '",
@@ -530,7 +478,6 @@ def test_the_schema_refuses_what_the_program_refuses(validator, text):
 
 
 def test_the_schema_takes_no_unknown_key_anywhere():
-    schema = rules_schema()
-    objects = [part for part, _ in mappings(schema) if "properties" in part]
+    objects = [part for part, _ in mappings(rules_schema()) if "properties" in part]
     assert len(objects) >= 4
     assert all(part["additionalProperties"] is False for part in objects)
