@@ -36,11 +36,9 @@ def set_up() -> None:
 
 
 def show(*parts: RenderableType, least_width: int = 0) -> None:
-    """Print results to stdout. Tables fit the terminal; lines are as long as they are.
+    """Print results to stdout: a string for each line, as long as it is, or what rich lays out, such as a table.
 
-    Args:
-        parts: A string for each line, or what rich lays out.
-        least_width: Columns of a file or pipe.
+    A table fits the terminal; in a file or pipe it has `least_width` columns or more.
     """
     with _results() as stdout:
         stdout.write(_rendered(stdout, *parts, least_width=least_width))

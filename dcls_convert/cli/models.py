@@ -23,20 +23,16 @@ SECONDS_A_MODEL = 120  # the slowest of all models takes two seconds on an idle 
 SECONDS_A_LINE = 10.0  # of progress, where stderr is no terminal
 WIDTH_IN_A_FILE = 160  # columns; most rows stay on one line
 RUNNING = "How to run"
+PATTERN_HELP = (
+    "Names to survey, as a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. Without * ? or [ it is a name, "
+    "or else a part of names. Without a pattern, all models of both registries."
+)
 
 
 @with_plan_options
 def models(
     options: PlanOptions,
-    pattern: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PATTERN",
-            help="Names to survey, as a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. Without * ? or [ "
-            "it is a name, or else a part of names. Without a pattern, all models of both registries.",
-            show_default=False,
-        ),
-    ] = None,
+    pattern: Annotated[str | None, typer.Argument(metavar="PATTERN", help=PATTERN_HELP, show_default=False)] = None,
     input_size: InputSize = None,
     jobs: Annotated[
         int | None, number(int, 1, MOST_JOBS, RUNNING, "Processes; one a processor without it.", metavar="N")
@@ -61,15 +57,13 @@ def models(
         rows = survey_models(
             names, options, input_size=input_size, workers=jobs, timeout=float(timeout), advance=advance
         )
-    if json_:
-        console.write(survey_json(rows, options, pattern=pattern, input_size=input_size))
-    elif csv:
-        console.write(survey_csv(rows))
-    else:
-        console.show(survey_view(rows), least_width=WIDTH_IN_A_FILE)
     if json_ or csv:
+        data = survey_json(rows, options, pattern=pattern, input_size=input_size) if json_ else survey_csv(rows)
+        console.write(data)
         for line in [*failure_lines(rows), summary_line(rows)]:
             console.message(line)
+    else:
+        console.show(survey_view(rows), least_width=WIDTH_IN_A_FILE)
     if any(row.status == "failed" for row in rows):
         raise typer.Exit(EXIT_FAILED)
 
