@@ -24,7 +24,7 @@ SECONDS_A_LINE = 10.0  # of progress, where stderr is no terminal
 WIDTH_IN_A_FILE = 160  # columns; most rows stay on one line
 RUNNING = "How to run"
 PATTERN_HELP = (
-    "Names to survey, as a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. Without * ? or [ it is a name, "
+    "Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. Without * ? or [ it is a name, "
     "or else a part of names. Without a pattern, all models of both registries."
 )
 
