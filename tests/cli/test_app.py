@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import sysconfig
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from dcls_convert.planning.rules import load_rules
 from ..command_line import run
 from ..conftest import TINY
 
-PROGRAM = str(Path(sysconfig.get_path("scripts")) / "dcls-convert")
 OWN_MODULE = """
 from torch import nn
 
@@ -151,13 +149,6 @@ def test_torchvision_models_convert():
     assert torch.equal(load_converted("mobilenet_v3_small-dcls9")(x), by_timm(x))
 
 
-def test_seed_decides_everything_random():
-    for folder, seed in [("a", "1"), ("b", "1"), ("c", "2")]:
-        run(TINY, "--seed", seed, "--output", folder, "--quiet")
-    weights = {name: Path(name, "model.safetensors").read_bytes() for name in "abc"}
-    assert weights["a"] == weights["b"] != weights["c"]
-
-
 def test_uniform_positions_fill_the_window():
     run(TINY, "--positions", "uniform", "--quiet", "--output", "uniform")
     run(TINY, "--quiet", "--output", "normal")
@@ -185,16 +176,6 @@ def test_help_names_every_option_in_a_group(monkeypatch):
         assert f" --{name.rstrip('_').replace('_', '-')} " in out
     groups = [line.split("─ ")[1].split(" ─")[0] for line in out.splitlines() if line.startswith("╭")]
     assert groups == ["Arguments", "Options", WHAT, HOW_MANY, WHERE, OUTPUT]
-
-
-@pytest.mark.parametrize("command", [["convert", "--help"], ["rules", "--help"], ["--version"]], ids=" ".join)
-def test_help_imports_no_library_that_takes_long(command):
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", PROGRAM, *command], capture_output=True, text=True, check=True
-    )
-    imported = set(re.findall(r"\|\s+(\S+)$", done.stderr, flags=re.MULTILINE))
-    assert "dcls_convert.cli.app" in imported
-    assert imported & {"torch", "numpy", "pydantic", "yaml"} == set()
 
 
 def test_process_with_warnings_as_errors_in_a_pipe_gives_the_same_bytes():
