@@ -42,12 +42,7 @@ def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:
 
 
 def printable(text: object, keep: str = "") -> str:
-    """Text from outside as it may reach a terminal: control characters and lone surrogates are escaped.
-
-    Args:
-        text: Shown as str() gives it.
-        keep: Characters that stay as they are, such as line ends.
-    """
+    """Text from outside, safe for a terminal: all but printable characters and those in `keep` are escaped."""
     text = str(text)
     if text.isprintable():
         return text

@@ -43,18 +43,21 @@ class PlanOptions:
     strict: bool = False  # refuse where a matching convolution cannot take the size
 
 
+PLAN_PARAMETERS = [
+    inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+    for field in fields(PlanOptions)
+]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def takes_plan_options(function: _Function) -> _Function:
     """Show the fields of `PlanOptions` in the signature of a function that takes them as `**planning`."""
     signature = inspect.signature(function)
-    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    taken = {parameter.name for parameter in own}
-    shown = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for field in fields(PlanOptions)
-        if field.name not in taken
-    ]
-    function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
+    own = {
+        parameter.name: parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
+    shown = [parameter for parameter in PLAN_PARAMETERS if parameter.name not in own]
+    function.__signature__ = signature.replace(parameters=[*own.values(), *shown])  # type: ignore[attr-defined]
     return function

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import dcls_convert
-from dcls_convert.cli.app import main
 from dcls_convert.planning.rules import parse_rules
 
+from .command_line import run
 from .conftest import TINY
 
 ROOT = Path(__file__).parent.parent
@@ -56,24 +56,20 @@ OTHERS = ("models", "inspect", "fold")
 
 
 @pytest.mark.parametrize("line", sorted({line for line in LINES if line.split()[0] not in OTHERS}))
-def test_commands_of_the_pages_are_accepted(line, tmp_path, monkeypatch, capsys):
+def test_commands_of_the_pages_are_accepted(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = [part for part in line.split() if part != "--dry-run"]
-    with pytest.raises(SystemExit) as stopped:
-        main([*arguments, "--dry-run"])
-    assert stopped.value.code == 0
+    run(*arguments, "--dry-run")
 
 
-def test_commands_on_a_folder_do_what_they_say(tmp_path, monkeypatch, capsys):
+def test_commands_on_a_folder_do_what_they_say(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = [shlex.split(line) for line in LINES if line.split()[0] in OTHERS]
     assert [line[0] for line in lines] == list(OTHERS)
     lines[0][1] = f"{TINY}*"  # instead of many larger ones
     verify = ["verify", "convnext_tiny-dcls17"]
     for line in [[TINY, "--output", "convnext_tiny-dcls17"], verify, *lines, ["rules", "show", "depthwise"]]:
-        with pytest.raises(SystemExit) as stopped:
-            main(line)
-        assert stopped.value.code == 0, line
+        run(*line)
     assert (tmp_path / "convnext_tiny-dcls17-folded" / "config.json").is_file()
 
 

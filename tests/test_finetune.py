@@ -11,8 +11,9 @@ import timm
 import torch
 from PIL import Image
 
-from dcls_convert.cli.app import main
 from dcls_convert.tuning import read_track
+
+from . import command_line
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves images open
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -54,9 +55,7 @@ def test_a_folder_of_images(finetune, images, capsys, name):
     assert [len(history["loss"]), len(history["accuracy"])] == [8, 2]
     assert [record.step for record in read_track(run / "positions.jsonl")] == [1, 2]
     assert all((run / picture).read_bytes().startswith(b"\x89PNG") for picture in ("training.png", "positions.png"))
-    with pytest.raises(SystemExit) as stopped:
-        main(["verify", str(run / "best")])
-    assert stopped.value.code == 0, capsys.readouterr().out
+    command_line.run("verify", run / "best")
     finetune(run / "best", *options, "--output", "again")
     assert timm.create_model("local-dir:again/best", pretrained=True).num_classes == 2
 
@@ -106,17 +105,15 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another(finetune, images, c
     options = ["test_convnext", "--data", images, *SMALL]
     finetune(*options)
     state = Path("runs/test_convnext/state.pt").read_bytes()
-    for more, message in [
-        ([], "holds a run already"),
-        (["--resume", "--lr", "1"], "was written with lr 0.001, not 1.0"),
-    ]:
+
+    def refused(*more, says):
         with pytest.raises(SystemExit) as stopped:
             finetune(*options, *more)
         assert stopped.value.code == 2
-        assert message in capsys.readouterr().err
+        assert says in capsys.readouterr().err
+
+    refused(says="holds a run already")
+    refused("--resume", "--lr", "1", says="was written with lr 0.001, not 1.0")
     assert Path("runs/test_convnext/state.pt").read_bytes() == state
     Path("runs/test_convnext/state.pt").write_bytes(state[:1000])
-    with pytest.raises(SystemExit) as stopped:
-        finetune(*options, "--resume")
-    assert stopped.value.code == 2
-    assert "state.pt: cannot be read" in capsys.readouterr().err
+    refused("--resume", says="state.pt: cannot be read")

@@ -71,11 +71,8 @@ def _main(
     pass
 
 
-app.command()(convert)
-app.command()(models)
-app.command()(inspect)
-app.command()(fold)
-app.command()(verify)
+for _command in (convert, models, inspect, fold, verify):
+    app.command()(_command)
 app.add_typer(rules_app, name="rules")
 
 

@@ -5,7 +5,6 @@ nothing is an error of its own; what was written to disk before stays, and is na
 """
 
 import contextlib
-import io
 import os
 import re
 import sys
@@ -37,18 +36,18 @@ def set_up() -> None:
 
 
 def show(*parts: RenderableType, least_width: int = 0) -> None:
-    """Print results to stdout. Tables fit the terminal; lines are as long as they are.
+    """Print results to stdout: a string for each line, as long as it is, or what rich lays out, such as a table.
 
-    Args:
-        parts: A string for each line, or what rich lays out.
-        least_width: Columns of a file or pipe.
+    A table fits the terminal; in a file or pipe it has `least_width` columns or more.
     """
-    _write(_rendered(sys.stdout, *parts, least_width=least_width))
+    with _results() as stdout:
+        stdout.write(_rendered(stdout, *parts, least_width=least_width))
 
 
 def write(text: str) -> None:
     """Print a text of several lines to stdout, as it is."""
-    _write(printable(text, keep="\n\t"))
+    with _results() as stdout:
+        stdout.write(printable(text, keep="\n\t"))
 
 
 def message(text: str, style: str = "") -> None:
@@ -104,31 +103,16 @@ def finish() -> None:
             _drop(stream)
 
 
-def _rendered(stream: TextIO | None, *parts: RenderableType, least_width: int = 0) -> str:
-    """What rich would write to the stream; writing is left to us, and so are its errors."""
-    written = _Written(stream)
-    console = Console(file=written, highlight=False)
+def _rendered(stream: TextIO, *parts: RenderableType, least_width: int = 0) -> str:
+    """What rich would write to the stream."""
+    console = Console(file=stream, highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, least_width)
-    for part in parts:
-        part = Text(printable(part)) if isinstance(part, str) else part
-        console.print(_Escaped(part), soft_wrap=isinstance(part, Text))
-    return written.getvalue()
-
-
-class _Written(io.StringIO):
-    """Collects what is written to it; to rich it looks like the stream."""
-
-    def __init__(self, stream: TextIO | None) -> None:
-        super().__init__()
-        self._stream = stream
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self._stream, "encoding", None) or "utf-8"
-
-    def isatty(self) -> bool:
-        return self._stream is not None and self._stream.isatty()
+    with console.capture() as captured:
+        for part in parts:
+            part = Text(printable(part)) if isinstance(part, str) else part
+            console.print(_Escaped(part), soft_wrap=isinstance(part, Text))
+    return captured.get()
 
 
 class _Escaped:
@@ -142,11 +126,13 @@ class _Escaped:
             yield segment if segment.control else Segment(printable(segment.text, keep="\n"), segment.style)
 
 
-def _write(text: str) -> None:
+@contextlib.contextmanager
+def _results() -> Iterator[TextIO]:
+    """stdout; where it takes nothing, that is an error of its own."""
     if sys.stdout is None:
         raise OutputError("the results cannot be printed: stdout is closed")
     try:
-        sys.stdout.write(text)
+        yield sys.stdout
         sys.stdout.flush()
     except BrokenPipeError:  # its reader has seen enough, as in `| head`
         _drop(sys.stdout)

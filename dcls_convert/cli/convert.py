@@ -22,6 +22,7 @@ from .arguments import (
     Json,
     Quiet,
     number,
+    option,
     with_plan_options,
 )
 
@@ -33,127 +34,85 @@ if TYPE_CHECKING:
     from ..reports.report import ConversionReport
     from ..surgery.convert import Conversion, Start
 
-Note = Callable[[str], None]
+Say = Callable[[str], None]
+MODEL_HELP = (
+    "convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, hf-hub:REPO, local-dir:FOLDER, or "
+    "package.module:factory, which imports and runs your own code."
+)
+WEIGHTS_HELP = "Start from the weights in a safetensors or torch file, also one of DCLS's authors."
+PLAN_HELP = "Carry out the plan of a checkpoint, on other weights of the same model."
+INIT_HELP = (
+    "random; fit: closest to the old kernels; largest: at their largest cells; exact: at all cells, for the same "
+    "outputs at more parameters; auto: fit for trained weights, else random."
+)
+VERSION_HELP = "Version of the authors' layers in a checkpoint of theirs without SIG."
 
 
 @with_plan_options
 def convert(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, hf-hub:REPO, "
-            "local-dir:FOLDER, or package.module:factory, which imports and runs your own code.",
-        ),
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     *,
     pretrained: Annotated[
-        bool,
-        typer.Option("--pretrained", rich_help_panel=WHAT, help="Start from timm's or torchvision's trained weights."),
+        bool, option(WHAT, "Start from timm's or torchvision's trained weights.", "--pretrained")
     ] = False,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=WHAT,
-            help="Start from the weights in a safetensors or torch file, also one of DCLS's authors.",
-        ),
-    ] = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            rich_help_panel=WHAT,
-            help="Carry out the plan of a checkpoint, on other weights of the same model.",
-        ),
-    ] = None,
+    checkpoint: Annotated[Path | None, option(WHAT, WEIGHTS_HELP, metavar="FILE")] = None,
+    plan: Annotated[Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER")] = None,
     num_classes: Annotated[
-        int | None, number(int, 0, MOST_COUNT, metavar="N", rich_help_panel=WHAT, help="Classes of the model's head.")
+        int | None, number(int, 0, MOST_COUNT, WHAT, "Classes of the model's head.", metavar="N")
     ] = None,
-    in_chans: Annotated[
-        int | None, number(int, 1, MOST_COUNT, metavar="N", rich_help_panel=WHAT, help="Input channels.")
-    ] = None,
+    in_chans: Annotated[int | None, number(int, 1, MOST_COUNT, WHAT, "Input channels.", metavar="N")] = None,
     options: PlanOptions,
-    init: Annotated[
-        Init,
-        typer.Option(
-            rich_help_panel=WHERE,
-            help="random; fit: closest to the old kernels; largest: at their largest cells; exact: at all cells, for "
-            "the same outputs at more parameters; auto: fit for trained weights, else random.",
-        ),
-    ] = "auto",
+    init: Annotated[Init, option(WHERE, INIT_HELP)] = "auto",
     calibrate: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", rich_help_panel=WHERE, help="Images: fit outputs for them, not kernels."),
+        Path | None, option(WHERE, "Images: fit outputs for them, not kernels.", metavar="FOLDER")
     ] = None,
-    positions: Annotated[
-        Positions, typer.Option(rich_help_panel=WHERE, help="Random positions: N(0, 0.5 cells), or uniform.")
-    ] = "normal",
+    positions: Annotated[Positions, option(WHERE, "Random positions: N(0, 0.5 cells), or uniform.")] = "normal",
     authors_version: Annotated[
-        AuthorsVersion | None,
-        typer.Option(
-            rich_help_panel=WHERE,
-            show_default="v0, as released",
-            help="Version of the authors' layers in a checkpoint of theirs without SIG.",
-        ),
+        AuthorsVersion | None, option(WHERE, VERSION_HELP, show_default="v0, as released")
     ] = None,
-    seed: Annotated[
-        int, number(int, 0, MOST_SEED, metavar="N", rich_help_panel=WHERE, help="Seed of all random values.")
-    ] = 0,
+    seed: Annotated[int, number(int, 0, MOST_SEED, WHERE, "Seed of all random values.", metavar="N")] = 0,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", rich_help_panel=OUTPUT, show_default="./MODEL-dclsSIZE", help="Checkpoint to write."
-        ),
+        Path | None, option(OUTPUT, "Checkpoint to write.", metavar="FOLDER", show_default="./MODEL-dclsSIZE")
     ] = None,
     force: Force = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", rich_help_panel=OUTPUT, help="Report only: no weights, no download.")
-    ] = False,
+    dry_run: Annotated[bool, option(OUTPUT, "Report only: no weights, no download.", "--dry-run")] = False,
     input_size: InputSize = None,
     json_: Json = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", rich_help_panel=OUTPUT, help="Report a row for every layer.")
-    ] = False,
+    verbose: Annotated[bool, option(OUTPUT, "Report a row for every layer.", "--verbose", "-v")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Replace a model's convolutions, report, and write a checkpoint."""
     trained = pretrained or checkpoint is not None
     _refuse_output(output, force=force, dry_run=dry_run, as_json=json_, verbose=verbose, quiet=quiet)
     _refuse_start(init, positions, calibrate, trained=trained, dry_run=dry_run)
+    made_anew = options != PlanOptions() or input_size is not None
     _refuse(
-        (pretrained and checkpoint is not None, "--pretrained and --checkpoint exclude each other"),
-        (authors_version is not None and checkpoint is None, "--authors-version describes the file of --checkpoint"),
-        (
-            plan is not None and (options != PlanOptions() or input_size is not None),
-            "--plan carries out a plan as it is: leave the options that make one",
-        ),
+        {
+            "--pretrained and --checkpoint exclude each other": pretrained and checkpoint is not None,
+            "--authors-version describes the file of --checkpoint": authors_version is not None and checkpoint is None,
+            "--plan carries out a plan as it is: leave the options that make one": plan is not None and made_anew,
+        }
     )
-    from ..checkpoints.folder import not_of_a_checkpoint
-    from ..checkpoints.output import check_output
     from ..checkpoints.save import save_converted
-    from ..networks.source import build_model, resolve_model
+    from ..networks.source import resolve_model
     from ..reports.report import predict_report
     from ..reports.report_view import report_view
     from ..surgery.convert import Start
 
-    options = _with_files_checked(options, checkpoint, None if dry_run else output, force=force)
+    _check_files(checkpoint, output, force=force)
     start = Start(init=init, trained=trained, positions=positions, calibration=calibrate, seed=seed)
     start = replace(start, authors_version=authors_version)
-    note: Note = _say_nothing if quiet else _say
+    note: Say = (lambda _: None) if quiet else _note
     with console.steps(model, quiet=quiet) as step:
         step("planning")
         source = resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained)
-        twin = build_model(source, device="meta", seed=seed, offline=dry_run, trust_code=True)
-        state = None
-        if checkpoint is not None:
-            step("reading weights")
-            state, start = _read_weights(checkpoint, twin, start, note)
-        made = _plan(twin, source, options, start, input_size, plan)
+        made, state, start = _planned(
+            source, plan, options, start, checkpoint, input_size, offline=dry_run, note=note, step=step
+        )
         report, moved = predict_report(made), None
         if not dry_run:
-            output = output or Path(default_output(source, made))
-            check_output(output, force=force, foreign=not_of_a_checkpoint)
+            output = output or _default_output(source, made)
+            _check_files(None, output, force=force)
             where = f"checkpoint {checkpoint}"
             network, done = _carry_out(
                 made, source, state, start, where=where, pretrained=pretrained, note=note, step=step
@@ -161,26 +120,27 @@ def convert(
             step(f"writing {output}")
             save_converted(network, made, output, report=done.report, force=force)
             report, moved = done.report.with_output(str(output)), done.moved
-    with console.standing(None if dry_run else output):
+    with console.standing(output):
         if json_:
             console.write(report.to_json())
-        elif not quiet:
+        elif quiet:
+            console.show(str(output))
+        else:
             console.show(report_view(report, verbose=verbose))
-        if output is not None and not json_:
-            console.show(*([str(output)] if quiet else _next_steps(report, output, start, moved)))
+            console.show(*([] if output is None else _next_steps(report, output, start, moved)))
 
 
-def default_output(source: "ModelSource", plan: "ConversionPlan") -> str:
+def _default_output(source: "ModelSource", plan: "ConversionPlan") -> Path:
     """convnext_tiny-dcls17; convnext_tiny-dcls17x9; without a size where the plan has several."""
     from ..layers.geometry import size_text
 
     sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes} or {plan.layers[0].dilated_size}
     size = "" if len(sizes) > 1 else next(size_text(size) if len(set(size)) > 1 else str(size[0]) for size in sizes)
-    return f"{source.short_name}-dcls{size}"
+    return Path(f"{source.short_name}-dcls{size}")
 
 
-def _refuse(*conflicts: tuple[bool, str]) -> None:
-    for conflict, message in conflicts:
+def _refuse(conflicts: dict[str, bool]) -> None:
+    for message, conflict in conflicts.items():
         if conflict:
             raise DclsConvertError(message)
 
@@ -189,50 +149,77 @@ def _refuse_output(
     output: Path | None, *, force: bool, dry_run: bool, as_json: bool, verbose: bool, quiet: bool
 ) -> None:
     _refuse(
-        (dry_run and force, "--force has no effect with --dry-run"),
-        (dry_run and output is not None, "--output has no effect with --dry-run"),
-        (quiet and verbose, "--quiet and --verbose exclude each other"),
-        (as_json and verbose, "--json and --verbose exclude each other; the JSON has every layer"),
-        (quiet and dry_run and not as_json, "--quiet with --dry-run would print nothing"),
+        {
+            "--force has no effect with --dry-run": dry_run and force,
+            "--output has no effect with --dry-run": dry_run and output is not None,
+            "--quiet and --verbose exclude each other": quiet and verbose,
+            "--json and --verbose exclude each other; the JSON has every layer": as_json and verbose,
+            "--quiet with --dry-run would print nothing": quiet and dry_run and not as_json,
+        }
     )
 
 
 def _refuse_start(init: Init, positions: Positions, calibrate: Path | None, *, trained: bool, dry_run: bool) -> None:
+    fits = trained and init in (AUTO, "fit")
+    keeps = init != "random" and (trained or init == EXACT)
+    kept = "--init auto or exact keeps those of old kernels"
+    needs = not trained and init in ("largest", "fit")
     _refuse(
-        (
-            init in ("largest", "fit") and not trained,
-            f"--init {init} needs trained kernels: --pretrained or --checkpoint",
-        ),
-        (
-            calibrate is not None and (init not in (AUTO, "fit") or not trained),
-            "--calibrate is for --init fit, with --pretrained or --checkpoint",
-        ),
-        (calibrate is not None and dry_run, "--calibrate has no effect with --dry-run"),
-        (
-            positions != "normal" and init != "random" and (trained or init == EXACT),
-            "--positions is for random positions, --init auto or exact keeps those of old kernels; use --init random",
-        ),
+        {
+            f"--init {init} needs trained kernels: --pretrained or --checkpoint": needs,
+            "--calibrate is for --init fit, with --pretrained or --checkpoint": calibrate is not None and not fits,
+            "--calibrate has no effect with --dry-run": calibrate is not None and dry_run,
+            f"--positions is for random positions, {kept}; use --init random": positions != "normal" and keeps,
+        }
     )
 
 
-def _with_files_checked(
-    options: PlanOptions, checkpoint: Path | None, output: Path | None, *, force: bool
-) -> PlanOptions:
-    """The options with the rules read; files that cannot be read or written are refused before any work."""
+def _check_files(checkpoint: Path | None, output: Path | None, *, force: bool) -> None:
+    """Refuse files that cannot be read or written, before any work."""
     from ..checkpoints.folder import not_of_a_checkpoint
     from ..checkpoints.output import check_output
     from ..networks.weights import check_weights_file
-    from ..planning.rules import load_rules
 
     if checkpoint is not None:
         check_weights_file(checkpoint)
     if output is not None:
         check_output(output, force=force, foreign=not_of_a_checkpoint)
-    return options if options.rules == AUTO else replace(options, rules=load_rules(options.rules))
+
+
+def _planned(
+    source: "ModelSource",
+    folder: Path | None,
+    options: PlanOptions,
+    start: "Start",
+    checkpoint: Path | None,
+    input_size: tuple[int, ...] | None,
+    *,
+    offline: bool,
+    note: Say,
+    step: Say,
+) -> tuple["ConversionPlan", "dict[str, Tensor] | None", "Start"]:
+    """A new plan or the folder's, the weights of the checkpoint, and the start, which these weights may decide."""
+    from ..checkpoints.folder import read_plan
+    from ..layers.geometry import size_text
+    from ..networks.source import build_model, rebuildable_source
+    from ..surgery.convert import plan_again, plan_for
+
+    twin = build_model(source, device="meta", seed=start.seed, offline=offline, trust_code=True)
+    state = None
+    if checkpoint is not None:
+        step("reading weights")
+        state, start = _read_weights(checkpoint, twin, start, note)
+    rebuilt = rebuildable_source(twin, source)
+    if folder is not None:
+        return plan_again(twin, read_plan(folder), rebuilt), state, start
+    plan = plan_for(twin, options, start, source=rebuilt, input_size=input_size)
+    if plan.macs is None and input_size is not None:
+        raise PlanError(f"input size {size_text(input_size)}: {plan.macs_note}")
+    return plan, state, start
 
 
 def _read_weights(
-    checkpoint: Path, twin: "nn.Module", start: "Start", note: Note
+    checkpoint: Path, twin: "nn.Module", start: "Start", note: Say
 ) -> tuple["dict[str, Tensor] | None", "Start"]:
     """The file's weights under the model's names; or, with layers of the authors' package, the start that they are."""
     from ..networks.source import with_names_of
@@ -246,39 +233,16 @@ def _read_weights(
         if start.authors_version is not None:
             raise CheckpointError(f"{where}: has no layers of the authors' package; leave --authors-version")
         return state, start
-    for option, given in [
+    for name, given in [
         (f"--init {start.init}", start.init != AUTO),
         (f"--positions {start.positions}", start.positions != "normal"),
         ("--calibrate", start.calibration is not None),
     ]:
         if given:
-            raise CheckpointError(f"{where}: has elements of its own, with positions; leave {option}")
+            raise CheckpointError(f"{where}: has elements of its own, with positions; leave {name}")
     if not elements.has_sigma and start.authors_version is None:
         note(f"{where} is taken for version {RELEASED_VERSION} of the authors' layers; see --authors-version")
     return None, replace(start, elements=elements)
-
-
-def _plan(
-    twin: "nn.Module",
-    source: "ModelSource",
-    options: PlanOptions,
-    start: "Start",
-    input_size: tuple[int, ...] | None,
-    folder: Path | None,
-) -> "ConversionPlan":
-    """A new plan, or the one of a checkpoint folder."""
-    from ..checkpoints.folder import read_plan
-    from ..layers.geometry import size_text
-    from ..networks.source import rebuildable_source
-    from ..surgery.convert import plan_again, plan_for
-
-    rebuilt = rebuildable_source(twin, source)
-    if folder is not None:
-        return plan_again(twin, read_plan(folder), rebuilt)
-    plan = plan_for(twin, options, start, source=rebuilt, input_size=input_size)
-    if plan.macs is None and input_size is not None:
-        raise PlanError(f"input size {size_text(input_size)}: {plan.macs_note}")
-    return plan
 
 
 def _carry_out(
@@ -289,10 +253,9 @@ def _carry_out(
     *,
     where: str,
     pretrained: bool,
-    note: Note,
-    step: Note,
+    note: Say,
+    step: Say,
 ) -> tuple["nn.Module", "Conversion"]:
-    """The converted network, and what was done."""
     from ..surgery.convert import build_with_weights, carry_out_
 
     step("building with pretrained weights" if pretrained else "building")
@@ -336,9 +299,5 @@ def _start_in_words(start: "Start", report: "ConversionReport", moved: float | N
     return f"the trained kernels, {how}{left}{outputs}"
 
 
-def _say(text: str) -> None:
+def _note(text: str) -> None:
     console.message(f"note: {text}", style="yellow")
-
-
-def _say_nothing(text: str) -> None:
-    pass

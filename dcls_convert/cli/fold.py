@@ -4,33 +4,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..options import FoldFormat
 from . import console
-from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode
+from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, option
 
 if TYPE_CHECKING:
     from ..export.job import Folded
+
+OUTPUTS = "./CHECKPOINT-folded, ./CHECKPOINT.onnx or ./CHECKPOINT.pt2"
 
 
 def fold(
     checkpoint: Checkpoint,
     format: Annotated[
         FoldFormat,
-        typer.Option(
-            rich_help_panel=OUTPUT,
-            help="timm: a folder, which timm loads by itself where its architecture allows. onnx, pt2: one file.",
+        option(
+            OUTPUT, "timm: a folder, which timm loads by itself where its architecture allows. onnx, pt2: one file."
         ),
     ] = "timm",
     output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            rich_help_panel=OUTPUT,
-            show_default="./CHECKPOINT-folded, ./CHECKPOINT.onnx or ./CHECKPOINT.pt2",
-            help="Folder or file to write.",
-        ),
+        Path | None, option(OUTPUT, "Folder or file to write.", metavar="PATH", show_default=OUTPUTS)
     ] = None,
     force: Force = False,
     trust_code: TrustCode = False,

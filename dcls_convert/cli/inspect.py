@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from ..errors import DclsConvertError, printable
 from . import console
-from .arguments import OUTPUT, Checkpoint, Json
+from .arguments import OUTPUT, Checkpoint, Json, option
 
 if TYPE_CHECKING:
     from ..checkpoints.inspection import Inspection, PositionRow
@@ -19,9 +18,7 @@ if TYPE_CHECKING:
 def inspect(
     checkpoint: Checkpoint,
     json_: Json = False,
-    plan: Annotated[
-        bool, typer.Option("--plan", rich_help_panel=OUTPUT, help="Print the checkpoint's plan as JSON instead.")
-    ] = False,
+    plan: Annotated[bool, option(OUTPUT, "Print the checkpoint's plan as JSON instead.", "--plan")] = False,
 ) -> None:
     """Show where a checkpoint's elements are: at the window's border, overlapping, how far from the centre."""
     if plan and json_:

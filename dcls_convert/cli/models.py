@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +11,7 @@ from rich.console import Console
 from ..errors import DclsConvertError, printable
 from ..options import AUTO, PlanOptions
 from . import console
-from .arguments import OUTPUT, InputSize, Json, number, with_plan_options
+from .arguments import OUTPUT, InputSize, Json, number, option, with_plan_options
 
 if TYPE_CHECKING:
     from ..reports.survey import ModelRow
@@ -24,94 +23,71 @@ SECONDS_A_MODEL = 120  # the slowest of all models takes two seconds on an idle 
 SECONDS_A_LINE = 10.0  # of progress, where stderr is no terminal
 WIDTH_IN_A_FILE = 160  # columns; most rows stay on one line
 RUNNING = "How to run"
+PATTERN_HELP = (
+    "Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. Without * ? or [ it is a name, "
+    "or else a part of names. Without a pattern, all models of both registries."
+)
 
 
 @with_plan_options
 def models(
     options: PlanOptions,
-    pattern: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PATTERN",
-            help="Names to survey, as a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. Without * ? or [ "
-            "it is a name, or else a part of names. Without a pattern, all models of both registries.",
-            show_default=False,
-        ),
-    ] = None,
+    pattern: Annotated[str | None, typer.Argument(metavar="PATTERN", help=PATTERN_HELP, show_default=False)] = None,
     input_size: InputSize = None,
     jobs: Annotated[
-        int | None,
-        number(int, 1, MOST_JOBS, metavar="N", rich_help_panel=RUNNING, help="Processes; one a processor without it."),
+        int | None, number(int, 1, MOST_JOBS, RUNNING, "Processes; one a processor without it.", metavar="N")
     ] = None,
     timeout: Annotated[
-        float, number(int, 1, MOST_SECONDS, metavar="SECONDS", rich_help_panel=RUNNING, help="Limit for one model.")
+        float, number(int, 1, MOST_SECONDS, RUNNING, "Limit for one model.", metavar="SECONDS")
     ] = SECONDS_A_MODEL,
     json_: Json = False,
-    csv: Annotated[bool, typer.Option("--csv", rich_help_panel=OUTPUT, help="Print CSV.")] = False,
+    csv: Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")] = False,
 ) -> None:
     """Show what would convert, over the timm and torchvision registries. No weights, no download."""
     if json_ and csv:
         raise DclsConvertError("--json and --csv exclude each other")
+    from ..planning.planner import check_overruled
     from ..reports.survey import names_matching, survey_models
     from ..reports.survey_view import failure_lines, summary_line, survey_csv, survey_json, survey_view
 
-    options = _with_rules(options)
+    if options.rules != AUTO:
+        check_overruled(options.rules, options)  # once, not in every model
     names = names_matching(pattern)
     with _progress(len(names)) as advance:
         rows = survey_models(
             names, options, input_size=input_size, workers=jobs, timeout=float(timeout), advance=advance
         )
-    if json_:
-        console.write(survey_json(rows, options, pattern=pattern, input_size=input_size))
-    elif csv:
-        console.write(survey_csv(rows))
-    else:
-        console.show(survey_view(rows), least_width=WIDTH_IN_A_FILE)
     if json_ or csv:
+        data = survey_json(rows, options, pattern=pattern, input_size=input_size) if json_ else survey_csv(rows)
+        console.write(data)
         for line in [*failure_lines(rows), summary_line(rows)]:
             console.message(line)
+    else:
+        console.show(survey_view(rows), least_width=WIDTH_IN_A_FILE)
     if any(row.status == "failed" for row in rows):
         raise typer.Exit(EXIT_FAILED)
-
-
-def _with_rules(options: PlanOptions) -> PlanOptions:
-    """The rules read once, and options refused that they overrule in every model."""
-    from ..planning.planner import check_overruled
-    from ..planning.rules import load_rules
-
-    if options.rules == AUTO:
-        return options
-    rules = load_rules(options.rules)
-    check_overruled(rules, options)
-    return replace(options, rules=rules)
 
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[["ModelRow"], None]]:
     """On stderr: a bar on a terminal, a line now and then elsewhere."""
-    done = failed = 0
-    printed = time.monotonic()
-
-    def line(row: "ModelRow") -> None:
-        nonlocal done, failed, printed
-        done, failed = done + 1, failed + (row.status == "failed")
-        if time.monotonic() - printed >= SECONDS_A_LINE:
-            printed = time.monotonic()
-            console.message(f"models: {done} of {total}" + (f", {failed} failed" if failed else ""))
-
-    def bar(row: "ModelRow") -> None:
-        nonlocal failed
-        failed += row.status == "failed"
-        seen = printable(row.name) + (f", {failed} failed" if failed else "")
-        progress.update(task, description=f"{seen[:40]:40}", advance=1)
-
-    terminal = Console(stderr=True, highlight=False)
-    if not terminal.is_terminal:
-        yield line
-        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    done = failed = 0
+    printed = time.monotonic()
     columns: list[Any] = [TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()]
-    with Progress(*columns, TimeRemainingColumn(), console=terminal, transient=True) as progress:
-        task = progress.add_task("starting", total=total)
-        yield bar
+    terminal = Console(stderr=True, highlight=False)
+    bar = Progress(*columns, TimeRemainingColumn(), console=terminal, transient=True)
+    task = bar.add_task("starting", total=total)
+
+    def advance(row: "ModelRow") -> None:
+        nonlocal done, failed, printed
+        done, failed = done + 1, failed + (row.status == "failed")
+        failures = f", {failed} failed" if failed else ""
+        bar.update(task, description=f"{printable(row.name) + failures:40.40}", advance=1)
+        if not terminal.is_terminal and time.monotonic() - printed >= SECONDS_A_LINE:
+            printed = time.monotonic()
+            console.message(f"models: {done} of {total}{failures}")
+
+    with bar if terminal.is_terminal else contextlib.nullcontext():
+        yield advance

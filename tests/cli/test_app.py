@@ -1,11 +1,11 @@
 """The command line as its user meets it."""
 
+import importlib
 import inspect
 import json
 import re
 import subprocess
 import sys
-import sysconfig
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -13,9 +13,8 @@ import pytest
 import timm
 import torch
 
-import dcls_convert
+from dcls_convert import load_converted
 from dcls_convert.checkpoints.folder import FILES
-from dcls_convert.cli.app import main
 from dcls_convert.cli.arguments import HOW_MANY, OUTPUT, PLANNING, WHAT, WHERE
 from dcls_convert.cli.convert import convert
 from dcls_convert.cli.models import models
@@ -23,9 +22,9 @@ from dcls_convert.errors import NothingMatchesError
 from dcls_convert.options import PlanOptions
 from dcls_convert.planning.rules import load_rules
 
+from ..command_line import run
 from ..conftest import TINY
 
-PROGRAM = str(Path(sysconfig.get_path("scripts")) / "dcls-convert")
 OWN_MODULE = """
 from torch import nn
 
@@ -35,20 +34,8 @@ def build(num_classes=3):
 """
 
 
-def run(*arguments: str, code: int = 0) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == code
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def test_main_job(capsys):
-    run(TINY, "--dilated-size", "17")
-    out, err = capsys.readouterr()
+def test_main_job():
+    out, err = run(TINY, "--dilated-size", 17)
     assert {path.name for path in Path(f"{TINY}-dcls17").iterdir()} == set(FILES)
     assert f"timm:{TINY} to DCLS, input 3x160x160" in out
     assert "random initialisation (seed 0)" in out
@@ -101,87 +88,65 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
     assert seen == [replace(PlanOptions(), **{name: value})] * 2
 
 
-def test_a_plan_is_carried_out_on_other_weights_of_the_same_model(capsys):
+def test_a_plan_is_carried_out_on_other_weights_of_the_same_model():
     run(TINY, "--budget", "60", "--output", "first", "--quiet")
     run(TINY, "--plan", "first", "--seed", "1", "--output", "second", "--quiet")
-    plans = []
-    for folder in ("first", "second"):
-        capsys.readouterr()
-        run("inspect", folder, "--plan")
-        plans.append(json.loads(capsys.readouterr().out))
-    assert plans[0] == plans[1]
-    assert plans[0]["share"] == "3/5"
+    first, second = (json.loads(run("inspect", folder, "--plan")[0]) for folder in ("first", "second"))
+    assert first == second
+    assert first["share"] == "3/5"
     assert Path("first/model.safetensors").read_bytes() != Path("second/model.safetensors").read_bytes()
     run("resnet18", "--plan", "first", code=2)
     run(TINY, "--num-classes", "5", "--plan", "first", code=2)
 
 
-def test_json_is_all_of_stdout_and_equals_the_folders_report(capsys):
-    run(TINY, "--json", "--output", "out")
-    out, _ = capsys.readouterr()
-    data = json.loads(out)
-    assert data["output"] == "out"
-    assert data | {"output": "."} == json.loads(Path("out/report.json").read_text())
-
-
-def test_dry_run_writes_nothing_builds_nothing_and_predicts_the_truth(capsys, monkeypatch):
-    run(TINY, "--json", "--output", "out")
-    real = json.loads(capsys.readouterr().out)
+def test_json_is_all_of_stdout_and_a_dry_run_predicts_it_without_weights(monkeypatch):
+    real = json.loads(run(TINY, "--json", "--output", "out")[0])
+    assert real["output"] == "out"
+    assert real | {"output": "."} == json.loads(Path("out/report.json").read_text())
 
     def no_weights(*_args, **_kwargs):
         raise AssertionError("a dry run must not touch weights or the network")
 
-    monkeypatch.setattr("socket.socket.connect", no_weights)
-    monkeypatch.setattr("torch.load", no_weights)
-    monkeypatch.setattr("timm.models._hub.hf_hub_download", no_weights)
-    monkeypatch.setattr("dcls_convert.networks.weights.load_file", no_weights)
-    run(TINY, "--pretrained", "--dry-run", "--json")
-    assert json.loads(capsys.readouterr().out) == real | {"output": None}
+    for name in (
+        "socket.socket.connect",
+        "torch.load",
+        "timm.models._hub.hf_hub_download",
+        "dcls_convert.networks.weights.load_file",
+    ):
+        monkeypatch.setattr(name, no_weights)
+    out, _ = run(TINY, "--pretrained", "--dry-run", "--json")
+    assert json.loads(out) == real | {"output": None}
     assert [path.name for path in Path().iterdir()] == ["out"]
 
 
-def test_quiet_prints_the_folder_alone(capsys):
-    run(TINY, "--quiet")
-    assert capsys.readouterr() == (f"{TINY}-dcls17\n", "")
-
-
-def test_sizes_name_the_folder(capsys):
-    run(TINY, "--dilated-size", "9x11", "--quiet")
-    assert capsys.readouterr().out == f"{TINY}-dcls9x11\n"
+def test_quiet_prints_the_folder_alone_and_sizes_name_it():
     Path("rules.yaml").write_text(
         "format: 1\nrules:\n- {match: {stage: stages.0}, dilated_kernel_size: 9}\n- {match: {kind: depthwise}}\n"
     )
-    run(TINY, "--rules", "rules.yaml", "--dilated-size", "11", "--quiet")
-    assert capsys.readouterr().out == f"{TINY}-dcls\n"
+    for folder, *options in [
+        ("dcls17",),
+        ("dcls9x11", "--dilated-size", "9x11"),
+        ("dcls", "--rules", "rules.yaml", "--dilated-size", "11"),
+    ]:
+        assert run(TINY, *options, "--quiet") == (f"{TINY}-{folder}\n", "")
 
 
-def test_own_factory_is_run_with_its_arguments(capsys):
-    Path("mine.py").write_text(OWN_MODULE)
-    run("mine:build", "--num-classes", "5", "--dilated-size", "7", "--input-size", "3x32x32", "--seed", "3")
-    out, _ = capsys.readouterr()
+def test_own_factory_is_run_with_its_arguments():
+    Path("mymodel.py").write_text(OWN_MODULE)
+    out, _ = run("mymodel:build", "--num-classes", "5", "--dilated-size", "7", "--input-size", "3x32x32", "--seed", "3")
     assert 'load_converted("build-dcls7", trust_code=True)' in out
-    sys.modules.pop("mine")
-    model = dcls_convert.load_converted("build-dcls7", trust_code=True)
+    sys.modules.pop("mymodel")
+    model = load_converted("build-dcls7", trust_code=True)
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
-    sys.modules.pop("mine")
 
 
-def test_torchvision_models_convert(capsys):
-    run("torchvision:mobilenet_v3_small", "--dilated-size", "9", "--json")
-    data = json.loads(capsys.readouterr().out)
+def test_torchvision_models_convert():
+    data = json.loads(run("torchvision:mobilenet_v3_small", "--dilated-size", "9", "--json")[0])
     assert data["input_size"] == [3, 224, 224]
     assert data["params"]["after"] <= data["params"]["before"] == 2_542_856  # torchvision's documentation
-    loaded = dcls_convert.load_converted("mobilenet_v3_small-dcls9")
     by_timm = timm.create_model("local-dir:mobilenet_v3_small-dcls9", pretrained=True).eval()
     x = torch.randn(1, 3, 64, 64)
-    assert torch.equal(loaded(x), by_timm(x))
-
-
-def test_seed_decides_everything_random():
-    for folder, seed in [("a", "1"), ("b", "1"), ("c", "2")]:
-        run(TINY, "--seed", seed, "--output", folder, "--quiet")
-    weights = {name: Path(name, "model.safetensors").read_bytes() for name in "abc"}
-    assert weights["a"] == weights["b"] != weights["c"]
+    assert torch.equal(load_converted("mobilenet_v3_small-dcls9")(x), by_timm(x))
 
 
 def test_uniform_positions_fill_the_window():
@@ -189,49 +154,28 @@ def test_uniform_positions_fill_the_window():
     run(TINY, "--quiet", "--output", "normal")
     spread = {}
     for name in ("uniform", "normal"):
-        positions = dcls_convert.load_converted(name).stages[3].blocks.dcls_positions
+        positions = load_converted(name).stages[3].blocks.dcls_positions
         assert positions.abs().max() <= 8
         spread[name] = positions.std().item()
     assert spread["normal"] == pytest.approx(0.5, rel=0.05)  # cells; the paper's N(0, 0.5)
     assert spread["uniform"] == pytest.approx(16 / 12**0.5, rel=0.05)
 
 
-def test_rules_commands(capsys):
-    run("rules", "list")
-    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == {
-        "conv3x3",
-        "dense3x3",
-        "dense3x3x3",
-        "depthwise",
-    }
-    run("rules", "show", "depthwise")
-    Path("copy.yaml").write_text(capsys.readouterr().out)
-    run("rules", "check", "copy.yaml", "--model", TINY)
-    assert "depthwise: converts 9 of 13 convolutions" in capsys.readouterr().out
-    run("rules", "schema")
-    assert json.loads(capsys.readouterr().out)["title"] == "RuleSet"
+def test_rules_commands():
+    names = {line.split()[0] for line in run("rules", "list")[0].splitlines()}
+    assert names == {"conv3x3", "dense3x3", "dense3x3x3", "depthwise"}
+    Path("copy.yaml").write_text(run("rules", "show", "depthwise")[0])
+    assert "depthwise: converts 9 of 13 convolutions" in run("rules", "check", "copy.yaml", "--model", TINY)[0]
+    assert json.loads(run("rules", "schema")[0])["title"] == "RuleSet"
 
 
-def test_help_names_every_option_in_a_group(capsys, monkeypatch):
+def test_help_names_every_option_in_a_group(monkeypatch):
     monkeypatch.setenv("TERMINAL_WIDTH", "120")
-    run("convert", "--help")
-    out = capsys.readouterr().out
-    for parameter in inspect.signature(convert).parameters.values():
-        if parameter.name != "model":
-            option = f"--{parameter.name.rstrip('_').replace('_', '-')}"
-            assert f" {option} " in out
+    out, _ = run("convert", "--help")
+    for name in inspect.signature(convert).parameters.keys() - {"model"}:
+        assert f" --{name.rstrip('_').replace('_', '-')} " in out
     groups = [line.split("─ ")[1].split(" ─")[0] for line in out.splitlines() if line.startswith("╭")]
     assert groups == ["Arguments", "Options", WHAT, HOW_MANY, WHERE, OUTPUT]
-
-
-@pytest.mark.parametrize("command", [["convert", "--help"], ["rules", "--help"], ["--version"]], ids=" ".join)
-def test_help_imports_no_library_that_takes_long(command):
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", PROGRAM, *command], capture_output=True, text=True, check=True
-    )
-    imported = set(re.findall(r"\|\s+(\S+)$", done.stderr, flags=re.MULTILINE))
-    assert "dcls_convert.cli.app" in imported
-    assert imported & {"torch", "numpy", "pydantic", "yaml"} == set()
 
 
 def test_process_with_warnings_as_errors_in_a_pipe_gives_the_same_bytes():
@@ -246,9 +190,7 @@ def test_process_with_warnings_as_errors_in_a_pipe_gives_the_same_bytes():
         assert Path("here", file).read_bytes() == Path("there", file).read_bytes(), file
 
 
-def test_torch_and_torchvision_that_do_not_fit_are_one_line(capsys, monkeypatch):
-    import importlib
-
+def test_torch_and_torchvision_that_do_not_fit_are_one_line(monkeypatch):
     real = importlib.import_module
 
     def import_module(name, *rest):
@@ -257,7 +199,6 @@ def test_torch_and_torchvision_that_do_not_fit_are_one_line(capsys, monkeypatch)
         return real(name, *rest)
 
     monkeypatch.setattr("dcls_convert.networks.source.importlib.import_module", import_module)
-    run(TINY, code=2)
-    last = capsys.readouterr().err.splitlines()[-1]
+    last = run(TINY, code=2)[1].splitlines()[-1]
     assert last.startswith("error: timm cannot be imported: operator torchvision::nms does not exist; install matching")
     assert "pip install --upgrade torch torchvision timm" in last

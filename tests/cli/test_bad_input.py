@@ -25,11 +25,11 @@ import torchvision
 from safetensors.torch import save_file
 from torch import nn
 
-from dcls_convert.cli.app import main
 from dcls_convert.errors import CheckpointError, shown
 from dcls_convert.networks.weights import read_weights
 from dcls_convert.planning.rules import builtin_rules
 
+from ..command_line import run
 from ..conftest import TINY  # 9 depthwise 7x7 convolutions, first stages.0.blocks.0.conv_dw
 
 MISTAKE, NOTHING_MATCHES, INTERRUPTED = 2, 3, 130
@@ -52,74 +52,28 @@ def table(rows):
     )
 
 
-def snapshot(folder):
-    """Everything in a folder, hidden files too, with its content or where the link points."""
-    return {
-        str(path.relative_to(folder)): os.readlink(path)
-        if path.is_symlink()
-        else path.read_bytes()
-        if path.is_file()
-        else f"mode {path.stat().st_mode:o}"
-        for path in folder.rglob("*")
-    }
+def snapshot():
+    """Everything in the folder, hidden files too, with its mode and its content or where the link points."""
+    content = lambda path: path.readlink() if path.is_symlink() else path.is_file() and path.read_bytes()  # noqa: E731
+    return {path: (path.lstat().st_mode, content(path)) for path in Path().rglob("*")}
 
 
-@pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch):
-    """Neither what terminals wish for nor bytecode; the user's module goes afterwards."""
-    for variable in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "DCLS_CONVERT_TRACEBACK"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    yield
-    sys.modules.pop("mymodel", None)
-
-
-def run(arguments, capfd):
-    """Exit code, stdout, stderr."""
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    return stop.value.code, *capfd.readouterr()
-
-
-def check_refusal(code, out, err, *, says, expected):
-    """One line, the last, that says all of `says` (texts or patterns); the exit code; nothing on stdout."""
-    assert "Traceback" not in out + err
+def check_line(out, err, says):
+    """One line of error, the last, that says all of `says` (texts or patterns); nothing on stdout."""
+    assert (out, "Traceback" in err) == ("", False)
     lines = err.splitlines()
-    errors = [line for line in lines if line.startswith("error: ")]
-    assert len(errors) == 1, f"not one line of error: {err!r}"
-    assert lines[-1] == errors[0]
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:], f"not one line of error: {err!r}"
     for part in says:
         assert re.search(part if isinstance(part, re.Pattern) else re.escape(part), lines[-1]), f"{part!r}: {err}"
-    assert (code, lines[-1]) == (expected, lines[-1])
-    assert out == ""
     return lines[-1]
 
 
-@pytest.fixture
-def refused(tmp_path, capfd, monkeypatch):
-    """Runs `dcls-convert` in `tmp_path` and checks that it refuses; returns the line."""
-
-    def check(*arguments, says, code=MISTAKE):
-        monkeypatch.chdir(tmp_path)
-        before = snapshot(tmp_path)
-        result = run(arguments, capfd)
-        after = snapshot(tmp_path)
-        changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-        assert not changed, result[2]
-        return check_refusal(*result, says=says, expected=code)
-
-    return check
-
-
-@pytest.fixture
-def accepted(tmp_path, capfd, monkeypatch):
-    def check(*arguments):
-        monkeypatch.chdir(tmp_path)
-        code, _, err = run(arguments, capfd)
-        assert (code, "error: " in err) == (0, False), err
-
-    return check
+def refused(*arguments, says, code=MISTAKE):
+    """`dcls-convert` refuses and leaves everything as it is; the line that it says."""
+    before = snapshot()
+    out, err = run(*arguments, code=code)
+    assert snapshot() == before, err
+    return check_line(out, err, says)
 
 
 # --- The command line itself
@@ -128,32 +82,25 @@ def accepted(tmp_path, capfd, monkeypatch):
 @table(
     {
         "--dry-run": "Missing argument 'MODEL'",
-        "convert": "Missing argument 'MODEL'",
         f"{TINY} --nope": "No such option: --nope",
         f"{TINY} --dilate-size 17": re.compile("No such option: --dilate-size.*--dilated-size"),
-        f"{TINY} -x": "No such option: -x",
         f"{TINY} --dilated-size": "'--dilated-size' requires an argument",
-        f"{TINY} --dry-run=1": "'--dry-run' does not take a value",
         f"{TINY} --plan nowhere": "nowhere: is not a folder",
         f"{TINY} extra": re.compile("unexpected extra argument.*extra"),
         "rules nope": "No such command 'nope'",
         "rules show": "Missing argument",
         "rules show nope": "rules 'nope' are neither a file nor one of conv3x3, dense3x3",
-        "rules check": "Missing argument 'FILE'",
-        "rules check nope.yaml": "rules 'nope.yaml' are neither a file nor one of conv3x3, dense3x3",
         "inspect . --json --plan": "--plan and --json exclude each other",
-        "models --json --csv": "--json and --csv exclude each other",
     }
 )
-def test_usage(refused, given, says):
+def test_usage(given, says):
     refused(*given.split(), says=says)
 
 
 @pytest.mark.parametrize("given", [[], ["rules"]], ids=["dcls-convert", "dcls-convert rules"])
-def test_nothing_at_all_shows_the_help(given, capfd):
-    code, out, err = run(given, capfd)
-    assert (code, err) == (0, "")
-    assert "Usage: " in out
+def test_nothing_at_all_shows_the_help(given):
+    out, err = run(*given)
+    assert (err, "Usage: " in out) == ("", True)
 
 
 # --- MODEL
@@ -165,8 +112,6 @@ def test_nothing_at_all_shows_the_help(given, capfd):
         "not ASCII": ("é", "no model 'é'"),
         "newline": ("convnext_atto\n", r"no model 'convnext_atto\n'", "did you mean 'convnext_atto'"),
         "empty": ("", "model '' has no name"),
-        "timm alone": ("timm:", "model 'timm:' has no name"),
-        "module alone": ("json:", "model 'json:' has no name"),
         "function alone": (":build", ":build", "mpty module name"),
         "unknown in timm": ("timm:resnet81", "no model 'timm:resnet81'", "did you mean 'resnet"),
         "unknown tag": ("resnet18.nope", "no weights tagged 'nope'", "a1_in1k", "tv_in1k"),
@@ -179,14 +124,13 @@ def test_nothing_at_all_shows_the_help(given, capfd):
         "no module": ("nomodule_x:build", "module 'nomodule_x' cannot be imported", "No module named"),
         "relative module": (".rel:build", ".rel:build", "relative import"),
         "no attribute": ("os:nothing", "module 'os' has no function 'nothing'"),
-        "no function": ("os:sep", "module 'os' has no function 'sep'"),
         "function for no model": ("os:getcwd", "gives a str, not a torch.nn.Module"),
         "local-dir gone": ("local-dir:nowhere", "local-dir:nowhere: nowhere/config.json cannot be read: No such file"),
         "hub, not cached": ("hf-hub:timm/nope-nope", "hf-hub:timm/nope-nope", "not in the local cache"),
         "hub, no repository": ("hf-hub:a/b/c", "hf-hub:a/b/c", "'namespace/repo_name'"),
     }
 )
-def test_model_names(refused, given, says):
+def test_model_names(given, says):
     refused(given, "--dry-run", says=says)
 
 
@@ -200,24 +144,19 @@ def conv(size, **k):
     {
         "syntax error": ("def build(:", "mymodel:build", "SyntaxError", "mymodel.py, line 1"),
         "fails on import": ("1 / 0", "ZeroDivisionError: division by zero"),
-        "imports what is not there": ("import nope_nope", "cannot be imported: No module named 'nope_nope'"),
         "several lines": ("def build(): raise ValueError('first\\nsecond')", "ValueError: first second"),
         "endless recursion": ("def build(): return build()", "cannot be built: RecursionError"),
-        "out of memory": ("def build(): raise MemoryError", "cannot be built: MemoryError"),
         "leaves the program": ("import sys\ndef build(): sys.exit(7)", "mymodel:build", "SystemExit"),
-        "needs an argument": ("def build(x): pass", "missing 1 required positional argument: 'x'"),
         "gives a class": (f"{CONV}def build(): return nn.Linear", "gives a type, not a torch.nn.Module"),
-        "is a model": (f"{CONV}build = nn.Linear(2, 2)", "mymodel:build", "cannot be built"),
         "gives no weights": (f"{CONV}def build(): return conv(3, device='meta')", "mymodel:build", "meta"),
         "gives other models": (
             f"{CONV}sizes = [3, 5]\ndef build(): return conv(sizes.pop(0))",
             "kernel_size is (5, 5), the plan has (3, 3)",
         ),
-        "warns": ("import warnings\nwarnings.warn('old')\ndef build(): return 3", "gives a int"),
     }
 )
-def test_models_of_the_users_own(refused, tmp_path, given, says):
-    (tmp_path / "mymodel.py").write_text(given)
+def test_models_of_the_users_own(given, says):
+    Path("mymodel.py").write_text(given)
     refused("mymodel:build", says=says)
 
 
@@ -229,7 +168,7 @@ def test_models_of_the_users_own(refused, tmp_path, given, says):
         "--input-size 4x9x9": re.compile("input size 4x9x9: .*hannel"),
     }
 )
-def test_options_that_the_users_model_does_not_take(refused, given, says):
+def test_options_that_the_users_model_does_not_take(given, says):
     refused(OWN, *given.split(), says=says)
 
 
@@ -246,10 +185,10 @@ def test_options_that_the_users_model_does_not_take(refused, given, says):
         "no weights": ('{"architecture": "test_convnext"}', "pretrained weights cannot be had", "folder"),
     }
 )
-def test_local_folders(refused, tmp_path, given, says):
-    (tmp_path / "folder").mkdir()
+def test_local_folders(given, says):
+    Path("folder").mkdir()
     if given is not None:
-        (tmp_path / "folder" / "config.json").write_text(given)
+        Path("folder/config.json").write_text(given)
     refused("local-dir:folder", "--pretrained", says=says)
 
 
@@ -262,7 +201,7 @@ def test_local_folders(refused, tmp_path, given, says):
         "torchvision:resnet18 --in-chans 4": "fixed number of input channels",
     }
 )
-def test_weights_that_cannot_be_had(refused, monkeypatch, tmp_path_factory, given, says):
+def test_weights_that_cannot_be_had(monkeypatch, tmp_path_factory, given, says):
     def offline(*_, **__):
         raise URLError("no network in this test")
 
@@ -273,7 +212,7 @@ def test_weights_that_cannot_be_had(refused, monkeypatch, tmp_path_factory, give
     refused(*given.split(), says=says)
 
 
-def test_what_torch_says_of_a_download_is_not_in_the_results(monkeypatch, tmp_path, tmp_path_factory, capfd):
+def test_what_torch_says_of_a_download_is_not_in_the_results(monkeypatch, tmp_path_factory):
     name = "shufflenet_v2_x0_5"
 
     def download(_, path, *__, **___):
@@ -281,12 +220,9 @@ def test_what_torch_says_of_a_download_is_not_in_the_results(monkeypatch, tmp_pa
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", download)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path_factory.mktemp("torch")))
-    monkeypatch.chdir(tmp_path)
-    code, out, err = run([f"torchvision:{name}", "--pretrained", "--json", "--output", "out"], capfd)
-    assert code == 0, err
-    assert "Downloading" not in out
-    assert "Downloading" in err
+    out, err = run(f"torchvision:{name}", "--pretrained", "--json", "--output", "out")
     assert isinstance(json.loads(out), dict)
+    assert "Downloading" in err
 
 
 # --- Options, in themselves and for this model
@@ -312,12 +248,9 @@ NEITHER = ["", "x", "1_0", " 17 ", "+17", "\u0663", "\uff11\uff17", "17.0.0", "-
         ("--in-chans", ["0"], "is not an integer from 1 to 1000000000"),
     ],
 )
-def test_numbers_that_are_none(refused, option, values, allowed):
+def test_numbers_that_are_none(option, values, allowed):
     for value in [*NEITHER, *values]:
         refused(TINY, option, value, says=[f"Invalid value for '{option}': '{shown(value)}' {allowed}"])
-
-
-COUNT_STATED = "--kernel-count states the count, so --budget and --scope would have no effect"
 
 
 @table(
@@ -330,8 +263,6 @@ COUNT_STATED = "--kernel-count states the count, so --budget and --scope would h
         "--scope nope": re.compile("'--scope'.* 'nope' is not one of 'model', 'stage', 'layer'"),
         "--input-size 4x64x64": re.compile("input size 4x64x64: .*hannel"),
         "--input-size 3x1x1": "input size 3x1x1: the model does not run on the meta device at (3, 1, 1): ",
-        "--in-chans 4 --input-size 3x32x32": re.compile("input size 3x32x32: .*hannel"),
-        "--rules depthwize": re.compile("rules 'depthwize' .*did you mean 'depthwise'"),
         "--checkpoint gone.pth": "checkpoint gone.pth: there is no such file",
         "--checkpoint /": "checkpoint /: is not a file",
         "checkpoint too long": (f"--checkpoint {TOO_LONG}", f"checkpoint {TOO_LONG[:57]}...: File name too long"),
@@ -349,11 +280,10 @@ COUNT_STATED = "--kernel-count states the count, so --budget and --scope would h
         "--init exact --positions uniform": "--positions is for random positions, --init auto or exact keeps",
         "--calibrate .": "--calibrate is for --init fit, with --pretrained or --checkpoint",
         "--positions uniform --pretrained": re.compile("--positions is for random positions.*use --init random"),
-        "--kernel-count 3 --budget 50": COUNT_STATED,
-        "--kernel-count 3 --scope stage": COUNT_STATED,
+        "--kernel-count 3 --budget 50": "--kernel-count states the count, so --budget and --scope would have no effect",
     }
 )
-def test_options(refused, given, says):
+def test_options(given, says):
     refused(TINY, *(SMALL if "--input-size" not in given else ()), *shlex.split(given), says=says)
 
 
@@ -364,10 +294,10 @@ def test_options(refused, given, says):
         "--kernel-count 290": re.compile(r"use (\d+) or fewer"),
     }
 )
-def test_what_a_message_advises_works(refused, accepted, given, says):
+def test_what_a_message_advises_works(given, says):
     call = (TINY, "--dry-run", *SMALL)
     for value in says[0].search(refused(*call, *given.split(), says=says)).groups():
-        accepted(*call, given.split()[0], value)
+        run(*call, given.split()[0], value)
 
 
 # --- Rule files
@@ -381,55 +311,41 @@ def in_rule(text):
     return f"format: 1\nrules: [{{{text}}}]"
 
 
-@pytest.fixture
-def refused_rules(refused, tmp_path):
-    """Checks that `--rules my.yaml` is refused, and by `rules check` too where it takes no model to see."""
-
-    def check(content, says, *options, code=MISTAKE, alone=False):
-        (tmp_path / "my.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
-        if alone:
-            refused("rules", "check", "my.yaml", says=["my.yaml:", *says])
-        return refused(TINY, *SMALL, "--rules", "my.yaml", *options, says=says, code=code)
-
-    return check
-
-
 @table(
     {
         "empty": ("", f"my.yaml: is empty{A_MAPPING}"),
-        "number": ("5", f"my.yaml: is of type int{A_MAPPING}"),
-        "bracket": ("format: 1\nrules: [", "line 2", "not valid YAML"),
         "NUL": ("format: 1\n\0", "not valid YAML", "#x0000"),
         "too deep": ("[" * 600, "not valid YAML"),
         "too many digits": (f"format: {'1' * 5000}", "not valid YAML"),
         "Python tag": ("format: !!python/object/apply:os.mkdir [code_has_run]", "line 1", "not valid YAML", "os.mkdir"),
         "UTF-16": (in_rule(RULE).encode("utf-16"), "UTF-8"),
         "duplicate key": ("format: 1\nformat: 1\nrules: [{}]", "line 2", "key 'format' stands twice"),
-        "misspelt key": ("format: 1\nrulez: [{}]", "unknown key 'rulez' (did you mean 'rules'?)", "known: format"),
         "second rule": ("format: 1\nrules: [{}, {nam: x}]", "rules[1]: unknown key 'nam' (did you mean 'name'?)"),
         "value": (in_rule("dilated_kernel_size: big"), "rules[0].dilated_kernel_size: found 'big'; allowed is"),
     }
 )
-def test_rule_files(refused_rules, given, says):
-    refused_rules(given, says, alone=True)
+def test_rule_files(given, says):
+    Path("my.yaml").write_bytes(given if isinstance(given, bytes) else given.encode())
+    refused("rules", "check", "my.yaml", says=["my.yaml:", *says])
+    refused(TINY, *SMALL, "--rules", "my.yaml", says=says)
 
 
 @table(
     {
         DEPTHWISE: "no dilated size is stated, neither by an option nor by the rules",
         f"{DEPTHWISE}, dilated_kernel_size: [17]": "conv_dw: the size 17 is for 1-D, this convolution is 2-D",
-        f"{DEPTHWISE}, dilated_kernel_size: 16": re.compile("window 16 .* use 15 or 17"),
         f"{RULE}}}, {{name: late, match: {{path: no*}}": "my.yaml: rule 'late' claims nothing: no convolution",
         f"{RULE}}}, {{match: {{kernel_size: 7}}": "my.yaml: rule 'rules[1]' claims nothing: earlier rules claim all",
     }
 )
-def test_rules_that_do_not_fit_the_model(refused_rules, given, says):
-    refused_rules(in_rule(given), says)
+def test_rules_that_do_not_fit_the_model(given, says):
+    Path("my.yaml").write_text(in_rule(given))
+    refused(TINY, *SMALL, "--rules", "my.yaml", says=says)
 
 
-def test_strict_refuses_what_would_be_skipped(refused, accepted, tmp_path):
-    (tmp_path / "my.yaml").write_text(in_rule("match: {kernel_size: {min: 3}}, dilated_kernel_size: 5"))
-    accepted("resnet18", "--dry-run", *SMALL, "--rules", "my.yaml")
+def test_strict_refuses_what_would_be_skipped():
+    Path("my.yaml").write_text(in_rule("match: {kernel_size: {min: 3}}, dilated_kernel_size: 5"))
+    run("resnet18", "--dry-run", *SMALL, "--rules", "my.yaml")
     refused("resnet18", "--strict", *SMALL, "--rules", "my.yaml", says=["conv1: window 5", "kernel 7", "use 7 or more"])
 
 
@@ -443,7 +359,7 @@ def test_strict_refuses_what_would_be_skipped(refused, accepted, tmp_path):
         f"{TINY} --rules dense3x3": re.compile("it has 9 depthwise 7x7, .*; rules 'depthwise' would match 9"),
     }
 )
-def test_models_in_which_nothing_matches(refused, given, says):
+def test_models_in_which_nothing_matches(given, says):
     refused(*given.split(), says=says, code=NOTHING_MATCHES)
 
 
@@ -454,13 +370,13 @@ def test_models_in_which_nothing_matches(refused, given, says):
         "nn.Sequential(nn.Conv2d(3, 8, 3))": "it has 1 dense 3x3 in the stem",  # else, why does it not match?
     }
 )
-def test_own_models_in_which_nothing_matches(refused, tmp_path, given, says):
-    (tmp_path / "mymodel.py").write_text(f"from torch import nn\ndef build(): return {given}")
+def test_own_models_in_which_nothing_matches(given, says):
+    Path("mymodel.py").write_text(f"from torch import nn\ndef build(): return {given}")
     refused("mymodel:build", says=says, code=NOTHING_MATCHES)
 
 
-def test_a_converted_model_is_not_converted_again(refused, accepted):
-    accepted(TINY, *SMALL, "--output", "done")
+def test_a_converted_model_is_not_converted_again():
+    run(TINY, *SMALL, "--output", "done")
     refused("local-dir:done", says=["the model is converted already: it has 9 DCLS layers"])
 
 
@@ -526,16 +442,12 @@ NO_STATE = ", not a state dict (names to tensors)"
 @table(
     {
         "empty": (("c.pth", write(b"")), NO_TORCH),
-        "half": (("c.pth", cut(save(dict), 0.5)), NO_TORCH),
         "safetensors called torch": (("c.pth", save_file), NO_TORCH),
         "half safetensors": (("c.safetensors", cut(save_file, 0.5)), NO_SAFETENSORS),
         "code": (("c.pth", save(lambda _: RunsCode())), NO_CODE),
-        "code beside weights": (("c.pth", save(lambda state: {"model": state, "x": RunsCode()})), NO_CODE),
-        "whole model": (("c.pth", save(lambda _: nn.Linear(2, 2))), NO_CODE),
         "tensor": (("c.pth", save(lambda _: torch.zeros(3))), "holds a Tensor" + NO_STATE),
         "holds itself": (("c.pth", save(holding_itself)), "holds a mapping with model" + NO_STATE),
         "more than tensors": (("c.pth", save(lambda state: {**state, "epoch": 3})), "epoch"),  # which is at fault
-        "names are numbers": (("c.pth", save(lambda _: {1: torch.zeros(2)})), f"lacks {FIRST}", "has 1 too many"),
         "one missing": (("c.pth", save(lambda s: {k: s[k] for k in s if k != FIRST})), f"the model: it lacks {FIRST}"),
         "one too many": (("c.pth", save(lambda state: {**state, "x": torch.zeros(1)})), "the model: it has x too many"),
         "name given twice": (("c.pth", save(lambda s: {**s, f"module.{FIRST}": s[FIRST] + 1})), f"module.{FIRST}"),
@@ -545,18 +457,17 @@ NO_STATE = ", not a state dict (names to tensors)"
         ),
         "complex": (("c.pth", changed(lambda tensor: tensor.to(torch.complex64))), FIRST),
         "without data": (("c.pth", changed(lambda tensor: tensor.to("meta"))), FIRST),
-        "folder": (("c.pth", lambda _, path: path.mkdir()), re.compile("folder|not a file")),
     }
 )
-def test_checkpoints(refused, tmp_path, state, given, says):
+def test_checkpoints(state, given, says):
     name, write_to = given
-    write_to(state, tmp_path / name)
+    write_to(state, Path(name))
     refused(OWN, "--checkpoint", name, says=[f"checkpoint {name}: ", *says])
 
 
 @pytest.mark.parametrize("write_to", [save(dict), save_file], ids=["torch", "safetensors"])
-def test_damaged_checkpoints_are_read_or_refused(tmp_path, state, write_to):
-    path = tmp_path / ("c.safetensors" if write_to is save_file else "c.pth")
+def test_damaged_checkpoints_are_read_or_refused(state, write_to):
+    path = Path("c.safetensors" if write_to is save_file else "c.pth")
     write_to({LAST: state[LAST]}, path)
     whole = path.read_bytes()
     generator = random.Random(0)
@@ -573,13 +484,10 @@ def test_damaged_checkpoints_are_read_or_refused(tmp_path, state, write_to):
     assert raised == {CheckpointError}
 
 
-def test_a_checkpoint_of_another_model(refused, tmp_path, state):
-    save_file(state, tmp_path / "c.safetensors")
-    says = [
-        "checkpoint c.safetensors: does not fit",
-        re.compile("lacks stem.0.weight, .* and has .*0.0.weight.* too many"),
-    ]
-    refused(TINY, *SMALL, "--checkpoint", "c.safetensors", says=says)
+def test_a_checkpoint_of_another_model(state):
+    save_file(state, "c.safetensors")
+    names = re.compile("lacks stem.0.weight, .* and has .*0.0.weight.* too many")
+    refused(TINY, *SMALL, "--checkpoint", "c.safetensors", says=["checkpoint c.safetensors: does not fit", names])
 
 
 # --- --output
@@ -588,9 +496,9 @@ def test_a_checkpoint_of_another_model(refused, tmp_path, state):
 def files(*names):
     """Folders where the name ends with a slash, else files with something of the user's."""
 
-    def make(folder):
+    def make():
         for name in names:
-            path = folder / name
+            path = Path(name)
             (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
             if not name.endswith("/"):
                 path.write_text("the user's own")
@@ -600,13 +508,12 @@ def files(*names):
 
 def link(name, target):
     """A link; the folder `t` is there, for it to point to."""
-    return lambda folder: ((folder / "t").mkdir(), (folder / name).symlink_to(target))
+    return lambda: (Path("t").mkdir(), Path(name).symlink_to(target))
 
 
 EXISTS = "already exists; --force replaces it, --output names another"
 LEFT = "it is left as it is"
 NEW = "name a new folder, not one that is there already"
-THEIRS = ("o/README.md", "o/config.json", "o/model.safetensors")  # as of any other model
 
 
 @table(
@@ -615,39 +522,32 @@ THEIRS = ("o/README.md", "o/config.json", "o/model.safetensors")  # as of any ot
         "folder": ((files("o/"), "--output o"), f"output o {EXISTS}"),
         "file, force": ((files("o"), "--output o --force"), "output o is a file, not a folder", LEFT),
         "foreign": ((files("o/data.txt"), "--output o --force"), "output o holds 'data.txt'", LEFT),
-        "foreign README": ((files("o/README.md"), "--output o --force"), "output o", LEFT),
-        "foreign model": ((files(*THEIRS), "--output o --force"), "output o", LEFT),
         "foreign under our name": ((files("o/README.md/thesis.tex"), "--output o --force"), "output o", LEFT),
-        "link": ((link("o", "t"), "--output o"), f"output o {EXISTS}"),
         "link, force": ((link("o", "t"), "--output o --force"), "output o", "link", LEFT),
         "link to nothing": ((link("o", "x"), "--output o"), f"output o {EXISTS}"),
         "parent a file": ((files("f"), "--output f/o"), "output f/o: ", "f is not a folder"),
-        "parent a link to nothing": ((link("l", "x"), "--output l/o"), "output l/o"),
         "too long": ((files(), f"--output {TOO_LONG}"), f"output {TOO_LONG[:57]}...: ", "File name too long"),
-        "too long for the partial one": ((files(), f"--output {'a' * 250}"), "output", "too long"),
         "no name": ((files(), "--output ''"), f"output .: {NEW}"),
-        "here": ((files(), "--output ."), f"output .: {NEW}"),
         "under a device": ((files(), "--output /dev/null/x"), "output /dev/null/x: /dev/null is not a folder"),
     }
 )
-def test_outputs(refused, tmp_path, given, says):
+def test_outputs(given, says):
     make, options = given
-    make(tmp_path)
+    make()
     refused(OWN, *shlex.split(options), says=says)
 
 
-def test_a_working_directory_that_is_gone(tmp_path, capfd, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    (tmp_path / "here").rmdir()
-    check_refusal(*run([TINY, *SMALL], capfd), says=["output"], expected=MISTAKE)
+def test_a_working_directory_that_is_gone(monkeypatch):
+    Path("here").mkdir()
+    monkeypatch.chdir("here")
+    Path.cwd().rmdir()
+    check_line(*run(TINY, *SMALL, code=MISTAKE), ["output"])
 
 
 @pytest.fixture
-def as_nobody(tmp_path, capfd, monkeypatch):
+def as_nobody(monkeypatch):
     """In a folder that nobody may write to, without the privileges of root, who may do everything."""
-    monkeypatch.chdir(tmp_path)
-    run([OWN, "--dilated-size", "16"], capfd)  # imports what nobody may not read
+    run(OWN, "--dilated-size", "16", code=MISTAKE)  # imports what nobody may not read
     with tempfile.TemporaryDirectory() as name:  # others may enter it, unlike pytest's and perhaps the checkout
         outer, folder = Path(name), Path(name, "here")
         shutil.copytree(builtin_rules()["depthwise"].parent, outer / "rules")
@@ -684,8 +584,8 @@ PERMISSION = re.compile("(?i)permission|not readable")
     }
 )
 @pytest.mark.usefixtures("as_nobody")
-def test_no_permission(capfd, given, says):
-    check_refusal(*run([OWN, *given.split()], capfd), says=[*given.split()[1:], *says], expected=MISTAKE)
+def test_no_permission(given, says):
+    check_line(*run(OWN, *given.split(), code=MISTAKE), [*given.split()[1:], *says])
 
 
 # --- Trouble in the middle of writing
@@ -694,9 +594,9 @@ OUTPUTS = pytest.mark.parametrize("output", ["out", "a/b/out", "old"])
 
 
 @pytest.fixture
-def _old_checkpoint(accepted):
+def _old_checkpoint():
     """There is one in "old" already, which must outlive what goes wrong."""
-    accepted(OWN, "--output", "old", "-q")
+    run(OWN, "--output", "old", "-q")
 
 
 def options_for(model, output):
@@ -705,7 +605,7 @@ def options_for(model, output):
 
 @OUTPUTS
 @pytest.mark.usefixtures("_old_checkpoint")
-def test_a_full_disk_leaves_nothing(refused, output):
+def test_a_full_disk_leaves_nothing(output):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # bytes of one file; the weights have more
     try:
@@ -731,7 +631,7 @@ def signalling():
 @OUTPUTS
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 @pytest.mark.usefixtures("_old_checkpoint")
-def test_a_signal_while_writing_leaves_nothing(refused, monkeypatch, name, output):
+def test_a_signal_while_writing_leaves_nothing(monkeypatch, name, output):
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's parent may ignore SIGINT
@@ -761,10 +661,10 @@ main(["mymodel:build", "--output", "a/out"])
 """
 
 
-def test_a_hail_of_signals_is_one_line_and_leaves_nothing(tmp_path):
-    (tmp_path / "mymodel.py").write_text(WAITING)
+def test_a_hail_of_signals_is_one_line_and_leaves_nothing():
+    Path("mymodel.py").write_text(WAITING)
     process = subprocess.Popen(
-        [sys.executable, "-B", "-c", CHILD], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-B", "-c", CHILD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     for line in process.stderr:
         if line == "running\n":
@@ -774,5 +674,6 @@ def test_a_hail_of_signals_is_one_line_and_leaves_nothing(tmp_path):
             process.send_signal(number)
         time.sleep(0.001)
     out, err = process.communicate(timeout=60)
-    assert list(snapshot(tmp_path)) == ["mymodel.py"]
-    check_refusal(process.returncode, out, err, says=["interrupted"], expected=INTERRUPTED)
+    assert os.listdir() == ["mymodel.py"]
+    assert process.returncode == INTERRUPTED, err
+    check_line(out, err, ["interrupted"])

@@ -17,6 +17,8 @@ from dcls_convert.checkpoints.load import load_converted
 from dcls_convert.cli import console
 from dcls_convert.cli.app import main
 
+from ..command_line import exit_code, run
+
 OWN = f"{__name__}:build"
 EVIL = "\x1b]0;owned\x07\u202e\ud800"  # a title for the terminal, a bell, an override of direction, a lone surrogate
 EVIL_RULES = r"""
@@ -44,39 +46,21 @@ def plain():
 PLAIN = f"{__name__}:plain"
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def exit_code(*arguments):
-    with pytest.raises(SystemExit) as stopped:
-        main([str(argument) for argument in arguments])
-    return stopped.value.code
-
-
 # Text from outside.
+
+
+OPTIONS = (f"--{EVIL}", "--scope", "--seed", "--dilated-size", "--output", "--checkpoint", "--rules")
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["convert", OWN, "--dry-run", "--verbose"],
-        ["convert", OWN, "--dry-run", "--rules", "evil.yaml"],
-        ["convert", OWN, "--dry-run", "--rules", "evil.yaml", "--verbose"],
-        ["convert", OWN, "--dry-run", "--json"],
+        *[["convert", OWN, "--dry-run", option] for option in ("--verbose", "--json")],
+        *[["convert", OWN, "--dry-run", "--rules", "evil.yaml", *more] for more in ([], ["--verbose"])],
         ["rules", "check", "evil.yaml", "--model", OWN],
         ["rules", "show", "evil.yaml"],
-        ["convert", f"timm:{EVIL}", "--dry-run"],
-        ["models", EVIL],
-        ["inspect", EVIL],
-        ["convert", OWN, f"--{EVIL}"],
-        ["convert", OWN, "--scope", EVIL],
-        ["convert", OWN, "--seed", EVIL],
-        ["convert", OWN, "--dilated-size", EVIL],
-        ["convert", OWN, "--output", EVIL, "--quiet"],
-        ["convert", OWN, "--checkpoint", EVIL],
-        ["convert", OWN, "--rules", EVIL],
+        *[["convert", f"timm:{EVIL}", "--dry-run"], ["models", EVIL], ["inspect", EVIL]],
+        *[["convert", OWN, option, EVIL, "--quiet"] for option in OPTIONS],
     ],
 )
 def test_no_control_character_of_data_reaches_the_terminal(capsys, arguments):
@@ -86,46 +70,30 @@ def test_no_control_character_of_data_reaches_the_terminal(capsys, arguments):
         assert {character for character in text if not character.isprintable()} <= {"\n"}, text
 
 
-def test_a_rule_file_is_shown_with_its_tabs_and_lines(capsys):
+def test_a_rule_file_is_shown_with_its_tabs_and_lines():
     text = "format: 1 # a\ttab\nrules:\n- {match: {kind: dense}, dilated_kernel_size: 7}\n"
     Path("rules.yaml").write_text(text)
-    assert exit_code("rules", "show", "rules.yaml") == 0
-    assert capsys.readouterr().out == text
+    assert run("rules", "show", "rules.yaml") == (text, "")
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["convert", "{}"],
-        ["convert", "timm:{}"],
-        ["convert", "{}:build"],
-        ["convert", f"{__name__}:{{}}"],
-        ["convert", OWN, "--{}"],
-        ["convert", OWN, "--scope", "{}"],
-        ["convert", OWN, "--rules", "{}"],
-        ["convert", OWN, "--checkpoint", "{}"],
-        ["convert", OWN, "--output", "{}"],
-        ["convert", OWN, "--seed", "{}"],
-        ["convert", OWN, "{}"],
-        ["rules", "{}"],
-        ["rules", "check", "{}"],
-        ["models", "{}"],
-        ["verify", "{}"],
-        ["inspect", "{}"],
-        ["fold", "{}"],
+        *["convert {}", "convert timm:{}", "convert {}:build", f"convert {__name__}:{{}}"],
+        *[f"convert {OWN} {option}" for option in ("{}", "--{}", "--scope {}", "--rules {}", "--checkpoint {}")],
+        *[f"convert {OWN} {option}" for option in ("--output {}", "--seed {}")],
+        *["rules {}", "rules check {}", "models {}", "verify {}", "inspect {}", "fold {}"],
     ],
 )
-def test_endless_names_are_cut(capsys, arguments):
-    assert exit_code(*[argument.format("ab" * 2000) for argument in arguments]) == 2
-    out, err = capsys.readouterr()
+def test_endless_names_are_cut(arguments):
+    out, err = run(*arguments.format("ab" * 2000).split(), code=2)
     assert out == ""
     assert err.splitlines()[-1].startswith("error: ")
     assert all(len(line) < 1000 for line in err.splitlines())
 
 
-def test_what_is_checked_is_printed_when_all_of_it_is_right(capsys):
-    assert exit_code("rules", "check", "depthwise", "--model", "timm:no_such_model") == 2
-    assert capsys.readouterr().out == ""
+def test_what_is_checked_is_printed_when_all_of_it_is_right():
+    assert run("rules", "check", "depthwise", "--model", "timm:no_such_model", code=2)[0] == ""
 
 
 # What stdout can take.
@@ -167,11 +135,7 @@ def test_a_stdout_that_takes_nothing_does_not_take_back_the_checkpoint(capsys, m
     load_converted("out", model=plain())
     lines = capsys.readouterr().err.splitlines()
     assert "note: out was written" in lines
-    assert (
-        (lines[-1].startswith("error: the results cannot be printed") and says in lines[-1])
-        if says
-        else ("error" not in lines[-1])
-    )
+    assert lines[-1].startswith(f"error: the results cannot be printed: {says}" if says else "note: ")
 
 
 def test_a_stderr_that_takes_nothing_is_no_mistake(capsys, monkeypatch):
@@ -189,10 +153,9 @@ def broken(*_, **__):
     raise ZeroDivisionError("oh\nno")
 
 
-def test_a_bug_is_one_line_and_exit_code_1(capsys, monkeypatch):
+def test_a_bug_is_one_line_and_exit_code_1(monkeypatch):
     monkeypatch.setattr("dcls_convert.surgery.convert.plan_for", broken)
-    assert exit_code(PLAIN) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
+    last = run(PLAIN, code=1)[1].splitlines()[-1]
     assert last.startswith("error: this is a bug in dcls-convert: ZeroDivisionError: oh no")
 
 
@@ -220,12 +183,11 @@ def interrupted_while_cleaning():
 
 @pytest.mark.parametrize("first", BOTH)
 @pytest.mark.parametrize("second", BOTH)
-def test_a_second_signal_does_not_disturb_the_cleaning(capsys, monkeypatch, first, second):
+def test_a_second_signal_does_not_disturb_the_cleaning(monkeypatch, first, second):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been started with SIGINT ignored
     monkeypatch.setenv("SIGNALS", f"{first.name} {second.name}")
-    assert exit_code(f"{__name__}:interrupted_while_cleaning") == 130
+    assert run(f"{__name__}:interrupted_while_cleaning", code=130)[1].splitlines()[-1] == "error: interrupted"
     assert Path("cleaned").exists()
-    assert capsys.readouterr().err.splitlines()[-1] == "error: interrupted"
 
 
 def signalled():
@@ -241,10 +203,10 @@ def test_signals_that_were_ignored_stay_ignored():
     assert exit_code(f"{__name__}:signalled", "--output", "out", "--quiet") == 0
 
 
-def test_an_interrupt_after_the_checkpoint_stands_says_so(capsys, monkeypatch):
+def test_an_interrupt_after_the_checkpoint_stands_says_so(monkeypatch):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = lambda *_, **__: signal.raise_signal(signal.SIGINT)  # noqa: E731
     monkeypatch.setattr("dcls_convert.reports.report_view.report_view", interrupt)
-    assert exit_code(PLAIN, "--output", "out") == 130
-    assert capsys.readouterr().err.splitlines()[-2:] == ["note: out was written", "error: interrupted"]
+    _, err = run(PLAIN, "--output", "out", code=130)
+    assert err.splitlines()[-2:] == ["note: out was written", "error: interrupted"]
     load_converted("out", model=plain())
