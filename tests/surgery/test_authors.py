@@ -590,7 +590,7 @@ def test_the_version_is_for_files_of_the_authors(capfd, folder):
     options = ["--checkpoint", "theirs.pth", "--authors-version", "v1"]
     refused(capfd, folder, TINY, *SMALL, *options, says=["has no layers of the authors' package"])
     _, err = run(capfd, TINY, "--authors-version", "v1", code=2)
-    assert "needs --checkpoint" in err
+    assert "file of --checkpoint" in err
 
 
 def test_rules_that_contradict_the_file_are_refused(capfd, folder, states):
