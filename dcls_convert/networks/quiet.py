@@ -27,10 +27,7 @@ def quietly() -> Iterator[None]:
 def seeded(seed: int | None) -> Iterator[None]:
     """The generators of the CPU and of all CUDA devices in use start at `seed`, and get their old states back after it.
 
-    Args:
-        seed: None leaves the generators alone, before and after.
-
-    `torch.manual_seed` will not do: it also reseeds devices whose state nobody keeps.
+    None leaves them alone. `torch.manual_seed` will not do: it also reseeds devices whose state nobody keeps.
     """
     if seed is None:
         yield

@@ -106,9 +106,8 @@ def start_from_authors_(
 
     Args:
         model: Not converted yet; changed in place.
-        plan: Made for it with `kernel_count=weights.kernel_counts`. For versions max and gauss, its windows must be
-            those of the training: they normalise over the window, which the file does not state.
-        weights: From `sort_weights`.
+        plan: Made for it with `kernel_count=weights.kernel_counts`, from `sort_weights`. With SIG, its windows must be
+            those of the training: elements are normalised over the window, which the file does not state.
         version: Of layers without SIG; the released v0 unless it is stated.
         new_classifier: As in `load_weights_`.
 

@@ -18,12 +18,9 @@ REPARAMETERIZING = ("fuse", "reparameterize", "switch_to_deploy")
 def fold_to_dense_(model: nn.Module) -> int:
     """Replace every DCLS layer by its plain convolution, drop the tied positions, and return how many there were.
 
-    Outputs stay the same. Each kernel is then an ordinary dense one of the window's size. timm's savers (`save_for_hf`,
-    `push_to_hf_hub`) write a config that rebuilds the folded model.
-
-    `timm.utils.reparameterize_model(model)` folds a converted model too, then fuses what else it can. It starts at the
-    model's children, so the arguments that timm's savers write still say that the model is not folded: fold with this
-    function before saving.
+    Outputs stay the same; each kernel is an ordinary dense one of the window's size. timm's savers (`save_for_hf`,
+    `push_to_hf_hub`) then write a config that rebuilds the folded model. `timm.utils.reparameterize_model(model)` folds
+    a converted model too, but starts at its children and leaves that config: fold with this function before saving.
 
     Raises:
         PlanError: The model is itself a DCLS layer.

@@ -13,7 +13,6 @@ from torch import nn
 
 from dcls_convert import DclsConv2d, DclsConvertError, apply_plan_, calibrate, convert_, find_convs, plan_conversion
 from dcls_convert.fitting.boxes import box_of
-from dcls_convert.fitting.least_squares import fit_lines
 from dcls_convert.fitting.warm_start import fit_elements
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.elements import largest_elements
@@ -260,11 +259,6 @@ def test_a_root_that_is_the_identity_changes_nothing_and_one_that_weighs_cells_m
         )
 
     assert corner(*weighed) < 0.2 * corner(*plain)
-
-
-def test_there_must_be_a_start():
-    with pytest.raises(ValueError, match="nowhere to start"):
-        fit_lines(torch.ones(1, 1, 9), [], (3, 3), box_of((3, 3), (1, 1), (7, 7), "bilinear").profile)
 
 
 # In a model.
