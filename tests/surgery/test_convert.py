@@ -106,13 +106,7 @@ def test_whatever_fails_leaves_the_model_as_it_was(kind):
 
 
 @pytest.mark.parametrize(
-    "place",
-    [
-        "place.fold_before_timm_fuses_",
-        "place.spare_from_decay_",
-        "place._tell_timm",
-        "convert.measure_report",
-    ],
+    "place", ["place.fold_before_timm_fuses_", "place.spare_from_decay_", "place._tell_timm", "convert.measure_report"]
 )
 @pytest.mark.parametrize("kind", ["random", "authors"])
 def test_a_failure_after_the_layers_are_in_place_takes_them_out_again(tiny, monkeypatch, place, kind):

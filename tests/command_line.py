@@ -1,0 +1,23 @@
+"""The program as its user runs it, in this process."""
+
+import contextlib
+import io
+
+import pytest
+
+from dcls_convert.cli.app import main
+
+
+def exit_code(*arguments: object) -> int:
+    """Of `dcls-convert ARGUMENTS`, which prints where the test does."""
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    return stopped.value.code
+
+
+def run(*arguments: object, code: int = 0) -> tuple[str, str]:
+    """stdout and stderr of `dcls-convert ARGUMENTS`, which must end with this exit code."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        found = exit_code(*arguments)
+    assert found == code, out.getvalue() + err.getvalue()
+    return out.getvalue(), err.getvalue()
