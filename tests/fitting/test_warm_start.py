@@ -20,6 +20,8 @@ from dcls_convert.layers.geometry import grid_positions
 from dcls_convert.layers.interpolation import find_interpolation, learnt_axes, position_limits
 from dcls_convert.planning.rules import parse_rules
 
+from ..surgery.test_convert import assert_unchanged, snapshot
+
 CASES = {
     "depthwise 7x7": {"shape": (6, 1, 7, 7), "size": (17, 17), "count": 34},
     "dense 3x3": {"shape": (4, 3, 3, 3), "size": (7, 7), "count": 5},
@@ -47,9 +49,17 @@ def options_of(case):
     }
 
 
+def in_window(kernel, case):
+    """The old kernel in the middle of the window, in float64."""
+    shapes = zip(kernel.shape[2:], options_of(case)["dilation"], case["size"], strict=True)
+    places = [[cell + size // 2 for cell in grid_positions(side, step, size)] for side, step, size in shapes]
+    padded = torch.zeros(*kernel.shape[:2], *case["size"], dtype=torch.double)
+    padded[:, :, *torch.meshgrid(*map(torch.tensor, places), indexing="ij")] = kernel.double()
+    return padded
+
+
 def distances(kernels, weights, positions, case, interpolation="bilinear"):
     """|constructed - old| of each layer, by the constructor itself on the whole window."""
-    options = options_of(case)
     sigma = find_interpolation(interpolation).initial_sigma
     found = []
     for kernel, weight in zip(kernels, weights, strict=True):
@@ -59,14 +69,9 @@ def distances(kernels, weights, positions, case, interpolation="bilinear"):
             case["size"],
             interpolation=interpolation,
             sigma=None if sigma is None else torch.full_like(positions, sigma, dtype=torch.double),
-            dense_axes=options["dense_axes"],
+            dense_axes=case.get("dense_axes", ()),
         )
-        shapes = zip(kernel.shape[2:], options["dilation"], case["size"], strict=True)
-        places = [[cell + size // 2 for cell in grid_positions(side, step, size)] for side, step, size in shapes]
-        for index in itertools.product(*(range(side) for side in kernel.shape[2:])):
-            where = tuple(axis[cell] for axis, cell in zip(places, index, strict=True))
-            constructed[(slice(None), slice(None), *where)] -= kernel[(slice(None), slice(None), *index)].double()
-        found.append(float(constructed.norm()))
+        found.append(float((constructed - in_window(kernel, case)).norm()))
     return found
 
 
@@ -110,11 +115,7 @@ def test_weights_are_the_least_squares_for_the_positions(name):
     for kernel, weight in zip(kernels, weights, strict=True):
         free = weight.double().requires_grad_()
         constructed = construct_kernel(free, positions.double(), case["size"], dense_axes=case.get("dense_axes", ()))
-        shapes = zip(kernel.shape[2:], options_of(case)["dilation"], case["size"], strict=True)
-        places = [[cell + size // 2 for cell in grid_positions(side, step, size)] for side, step, size in shapes]
-        padded = torch.zeros_like(constructed)
-        padded[(slice(None), slice(None), *torch.meshgrid(*map(torch.tensor, places), indexing="ij"))] = kernel.double()
-        (gradient,) = torch.autograd.grad((constructed - padded).square().sum() / 2, free)
+        (gradient,) = torch.autograd.grad((constructed - in_window(kernel, case)).square().sum() / 2, free)
         assert gradient.abs().max() < 0.02 * kernel.abs().max()
 
 
@@ -283,15 +284,11 @@ def test_the_report_states_each_layers_relative_kernel_error(init):
     assert report.to_dict()["layers"][0]["fit_error"] == report.layers[0].fit_error
 
 
-def test_random_elements_have_no_error_to_state():
-    report = convert_(depthwise_net(), init="random", dilated_size=9, input_size=(3, 16, 16))
-    assert [layer.fit_error for layer in report.layers] == [None] * 3
-
-
-def test_a_model_on_meta_is_converted_without_values():
-    with torch.device("meta"):
+@pytest.mark.parametrize(("device", "init"), [("cpu", "random"), ("meta", "fit")])
+def test_random_elements_and_models_on_meta_have_no_error_to_state(device, init):
+    with torch.device(device):
         model = depthwise_net()
-    report = convert_(model, dilated_size=9, input_size=(3, 16, 16))
+    report = convert_(model, init=init, dilated_size=9, input_size=(3, 16, 16))
     assert [layer.fit_error for layer in report.layers] == [None] * 3
 
 
@@ -370,16 +367,14 @@ def test_calibration_reads_a_folder_and_leaves_the_model_alone(tmp_path):
         Image.new("RGB", (50 + index, 40), (index * 60, 90, 200)).save(tmp_path / "cats" / f"{index}.png")
     (tmp_path / "broken.jpg").write_bytes(b"no image")
     (tmp_path / "notes.txt").write_text("no image either")
-    model = timm.create_model("test_convnext").train()
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model = timm.create_model("test_convnext")
+    before = snapshot(model)
     plan = plan_conversion(find_convs(model))
     notes = []
     roots = calibrate(model, plan, tmp_path, note=notes.append)
     assert roots.keys() == {layer.name for layer in plan.layers}
     assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'broken.jpg'} is not an image"]
-    assert model.training
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert_unchanged(model, before)
 
 
 @pytest.mark.parametrize(

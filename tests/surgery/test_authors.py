@@ -4,8 +4,9 @@ end, and files that do not fit.
 Axes: O output channels, I input channels per group, E kernel elements, A spatial axes.
 """
 
-import itertools
 import json
+import re
+from functools import partial
 
 import DCLS.construct.modules as authors
 import pytest
@@ -45,59 +46,10 @@ def random_places_(layer, generator):
             layer.SIG.uniform_(-1.5, 1.5, generator=generator)
 
 
-# --- Stand-ins for their networks
+# --- Networks with their layers
 
 
-class OriginalBlock(nn.Module):
-    """A ConvNeXt block in the original naming, with their layer or a dense 7x7."""
-
-    def __init__(self, width, version):
-        super().__init__()
-        options = {"padding": 8, "dilated_kernel_size": 17, "groups": width, "version": version}
-        self.dwconv = (
-            authors.Dcls2d(width, width, kernel_count=COUNT, **options)
-            if version
-            else nn.Conv2d(width, width, 7, padding=3, groups=width)
-        )
-        self.norm = nn.LayerNorm(width, eps=1e-5)
-        self.pwconv1, self.pwconv2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.gamma = nn.Parameter(torch.ones(width))
-
-    def forward(self, x):
-        y = self.norm(self.dwconv(x).permute(0, 2, 3, 1))
-        y = self.pwconv2(nn.functional.gelu(self.pwconv1(y), approximate="tanh"))
-        return x + (self.gamma * y).permute(0, 3, 1, 2)
-
-
-class OriginalNorm(nn.LayerNorm):
-    def forward(self, x):
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
-class OriginalConvNeXt(nn.Module):
-    """ConvNeXt in the original naming, in the dimensions of timm's TINY."""
-
-    def __init__(self, version):
-        super().__init__()
-        steps = [(3, DIMS[0], 4), *((before, after, 2) for before, after in itertools.pairwise(DIMS))]
-        convs = [nn.Conv2d(before, after, side, stride=side) for before, after, side in steps]
-        norms = [OriginalNorm(DIMS[max(index - 1, 0)], eps=1e-5) for index in range(4)]
-        parts = [(convs[0], norms[0]), *((norms[index], convs[index]) for index in (1, 2, 3))]
-        self.downsample_layers = nn.ModuleList(nn.Sequential(*pair) for pair in parts)
-        self.stages = nn.ModuleList(
-            nn.Sequential(*(OriginalBlock(width, version) for _ in range(depth)))
-            for width, depth in zip(DIMS, DEPTHS, strict=True)
-        )
-        self.norm = nn.LayerNorm(DIMS[-1], eps=1e-5)
-        self.head = nn.Linear(DIMS[-1], CLASSES)
-
-    def forward(self, x):
-        for downsample, stage in zip(self.downsample_layers, self.stages, strict=True):
-            x = stage(downsample(x))
-        return self.head(self.norm(x.mean((-2, -1))))
-
-
-def trained_(model, stages):
+def trained_(model):
     """Weights that are no initialisation, and places that are the same in every layer of a stage, as they do."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -107,22 +59,31 @@ def trained_(model, stages):
         for name, buffer in model.named_buffers():
             if name.endswith("running_var"):
                 buffer.copy_(torch.rand(buffer.shape, generator=generator) * 4 + 2)
-    for stage in stages:
-        shared = {}
-        for layer in stage.modules():
-            if isinstance(layer, authors.Dcls2d):
-                first = shared.setdefault(layer.weight.shape, layer)
-                if first is layer:
-                    random_places_(layer, generator)
-                layer.P, layer.SIG = first.P, first.SIG
+    shared = {}
+    for layer in model.modules():
+        if isinstance(layer, authors.Dcls2d):
+            first = shared.setdefault(layer.weight.shape, layer)  # stages differ in their widths
+            if first is layer:
+                random_places_(layer, generator)
+            layer.P, layer.SIG = first.P, first.SIG
     return model.eval()
 
 
-def convnext(version):
+def with_their_layers(build, name, size, version):
+    """A network, each convolution of that name in its blocks replaced by their layer."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = OriginalConvNeXt(version)
-    return trained_(model, model.stages)
+        model = build()
+        options = {"kernel_count": COUNT, "dilated_kernel_size": size, "padding": size // 2, "version": version}
+        for path, old in list(model.named_modules()):
+            if version and path.endswith(f".{name}"):
+                options |= {"stride": old.stride, "groups": old.groups, "bias": old.bias is not None}
+                model.set_submodule(path, authors.Dcls2d(old.in_channels, old.out_channels, **options))
+    return trained_(model)
+
+
+def convnext(version):
+    return with_their_layers(lambda: timm.create_model(TINY), "conv_dw", 17, version)
 
 
 def resnet(num_classes=CLASSES):
@@ -132,16 +93,21 @@ def resnet(num_classes=CLASSES):
 
 def authors_resnet(version):
     """torchvision's, every 3x3 of whose blocks is their layer."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        blocks = torchvision.models.resnet.Bottleneck
-        model = torchvision.models.ResNet(blocks, [1, 2, 1, 1], num_classes=CLASSES, width_per_group=8)
-        stages = [model.layer1, model.layer2, model.layer3, model.layer4]
-        for block in (block for stage in stages for block in stage):
-            old = block.conv2
-            options = {"stride": old.stride, "padding": 3, "bias": False, "version": version}
-            block.conv2 = authors.Dcls2d(old.in_channels, old.out_channels, COUNT, dilated_kernel_size=7, **options)
-    return trained_(model, stages)
+    blocks = torchvision.models.resnet.Bottleneck
+    build = partial(torchvision.models.ResNet, blocks, [1, 2, 1, 1], num_classes=CLASSES, width_per_group=8)
+    return with_their_layers(build, "conv2", 7, version)
+
+
+def file_of(model):
+    """Its state dict, that of a ConvNeXt in the original naming."""
+
+    def original(name):
+        name = name.replace("stem.", "downsample_layers.0.").replace("head.norm.", "norm.").replace("head.fc.", "head.")
+        name = re.sub(r"stages\.(\d)\.downsample\.", r"downsample_layers.\1.", name)
+        name = re.sub(r"stages\.(\d)\.blocks\.", r"stages.\1.", name)
+        return name.replace("conv_dw", "dwconv").replace("mlp.fc", "pwconv")
+
+    return {original(name): tensor for name, tensor in model.state_dict().items()}
 
 
 FAMILIES = {"convnext": (convnext, TINY, 17), "resnet": (authors_resnet, RESNET, 7)}
@@ -168,7 +134,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def states():
     """State dicts of the stand-ins, for tests that change a copy."""
-    return {version: convnext(version).state_dict() for version in ("v0", "gauss")}
+    return {version: file_of(convnext(version)) for version in ("v0", "gauss")}
 
 
 # --- Layers
@@ -239,7 +205,7 @@ def test_weights_of_v0_are_the_very_numbers(states):
 def test_networks_give_the_authors_outputs_through_the_command_line(family, version):
     build, model, size = FAMILIES[family]
     theirs = build(version)
-    torch.save({"model": theirs.state_dict(), "epoch": 3}, "theirs.pth")
+    torch.save({"model": file_of(theirs), "epoch": 3}, "theirs.pth")
     options = ["--interpolation", INTERPOLATIONS[version]] if version in ("max", "gauss") else []
     options += ["--authors-version", "v1"] if version == "v1" else []
     out, err = run(model, *SMALL, "--checkpoint", "theirs.pth", "--dilated-size", size, *options, "--output", "out")
@@ -274,7 +240,7 @@ def test_a_larger_window_gives_the_same_outputs(states):
 
 def test_files_in_the_original_naming_load_like_timms():
     theirs = convnext(None)
-    torch.save({"model": theirs.state_dict()}, "original.pth")
+    torch.save({"model": file_of(theirs)}, "original.pth")
     run(TINY, *SMALL, "--checkpoint", "original.pth", "--kernel-count", 49, "--output", "out", "-q")
     close(outputs(dcls_convert.load_converted("out")), outputs(theirs))
 
@@ -325,8 +291,8 @@ def test_layers_with_places_of_their_own_are_for_untied_layers():
     for layer in theirs.modules():
         if isinstance(layer, authors.Dcls2d):
             layer.P = nn.Parameter(layer.P.detach().clone())
-    theirs.load_state_dict(differing(theirs.state_dict()))
-    torch.save(theirs.state_dict(), "theirs.pth")
+    theirs.stages[2].blocks[1].conv_dw.P.data /= 2
+    torch.save(file_of(theirs), "theirs.pth")
     run(TINY, *SMALL, "--checkpoint", "theirs.pth", "--tie", "none", "--output", "out", "-q")
     ours = dcls_convert.load_converted("out")
     close(outputs(ours), outputs(theirs))
