@@ -24,9 +24,8 @@ def relative_error(outputs: Any, others: Any) -> float:
     Raises:
         ComparisonError: Another structure or shape, no tensor at all, or values that are not finite; says where.
     """
-    (leaves, structure), (other_leaves, other_structure) = (
-        pytree.tree_flatten_with_path(given) for given in (outputs, others)
-    )
+    leaves, structure = pytree.tree_flatten_with_path(outputs)
+    other_leaves, other_structure = pytree.tree_flatten_with_path(others)
     if structure != other_structure:
         raise ComparisonError(f"outputs differ in structure: {_described(outputs)} and {_described(others)}")
     found = (

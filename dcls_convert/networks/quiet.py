@@ -9,17 +9,9 @@ import torch
 
 
 @contextmanager
-def without_warnings() -> Iterator[None]:
-    """No warnings from inside the block: libraries warn about themselves, and the user can do nothing about it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
 def quietly() -> Iterator[None]:
     """No warnings and nothing printed from inside the block. Errors go through."""
-    with without_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+    with warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         yield
 
 

@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DclsConvertError, ModelError, did_you_mean, one_line, shown
-from .quiet import seeded, without_warnings
+from .quiet import seeded
 
 REGISTRIES = ("timm", "torchvision")
 FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself finds these
@@ -150,7 +151,7 @@ def build_model(
     """
     if not trust_code:
         check_source(source)
-    with seeded(seed), without_warnings():
+    with seeded(seed), warnings.catch_warnings(action="ignore"):
         if device == "meta" and not pretrained:
             for hollow in (torch.device("meta"), _WeightsOnMeta()):
                 # A failure here comes again below, on the CPU, unless meta was the reason.
@@ -169,8 +170,7 @@ def build_hollow(source: ModelSource) -> nn.Module | None:
     Weights from a file then take the hollow tensors' place: no random ones are drawn before, and memory holds one copy
     of the network. What a constructor calculates (relative positions, blur kernels, anchors) has its values.
 
-    Args:
-        source: Trusted, or checked by `check_source`.
+    The source is trusted, or checked by `check_source`.
 
     Returns:
         None where the model has to be built on the CPU: it is the user's own, this way fails, or the model draws random
@@ -178,7 +178,7 @@ def build_hollow(source: ModelSource) -> nn.Module | None:
     """
     if source.kind not in (*REGISTRIES, *FOREIGN_SOURCES):
         return None
-    with seeded(0), without_warnings(), contextlib.suppress(ModelError):
+    with seeded(0), warnings.catch_warnings(action="ignore"), contextlib.suppress(ModelError):
         before = torch.get_rng_state()
         with _WeightsOnMeta():
             model = _build(source, pretrained=False, offline=False)
@@ -357,7 +357,7 @@ class _WeightsOnMeta(TorchFunctionMode):
 def _import(name: str) -> ModuleType:
     """Import timm or torchvision; a torch and a torchvision that do not fit together become one line."""
     try:
-        with without_warnings():
+        with warnings.catch_warnings(action="ignore"):
             return importlib.import_module(name)
     except (ImportError, RuntimeError, AttributeError, OSError) as error:
         raise ModelError(f"{name} cannot be imported: {one_line(error)[:200]}; {INSTALL_HINT}") from error

@@ -70,8 +70,8 @@ def load_weights_(
 
     Args:
         model: Changed in place.
-        state: Must have every parameter and buffer of the model, with its shape, and nothing else.
-        where: What messages call it.
+        state: Must have every parameter and buffer of the model, with its shape, and nothing else. Messages call it
+            `where`.
         new_classifier: The model was built for another number of classes: where the classifier's shape differs, it
             keeps its initial values.
 
@@ -151,8 +151,7 @@ def misfits(model: nn.Module, state: Mapping[str, Tensor], *, lacking: Collectio
 def not_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
     """What is wrong with the values of a tensor, in words; None where all are finite.
 
-    Args:
-        mask: Whether it may be a mask, as of attention: all values 0 or -inf.
+    A `mask`, as of attention, may also have values that are all 0 or -inf.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or not tensor.numel():
         return None
@@ -222,9 +221,8 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _read_torch(path: Path) -> Any:
     try:
-        # timm's training checkpoints hold their arguments as a Namespace.
-        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
-            warnings.simplefilter("ignore")  # old files make torch warn about itself
+        # timm's training checkpoints hold their arguments as a Namespace; old files make torch warn about itself.
+        with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes raise anything when unpickled: struct.error, IndexError, ...
         what = "is damaged or holds more than tensors" if isinstance(error, pickle.UnpicklingError) else "is damaged"

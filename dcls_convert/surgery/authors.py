@@ -141,8 +141,7 @@ def element_state(
 ) -> dict[str, Tensor]:
     """Weights, positions and sigmas of all layers of the plan, under their names in the converted model.
 
-    Raises:
-        CheckpointError: Elements that the plan's layers cannot take as they are.
+    CheckpointError: The plan's layers cannot take them as they are.
     """
     if version is not None and weights.has_sigma:
         raise CheckpointError(
@@ -200,19 +199,16 @@ def _translated(layer: LayerPlan, theirs: AuthorsLayer, released: bool) -> dict[
     # DCLS centres with the wrong axis's size; shift by the difference.
     shift = [size[index] // 2 - size[axis] // 2 for axis, index in enumerate(order)]
     offset = torch.tensor(shift, device=theirs.positions.device).reshape(-1, 1, 1, 1)
-    parts = {"weight": theirs.weight, "positions": _at_least_float32(theirs.positions)[order] + offset}
+    precise = torch.promote_types(theirs.positions.dtype, torch.float32)
+    parts = {"weight": theirs.weight, "positions": theirs.positions.to(precise)[order] + offset}
     least = find_interpolation(layer.interpolation).min_sigma
     if theirs.sigma is not None and least is not None:
-        parts["sigma"] = _at_least_float32(theirs.sigma)[order].abs() + least
+        parts["sigma"] = theirs.sigma.to(precise)[order].abs() + least
     if not is_v0:  # our elements are spread to exactly their weight, theirs are not
         sigma = parts["sigma"].double() if "sigma" in parts else None
         total = spread_sum(parts["positions"].double(), sigma, size, layer.interpolation)  # (O, I, E)
         parts["weight"] = (theirs.weight.double() * total / (total + _NORMALISER)).to(theirs.weight.dtype)
     return parts
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where: str) -> None:

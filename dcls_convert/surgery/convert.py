@@ -65,16 +65,13 @@ def plan_for(
     source: ModelSource | None = None,
     input_size: Sequence[int] | None = None,
 ) -> ConversionPlan:
-    """The plan for a model, refused here if it cannot be carried out.
+    """The plan for a model; DclsConvertError where it could not be carried out.
 
     Args:
         model: Not changed; may be on the meta device.
         options, source: What is asked for, and how the model is built again.
         start: Its elements, or an exact start, decide the kernel counts.
         input_size: (channels, *spatial) for MACs; without it, the size that the source or a timm model states.
-
-    Raises:
-        DclsConvertError: What does not fit, in one line.
     """
     convs = find_convs(model, input_size or (stated_input_size(source, model) if source else None))
     counts = replace(options, kernel_count=_kernel_count(options, start))
@@ -86,13 +83,8 @@ def plan_for(
 
 
 def plan_again(model: nn.Module, plan: ConversionPlan, source: ModelSource | None) -> ConversionPlan:
-    """A plan of another checkpoint, for this model.
-
-    Raises:
-        PlanError: It is another model than the plan's; says in what.
-    """
-    found = (source.name, source.args) if source else (None, {})
-    wanted = (plan.model, plan.model_args)
+    """A plan of another checkpoint, for this model. PlanError says in what it is another model than the plan's."""
+    found, wanted = (source.name, source.args) if source else (None, {}), (plan.model, plan.model_args)
     if found != wanted:
         raise PlanError(f"the plan is for {_described(*wanted)}, not for {_described(*found)}")
     make_layers(model, plan)

@@ -82,8 +82,8 @@ def _drop_unused_positions(folded: Iterable[DclsConvNd]) -> None:
         owner, names = layer._owner, set(layer._owner_names.values())
         if owner is None:
             continue
-        others = [m for m in owner.modules() if isinstance(m, DclsConvNd) and m._owner is owner]
-        if not any(names & set(other._owner_names.values()) for other in others):
+        left = (m for m in owner.modules() if isinstance(m, DclsConvNd) and m._owner is owner)
+        if not any(names & set(other._owner_names.values()) for other in left):
             for tied in folded:
                 if tied._owner is owner and names & set(tied._owner_names.values()):
                     tied.untie_()  # an alias outside the owner may still use the layer

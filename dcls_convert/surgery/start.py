@@ -61,7 +61,7 @@ def apply_plan_(
     errors: dict[str, float] = {}
     for group in groups:
         if init == "random":
-            _fill_(group, _random_elements(group, positions, generator))
+            _fill_(group, _random_elements(group, generator, uniform=positions == "uniform"))
         else:
             roots = None if calibration is None else _roots(group, calibration)
             errors |= _fill_from_kernels_(group, init, generator, roots)
@@ -95,12 +95,10 @@ def _fill_(group: LayerGroup, elements: Elements) -> None:
     group.layers[0].positions.copy_(positions)  # which all layers of the group share
 
 
-def _random_elements(group: LayerGroup, positions: Positions, generator: torch.Generator) -> Elements:
+def _random_elements(group: LayerGroup, generator: torch.Generator, *, uniform: bool) -> Elements:
     first = group.plans[0]
     weights = [first_cells(conv.weight.detach(), first.kernel_count, first.dense_axes) for conv in group.convs]
-    return weights, random_positions(
-        weights[0], first.dilated_size, first.dense_axes, generator, uniform=positions == "uniform"
-    )
+    return weights, random_positions(weights[0], first.dilated_size, first.dense_axes, generator, uniform=uniform)
 
 
 def _fill_from_kernels_(

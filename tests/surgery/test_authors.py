@@ -20,7 +20,7 @@ import dcls_convert
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.source import with_names_of
-from dcls_convert.surgery.authors import element_state, sort_weights
+from dcls_convert.surgery.authors import sort_weights
 
 from ..command_line import run
 from ..conftest import TINY
@@ -488,15 +488,6 @@ def test_an_ordinary_state_dict_is_none_of_theirs():
     assert sort_weights({"P": torch.zeros(1), "x.P": torch.zeros(1)}, "a file") is None
     with pytest.raises(CheckpointError, match="has no layers of the authors' package"):
         dcls_convert.convert_from_authors_(model, model.state_dict())
-
-
-def test_elements_and_plan_must_be_of_the_same_layers(states):
-    weights = sort_weights(with_names_of(timm.create_model(TINY), states["v0"]), "a file")
-    plan = dcls_convert.plan_conversion(dcls_convert.find_convs(timm.create_model(TINY)), kernel_count=COUNT)
-    assert len(element_state(weights, plan)) == 9 + 1 + 3  # weights, positions of a layer alone, and of three stages
-    del weights.layers[FIRST]
-    with pytest.raises(CheckpointError, match=f"a file: has no elements for {FIRST}"):
-        element_state(weights, plan)
 
 
 def test_a_layer_that_would_transform_the_elements_is_refused():
