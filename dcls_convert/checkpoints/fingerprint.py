@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import one_line
-from ..networks.quiet import seeded, without_warnings
+from ..networks.quiet import seeded
 from ..networks.tracing import image_dtype
 
 SEED = 0
@@ -134,7 +135,7 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     threads = torch.get_num_threads()
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(without_warnings())
+            stack.enter_context(warnings.catch_warnings(action="ignore"))
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(device.type, enabled=False))
             stack.enter_context(seeded(SEED))

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..layers.elements import cells_last
 from ..layers.geometry import extent, grid_positions
 from ..layers.interpolation import find_interpolation, learnt_axes
+from .least_squares import spread
 
 SPREAD_MARGIN = 3  # cells: six sigma of a Gaussian element as it starts
 
@@ -33,11 +34,8 @@ class Box:
 
     def cells(self) -> Tensor:
         """(K, A): where the cells of the old kernel lie in the box."""
-        shapes = zip(self.sides, self.kernel_size, self.spacing, strict=True)
-        ranges = [
-            range((side - extent(size, step)) // 2, (side + extent(size, step)) // 2, step)
-            for side, size, step in shapes
-        ]
+        shapes = zip(self.kernel_size, self.spacing, self.sides, strict=True)
+        ranges = [[cell + side // 2 for cell in grid_positions(size, step, side)] for size, step, side in shapes]
         return torch.tensor(list(itertools.product(*ranges)))
 
     def lines_of(self, kernel: Tensor) -> Tensor:
@@ -55,10 +53,7 @@ class Box:
 
     def kernels(self, places: Tensor, weights: Tensor) -> Tensor:
         """Places (N, E, A) and weights (N, L, E) -> (N, L, S)."""
-        flat = places.new_ones(*places.shape[:2], 1)
-        for axis, side in enumerate(self.sides):
-            flat = (flat.unsqueeze(-1) * self.profile(places[..., axis], side)[0].unsqueeze(-2)).flatten(-2)
-        return weights @ flat
+        return weights @ spread([self.profile(places[..., axis], side)[0] for axis, side in enumerate(self.sides)])
 
 
 def box_of(
@@ -70,17 +65,16 @@ def box_of(
 ) -> Box:
     """The box of an old kernel in a window of that size."""
     axes = learnt_axes(len(size), dense_axes)
-    margins = []
-    for axis in axes:
-        spare = (size[axis] - extent(kernel_size[axis], dilation[axis])) // 2
-        margins.append(0 if find_interpolation(interpolation).exact_on_cells else min(SPREAD_MARGIN, spare))
-    extents = [extent(kernel_size[axis], dilation[axis]) for axis in axes]
-    firsts = [grid_positions(kernel_size[axis], dilation[axis], size[axis])[0] for axis in axes]
+    old, spacing, window = ([values[axis] for axis in axes] for values in (kernel_size, dilation, size))
+    extents = list(map(extent, old, spacing))
+    most = 0 if find_interpolation(interpolation).exact_on_cells else SPREAD_MARGIN
+    margins = [min(most, (side - inner) // 2) for side, inner in zip(window, extents, strict=True)]
+    firsts = [cells[0] for cells in map(grid_positions, old, spacing, window)]
     return Box(
         axes=tuple(axes),
         sides=tuple(side + 2 * margin for side, margin in zip(extents, margins, strict=True)),
         origin=tuple(first - margin for first, margin in zip(firsts, margins, strict=True)),
-        kernel_size=tuple(kernel_size[axis] for axis in axes),
-        spacing=tuple(dilation[axis] for axis in axes),
+        kernel_size=tuple(old),
+        spacing=tuple(spacing),
         interpolation=interpolation,
     )

@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +87,7 @@ class _Correlations:
         rows = rows.flatten(1, 1 + len(others))  # (C, N and dense axes, *learnt)
         self.places += rows[0].numel()
         # Pad by the longest shift, so that nothing wraps around.
-        sizes = [max(rows.shape[2 + index], side) + side - 1 for index, side in enumerate(self.box.sides)]
+        sizes = [max(length, side) + side - 1 for length, side in zip(rows.shape[2:], self.box.sides, strict=True)]
         over = tuple(range(-len(sizes), 0))
         power = torch.fft.rfftn(rows, s=sizes, dim=over).abs().square().sum(1)
         shifted = torch.fft.irfftn(power, s=sizes, dim=over)
@@ -101,16 +100,14 @@ class _Correlations:
         cells = math.prod(self.box.sides)
         if self.sums is None:
             return torch.eye(cells).expand(self.channels, cells, cells)
-        places = torch.tensor(list(itertools.product(*(range(side) for side in self.box.sides))))  # (S, A)
+        places = torch.tensor(list(itertools.product(*map(range, self.box.sides))))  # (S, A)
         middle = torch.tensor(self.box.sides) - 1
         shift = (places[:, None] - places[None] + middle).unbind(-1)  # each (S, S)
-        every_channel: tuple[Any, ...] = (slice(None), *shift)
-        matrix = self.sums[every_channel] / self.places  # (C, S, S)
+        matrix = self.sums[:, *shift] / self.places  # type: ignore[index]  # (C, S, S)
         energy = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
         damping = DAMPING * energy.clamp(min=float(energy.mean()) * 1e-3 + 1e-12)
         values, vectors = torch.linalg.eigh(matrix + damping[:, None, None] * torch.eye(cells, dtype=matrix.dtype))
-        root: Tensor = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
-        return root.float()
+        return torch.mul(vectors, values.clamp(min=0).sqrt().unsqueeze(-2)).float()
 
 
 def _read_images(folder: Path, model: nn.Module, plan: ConversionPlan, note: Callable[[str], None]) -> Iterator[Tensor]:
@@ -135,17 +132,13 @@ def _read_image(path: Path, size: Sequence[int], model: nn.Module, note: Callabl
     channels, rows, columns = size
     try:
         with Image.open(path) as image:
-            fitted = ImageOps.fit(
-                image.convert("RGB" if channels == 3 else "L"), (columns, rows), Image.Resampling.BICUBIC
-            )
+            converted = image.convert("RGB" if channels == 3 else "L")
+        fitted = ImageOps.fit(converted, (columns, rows), Image.Resampling.BICUBIC)
     except (OSError, ValueError, SyntaxError) as error:  # what Pillow's readers raise
         note(f"{path} is not an image: {one_line(error)[:100]}")
         return None
     pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8).reshape(rows, columns, channels)
     stated = getattr(model, "pretrained_cfg", None) or {}
-    mean, std = (
-        torch.tensor(tuple(stated.get(name) or usual)[:channels])
-        for name, usual in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD))
-    )
-    normalised: Tensor = (pixels.movedim(-1, 0).float() / 255 - mean[:, None, None]) / std[:, None, None]
-    return normalised
+    usual = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
+    mean, std = (torch.tensor(tuple(stated.get(name) or usual[name])[:channels]).view(-1, 1, 1) for name in usual)
+    return (pixels.movedim(-1, 0).float() / 255 - mean) / std

@@ -8,6 +8,7 @@ Nothing here knows of networks: a line is one kernel of the group, seen in a box
 Axes: N lines, L layers, M metrics (1 for all layers, or L), E elements, A axes, S cells of the box, flat.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,31 +40,28 @@ class _State:
     cost: Tensor  # (N,): squares of what is left, and the ridge's
 
     def __getitem__(self, lines: Tensor) -> "_State":
-        return _State(**{name: getattr(self, name)[lines] for name in self.__slots__})
+        return self.paired(self, lambda own, _: own[lines])
+
+    def paired(self, other: "_State", function: Callable[[Tensor, Tensor], Tensor]) -> "_State":
+        """The state of what the function makes of each field of both."""
+        return _State(**{name: function(getattr(self, name), getattr(other, name)) for name in self.__slots__})
 
     def better_of(self, other: "_State") -> "_State":
         gains = other.cost < self.cost
+        return self.paired(other, lambda one, two: torch.where(gains.reshape(-1, *[1] * (one.dim() - 1)), two, one))
 
-        def choose(name: str) -> Tensor:
-            one, two = getattr(self, name), getattr(other, name)
-            return torch.where(gains.reshape(-1, *[1] * (one.dim() - 1)), two, one)
-
-        return _State(**{name: choose(name) for name in self.__slots__})
+    def with_lines(self, lines: Tensor, state: "_State") -> "_State":
+        return self.paired(state, lambda whole, some: whole.index_copy(0, lines, some))
 
 
 def fit_lines(
-    targets: Tensor,
-    starts: Sequence[Tensor],
-    sides: Sequence[int],
-    profile: Profile,
-    *,
-    roots: Tensor | None = None,
+    targets: Tensor, starts: Sequence[Tensor], sides: Sequence[int], profile: Profile, *, roots: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Places and weights whose kernels are close to the targets, the best of all starts for each line.
 
     Args:
         targets: (N, L, S) kernels in their box, each line with values of the order of 1.
-        starts: Each (N, E, A), places in cells of the box.
+        starts: At least one; each (N, E, A), places in cells of the box.
         sides: The box, A integers with product S. Places stay inside it.
         profile: The interpolation.
         roots: (N, L, S, S), where the error e of a layer counts as the squares of e @ root; without it, as its own.
@@ -74,12 +72,8 @@ def fit_lines(
     if roots is not None:
         seen = (targets.unsqueeze(2) @ roots).flatten(1).norm(dim=1).clamp(min=torch.finfo(targets.dtype).tiny)
         roots = roots / seen[:, None, None, None]
-    best: _State | None = None
-    for start in starts:
-        found = _refined(_Problem(targets=targets, sides=tuple(sides), profile=profile, roots=roots), start)
-        best = found if best is None else best.better_of(found)
-    if best is None:
-        raise ValueError("there is nowhere to start from")
+    problem = _Problem(targets=targets, sides=tuple(sides), profile=profile, roots=roots)
+    best = functools.reduce(_State.better_of, (_refined(problem, start) for start in starts))
     return best.places, best.weights
 
 
@@ -139,7 +133,7 @@ def _refined(problem: _Problem, start: Tensor) -> _State:
             gains = tried.cost < state.cost
             damping = torch.where(gains, damping * DAMPING_DOWN, damping * DAMPING_UP).clamp(1e-6, 1e6)
             state = state.better_of(tried)
-        done = _put(done, active, state)
+        done = state if len(active) == len(start) else done.with_lines(active, state)
         moving = (state.cost < before * (1 - LEAST_GAIN)).nonzero()[:, 0]
         if not len(moving):
             break
@@ -147,16 +141,6 @@ def _refined(problem: _Problem, start: Tensor) -> _State:
             active, damping = active[moving], damping[moving]
             state, problem = state[moving], problem[moving]
     return done
-
-
-def _put(all_lines: _State, lines: Tensor, state: _State) -> _State:
-    if len(lines) == len(all_lines.cost):
-        return state
-
-    def placed(name: str) -> Tensor:
-        return torch.index_copy(getattr(all_lines, name), 0, lines, getattr(state, name))
-
-    return _State(**{name: placed(name) for name in state.__slots__})
 
 
 def _step(state: _State, damping: Tensor) -> Tensor:
@@ -187,14 +171,12 @@ def _by_metric(of_layers: Tensor, footprint: Tensor) -> Tensor:
 
 
 def _footprint(places: Tensor, sides: Sequence[int], profile: Profile) -> tuple[Tensor, Tensor]:
-    """(N, 1, E, S) and its derivatives (N, 1, E * A, S): the product of the axes' profiles."""
-    profiles = [profile(places[..., axis], side) for axis, side in enumerate(sides)]
+    """(N, 1, E, S) and its derivatives (N, 1, E * A, S)."""
+    values, slopes = zip(*(profile(places[..., axis], side) for axis, side in enumerate(sides)), strict=True)
+    sloping = [spread([*values[:axis], slope, *values[axis + 1 :]]) for axis, slope in enumerate(slopes)]
+    return spread(values).unsqueeze(1), torch.stack(sloping, dim=2).flatten(1, 2).unsqueeze(1)
 
-    def product(sloping: int | None) -> Tensor:
-        flat = places.new_ones(*places.shape[:2], 1)
-        for axis, (value, slope) in enumerate(profiles):
-            flat = (flat.unsqueeze(-1) * (slope if axis == sloping else value).unsqueeze(-2)).flatten(-2)
-        return flat
 
-    slopes = torch.stack([product(axis) for axis in range(len(sides))], dim=2).flatten(1, 2)
-    return product(None).unsqueeze(1), slopes.unsqueeze(1)
+def spread(profiles: Sequence[Tensor]) -> Tensor:
+    """How elements spread over a box, from their profiles along its axes: (N, E, side) each -> (N, E, S)."""
+    return functools.reduce(lambda flat, other: (flat.unsqueeze(-1) * other.unsqueeze(-2)).flatten(-2), profiles)

@@ -6,7 +6,7 @@ learnt axes, of N = O * I * D; it is fitted in a box of S cells.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from .least_squares import fit_lines
 
 JITTER = 0.3  # cells; the cost has a kink at a cell's middle, and starts beside it often end lower
 FLOATS_AT_ONCE = 60_000_000  # of memory for the lines that are fitted together
+
+Metric = Callable[[Tensor], Tensor]  # indices of lines -> (lines, L, S, S), by which their errors are multiplied
 
 
 def fit_elements(
@@ -57,7 +59,7 @@ def fit_elements(
     scale = lines.abs().amax(dim=(1, 2), keepdim=True)
     scale = torch.where(scale > 0, scale, 1.0)  # of each line, so that squares neither vanish nor overflow
     lines = lines / scale
-    metric = None if roots is None else _Metric.of(roots, kernels[0], len(lines))
+    metric = None if roots is None else _metric(roots, kernels[0], len(lines))
     fallback = _Elements(
         places=grid.flatten(1, -2).movedim(0, -1).to(lines) - lines.new_tensor(box.origin),
         weights=torch.stack([weight.flatten(0, -2) for weight in largest], dim=1).to(lines) / scale,
@@ -76,37 +78,27 @@ class _Elements:
     places: Tensor  # (N, E, A), in cells of the box
     weights: Tensor  # (N, L, E)
 
-    def __getitem__(self, lines: Tensor) -> "_Elements":
-        return _Elements(places=self.places[lines], weights=self.weights[lines])
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Metric:
+def _metric(roots: Sequence[Tensor], kernel: Tensor, lines: int) -> Metric:
     """The metric of a line's error, by the input channel that the line sees."""
-
-    roots: Tensor  # (in_channels, L, S, S)
-    channels: Tensor  # (N,)
-
-    @classmethod
-    def of(cls, roots: Sequence[Tensor], kernel: Tensor, lines: int) -> "_Metric":
-        out_channels, per_group = kernel.shape[:2]
-        groups = len(roots[0]) // per_group
-        group = torch.arange(out_channels, device=kernel.device) // (out_channels // groups)
-        channels = (group[:, None] * per_group + torch.arange(per_group, device=kernel.device)).flatten()
-        # Cells of dense axes are lines of their own, and see the same channel.
-        return cls(roots=torch.stack(list(roots), dim=1), channels=channels.repeat_interleave(lines // len(channels)))
-
-    def __getitem__(self, lines: Tensor) -> Tensor:
-        """(lines, L, S, S)."""
-        return self.roots[self.channels[lines]]
+    out_channels, per_group = kernel.shape[:2]
+    groups = len(roots[0]) // per_group
+    group = torch.arange(out_channels, device=kernel.device) // (out_channels // groups)
+    channels = (group[:, None] * per_group + torch.arange(per_group, device=kernel.device)).flatten()
+    # Cells of dense axes are lines of their own, and see the same channel.
+    channels = channels.repeat_interleave(lines // len(channels))
+    stacked = torch.stack(list(roots), dim=1)  # (in_channels, L, S, S)
+    return lambda chosen: stacked[channels[chosen]]
 
 
-def _fitted(lines: Tensor, start: _Elements, box: Box, metric: _Metric | None, generator: torch.Generator) -> _Elements:
+def _fitted(lines: Tensor, start: _Elements, box: Box, metric: Metric | None, generator: torch.Generator) -> _Elements:
     places, weights = torch.empty_like(start.places), torch.empty_like(start.weights)
     at_once = _lines_at_once(start, box, layers_differ=metric is not None)
     for chunk in torch.split(torch.arange(len(lines), device=lines.device), at_once):
-        starts = _starts(lines[chunk], start.places[chunk], box, generator)
-        roots = None if metric is None else metric[chunk]
+        grid = start.places[chunk]
+        beside = grid + JITTER * torch.randn(grid.shape, generator=generator).to(grid)
+        starts = [grid, beside, *_merged_neighbours(lines[chunk], grid.shape[1], box)]
+        roots = None if metric is None else metric(chunk)
         places[chunk], weights[chunk] = fit_lines(lines[chunk], starts, box.sides, box.profile, roots=roots)
     return _Elements(places=places, weights=weights)
 
@@ -116,12 +108,6 @@ def _lines_at_once(elements: _Elements, box: Box, *, layers_differ: bool) -> int
     moving, cells = count * axes, math.prod(box.sides)
     floats = (layers if layers_differ else 1) * (3 * moving * cells + 4 * moving**2) + 4 * layers * cells
     return max(1, FLOATS_AT_ONCE // (3 * floats))
-
-
-def _starts(lines: Tensor, grid: Tensor, box: Box, generator: torch.Generator) -> list[Tensor]:
-    """Places to start from: the largest cells, beside them, and neighbours merged; (N, E, A) each."""
-    beside = grid + JITTER * torch.randn(grid.shape, generator=generator).to(grid)
-    return [grid, beside, *_merged_neighbours(lines, grid.shape[1], box)]
 
 
 def _merged_neighbours(lines: Tensor, count: int, box: Box) -> list[Tensor]:
@@ -164,7 +150,7 @@ def _merged_neighbours(lines: Tensor, count: int, box: Box) -> list[Tensor]:
 
 
 def _no_layer_worse(
-    lines: Tensor, fitted: _Elements, fallback: _Elements, box: Box, metric: _Metric | None, scale: Tensor
+    lines: Tensor, fitted: _Elements, fallback: _Elements, box: Box, metric: Metric | None, scale: Tensor
 ) -> _Elements:
     """The fit, with the fallback for some lines, so that no layer as a whole is worse than with the fallback.
 
@@ -185,14 +171,13 @@ def _no_layer_worse(
     )
 
 
-def _errors(lines: Tensor, elements: _Elements, box: Box, metric: _Metric | None) -> Tensor:
+def _errors(lines: Tensor, elements: _Elements, box: Box, metric: Metric | None) -> Tensor:
     """(N, L): squared distances, in float64."""
     parts = []
     at_once = _lines_at_once(elements, box, layers_differ=True)
     for chunk in torch.split(torch.arange(len(lines), device=lines.device), at_once):
-        part = elements[chunk]
-        error = (lines[chunk] - box.kernels(part.places, part.weights)).double()
+        error = (lines[chunk] - box.kernels(elements.places[chunk], elements.weights[chunk])).double()
         if metric is not None:
-            error = (error.unsqueeze(2) @ metric[chunk].double()).squeeze(2)
+            error = (error.unsqueeze(2) @ metric(chunk).double()).squeeze(2)
         parts.append(error.square().sum(-1))
     return torch.cat(parts)

@@ -24,16 +24,15 @@ def relative_error(outputs: Any, others: Any) -> float:
     Raises:
         ComparisonError: Another structure or shape, no tensor at all, or values that are not finite; says where.
     """
-    (leaves, structure), (other_leaves, other_structure) = (
-        pytree.tree_flatten_with_path(given) for given in (outputs, others)
-    )
+    leaves, structure = pytree.tree_flatten_with_path(outputs)
+    other_leaves, other_structure = pytree.tree_flatten_with_path(others)
     if structure != other_structure:
         raise ComparisonError(f"outputs differ in structure: {_described(outputs)} and {_described(others)}")
-    errors = [
-        _error_of_tensor(_place(path), leaf, other)
+    found = (
+        _error_of_leaf(f"output{pytree.keystr(path)}", leaf, other)
         for (path, leaf), (_, other) in zip(leaves, other_leaves, strict=True)
-        if not _equal_value(_place(path), leaf, other)
-    ]
+    )
+    errors = [error for error in found if error is not None]
     if not errors:
         raise ComparisonError(f"there is no tensor to compare in {_described(outputs)}")
     return max(errors)
@@ -54,26 +53,28 @@ def check_equal(outputs: Any, others: Any, *, bound: float, what: str) -> float:
     return error
 
 
-def relative_distance(outputs: Any, others: Any) -> float:
-    """|a - b| / |a| over all floating tensors of the outputs together, Euclidean norms; nan where a is 0 or not finite.
+def relative_distance(outputs: Any, others: Any) -> float | None:
+    """|a - b| / |a| over all floating tensors of the outputs together, Euclidean norms.
 
-    Raises:
-        ComparisonError: Another number of tensors, or other shapes.
+    None where there is no such number: other shapes, such as other detections; or a is 0 or not finite.
     """
-    ours, theirs = (_floating(given) for given in (outputs, others))
+    ours, theirs = (
+        [leaf.double() for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        for given in (outputs, others)
+    )
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
-        raise ComparisonError(f"outputs differ in structure: {_described(outputs)} and {_described(others)}")
+        return None
     left = sum(float((a - b).square().sum()) for a, b in zip(ours, theirs, strict=True))
     whole = sum(float(a.square().sum()) for a in ours)
-    return math.sqrt(left / whole) if whole and math.isfinite(left / whole) else math.nan
+    return math.sqrt(left / whole) if whole and math.isfinite(left / whole) else None
 
 
-def _floating(outputs: Any) -> list[Tensor]:
-    leaves = pytree.tree_leaves(outputs)
-    return [leaf.double() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _error_of_tensor(place: str, tensor: Tensor, other: Tensor) -> float:
+def _error_of_leaf(place: str, tensor: object, other: object) -> float | None:
+    """The error of two tensors; None for two equal values that are no tensors."""
+    if not isinstance(tensor, Tensor) or not isinstance(other, Tensor):
+        if isinstance(tensor, Tensor) or type(tensor) is not type(other) or tensor != other:
+            raise ComparisonError(f"{place} is {_described(tensor)} and {_described(other)}")
+        return None
     if tensor.shape != other.shape:
         raise ComparisonError(f"{place} has shape {tuple(tensor.shape)} and {tuple(other.shape)}")
     a, b = (t.detach().cpu().to(torch.complex128 if t.is_complex() else torch.float64) for t in (tensor, other))
@@ -84,19 +85,6 @@ def _error_of_tensor(place: str, tensor: Tensor, other: Tensor) -> float:
         return 0.0
     scale = float(a.abs().max())
     return float((a - b).abs().max()) / scale if scale else math.inf
-
-
-def _equal_value(place: str, value: object, other: object) -> bool:
-    """True for two equal values that are no tensors; False for two tensors; else ComparisonError."""
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return False
-    if isinstance(value, Tensor) or isinstance(other, Tensor) or type(value) is not type(other) or value != other:
-        raise ComparisonError(f"{place} is {_described(value)} and {_described(other)}")
-    return True
-
-
-def _place(path: tuple[Any, ...]) -> str:
-    return f"output{pytree.keystr(path)}"
 
 
 def _described(value: object) -> str:

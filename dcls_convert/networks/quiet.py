@@ -9,17 +9,9 @@ import torch
 
 
 @contextmanager
-def without_warnings() -> Iterator[None]:
-    """No warnings from inside the block: libraries warn about themselves, and the user can do nothing about it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
 def quietly() -> Iterator[None]:
     """No warnings and nothing printed from inside the block. Errors go through."""
-    with without_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+    with warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         yield
 
 
@@ -27,10 +19,7 @@ def quietly() -> Iterator[None]:
 def seeded(seed: int | None) -> Iterator[None]:
     """The generators of the CPU and of all CUDA devices in use start at `seed`, and get their old states back after it.
 
-    Args:
-        seed: None leaves the generators alone, before and after.
-
-    `torch.manual_seed` will not do: it also reseeds devices whose state nobody keeps.
+    None leaves them alone. `torch.manual_seed` will not do: it also reseeds devices whose state nobody keeps.
     """
     if seed is None:
         yield

@@ -9,7 +9,8 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DclsConvertError, ModelError, did_you_mean, one_line, shown
-from .quiet import seeded, without_warnings
+from .quiet import seeded
 
 REGISTRIES = ("timm", "torchvision")
 FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself finds these
@@ -54,13 +55,10 @@ class ModelSource:
 
 
 def check_source(source: ModelSource) -> None:
-    """Refuse a source that could run code, reach the network or open a file when it is built.
+    """Refuse (ModelError) a source that could run code, reach the network or open a file when it is built.
 
     Allowed are timm's and torchvision's models by their exact names, with plain arguments: None, bool, int, float, str,
     and lists, tuples and dicts of these, under names that mean no file, url or config.
-
-    Raises:
-        ModelError: Names what is not allowed.
     """
     kind, _, name = source.name.partition(":")
     if kind not in REGISTRIES or not _is_registered(kind, name):
@@ -89,8 +87,8 @@ def _check_value(value: Any, where: str) -> None:
 
 def _is_registered(kind: str, name: str) -> bool:
     if kind == "torchvision":
-        return name in _torchvision_models().list_models()
-    return name != OWN_ENTRY and bool(_timm().is_model(name.partition(".")[0]))
+        return name in _import("torchvision.models").list_models()
+    return name != OWN_ENTRY and bool(_import("timm").is_model(name.partition(".")[0]))
 
 
 def resolve_model(
@@ -101,21 +99,18 @@ def resolve_model(
     Raises:
         ModelError: No such model, with the closest names; or options that it cannot have.
     """
-    args: dict[str, Any] = {}
-    if num_classes is not None:
-        args["num_classes"] = num_classes
-    if in_chans is not None:
-        args["in_chans"] = in_chans
+    args = {"num_classes": num_classes, "in_chans": in_chans}
+    args = {key: value for key, value in args.items() if value is not None}
     prefix, colon, rest = name.partition(":")
     if (not rest and colon) or not name.strip():
         raise ModelError(f"model {name!r} has no name")
     if colon and prefix in FOREIGN_SOURCES:
         return ModelSource(name=name, args=args)
-    wanted = rest if colon else name
-    if (prefix == "timm" or not colon) and _is_registered("timm", wanted):
+    wanted, kinds = (rest, (prefix,)) if colon else (name, REGISTRIES)
+    if "timm" in kinds and _is_registered("timm", wanted):
         _check_tag(wanted)
         return ModelSource(name=f"timm:{wanted}", args=args)
-    if (prefix == "torchvision" or not colon) and _is_registered("torchvision", wanted):
+    if "torchvision" in kinds and _is_registered("torchvision", wanted):
         if pretrained and num_classes is not None:
             raise ModelError(
                 f"torchvision:{wanted}: its pretrained weights have a fixed number of classes; leave --num-classes"
@@ -127,7 +122,8 @@ def resolve_model(
         if pretrained:
             raise ModelError(f"{name}: --pretrained is for timm and torchvision; let the factory load, or --checkpoint")
         return ModelSource(name=name, args=args)
-    raise ModelError(f"no model {name!r}{did_you_mean(wanted, _known_models(prefix, colon), 3)}")
+    known = [other for kind in kinds for other in _models_of(kind)]
+    raise ModelError(f"no model {name!r}{did_you_mean(wanted, known, 3)}")
 
 
 def build_model(
@@ -145,8 +141,7 @@ def build_model(
         source: From `resolve_model`, or from a plan.
         pretrained: Load the weights that timm or torchvision know for it.
         device: "meta" builds without weights; a model that cannot be built there is built on the CPU all the same.
-        seed: For its random initialisation, which leaves the global generators as they were. None draws from the global
-            generators, as the factory does by itself.
+        seed: Of its random initialisation, apart from the global generators; None draws from these.
         offline: Refuse a download.
         trust_code: The user vouches for the source: it may be a factory of any module, the hub or a folder. Without
             it, `check_source` decides.
@@ -156,7 +151,7 @@ def build_model(
     """
     if not trust_code:
         check_source(source)
-    with seeded(seed), without_warnings():
+    with seeded(seed), warnings.catch_warnings(action="ignore"):
         if device == "meta" and not pretrained:
             for hollow in (torch.device("meta"), _WeightsOnMeta()):
                 # A failure here comes again below, on the CPU, unless meta was the reason.
@@ -175,33 +170,38 @@ def build_hollow(source: ModelSource) -> nn.Module | None:
     Weights from a file then take the hollow tensors' place: no random ones are drawn before, and memory holds one copy
     of the network. What a constructor calculates (relative positions, blur kernels, anchors) has its values.
 
-    Args:
-        source: Trusted, or checked by `check_source`.
+    The source is trusted, or checked by `check_source`.
 
     Returns:
-        None where the model has to be built on the CPU: it is the user's own, or this way fails, or the model draws
-        random numbers for more than its weights, which would then be other numbers.
+        None where the model has to be built on the CPU: it is the user's own, this way fails, or the model draws random
+        numbers for more than its weights.
     """
     if source.kind not in (*REGISTRIES, *FOREIGN_SOURCES):
         return None
-    with seeded(0), without_warnings(), contextlib.suppress(ModelError):
+    with seeded(0), warnings.catch_warnings(action="ignore"), contextlib.suppress(ModelError):
         before = torch.get_rng_state()
         with _WeightsOnMeta():
             model = _build(source, pretrained=False, offline=False)
-        return model if torch.equal(before, torch.get_rng_state()) else None
+        if torch.equal(before, torch.get_rng_state()):
+            return model
     return None
 
 
 def registry_names() -> list[str]:
     """Every model of both registries: "timm:..." and then "torchvision:...", each sorted."""
-    return [f"{kind}:{name}" for kind in REGISTRIES for name in sorted(_known_models(kind, ":"))]
+    return [f"{kind}:{name}" for kind in REGISTRIES for name in sorted(_models_of(kind))]
+
+
+def _models_of(kind: str) -> list[str]:
+    registry = _import("timm") if kind == "timm" else _import("torchvision.models")
+    return [name for name in registry.list_models() if name != OWN_ENTRY]
 
 
 def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
     """The input (channels, *spatial) that a model is made for; None for timm's models, which state it themselves.
 
-    torchvision states sizes with its weights: that of the default weights is taken, without downloading them. Clips
-    are (channels, frames, rows, columns).
+    torchvision states it with the default weights, which are not downloaded. Clips are (channels, frames, rows,
+    columns).
     """
     if source.kind == "timm" or source.kind in FOREIGN_SOURCES or getattr(model, "pretrained_cfg", None):
         return None
@@ -211,37 +211,27 @@ def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] 
 
 
 def rebuildable_source(model: nn.Module, source: ModelSource) -> ModelSource | None:
-    """The source to note in a plan: never the hub or a folder, but the model's name in timm's registry instead.
-
-    Returns:
-        None where timm's registry cannot build this model of the hub or a folder: then only its user can.
-    """
+    """The source to note in a plan: of the hub or a folder, the model's name in timm's registry, or else None."""
     return known_source(model) if source.kind in FOREIGN_SOURCES else source
 
 
 def known_source(model: nn.Module) -> ModelSource | None:
-    """The source that `timm.create_model` noted on its model; None for any other module.
-
-    None also where it was built with arguments that `check_source` refuses, such as a class of a layer.
-    """
+    """The source that `timm.create_model` noted on its model, if `check_source` allows it; None for other modules."""
     config = getattr(model, "pretrained_cfg", None)
     architecture = config.get("architecture") if isinstance(config, dict) else None
     if not isinstance(architecture, str):
         return None
     source = ModelSource(name=f"timm:{architecture}", args=dict(getattr(model, "_model_args", {})))
-    try:
+    with contextlib.suppress(ModelError):
         check_source(source)
-    except ModelError:
-        return None
-    return source
+        return source
+    return None
 
 
 def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict under the model's own names, where timm can translate it, such as the original ConvNeXt's names.
 
-    Args:
-        model: Of timm; others get their state dict back. timm's own function for downloaded weights translates.
-        state: Returned as it is where the translation fits no better.
+    timm's own function for downloaded weights translates. Where it fits no better, the names stay.
     """
     own, module = model.state_dict().keys(), type(model).__module__
     translate = getattr(sys.modules.get(module), "checkpoint_filter_fn", None) if module.startswith("timm.") else None
@@ -259,13 +249,13 @@ def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 def _build(source: ModelSource, *, pretrained: bool, offline: bool) -> nn.Module:
     kind, _, name = source.name.partition(":")
     try:
+        if kind == "hf-hub" and offline:
+            _check_cached(name)
+        if kind == "local-dir":
+            _check_folder(Path(name))
         if kind == "timm" or kind in FOREIGN_SOURCES:
-            if kind == "hf-hub" and offline:
-                _check_cached(name)
-            if kind == "local-dir":
-                _check_folder(Path(name))
             target = name if kind == "timm" else source.name
-            model = _timm().create_model(target, pretrained=pretrained, **source.args)
+            model = _import("timm").create_model(target, pretrained=pretrained, **source.args)
         elif kind == "torchvision":
             model = _build_torchvision(name, source.args, pretrained)
         else:
@@ -283,16 +273,14 @@ def _build(source: ModelSource, *, pretrained: bool, offline: bool) -> nn.Module
 
 
 def _build_torchvision(name: str, args: dict[str, Any], pretrained: bool) -> nn.Module:
-    models = _torchvision_models()
-    known = inspect.signature(models.get_model_builder(name)).parameters
-    options = dict(args)
-    if "weights_backbone" in known:
-        options["weights_backbone"] = None  # torchvision downloads a backbone by default
-    return models.get_model(name, weights="DEFAULT" if pretrained else None, **options)  # type: ignore[no-any-return]
+    models = _import("torchvision.models")
+    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
+        args = {**args, "weights_backbone": None}  # torchvision downloads a backbone by default
+    return models.get_model(name, weights="DEFAULT" if pretrained else None, **args)  # type: ignore[no-any-return]
 
 
 def _torchvision_input_size(name: str, model: nn.Module) -> tuple[int, ...]:
-    models = _torchvision_models()
+    models = _import("torchvision.models")
     family = models.get_model_builder(name).__module__.removeprefix(models.__name__ + ".").partition(".")[0]
     if family == "detection":  # these scale their images: take the size that they scale to
         scaling: Any = model.transform
@@ -311,14 +299,17 @@ def _torchvision_input_size(name: str, model: nn.Module) -> tuple[int, ...]:
 
 def _build_own(source: ModelSource) -> nn.Module:
     module_name, _, attribute = source.name.partition(":")
-    with _folder_on_path(os.getcwd()):
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
-            raise ModelError(
-                f"{source.name}: module {module_name!r} cannot be imported: {one_line(error)}"
-                + did_you_mean(module_name, ("timm", "torchvision", *FOREIGN_SOURCES))
-            ) from error
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ModelError(
+            f"{source.name}: module {module_name!r} cannot be imported: {one_line(error)}"
+            + did_you_mean(module_name, (*REGISTRIES, *FOREIGN_SOURCES))
+        ) from error
+    finally:
+        sys.path.remove(here)
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise ModelError(f"{source.name}: module {module_name!r} has no function {attribute!r}")
@@ -337,29 +328,20 @@ def _check_folder(folder: Path) -> None:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"local-dir:{folder}: {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelError(f"local-dir:{folder}: {path} is not JSON: {one_line(error)}") from error
+    except (OSError, ValueError) as error:
+        problem = (
+            f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is not JSON: {one_line(error)}"
+        )
+        raise ModelError(f"local-dir:{folder}: {path} {problem}") from error
     if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
         raise ModelError(f"local-dir:{folder}: {path} names no architecture; it is not a config of timm")
 
 
 def _check_tag(name: str) -> None:
     architecture, dot, tag = name.partition(".")
-    if dot:
-        tags = [known.partition(".")[2] for known in _timm().list_pretrained(architecture + ".*")]
-        if tag not in tags:
-            raise ModelError(f"timm:{architecture} has no weights tagged {tag!r}; tags: {', '.join(tags) or 'none'}")
-
-
-def _known_models(prefix: str, colon: str) -> list[str]:
-    known: list[str] = []
-    if prefix == "timm" or not colon:
-        known += _timm().list_models()
-    if prefix == "torchvision" or not colon:
-        known += _torchvision_models().list_models()
-    return [name for name in known if name != OWN_ENTRY]
+    tags = [known.partition(".")[2] for known in _import("timm").list_pretrained(architecture + ".*")] if dot else [tag]
+    if tag not in tags:
+        raise ModelError(f"timm:{architecture} has no weights tagged {tag!r}; tags: {', '.join(tags) or 'none'}")
 
 
 class _WeightsOnMeta(TorchFunctionMode):
@@ -372,27 +354,10 @@ class _WeightsOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _timm() -> ModuleType:
-    return _import("timm")
-
-
-def _torchvision_models() -> ModuleType:
-    return _import("torchvision.models")
-
-
 def _import(name: str) -> ModuleType:
     """Import timm or torchvision; a torch and a torchvision that do not fit together become one line."""
     try:
-        with without_warnings():
+        with warnings.catch_warnings(action="ignore"):
             return importlib.import_module(name)
     except (ImportError, RuntimeError, AttributeError, OSError) as error:
         raise ModelError(f"{name} cannot be imported: {one_line(error)[:200]}; {INSTALL_HINT}") from error
-
-
-@contextlib.contextmanager
-def _folder_on_path(folder: str) -> Iterator[None]:
-    sys.path.insert(0, str(Path(folder)))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(Path(folder)))

@@ -1,6 +1,7 @@
 """Read a network's weights from a file, and put them into the network; weights that are not finite are refused."""
 
 import argparse
+import functools
 import math
 import pickle
 import warnings
@@ -26,8 +27,7 @@ PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """The state dict in a safetensors file, or in a torch file (read with `weights_only=True`).
 
-    Wrappers (`state_dict`, `model`, `state_dict_ema`) are taken off, and so are the prefixes `module.` and
-    `_orig_mod.`.
+    Wrappers (`state_dict`, `model`, `state_dict_ema`) and the prefixes `module.` and `_orig_mod.` are taken off.
 
     Raises:
         CheckpointError: No such file, not readable, or nothing in it that looks like a state dict.
@@ -36,8 +36,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     check_weights_file(path)
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     where = f"checkpoint {path}"
-    unwrapped = _unwrapped(content)
-    if unwrapped is None:
+    if (unwrapped := _unwrapped(content)) is None:
         kind = f"a mapping with {listed(content)}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise CheckpointError(f"{where}: holds {kind}, not a state dict (names to tensors)")
     state: dict[str, Tensor] = {}
@@ -71,8 +70,8 @@ def load_weights_(
 
     Args:
         model: Changed in place.
-        state: Must have every parameter and buffer of the model, with its shape, and nothing else.
-        where: What messages call it.
+        state: Must have every parameter and buffer of the model, with its shape, and nothing else. Messages call it
+            `where`.
         new_classifier: The model was built for another number of classes: where the classifier's shape differs, it
             keeps its initial values.
 
@@ -96,14 +95,10 @@ def fill_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_clas
     A tensor is copied only if its dtype differs or if it is a part of some other memory.
 
     Args:
-        model: From `build_hollow`.
+        model: From `build_hollow`; the others as in `load_weights_`, whose CheckpointError it raises.
 
     Returns:
-        Whether the whole model has values now. If not, the model is of no use: build it on the CPU, and take
-        `load_weights_`.
-
-    Raises:
-        CheckpointError: As `load_weights_`.
+        Whether the whole model has values now. If not, build it on the CPU, and take `load_weights_`.
     """
     if _kept(model, state, new_classifier):
         return False
@@ -114,20 +109,19 @@ def fill_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_clas
     taken: set[int] = set()
     ready = {name: _of_its_own(tensor, own[name].dtype, taken) for name, tensor in state.items()}
     model.load_state_dict(_versioned(model, ready), strict=False, assign=True)
-    return not _is_hollow(model)
+    # Also those in attributes of a module, which are neither parameters nor buffers.
+    leaves = (leaf for module in model.modules() for leaf in pytree.tree_leaves(vars(module)))
+    return not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
 
 
 def check_state(model: nn.Module, state: Mapping[str, Tensor], where: str, *, lacking: Collection[str] = ()) -> None:
-    """Refuse a state dict that is not the model's by names, shapes and kinds of numbers, or is not finite.
+    """Refuse (CheckpointError) a state dict that differs from the model in its `misfits`, or is not finite.
 
     Args:
         model: May be on the meta device.
         state: Under the model's names. A tensor with several names needs one of them.
         where: What the message calls it.
         lacking: Names that need not be there.
-
-    Raises:
-        CheckpointError: Names the tensors.
     """
     problems = list(misfits(model, state, lacking=lacking))
     if not problems:
@@ -157,8 +151,7 @@ def misfits(model: nn.Module, state: Mapping[str, Tensor], *, lacking: Collectio
 def not_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
     """What is wrong with the values of a tensor, in words; None where all are finite.
 
-    Args:
-        mask: Whether it may be a mask, as of attention: all values 0 or -inf.
+    A `mask`, as of attention, may also have values that are all 0 or -inf.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or not tensor.numel():
         return None
@@ -178,7 +171,7 @@ def _of_its_own(tensor: Tensor, dtype: torch.dtype, taken: set[int]) -> Tensor:
     """
     tensor = tensor.detach().to(device="cpu", dtype=dtype)
     memory = tensor.untyped_storage()
-    whole = memory.nbytes() == tensor.numel() * tensor.element_size()
+    whole = memory.nbytes() == tensor.nbytes
     aligned = tensor.data_ptr() % ALIGNMENT == 0
     if not (tensor.is_contiguous() and whole and aligned) or memory.data_ptr() in taken:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -187,17 +180,15 @@ def _of_its_own(tensor: Tensor, dtype: torch.dtype, taken: set[int]) -> Tensor:
     return tensor
 
 
-def _is_hollow(model: nn.Module) -> bool:
-    """Whether a tensor has no values: a parameter, a buffer, or one in an attribute of a module."""
-    leaves = (leaf for module in model.modules() for leaf in pytree.tree_leaves(vars(module)))
-    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
-
-
 def _kept(model: nn.Module, state: Mapping[str, Tensor], new_classifier: bool) -> list[str]:
     """Names of the classifier that keep their initial values, since the model has another number of classes."""
+    if not new_classifier:
+        return []
+    config = getattr(model, "pretrained_cfg", None)
+    stated = (config.get("classifier") if isinstance(config, dict) else None) or ("fc", "classifier", "head")
+    prefixes = tuple(f"{module}." for module in ([stated] if isinstance(stated, str) else stated))
     own = model.state_dict()
-    names = _classifier_names(model, own) if new_classifier else []
-    return [name for name in names if name in state and state[name].shape != own[name].shape]
+    return [n for n in own if n.startswith(prefixes) and n in state and state[n].shape != own[n].shape]
 
 
 def _versioned(model: nn.Module, state: Mapping[str, Tensor]) -> "OrderedDict[str, Tensor]":
@@ -212,13 +203,6 @@ def alias_names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     own = model.state_dict(keep_vars=True)
     return {name: first[id(tensor)] for name, tensor in own.items() if first.setdefault(id(tensor), name) != name}
-
-
-def _classifier_names(model: nn.Module, own: Mapping[str, Tensor]) -> list[str]:
-    config = getattr(model, "pretrained_cfg", None)
-    stated = (config.get("classifier") if isinstance(config, dict) else None) or ("fc", "classifier", "head")
-    prefixes = tuple(f"{module}." for module in ([stated] if isinstance(stated, str) else stated))
-    return [name for name in own if name.startswith(prefixes)]
 
 
 def load_file(path: Path) -> dict[str, Tensor]:
@@ -237,9 +221,8 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _read_torch(path: Path) -> Any:
     try:
-        # timm's training checkpoints hold their arguments as a Namespace.
-        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
-            warnings.simplefilter("ignore")  # old files make torch warn about itself
+        # timm's training checkpoints hold their arguments as a Namespace; old files make torch warn about itself.
+        with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes raise anything when unpickled: struct.error, IndexError, ...
         what = "is damaged or holds more than tensors" if isinstance(error, pickle.UnpicklingError) else "is damaged"
@@ -259,6 +242,5 @@ def _unwrapped(content: Any, depth: int = 0) -> Mapping[Any, Any] | None:
 
 
 def _stripped(name: str) -> str:
-    while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
-        name = name.removeprefix(prefix)
-    return name
+    stripped = functools.reduce(str.removeprefix, PREFIXES, name)
+    return name if stripped == name else _stripped(stripped)

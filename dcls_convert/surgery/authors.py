@@ -21,26 +21,11 @@ from ..options import AuthorsVersion
 from ..planning.plan import ConversionPlan, LayerCounts, LayerPlan
 from .place import make_layers, put_layers_
 
-_WEIGHT, _POSITIONS, _SIGMA = "weight", "P", "SIG"  # the entries of one of their layers, beside its bias
-_IN_ORDER = {1: (0,), 2: (0, 1), 3: (0, 2, 1)}  # dims -> the axes to which P[0], P[1], ... belong
-_REVERSED = {1: (0,), 2: (1, 0), 3: (2, 1, 0)}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Version:
-    """What `version=` of their layers means. DCLS 0.1.1, the modules ConstructKernel1d to 3d."""
-
-    interpolation: str
-    axes: Mapping[int, tuple[int, ...]]
-    normaliser: float  # what they add to the sum by which an element's spread is divided
-
-
-_VERSIONS = {
-    "v0": _Version(interpolation="bilinear", axes=_IN_ORDER, normaliser=0.0),
-    "v1": _Version(interpolation="bilinear", axes=_REVERSED, normaliser=1e-7),
-    "max": _Version(interpolation="triangle", axes=_REVERSED, normaliser=1e-7),
-    "gauss": _Version(interpolation="gaussian", axes=_REVERSED, normaliser=1e-7),
-}
+# The entries of one of their layers, beside its bias.
+_WEIGHT, _POSITIONS, _SIGMA = "weight", "P", "SIG"
+_AXES = {1: (0,), 2: (0, 1), 3: (0, 2, 1)}  # dims -> the axes of P[0], P[1], ... in version v0; else they are reversed
+# All versions but v0 add this to the sum by which an element's spread is divided. DCLS 0.1.1, ConstructKernel1d to 3d.
+_NORMALISER = 1e-7
 RELEASED_VERSION: AuthorsVersion = "v0"  # of the checkpoints that they published; a file without SIG does not say
 
 
@@ -51,10 +36,6 @@ class AuthorsLayer:
     weight: Tensor  # (O, I, E)
     positions: Tensor  # (A, O, I, E), in the version's order of axes
     sigma: Tensor | None  # as positions, less its least value, of either sign
-
-    @property
-    def kernel_count(self) -> int:
-        return self.weight.shape[-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +49,8 @@ class AuthorsWeights:
     @property
     def kernel_counts(self) -> LayerCounts:
         """For `plan_conversion`."""
-        return LayerCounts(source=self.where, counts={name: layer.kernel_count for name, layer in self.layers.items()})
+        counts = {name: layer.weight.shape[-1] for name, layer in self.layers.items()}
+        return LayerCounts(source=self.where, counts=counts)
 
     @property
     def has_sigma(self) -> bool:
@@ -79,8 +61,7 @@ def sort_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | No
     """The authors' layers in a state dict, and its other entries; None without such layers (no P beside a weight).
 
     Args:
-        state: Under the names of the model to convert.
-        where: What messages call it.
+        state: Under the names of the model to convert; messages call it `where`.
 
     Raises:
         CheckpointError: A layer whose entries do not belong together.
@@ -104,7 +85,7 @@ def sort_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | No
 
 def _check_coordinates(tensor: Tensor, weight: Tensor, what: str) -> None:
     belong = weight.dim() == 3 and weight.numel() > 0 and tensor.shape[1:] == weight.shape
-    if not belong or tensor.shape[0] not in _IN_ORDER:
+    if not belong or tensor.shape[0] not in _AXES:
         raise CheckpointError(
             f"{what} has shape {tuple(tensor.shape)}, which does not fit its weight {tuple(weight.shape)}; with a "
             "weight (out, in/groups, count) it must be (1 to 3 axes, out, in/groups, count)"
@@ -125,9 +106,8 @@ def start_from_authors_(
 
     Args:
         model: Not converted yet; changed in place.
-        plan: Made for it with `kernel_count=weights.kernel_counts`. For versions max and gauss, its windows must be
-            those of the training: they normalise over the window, which the file does not state.
-        weights: From `sort_weights`.
+        plan: Made for it with `kernel_count=weights.kernel_counts`, from `sort_weights`. With SIG, its windows must be
+            those of the training: elements are normalised over the window, which the file does not state.
         version: Of layers without SIG; the released v0 unless it is stated.
         new_classifier: As in `load_weights_`.
 
@@ -161,39 +141,39 @@ def element_state(
 ) -> dict[str, Tensor]:
     """Weights, positions and sigmas of all layers of the plan, under their names in the converted model.
 
-    Raises:
-        CheckpointError: Elements that the plan's layers cannot take as they are.
+    CheckpointError: The plan's layers cannot take them as they are.
     """
     if version is not None and weights.has_sigma:
         raise CheckpointError(
             f"{weights.where}: has {_SIGMA} entries, so it is of version max or gauss (--interpolation triangle or "
             f"gaussian); --authors-version {version} is for files without"
         )
-    ours = {layer.name: _translated(layer, weights, version) for layer in plan.layers}
+    released = version in (None, RELEASED_VERSION)
+    ours = {layer.name: _translated(layer, _matching(layer, weights), released) for layer in plan.layers}
     _check_windows(plan, {name: parts["positions"] for name, parts in ours.items()}, weights.where)
     state: dict[str, Tensor] = {}
     for layer in plan.layers:
-        parts = ours[layer.name]
-        weight = parts.pop("weight")
-        state[f"{layer.name}.weight"] = _normalised(weight, layer, parts, _version_of(layer, weights, version))
-        if layer.tie_group is None:
-            state |= {f"{layer.name}.{name}": tensor for name, tensor in parts.items()}
+        own = ours[layer.name] if layer.tie_group is None else {"weight": ours[layer.name]["weight"]}
+        state |= {f"{layer.name}.{name}": tensor for name, tensor in own.items()}
     for group in plan.tie_groups:
         first, *others = group.layers
-        for name, tensor in ours[first].items():
+        for name, owner_name in group.parameters.items():
             for other in others:
-                if not torch.equal(ours[other][name], tensor):
+                if not torch.equal(ours[other][name], ours[first][name]):
                     raise CheckpointError(
                         f"{weights.where}: {name} of {first} and {other} differ, so the layers of {group.name} cannot "
                         "share them; use --tie none"
                     )
-            state[f"{group.owner}.{group.parameters[name]}".removeprefix(".")] = tensor
+            state[f"{group.owner}.{owner_name}".removeprefix(".")] = ours[first][name]
     return state
 
 
-def _version_of(layer: LayerPlan, weights: AuthorsWeights, stated: AuthorsVersion | None) -> _Version:
-    """By whether the file has SIG, and by the plan's interpolation."""
-    with_sigma = _find(layer, weights).sigma is not None
+def _matching(layer: LayerPlan, weights: AuthorsWeights) -> AuthorsLayer:
+    """The file's layer for one of the plan, with the sigma and the shape that the plan needs."""
+    found = next((weights.layers[name] for name in layer.names if name in weights.layers), None)
+    if found is None:
+        raise CheckpointError(f"{weights.where}: has no elements for {layer.name}, which is to be converted")
+    with_sigma = found.sigma is not None
     if with_sigma != find_interpolation(layer.interpolation).has_sigma:
         raise CheckpointError(
             f"{weights.where}: {layer.name} has {'a' if with_sigma else 'no'} {_SIGMA}, so its interpolation is "
@@ -203,65 +183,48 @@ def _version_of(layer: LayerPlan, weights: AuthorsWeights, stated: AuthorsVersio
                 else f"bilinear, not {layer.interpolation}"
             )
         )
-    if not with_sigma:
-        return _VERSIONS[stated or RELEASED_VERSION]
-    return next(version for version in _VERSIONS.values() if version.interpolation == layer.interpolation)
-
-
-def _find(layer: LayerPlan, weights: AuthorsWeights) -> AuthorsLayer:
-    found = next((weights.layers[name] for name in layer.names if name in weights.layers), None)
-    if found is None:
-        raise CheckpointError(f"{weights.where}: has no elements for {layer.name}, which is to be converted")
+    if tuple(found.positions.shape) != layer.position_shape:
+        raise CheckpointError(
+            f"{weights.where}: {layer.name}.{_POSITIONS} has shape {tuple(found.positions.shape)}, the model needs "
+            f"{layer.position_shape}"
+        )
     return found
 
 
-def _translated(layer: LayerPlan, weights: AuthorsWeights, stated: AuthorsVersion | None) -> dict[str, Tensor]:
+def _translated(layer: LayerPlan, theirs: AuthorsLayer, released: bool) -> dict[str, Tensor]:
     """weight (O, I, E), positions (A, O, I, E) from the centre in our order of axes, and sigma, if there is one."""
-    version, theirs = _version_of(layer, weights, stated), _find(layer, weights)
-    if tuple(theirs.positions.shape) != layer.position_shape:
-        raise CheckpointError(
-            f"{weights.where}: {layer.name}.{_POSITIONS} has shape {tuple(theirs.positions.shape)}, the model needs "
-            f"{layer.position_shape}"
-        )
-    size = layer.dilated_size
-    axes = version.axes[len(size)]
+    size, is_v0 = layer.dilated_size, released and theirs.sigma is None
+    axes = _AXES[len(size)] if is_v0 else tuple(reversed(range(len(size))))
     order = [axes.index(axis) for axis in range(len(size))]
     # DCLS centres with the wrong axis's size; shift by the difference.
     shift = [size[index] // 2 - size[axis] // 2 for axis, index in enumerate(order)]
     offset = torch.tensor(shift, device=theirs.positions.device).reshape(-1, 1, 1, 1)
-    parts = {"weight": theirs.weight, "positions": _at_least_float32(theirs.positions)[order] + offset}
+    precise = torch.promote_types(theirs.positions.dtype, torch.float32)
+    parts = {"weight": theirs.weight, "positions": theirs.positions.to(precise)[order] + offset}
     least = find_interpolation(layer.interpolation).min_sigma
     if theirs.sigma is not None and least is not None:
-        parts["sigma"] = _at_least_float32(theirs.sigma)[order].abs() + least
+        parts["sigma"] = theirs.sigma.to(precise)[order].abs() + least
+    if not is_v0:  # our elements are spread to exactly their weight, theirs are not
+        sigma = parts["sigma"].double() if "sigma" in parts else None
+        total = spread_sum(parts["positions"].double(), sigma, size, layer.interpolation)  # (O, I, E)
+        parts["weight"] = (theirs.weight.double() * total / (total + _NORMALISER)).to(theirs.weight.dtype)
     return parts
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _normalised(weight: Tensor, layer: LayerPlan, parts: Mapping[str, Tensor], version: _Version) -> Tensor:
-    """Weights with which our kernels equal theirs: our elements are spread to exactly their weight, theirs are not."""
-    if not version.normaliser:
-        return weight
-    sigma = parts["sigma"].double() if "sigma" in parts else None
-    total = spread_sum(parts["positions"].double(), sigma, layer.dilated_size, layer.interpolation)  # (O, I, E)
-    return (weight.double() * total / (total + version.normaliser)).to(weight.dtype)
 
 
 def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where: str) -> None:
     """Refuse positions outside their window, and name the window that would hold those of all layers of this size."""
     for layer in plan.layers:
-        size = layer.dilated_size
-        if _holding(size, positions[layer.name]) == size:
+        size, places = layer.dilated_size, positions[layer.name]
+        held = _holding(size, places)
+        if held == size:
             continue
         alike = [positions[other.name] for other in plan.layers if other.dilated_size == size]
-        needed = tuple(map(max, zip(*(_holding(size, places) for places in alike), strict=True)))
+        needed = tuple(map(max, zip(*(_holding(size, other) for other in alike), strict=True)))
         if len(set(size)) == 1:
             needed = (max(needed),) * len(needed)
         option = needed[0] if len(set(needed)) == 1 else size_text(needed)
-        axis = next(axis for axis, side in enumerate(_holding(size, positions[layer.name])) if side != size[axis])
-        furthest = positions[layer.name][axis].abs().max().item()
+        axis = next(axis for axis, side in enumerate(held) if side != size[axis])
+        furthest = places[axis].abs().max().item()
         raise CheckpointError(
             f"{where}: {layer.name} has elements {furthest:g} cells from the centre (axis {axis}), outside of its "
             f"window {size_text(size)}; use the window of its training, at least {size_text(needed)} "

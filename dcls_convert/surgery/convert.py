@@ -1,6 +1,7 @@
 """The one conversion pipeline: plan, place, fit, measure. `convert_` and the command line are thin around it."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +15,7 @@ from ..fitting.calibration import calibrate
 from ..networks.outputs import relative_distance
 from ..networks.running import evaluating, unchanged_on_failure
 from ..networks.sites import find_convs
-from ..networks.source import (
-    ModelSource,
-    build_hollow,
-    build_model,
-    known_source,
-    stated_input_size,
-    with_names_of,
-)
+from ..networks.source import ModelSource, build_hollow, build_model, known_source, stated_input_size, with_names_of
 from ..networks.tracing import check_same_shapes
 from ..networks.weights import fill_, load_weights_, read_weights
 from ..options import AUTO, EXACT, SCOPES, AuthorsVersion, Init, PlanOptions, Positions, takes_plan_options
@@ -71,17 +65,13 @@ def plan_for(
     source: ModelSource | None = None,
     input_size: Sequence[int] | None = None,
 ) -> ConversionPlan:
-    """The plan for a model, refused here if it cannot be carried out.
+    """The plan for a model; DclsConvertError where it could not be carried out.
 
     Args:
         model: Not changed; may be on the meta device.
-        options: What is asked for.
+        options, source: What is asked for, and how the model is built again.
         start: Its elements, or an exact start, decide the kernel counts.
-        source: How the model is built again.
         input_size: (channels, *spatial) for MACs; without it, the size that the source or a timm model states.
-
-    Raises:
-        DclsConvertError: What does not fit, in one line.
     """
     convs = find_convs(model, input_size or (stated_input_size(source, model) if source else None))
     counts = replace(options, kernel_count=_kernel_count(options, start))
@@ -93,13 +83,8 @@ def plan_for(
 
 
 def plan_again(model: nn.Module, plan: ConversionPlan, source: ModelSource | None) -> ConversionPlan:
-    """A plan of another checkpoint, for this model.
-
-    Raises:
-        PlanError: It is another model than the plan's; says in what.
-    """
-    found = (source.name, source.args) if source else (None, {})
-    wanted = (plan.model, plan.model_args)
+    """A plan of another checkpoint, for this model. PlanError says in what it is another model than the plan's."""
+    found, wanted = (source.name, source.args) if source else (None, {}), (plan.model, plan.model_args)
     if found != wanted:
         raise PlanError(f"the plan is for {_described(*wanted)}, not for {_described(*found)}")
     make_layers(model, plan)
@@ -126,12 +111,9 @@ def build_with_weights(
     """The network to convert, and the names that kept their initial values.
 
     Args:
-        source: How it is built; may run the user's own code.
+        source, pretrained, seed: As in `build_model`; may run the user's own code.
         state: Its weights, where they come from a file; emptied, so that they need not stay in memory.
-        where: What messages call that file.
-        pretrained: Load the weights that timm or torchvision know.
-        seed: Of the random initialisation.
-        new_classifier: As in `load_weights_`.
+        where, new_classifier: As in `load_weights_`.
     """
     if state is None:
         return build_model(source, pretrained=pretrained, seed=seed, trust_code=True), []
@@ -151,21 +133,18 @@ def carry_out_(
     new_classifier: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> Conversion:
-    """Convert a model by its plan, and measure what came of it.
+    """Convert a model by its plan, and measure the result.
 
     Args:
         model: With the weights to start from; changed in place.
-        plan: From `plan_for`.
-        start: As there.
+        plan, start: As in `plan_for`.
         new_classifier: The model was built for another number of classes than the elements' checkpoint.
         note: Told what a user should know.
 
     Raises:
         DclsConvertError: In one line. Whatever is raised, the model is then unchanged.
     """
-    kept: list[str] = []
-    errors: dict[str, float] = {}
-    moved = None
+    kept, errors, moved = list[str](), dict[str, float](), None
     with unchanged_on_failure(model, values=start.elements is not None):
         if start.elements is not None:
             kept = start_from_authors_(
@@ -173,24 +152,20 @@ def carry_out_(
             )
         else:
             before = _outputs(model, plan) if start.trained and start.how != "random" else None
-            errors = _start_from_kernels_(model, plan, start, note)
+            images = start.calibration
+            errors = apply_plan_(
+                model,
+                plan,
+                init=start.how,
+                positions=start.positions,
+                generator=torch.Generator().manual_seed(start.seed),
+                calibration=calibrate(model, plan, images, note=note) if isinstance(images, str | Path) else images,
+            )
             moved = None if before is None else relative_distance(before, _outputs(model, plan))
         report = measure_report(model, plan)
     if report != predict_report(plan):
         raise AssertionError(f"{plan.model}: the converted model's counts differ from the plan's")
     return Conversion(report=report.with_fit_errors(errors), kept=tuple(kept), moved=moved)
-
-
-def _start_from_kernels_(
-    model: nn.Module, plan: ConversionPlan, start: Start, note: Callable[[str], None]
-) -> dict[str, float]:
-    calibration = start.calibration
-    if isinstance(calibration, str | Path):
-        calibration = calibrate(model, plan, calibration, note=note)
-    generator = torch.Generator().manual_seed(start.seed)
-    return apply_plan_(
-        model, plan, init=start.how, positions=start.positions, generator=generator, calibration=calibration
-    )
 
 
 @takes_plan_options
@@ -247,14 +222,12 @@ def convert_from_authors_(
         model: The unconverted network, such as `timm.create_model("convnext_tiny")`.
         weights: A state dict whose layers have `weight` (O, I, E) and `P` (axes, O, I, E), or the file that holds it.
             Names may be those of the original ConvNeXt. Elements and their count come from here.
-        version: Without SIG: "v0" (also None, as released) or "v1", which the file does not state; they differ in the
-            order of the axes.
+        version: Without SIG: "v0" (also None, as released) or "v1", which differ in the order of the axes.
         input_size: As in `convert_`.
         planning: dilated_size, rules, tie, interpolation and strict, as in `plan_conversion`. The layers converted
-            must be those that have positions. The window is that of the training: a larger one gives the same outputs
-            without SIG; with SIG, elements are normalised over the window, which the file does not state. With SIG,
-            interpolation is "triangle" for their version max and "gaussian" for gauss, which the file does not state
-            either.
+            must be those that have positions. The file does not state the window and the interpolation of the
+            training. With SIG, elements are normalised over the window, and interpolation is "triangle" for their
+            version max and "gaussian" for gauss; without SIG, a larger window gives the same outputs.
 
     Returns:
         As `convert_`.
@@ -262,10 +235,9 @@ def convert_from_authors_(
     Raises:
         DclsConvertError: With one line that says what does not fit; the model is then unchanged.
     """
-    from_file = isinstance(weights, str | Path)
-    state = with_names_of(model, read_weights(weights) if isinstance(weights, str | Path) else weights)
-    where = f"checkpoint {weights}" if from_file else "the state dict"
-    elements = sort_weights(state, where)
+    where = "the state dict" if isinstance(weights, Mapping) else f"checkpoint {weights}"
+    state = weights if isinstance(weights, Mapping) else read_weights(weights)
+    elements = sort_weights(with_names_of(model, state), where)
     if elements is None:
         raise CheckpointError(f"{where}: has no layers of the authors' package, with a P beside the weight")
     start = Start(elements=elements, authors_version=version)
@@ -275,24 +247,21 @@ def convert_from_authors_(
 
 def _kernel_count(options: PlanOptions, start: Start) -> Any:
     """What decides the counts: the elements that there are, the cells of the old kernels, or the options."""
-    exact = start.init == EXACT
-    given = {
-        "kernel_count": options.kernel_count != AUTO,
-        "scope": options.scope != SCOPES[0],
-        "budget": parse_percent(options.budget) != 1,
-    }
-    stated = [name for name, is_given in given.items() if is_given]
-    leave = f"leave {' and '.join(name.replace('_', ' ') for name in stated)}"
+    given = (options.kernel_count != AUTO, options.scope != SCOPES[0], parse_percent(options.budget) != 1)
+    stated = list(itertools.compress(("kernel count", "scope", "budget"), given))
+    leave = f"leave {' and '.join(stated)}"
     if start.elements is not None:
         counts = set(start.elements.kernel_counts.counts.values())
-        if stated and (stated != ["kernel_count"] or counts != {options.kernel_count}):
+        if stated and (stated != ["kernel count"] or counts != {options.kernel_count}):
             raise CheckpointError(
                 f"{start.elements.where}: has elements of its own, {listed(sorted(counts))} in a kernel; {leave}"
             )
         return start.elements.kernel_counts
-    if exact and stated and options.kernel_count != EXACT:
+    if start.init != EXACT:
+        return options.kernel_count
+    if stated and options.kernel_count != EXACT:
         raise PlanError(f"an exact start takes an element for each cell of the old kernels: {leave}")
-    return EXACT if exact else options.kernel_count
+    return EXACT
 
 
 def _outputs(model: nn.Module, plan: ConversionPlan) -> Any:

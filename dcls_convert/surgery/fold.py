@@ -1,13 +1,14 @@
 """Every DCLS layer becomes its plain convolution, by our own function or by timm's `reparameterize_model`."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from typing import Any
 
 from torch import fx, nn
 
 from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.positions import drop_spare_from_decay_
+from ..layers.ties import OwnMethod
 from ..networks.running import unchanged_on_failure
 
 # Methods that timm's `reparameterize_model` looks for on a child, in this order; it calls the first one found.
@@ -17,12 +18,9 @@ REPARAMETERIZING = ("fuse", "reparameterize", "switch_to_deploy")
 def fold_to_dense_(model: nn.Module) -> int:
     """Replace every DCLS layer by its plain convolution, drop the tied positions, and return how many there were.
 
-    Outputs stay the same. Each kernel is then an ordinary dense one of the window's size. timm's savers (`save_for_hf`,
-    `push_to_hf_hub`) write a config that rebuilds the folded model.
-
-    `timm.utils.reparameterize_model(model)` folds a converted model too, then fuses what else it can. It starts at the
-    model's children, so the arguments that timm's savers write still say that the model is not folded: fold with this
-    function before saving.
+    Outputs stay the same; each kernel is an ordinary dense one of the window's size. timm's savers (`save_for_hf`,
+    `push_to_hf_hub`) then write a config that rebuilds the folded model. `timm.utils.reparameterize_model(model)` folds
+    a converted model too, but starts at its children and leaves that config: fold with this function before saving.
 
     Raises:
         PlanError: The model is itself a DCLS layer.
@@ -35,7 +33,10 @@ def fold_to_dense_(model: nn.Module) -> int:
         for name, layer in layers:
             model.set_submodule(name, folded[layer])
         _drop_unused_positions(folded)
-        _drop_fold_first(model)
+        for attributes in map(vars, model.modules()):
+            for name in REPARAMETERIZING:
+                if isinstance(attributes.get(name), FoldFirst):
+                    del attributes[name]
         drop_spare_from_decay_(model)
         _tell_timm_of_folding(model)
     return len(folded)
@@ -54,11 +55,12 @@ def fold_before_timm_fuses_(model: nn.Module) -> None:
             vars(module)[name] = FoldFirst(module, name)
 
 
-class FoldFirst:
+class FoldFirst(OwnMethod):
     """A method for one module: folds the module, then calls the method of this name that the module's class has."""
 
     def __init__(self, module: nn.Module | None, name: str) -> None:
-        self.module, self.name = module, name
+        super().__init__(module)
+        self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.module is None:
@@ -67,25 +69,11 @@ class FoldFirst:
         own = getattr(self.module, self.name, None)
         return None if own is None else own(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # Do not deep-copy self.module: a custom __deepcopy__ would recurse.
-        return type(self)(memo.get(id(self.module)), self.name)
-
 
 def _children(model: nn.Module) -> Iterator[nn.Module]:
     """The children of a model. Copies of a GraphModule lose attributes, so its own children stand for it."""
     for child in model.children():
-        if isinstance(child, fx.GraphModule):
-            yield from _children(child)
-        else:
-            yield child
-
-
-def _drop_fold_first(model: nn.Module) -> None:
-    for module in model.modules():
-        for name in REPARAMETERIZING:
-            if isinstance(vars(module).get(name), FoldFirst):
-                del vars(module)[name]
+        yield from _children(child) if isinstance(child, fx.GraphModule) else (child,)
 
 
 def _drop_unused_positions(folded: Iterable[DclsConvNd]) -> None:
@@ -94,8 +82,8 @@ def _drop_unused_positions(folded: Iterable[DclsConvNd]) -> None:
         owner, names = layer._owner, set(layer._owner_names.values())
         if owner is None:
             continue
-        others = [m for m in owner.modules() if isinstance(m, DclsConvNd) and m._owner is owner]
-        if not any(names & set(other._owner_names.values()) for other in others):
+        left = (m for m in owner.modules() if isinstance(m, DclsConvNd) and m._owner is owner)
+        if not any(names & set(other._owner_names.values()) for other in left):
             for tied in folded:
                 if tied._owner is owner and names & set(tied._owner_names.values()):
                     tied.untie_()  # an alias outside the owner may still use the layer

@@ -45,11 +45,7 @@ def place_layers_(model: nn.Module, plan: ConversionPlan) -> None:
 
 
 def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...]:
-    """All layers of the plan, without values and not in the model yet, which is not changed.
-
-    Raises:
-        PlanError: The model is not the one that was planned for.
-    """
+    """All layers of the plan, without values and not in the model yet. PlanError: as `place_layers_`."""
     check_plan(plan)
     convs = {layer.name: _find_conv(model, layer) for layer in plan.layers}
     for group in plan.tie_groups:
@@ -61,15 +57,18 @@ def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...
 
 
 def put_layers_(model: nn.Module, plan: ConversionPlan, groups: Sequence[LayerGroup], *, hollow: bool = False) -> None:
-    """Put layers into the places of their convolutions, and register what they share on its owner. All, or none.
+    """Put layers, or their plain convolutions if the plan is folded, into the model; register what they share.
 
-    With a plan that says that the model is folded, their plain convolutions are put there; those of `hollow` layers,
-    which have no values, have none either.
+    Plain convolutions of `hollow` layers have no values either. All layers are put, or none.
     """
     with unchanged_on_failure(model):
         for group in groups:
             if group.tie is not None and not plan.folded:
-                _tie(model.get_submodule(group.tie.owner), group.tie, group.layers)
+                owner = model.get_submodule(group.tie.owner)
+                for name, owner_name in group.tie.parameters.items():
+                    owner.register_parameter(owner_name, getattr(group.layers[0], name))
+                for layer in group.layers:
+                    layer.tie_(owner, group.tie.parameters)
             for layer_plan, layer in zip(group.plans, group.layers, strict=True):
                 module = layer if not plan.folded else _folded(layer) if hollow else layer.fuse()
                 for name in layer_plan.names:
@@ -128,13 +127,8 @@ def _group(plans: Sequence[LayerPlan], convs: Sequence[_ConvNd], plan: Conversio
         shared.requires_grad = any(getattr(layer, name).requires_grad for layer in layers)
         for other in others:
             other._parameters[name] = shared
-    tie = plans[0].tie_group
-    return LayerGroup(
-        plans=tuple(plans),
-        convs=tuple(convs),
-        layers=tuple(layers),
-        tie=None if tie is None else plan.group(tie),
-    )
+    tie = None if plans[0].tie_group is None else plan.group(plans[0].tie_group)
+    return LayerGroup(plans=tuple(plans), convs=tuple(convs), layers=tuple(layers), tie=tie)
 
 
 def _folded(layer: DclsConvNd) -> _ConvNd:
@@ -146,13 +140,6 @@ def _folded(layer: DclsConvNd) -> _ConvNd:
     conv = layer.fuse()
     conv.weight = nn.Parameter(torch.empty_like(conv.weight, device=device))
     return conv
-
-
-def _tie(owner: nn.Module, tie: TieGroup, layers: Sequence[DclsConvNd]) -> None:
-    for name, owner_name in tie.parameters.items():
-        owner.register_parameter(owner_name, getattr(layers[0], name))
-    for layer in layers:
-        layer.tie_(owner, tie.parameters)
 
 
 def _tell_timm(model: nn.Module, plan: ConversionPlan) -> None:

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from ..errors import PlanError
 from ..fitting.warm_start import fit_elements
 from ..layers.conv_classes import PLAIN, find_form
-from ..layers.dcls_conv import DclsConvNd
 from ..layers.elements import Elements, first_cells, largest_elements, random_positions
 from ..layers.geometry import grid_positions
 from ..layers.interpolation import find_interpolation
@@ -38,13 +36,10 @@ def apply_plan_(
         model: The model that the plan was made for; changed in place. May be on the meta device.
         plan: From `plan_conversion`. If it says that the model is folded, plain convolutions with the constructed
             kernels are placed.
-        init: "fit" (also "auto") finds elements whose kernels have the least squared distance to the old ones;
-            "largest" keeps of every kernel the cells with the most energy over the tie group, at their places;
-            "exact" keeps all cells, for a plan with an element for every cell
-            (`plan_conversion(kernel_count="exact")`), and the outputs stay those of the old model; "random" draws
-            positions, and takes cells of the old kernels as weights, so that these stay distributed as the model
-            initialises them.
-        positions: For "random": N(0, 0.5 cells) as in the paper, or uniform over the window.
+        init: As in `convert_`. "exact" needs a plan with an element for every cell
+            (`plan_conversion(kernel_count="exact")`). The weights of "random" elements are cells of the old kernels,
+            so that they stay distributed as the model initialises them.
+        positions: As in `convert_`.
         generator: Source of all randomness; seeded with 0 without it.
         calibration: For "fit": from `calibrate`, what an error of a kernel does to the outputs, by the layer's name.
 
@@ -53,10 +48,8 @@ def apply_plan_(
         and on the meta device.
 
     Raises:
-        PlanError: The model is not the one that was planned for, or the calibration lacks a layer.
-
-    All values are found before the first layer is put into the model: whatever is raised, running out of memory
-    included, the model is then unchanged.
+        PlanError: The model is not the one that was planned for, or the calibration lacks a layer. Whatever is raised,
+            running out of memory included, the model is then unchanged.
     """
     for name, value, allowed in [("init", init, INITS), ("positions", positions, POSITIONS)]:
         if value not in allowed:
@@ -68,9 +61,9 @@ def apply_plan_(
     errors: dict[str, float] = {}
     for group in groups:
         if init == "random":
-            _fill_(group, _random_elements(group, positions, generator))
+            _fill_(group, _random_elements(group, generator, uniform=positions == "uniform"))
         else:
-            roots = None if calibration is None else [_root(calibration, name) for name in _names(group)]
+            roots = None if calibration is None else _roots(group, calibration)
             errors |= _fill_from_kernels_(group, init, generator, roots)
     put_layers_(model, plan, groups)
     return errors
@@ -86,14 +79,13 @@ def _check_exact(plan: ConversionPlan) -> None:
             )
 
 
-def _names(group: LayerGroup) -> list[str]:
-    return [layer.name for layer in group.plans]
-
-
-def _root(calibration: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in calibration:
-        raise PlanError(f"{name}: the calibration has nothing for this layer; calibrate the same model with this plan")
-    return calibration[name]
+def _roots(group: LayerGroup, calibration: Mapping[str, Tensor]) -> list[Tensor]:
+    for layer in group.plans:
+        if layer.name not in calibration:
+            raise PlanError(
+                f"{layer.name}: the calibration has nothing for this layer; calibrate the same model with this plan"
+            )
+    return [calibration[layer.name] for layer in group.plans]
 
 
 def _fill_(group: LayerGroup, elements: Elements) -> None:
@@ -103,12 +95,10 @@ def _fill_(group: LayerGroup, elements: Elements) -> None:
     group.layers[0].positions.copy_(positions)  # which all layers of the group share
 
 
-def _random_elements(group: LayerGroup, positions: Positions, generator: torch.Generator) -> Elements:
+def _random_elements(group: LayerGroup, generator: torch.Generator, *, uniform: bool) -> Elements:
     first = group.plans[0]
     weights = [first_cells(conv.weight.detach(), first.kernel_count, first.dense_axes) for conv in group.convs]
-    return weights, random_positions(
-        weights[0], first.dilated_size, first.dense_axes, generator, uniform=positions == "uniform"
-    )
+    return weights, random_positions(weights[0], first.dilated_size, first.dense_axes, generator, uniform=uniform)
 
 
 def _fill_from_kernels_(
@@ -116,7 +106,7 @@ def _fill_from_kernels_(
 ) -> dict[str, float]:
     """The relative errors of the kernels."""
     first = group.plans[0]
-    effective = [_effective(conv) for conv in group.convs]
+    effective = [(find_form(conv) or PLAIN).effective_weight(conv, conv.weight) for conv in group.convs]
     shape: dict[str, Any] = {
         "kernel_count": first.kernel_count,
         "dilation": first.dilation,
@@ -145,20 +135,14 @@ def _kernel_errors(group: LayerGroup, effective: Sequence[Tensor]) -> dict[str, 
     """|new - old| / |old| for the kernels of each layer, as they are convolved; nothing on the meta device."""
     if effective[0].is_meta:
         return {}
-    pairs = zip(group.plans, effective, group.layers, strict=True)
-    return {plan.name: _kernel_error(old, layer, plan.dilation) for plan, old, layer in pairs}
-
-
-def _kernel_error(old: Tensor, layer: DclsConvNd, dilation: Sequence[int]) -> float:
-    left = layer.kernel().to(torch.promote_types(old.dtype, torch.float32))
-    shapes = zip(old.shape[2:], dilation, layer.dilated_kernel_size, strict=True)
+    first = group.plans[0]
+    shapes = zip(first.kernel_size, first.dilation, first.dilated_size, strict=True)
     places = [[cell + size // 2 for cell in grid_positions(side, step, size)] for side, step, size in shapes]
-    everywhere: tuple[Any, ...] = (slice(None), slice(None), *torch.meshgrid(*map(torch.tensor, places), indexing="ij"))
-    left[everywhere] -= old
-    norm = float(old.float().norm())
-    return float(left.norm()) / norm if norm else 0.0
-
-
-def _effective(conv: _ConvNd) -> Tensor:
-    """The kernel as it is convolved; the very weight where nothing is done to it."""
-    return (find_form(conv) or PLAIN).effective_weight(conv, conv.weight)
+    cells = torch.meshgrid(*map(torch.tensor, places), indexing="ij")
+    errors = {}
+    for plan, old, layer in zip(group.plans, effective, group.layers, strict=True):
+        left = layer.kernel().to(torch.promote_types(old.dtype, torch.float32))
+        left[:, :, *cells] -= old  # type: ignore[index]
+        norm = float(old.float().norm())
+        errors[plan.name] = float(left.norm()) / norm if norm else 0.0
+    return errors

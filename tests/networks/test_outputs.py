@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from dcls_convert.networks.outputs import ComparisonError, check_equal, relative_error
+from dcls_convert.networks.outputs import ComparisonError, check_equal, relative_distance, relative_error
 
 
 def test_the_relative_error_is_that_of_the_worst_tensor():
@@ -39,6 +39,14 @@ def test_the_relative_error_is_that_of_the_worst_tensor():
 def test_what_cannot_be_compared_is_an_error(a, b, says):
     with pytest.raises(ComparisonError, match=says):
         relative_error(a, b)
+
+
+def test_the_relative_distance_is_over_all_tensors_or_none_where_there_is_no_such_number():
+    a = [torch.tensor([3.0]), {"n": torch.tensor([4.0]), "text": "x"}]
+    assert relative_distance(a, [torch.tensor([3.0]), {"n": torch.tensor([5.0])}]) == 1 / 5
+    for others in ([torch.zeros(2), torch.zeros(1)], [torch.zeros(1)], [torch.tensor([math.nan]), torch.zeros(1)]):
+        assert relative_distance(a, others) is None
+    assert relative_distance(torch.zeros(2), torch.ones(2)) is None
 
 
 def test_the_bound_is_the_largest_error_allowed():

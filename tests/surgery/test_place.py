@@ -19,23 +19,7 @@ from dcls_convert.surgery.fold import fold_to_dense_
 from dcls_convert.surgery.start import apply_plan_
 
 from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
-
-
-def fingerprint(model):
-    """Types, modes and every tensor: what must not change where something is refused."""
-    modules = {name: (id(m), type(m), m.training) for name, m in model.named_modules(remove_duplicate=False)}
-    tensors = {name: (id(t), t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
-    return modules, tensors
-
-
-def assert_unchanged(model, before):
-    modules, tensors = fingerprint(model)
-    assert modules == before[0]
-    assert tensors.keys() == before[1].keys()
-    assert all(
-        now == then and (tensor.is_meta or torch.equal(tensor, old))
-        for (now, tensor), (then, old) in zip(tensors.values(), before[1].values(), strict=True)
-    )
+from .test_convert import assert_unchanged, snapshot
 
 
 class OwnForward(nn.Conv2d):
@@ -70,7 +54,7 @@ WRONG_MODELS = {
 def test_a_plan_for_another_model_is_refused_and_the_model_unchanged(wrong):
     plan = plan_of(Net())
     model = WRONG_MODELS[wrong]()
-    before = fingerprint(model)
+    before = snapshot(model)
     with pytest.raises(PlanError, match=r"^\w+.2: |^\w+.0: is a DclsConv2d, where the plan has a convolution$"):
         apply_plan_(model, plan)
     assert_unchanged(model, before)
@@ -81,7 +65,7 @@ def test_a_plan_for_another_model_is_refused_and_the_model_unchanged(wrong):
 )
 def test_a_plan_that_contradicts_itself_leaves_the_model_unchanged(key, value):
     model = Net()
-    before = fingerprint(model)
+    before = snapshot(model)
     data = plan_of(model).to_dict()
     data["layers"][-1][key] = value
     with pytest.raises(DclsConvertError):
@@ -95,7 +79,7 @@ def test_a_name_of_a_shared_object_that_is_not_that_object_is_refused(missing):
     plan, model = plan_of(Shared()), Shared(shared=False)
     if missing:
         model.stages = nn.ModuleList([nn.Sequential(), nn.Sequential(depthwise())])
-    before = fingerprint(model)
+    before = snapshot(model)
     with pytest.raises(PlanError):
         apply_plan_(model, plan)
     assert_unchanged(model, before)
@@ -104,7 +88,7 @@ def test_a_name_of_a_shared_object_that_is_not_that_object_is_refused(missing):
 def test_a_parameter_that_is_there_already_is_not_overwritten():
     model = Net()
     model.layer2.dcls_positions = nn.Parameter(torch.zeros(1))
-    before = fingerprint(model)
+    before = snapshot(model)
     with pytest.raises(PlanError, match="layer2 already has a dcls_positions; is the model converted"):
         apply_plan_(model, plan_of(model))
     assert_unchanged(model, before)
@@ -113,7 +97,7 @@ def test_a_parameter_that_is_there_already_is_not_overwritten():
 @pytest.mark.parametrize("options", [{"init": "best"}, {"positions": "grid"}])
 def test_an_unknown_way_to_start_is_refused_and_the_model_unchanged(options):
     model = Net()
-    before = fingerprint(model)
+    before = snapshot(model)
     with pytest.raises(PlanError, match="must be one of"):
         apply_plan_(model, plan_of(model), **options)
     assert_unchanged(model, before)

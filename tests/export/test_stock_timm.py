@@ -1,0 +1,176 @@
+"""Folding for stock timm: a folder that timm loads without this package, or a folded checkpoint where it cannot."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.models import save_for_hf
+
+import dcls_convert.export
+from dcls_convert import convert_, load_converted, predict_report, save_converted
+from dcls_convert.checkpoints.folder import CARD, CONFIG, FILES, REPORT, WEIGHTS
+from dcls_convert.errors import DclsConvertError
+from dcls_convert.export.formats import fold_checkpoint
+from dcls_convert.layers.dcls_conv import DclsConvNd
+from dcls_convert.networks.outputs import relative_error
+from dcls_convert.planning.rules import parse_rules
+
+from ..cli.test_bad_input import snapshot
+from ..conftest import TINY
+from ..surgery.test_fold import FLOAT32_ERROR, IMAGE, outputs, tiny, trained
+
+LATE_STAGES = """
+format: 1
+rules:
+- match: {stage: 'stages.[23]', kind: depthwise}
+  dilated_kernel_size: 9
+- match: {stage: stages.1, kind: depthwise}
+  dilated_kernel_size: 11
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Folders by name; not to be written to."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save_converted(*tiny(), folder / "convnext")
+    model = timm.create_model("test_efficientnet")
+    plan = convert_(model, dilated_size=9, input_size=IMAGE, init="random").plan
+    save_converted(trained(model), plan, folder / "efficientnet")
+    before = snapshot(folder)
+    yield folder
+    assert snapshot(folder) == before
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+STOCK_TIMM = """
+import sys
+
+sys.modules["dcls_convert"] = None  # as where it is not installed
+import timm
+import torch
+
+torch.set_num_threads(1)
+model = timm.create_model("local-dir:{folder}", pretrained=True).eval()
+assert not timm.is_model("dcls_convert")
+with torch.no_grad():
+    torch.save(model(torch.load("images.pt")), "outputs.pt")
+"""
+
+
+def by_stock_timm(folder, images):
+    """Outputs of the folder's model in a process that has timm and torch, but not this package."""
+    torch.save(images, "images.pt")
+    code = STOCK_TIMM.format(folder=folder)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return torch.load("outputs.pt")
+
+
+def test_stock_timm_loads_a_folded_convnext(checkpoints):
+    found = fold_checkpoint(checkpoints / "convnext", "timm")
+    assert (found.kind, found.output, found.kernel_args) == ("stock timm", "convnext-folded", {"kernel_sizes": 9})
+    folder = Path("convnext-folded")
+    assert {path.name for path in folder.iterdir()} == {CONFIG, WEIGHTS, CARD}
+    images = torch.randn(2, *IMAGE)
+    original = load_converted(checkpoints / "convnext")
+    with torch.no_grad():
+        wanted = original(images)
+    assert relative_error(wanted, by_stock_timm(folder.resolve(), images)) < FLOAT32_ERROR
+    card = (folder / CARD).read_text()
+    assert "folded" in card
+    assert "import dcls_convert" not in card
+    assert f"{found.params_after:,}" in card
+    assert found.params_before == sum(p.numel() for p in original.parameters())
+    config = json.loads((folder / CONFIG).read_text())
+    assert (config["architecture"], config["model_args"]) == (TINY, {"kernel_sizes": 9})
+    assert config["pretrained_cfg"] == json.loads((checkpoints / "convnext" / CONFIG).read_text())["pretrained_cfg"]
+
+
+def test_stock_timm_gets_a_size_a_stage_and_the_models_own_arguments(tmp_path):
+    model = timm.create_model(TINY, num_classes=7, in_chans=1)
+    plan = convert_(model, rules=parse_rules(LATE_STAGES), input_size=(1, 32, 32)).plan
+    save_converted(trained(model), plan, tmp_path / "in")
+    found = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
+    assert (found.kind, found.kernel_args) == ("stock timm", {"kernel_sizes": [7, 11, 9, 9]})
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    assert outputs(loaded, (1, 32, 32)).shape == (2, 7)
+    assert relative_error(outputs(model, (1, 32, 32)), outputs(loaded, (1, 32, 32))) < FLOAT32_ERROR
+
+
+@pytest.mark.parametrize("window", [9, 3])
+def test_windows_of_the_kernels_size_need_no_argument(tmp_path, window):
+    model = timm.create_model("test_resnet")
+    plan = convert_(model, dilated_size=window, input_size=IMAGE, init="random").plan
+    save_converted(trained(model), plan, tmp_path / "in")
+    found = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
+    assert (found.kind, found.kernel_args) == (("stock timm", {}) if window == 3 else ("dcls", None))
+
+
+def test_shapes_that_fit_are_not_enough_for_stock_timm(tmp_path, monkeypatch, checkpoints):
+    """What timm makes of the folder is run: here it is another network of the same shapes."""
+    load = dcls_convert.export.stock_timm.load_as_timm_does
+
+    def another_network(folder):
+        model = load(folder)
+        model.stages[1].blocks[0].gamma.data.mul_(2)
+        return model
+
+    monkeypatch.setattr(dcls_convert.export.stock_timm, "load_as_timm_does", another_network)
+    found = fold_checkpoint(checkpoints / "convnext", "timm", tmp_path / "out")
+    assert found.kind == "dcls"
+    assert "kernel_sizes=9: the outputs' relative error is" in found.note
+    assert {path.name for path in (tmp_path / "out").iterdir()} == set(FILES)
+
+
+def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
+    found = fold_checkpoint(checkpoints / "efficientnet", "timm", tmp_path / "out")
+    assert found.kind == "dcls"
+    assert "stem_kernel_size" in found.note
+    original = load_converted(checkpoints / "efficientnet")
+    loaded = load_converted(tmp_path / "out")
+    by_timm = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    features, wanted = (
+        timm.create_model(f"local-dir:{folder}", pretrained=True, features_only=True).eval()
+        for folder in (tmp_path / "out", checkpoints / "efficientnet")
+    )
+    for before, after in [(original, loaded), (original, by_timm), (wanted, features)]:
+        assert not any(isinstance(module, DclsConvNd) for module in after.modules())
+        assert relative_error(outputs(before), outputs(after)) < FLOAT32_ERROR
+    plan = dcls_convert.checkpoints.folder.read_plan(tmp_path / "out")
+    assert plan.folded
+    report = json.loads((tmp_path / "out" / REPORT).read_text())
+    assert report == predict_report(plan).with_output(".").to_dict()
+    assert report["folded"] is True
+    assert report["params"]["after"] == found.params_after == sum(p.numel() for p in loaded.parameters())
+    assert report["params"]["positions"] == 0
+    card = (tmp_path / "out" / CARD).read_text()
+    assert "The model is folded" in card
+    assert "positions," not in card.partition("## Loading")[0].partition("| total |")[2]
+
+
+def test_folders_of_both_kinds_are_replaced_by_force(tmp_path, checkpoints):
+    for first, second in [("convnext", "efficientnet"), ("efficientnet", "convnext")]:
+        fold_checkpoint(checkpoints / first, "timm", tmp_path / first)
+        with pytest.raises(DclsConvertError, match="already exists"):
+            fold_checkpoint(checkpoints / second, "timm", tmp_path / first)
+        kind = fold_checkpoint(checkpoints / second, "timm", tmp_path / first, force=True).kind
+        assert (kind == "stock timm") is (second == "convnext")
+        assert (tmp_path / first / REPORT).exists() is (second == "efficientnet")
+    assert {path.name for path in tmp_path.iterdir()} == {"convnext", "efficientnet"}
+
+
+def test_a_folder_of_weights_by_another_program_is_not_replaced(tmp_path, checkpoints):
+    save_for_hf(timm.create_model(TINY), tmp_path / "out", safe_serialization=True)
+    before = snapshot(tmp_path)
+    with pytest.raises(DclsConvertError, match="is not of this program"):
+        fold_checkpoint(checkpoints / "convnext", "timm", tmp_path / "out", force=True)
+    assert snapshot(tmp_path) == before
