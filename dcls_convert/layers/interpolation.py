@@ -162,9 +162,6 @@ INTERPOLATIONS: dict[str, Interpolation] = {
         exact_on_cells=True,
     ),
     "gaussian": Interpolation(
-        profile=_gaussian,
-        slope=_gaussian_slope,
-        min_sigma=MIN_GAUSSIAN_SIGMA,
-        initial_sigma=INITIAL_GAUSSIAN_SIGMA,
+        profile=_gaussian, slope=_gaussian_slope, min_sigma=MIN_GAUSSIAN_SIGMA, initial_sigma=INITIAL_GAUSSIAN_SIGMA
     ),
 }

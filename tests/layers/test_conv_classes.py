@@ -280,11 +280,7 @@ class ForwardOfItsBase(nn.Conv2d):
 
 @pytest.mark.parametrize(
     ("cls", "reason"),
-    [
-        (nn.Linear, "no subclass"),
-        (nn.ConvTranspose2d, "no subclass"),
-        (ForwardOfItsBase, "has the forward of Conv2d"),
-    ],
+    [(nn.Linear, "no subclass"), (nn.ConvTranspose2d, "no subclass"), (ForwardOfItsBase, "has the forward of Conv2d")],
 )
 def test_what_cannot_or_need_not_be_registered_is_refused(cls, reason):
     with pytest.raises(TypeError, match=reason):
