@@ -1,13 +1,14 @@
 """Every DCLS layer becomes its plain convolution, by our own function or by timm's `reparameterize_model`."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from typing import Any
 
 from torch import fx, nn
 
 from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.positions import drop_spare_from_decay_
+from ..layers.ties import OwnMethod
 from ..networks.running import unchanged_on_failure
 
 # Methods that timm's `reparameterize_model` looks for on a child, in this order; it calls the first one found.
@@ -54,11 +55,12 @@ def fold_before_timm_fuses_(model: nn.Module) -> None:
             vars(module)[name] = FoldFirst(module, name)
 
 
-class FoldFirst:
+class FoldFirst(OwnMethod):
     """A method for one module: folds the module, then calls the method of this name that the module's class has."""
 
-    def __init__(self, module: nn.Module | None, name: str) -> None:
-        self.module, self.name = module, name
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module)
+        self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.module is None:
@@ -66,10 +68,6 @@ class FoldFirst:
         fold_to_dense_(self.module)  # takes this object off the module as well
         own = getattr(self.module, self.name, None)
         return None if own is None else own(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # Do not deep-copy self.module: a custom __deepcopy__ would recurse.
-        return type(self)(memo.get(id(self.module)), self.name)
 
 
 def _children(model: nn.Module) -> Iterator[nn.Module]:

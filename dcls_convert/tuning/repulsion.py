@@ -4,7 +4,6 @@ Axes: A learnt axes, *C kernels (output channel, input channel, cell of a dense 
 Source: paper (arXiv:2112.03740), section 3 "Repulsive loss"; the authors' ConvNeXt training code.
 """
 
-import itertools
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ..layers.eager import is_eager
+from ..layers.position_statistics import pairs
 from ..layers.positions import position_parameters, whole
 
 REACH = 1.0  # cells; elements that far apart or farther do not repel each other
@@ -85,20 +85,15 @@ class _Total(Function):
 
 def _total(kernels: Tensor, most_distances: int, gradient: Tensor | None = None) -> Tensor:
     """Sum of relu(1 - distance) over ordered pairs; fills in its gradient. Kernels and gradient are (A, C, E)."""
-    count = kernels.shape[-1]
-    at_once, rows = max(1, most_distances // max(count * count, 1)), max(1, most_distances // max(count, 1))
     total = kernels.new_zeros(())
-    for start, first in itertools.product(range(0, kernels.shape[1], at_once), range(0, count, rows)):
-        here = slice(start, start + at_once), slice(first, first + rows)
-        differences = [one[here][..., None] - one[here[0], None, :] for one in kernels]  # (C, rows, E) each
-        squares = sum((one.square() for one in differences), start=kernels.new_zeros(()))
+    for part, differences, squares in pairs(kernels, most_distances):
         together = squares == 0  # so is an element with itself, which does not count
         distances = squares.masked_fill_(together, REACH**2).sqrt()  # the root has no derivative at 0
         pushes = (REACH - distances).relu_()
-        total = total + pushes.sum() + REACH * (together.sum() - kernels[0][here].numel())
+        total = total + pushes.sum() + REACH * (together.sum() - kernels[0][part].numel())
         if gradient is not None:
             slopes = pushes.sign().div_(distances)
             for axis, difference in enumerate(differences):
                 # Each pair counts twice, and moves its first element both times.
-                gradient[axis][here] = -2 * difference.mul_(slopes).sum(-1)
+                gradient[axis][part] = -2 * difference.mul_(slopes).sum(-1)
     return total
