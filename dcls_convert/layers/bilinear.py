@@ -66,13 +66,17 @@ def _halves(positions: Tensor, size: Sequence[int]) -> Tensor | int:
     return positions.new_tensor(halves).reshape(-1, *[1] * (positions.dim() - 1))
 
 
+def clamped(value: Tensor, low: float, high: float) -> Tensor:
+    """`value` inside [low, high], with the gradient of the identity, so that nothing gets stuck beyond a limit."""
+    fixed = value.detach()
+    return fixed.clamp(low, high) + (value - fixed)
+
+
 def of_plain_operations(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
     """weight (*C, E), cells (A, *C, E) -> (*C, *size), each corner of all elements in one addition. Sides above 1."""
     corners = []
     for coordinate, length in zip(cells, size, strict=True):
-        fixed = coordinate.detach()
-        # Inside the window, with the gradient of the identity, so that no element gets stuck beyond the border.
-        inside = fixed.clamp(0, length - 1) + (coordinate - fixed)
+        inside = clamped(coordinate, 0, length - 1)
         # At most length - 2: at the upper border the fraction is 1, and the derivative points inward.
         # NaN stays in the fraction, but must not become an index.
         lower = inside.detach().floor().clamp(0, length - 2).nan_to_num(0.0)

@@ -69,10 +69,9 @@ def _check_shapes(
         wanted = ", ".join(["out", "in/groups", *map(str, dense), "count"])
         raise ValueError(f"weight has shape {tuple(weight.shape)}; with size={tuple(size)} it must be ({wanted})")
     wanted_shape = (len(axes), *weight.shape)
-    if tuple(positions.shape) != wanted_shape:
-        raise ValueError(f"positions have shape {tuple(positions.shape)}; for this weight they must be {wanted_shape}")
-    if sigma is not None and tuple(sigma.shape) != wanted_shape:
-        raise ValueError(f"sigma has shape {tuple(sigma.shape)}; for this weight it must be {wanted_shape}")
+    for name, tensor in (("positions", positions), ("sigma", sigma)):
+        if tensor is not None and tuple(tensor.shape) != wanted_shape:
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)}; for this weight it must be {wanted_shape}")
 
 
 def _full_precision(device_type: str) -> AbstractContextManager[object]:

@@ -315,19 +315,10 @@ class DclsConvNd(Tied):
             f"dilated_kernel_size={self.dilated_kernel_size}",
             f"stride={self.stride}",
         ]
-        if self.padding != (0,) * self.dims:
-            parts.append(f"padding={self.padding!r}")
-        if self.dilation != (1,) * self.dims:
-            parts.append(f"dilation={self.dilation}")
-        if self.groups != 1:
-            parts.append(f"groups={self.groups}")
-        if self.bias is None:
-            parts.append("bias=False")
-        if self.padding_mode != "zeros":
-            parts.append(f"padding_mode={self.padding_mode}")
-        if self.dense_axes:
-            parts.append(f"dense_axes={self.dense_axes}")
-        parts.append(f"interpolation={self.interpolation}")
+        usual = {"padding": (0,) * self.dims, "dilation": (1,) * self.dims, "groups": 1}
+        usual |= {"padding_mode": "zeros", "dense_axes": ()}
+        parts += [f"{name}={getattr(self, name)!r}" for name, value in usual.items() if getattr(self, name) != value]
+        parts += ["bias=False"] * (self.bias is None) + [f"interpolation={self.interpolation}"]
         if self.is_tied:
             parts.append("positions=tied")
         return ", ".join(parts)

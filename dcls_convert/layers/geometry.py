@@ -52,11 +52,7 @@ def check_window(kernel_size: Sequence[int], dilation: Sequence[int], window: Se
 
 
 def grown_padding(
-    padding: Padding,
-    kernel_size: Sequence[int],
-    dilation: Sequence[int],
-    window: Sequence[int],
-    stride: Sequence[int],
+    padding: Padding, kernel_size: Sequence[int], dilation: Sequence[int], window: Sequence[int], stride: Sequence[int]
 ) -> Padding:
     """The padding with which the window keeps the output size and the centre of the old kernel.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .bilinear import bilinear_kernel
+from .bilinear import bilinear_kernel, clamped
 
 MIN_GAUSSIAN_SIGMA = 0.27  # cells; below it, an element between cells loses its gradient. DCLS 0.1.1
 INITIAL_GAUSSIAN_SIGMA = 0.5  # cells; 0.23 + 0.27 in DCLS 0.1.1
@@ -69,11 +69,7 @@ def find_interpolation(name: str) -> Interpolation:
 def spread_sum(positions: Tensor, sigma: Tensor | None, size: Sequence[int], interpolation: str) -> Tensor:
     """What an element's spread sums to over the window before it is normalised: (A, ...) -> (...).
 
-    Args:
-        positions: In cells from the kernel centre, inside the window.
-        sigma: As positions, where the interpolation has one.
-        size: Of the window along the learnt axes.
-        interpolation: Its name.
+    Positions are in cells from the kernel centre, inside the window; `size` is that of the window along learnt axes.
     """
     profile = find_interpolation(interpolation).profile
     sigma = torch.ones_like(positions) if sigma is None else sigma
@@ -91,12 +87,6 @@ def position_limits(size: int) -> tuple[int, int]:
 def learnt_axes(dims: int, dense_axes: Sequence[int] = ()) -> tuple[int, ...]:
     """The spatial axes along which elements have a position, in the order of `positions[0], positions[1], ...`."""
     return tuple(axis for axis in range(dims) if axis not in dense_axes)
-
-
-def clamped(value: Tensor, low: float, high: float) -> Tensor:
-    """`value` inside [low, high], with the gradient of the identity, so that nothing gets stuck beyond a limit."""
-    fixed = value.detach()
-    return fixed.clamp(low, high) + (value - fixed)
 
 
 def _grid(cells: Tensor, length: int) -> Tensor:
@@ -162,9 +152,6 @@ INTERPOLATIONS: dict[str, Interpolation] = {
         exact_on_cells=True,
     ),
     "gaussian": Interpolation(
-        profile=_gaussian,
-        slope=_gaussian_slope,
-        min_sigma=MIN_GAUSSIAN_SIGMA,
-        initial_sigma=INITIAL_GAUSSIAN_SIGMA,
+        profile=_gaussian, slope=_gaussian_slope, min_sigma=MIN_GAUSSIAN_SIGMA, initial_sigma=INITIAL_GAUSSIAN_SIGMA
     ),
 }

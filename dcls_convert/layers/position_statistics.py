@@ -4,8 +4,10 @@ Axes: A learnt axes, *C kernels (output channel, input channel, cell of a dense 
 Positions are in cells from the kernel centre. No function here keeps a gradient.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -43,13 +45,11 @@ def overlap_share(
         distance: In cells; two elements at exactly this distance do not overlap.
         most_distances: Bounds the memory: the most distances between elements that are held at once.
     """
-    axes, count = positions.shape[0], positions.shape[-1]
-    kernels = _exact(positions).reshape(axes, -1, count).permute(1, 2, 0)  # (C, E, A)
-    at_once = max(1, most_distances // max(count * count, 1))
+    kernels = _exact(positions).reshape(positions.shape[0], -1, positions.shape[-1])
     overlapping = 0
-    for chunk in torch.split(kernels, at_once):
-        for first in range(0, count, rows := max(1, most_distances // max(count, 1))):
-            overlapping += _overlapping(chunk, first, min(first + rows, count), distance)
+    for _, _, squares in pairs(kernels, most_distances):
+        near = squares < distance * distance
+        overlapping += int((near.sum(-1) > 1).sum())  # every element is near itself
     return _share(overlapping, math.prod(positions.shape[1:]))
 
 
@@ -63,17 +63,19 @@ def mean_distance(positions: Tensor) -> float:
     return float(torch.linalg.vector_norm(_exact(positions), dim=0).mean(dtype=torch.float64))
 
 
-def _overlapping(kernels: Tensor, first: int, end: int, distance: float) -> int:
-    """How many of the elements from `first` to `end` have a neighbour; kernels (C, E, A)."""
+def pairs(kernels: Tensor, most_distances: int) -> Iterator[tuple[tuple[slice, slice], list[Tensor], Tensor]]:
+    """All pairs of elements of one kernel, part by part, so that memory stays bounded; kernels (A, C, E).
+
+    Yields the part of (C, E) that holds the first elements, the differences along each axis and the squared distances,
+    (C, rows, E) each.
+    """
     # Coordinate by coordinate: torch.cdist with matrix products is not exact, and without them slow for small kernels.
-    squares = torch.zeros((), dtype=kernels.dtype, device=kernels.device)
-    for axis in range(kernels.shape[-1]):
-        coordinate = kernels[..., axis]  # (C, E)
-        squares = squares + (coordinate[:, first:end, None] - coordinate[:, None, :]).square()  # (C, rows, E)
-    near = squares < distance * distance
-    rows = torch.arange(end - first, device=kernels.device)
-    near[:, rows, rows + first] = False  # an element is no neighbour of itself
-    return int(near.any(-1).sum())
+    count = kernels.shape[-1]
+    at_once, rows = max(1, most_distances // max(count * count, 1)), max(1, most_distances // max(count, 1))
+    for start, first in itertools.product(range(0, kernels.shape[1], at_once), range(0, count, rows)):
+        part = slice(start, start + at_once), slice(first, first + rows)
+        differences = [axis[part][..., None] - axis[part[0], None, :] for axis in kernels]
+        yield part, differences, reduce(torch.add, map(torch.square, differences))
 
 
 def _exact(positions: Tensor) -> Tensor:

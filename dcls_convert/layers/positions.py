@@ -84,14 +84,11 @@ def clamp_positions_(model: nn.Module) -> None:
     to follow the paper to the letter, so that positions are inside at any time; and under FSDP2, where the layers clamp
     the gathered copies of their parameters only.
     """
-    seen = set()
-    for parameter in position_parameters(model):
-        for layer in parameter.layers:
-            # Layers tied by hand may have different windows.
-            key = (id(layer.positions), layer.dilated_kernel_size, layer.interpolation)
-            if key not in seen:
-                seen.add(key)
-                layer.clamp_positions_()
+    # Once for each tensor and window: layers tied by hand may have different windows.
+    layers = [layer for parameter in position_parameters(model) for layer in parameter.layers]
+    once = {(id(layer.positions), layer.dilated_kernel_size, layer.interpolation): layer for layer in layers}
+    for layer in once.values():
+        layer.clamp_positions_()
 
 
 def no_weight_decay(model: nn.Module) -> set[str]:

@@ -58,7 +58,7 @@ def fold_before_timm_fuses_(model: nn.Module) -> None:
 class FoldFirst(OwnMethod):
     """A method for one module: folds the module, then calls the method of this name that the module's class has."""
 
-    def __init__(self, module: nn.Module | None, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module)
         self.name = name
 

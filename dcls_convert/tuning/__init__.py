@@ -10,14 +10,7 @@ arXiv:2112.03740, section 3 "Learning techniques".
 from ..layers.positions import clamp_positions_, no_weight_decay
 from .param_groups import param_groups
 from .repulsion import repulsive_loss
-from .tracker import (
-    Histogram,
-    PositionTracker,
-    TrackedPositions,
-    TrackRecord,
-    read_track,
-    show_in_tensorboard,
-)
+from .tracker import Histogram, PositionTracker, TrackedPositions, TrackRecord, read_track, show_in_tensorboard
 
 __all__ = [
     "Histogram",

@@ -94,12 +94,8 @@ def _timm_param_groups(
 ) -> list[dict[str, Any]]:
     """The groups that timm's optimizer factory makes, with `model.no_weight_decay()` respected.
 
-    Args:
-        model: Not wrapped.
-        names: Name of a parameter -> the name under which timm shall see it. timm reads a parameter's depth from its
-            name, and takes a parameter of a stage that is in no block for a part of the head.
-        layer_decay: As in `timm.optim.create_optimizer_v2`; None for groups by weight decay alone.
-        options: For timm's `param_groups_weight_decay` or `param_groups_layer_decay`.
+    `names` says under which name timm shall see a parameter: timm reads the depth from it, and takes a parameter of a
+    stage that is in no block for a part of the head.
     """
     own: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
     options["no_weight_decay_list"] = {*own, *options.get("no_weight_decay_list", ())}

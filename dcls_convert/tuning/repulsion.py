@@ -4,11 +4,14 @@ Axes: A learnt axes, *C kernels (output channel, input channel, cell of a dense 
 Source: paper (arXiv:2112.03740), section 3 "Repulsive loss"; the authors' ConvNeXt training code.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd import Function
 
 from ..layers.eager import is_eager
+from ..layers.position_statistics import pairs
 from ..layers.positions import position_parameters, whole
 
 REACH = 1.0  # cells; elements that far apart or farther do not repel each other
@@ -24,8 +27,8 @@ def repulsive_loss(model: nn.Module) -> Tensor:
     of relu(1 - |p_i - p_j|), with m elements in a kernel and distances in cells; then the mean over all positions
     tensors, tied ones once. Kernels are out_channels * in_channels / groups, times the cells of dense axes.
 
-    Memory stays bounded, in backward too: no tensor is larger than the positions or a few MiB. Elements at exactly
-    one place do not push each other, since no direction is given.
+    Memory stays bounded, in an ordinary backward too: no tensor is larger than the positions or a few MiB. Elements at
+    exactly one place do not push each other, since no direction is given.
 
     Returns:
         A scalar on the first positions' device; 0, without a gradient, where the model has no DCLS layers. Under FSDP2
@@ -52,25 +55,45 @@ def repulsion(positions: Tensor, most_distances: int = MOST_DISTANCES) -> Tensor
     Elements at one place get no gradient from each other: the distance has none there.
     """
     axes, count = positions.shape[0], positions.shape[-1]
-    exact = positions.to(torch.promote_types(positions.dtype, torch.float32))
+    # A copy: layers clamp their positions in place, also between this and the backward.
+    exact = positions.to(torch.promote_types(positions.dtype, torch.float32), copy=True)
     kernels = exact.reshape(axes, -1, count)  # (A, C, E)
-    at_once, rows = max(1, most_distances // max(count * count, 1)), max(1, most_distances // max(count, 1))
-    total = exact.new_zeros(())
-    for chunk in torch.split(kernels, at_once, 1):
-        for first in range(0, count, rows):
-            if is_eager(chunk):  # the distances are computed again in backward, and none are kept until then
-                total = total + checkpoint(_chunk, chunk, first, rows, use_reentrant=False, preserve_rng_state=False)
-            else:
-                total = total + _chunk(chunk, first, rows)
+    eager = is_eager(kernels)
+    total: Tensor = _Total.apply(kernels, most_distances) if eager else _total(kernels, most_distances)
     return total / max(count * (count - 1) * kernels.shape[1], 1)
 
 
-def _chunk(kernels: Tensor, first: int, rows: int) -> Tensor:
-    """Sum of relu(1 - distance) over ordered pairs, the first element among `rows` from `first`; kernels (A, C, E)."""
-    differences = (one[:, first : first + rows, None] - one[:, None, :] for one in kernels)  # (C, rows, E) each
-    squares = sum((difference.square() for difference in differences), start=kernels.new_zeros(()))
-    itself = torch.arange(kernels.shape[-1], device=kernels.device)
-    others = itself[first : first + rows, None] != itself  # (rows, E)
-    apart = squares != 0  # also where not a number, which must show in the loss
-    distances = squares.where(apart, REACH**2).sqrt()  # the root has no derivative at 0
-    return ((REACH - distances).relu() + REACH * ~apart).mul(others).sum()
+class _Total(Function):
+    """`_total`, whose gradient is computed along with the value: no distances are kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, kernels: Tensor, most_distances: int) -> Tensor:
+        gradient = torch.empty_like(kernels) if ctx.needs_input_grad[0] else None
+        ctx.most_distances = most_distances
+        total = _total(kernels, most_distances, gradient)
+        ctx.save_for_backward(kernels, gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        kernels, gradient = ctx.saved_tensors
+        if torch.is_grad_enabled():  # A graph of the gradient is wanted (create_graph=True).
+            total = _total(kernels, ctx.most_distances)
+            (gradient,) = torch.autograd.grad(total, kernels, create_graph=True)
+        return gradient * upstream, None
+
+
+def _total(kernels: Tensor, most_distances: int, gradient: Tensor | None = None) -> Tensor:
+    """Sum of relu(1 - distance) over ordered pairs; fills in its gradient. Kernels and gradient are (A, C, E)."""
+    total = kernels.new_zeros(())
+    for part, differences, squares in pairs(kernels, most_distances):
+        together = squares == 0  # so is an element with itself, which does not count
+        distances = squares.masked_fill_(together, REACH**2).sqrt()  # the root has no derivative at 0
+        pushes = (REACH - distances).relu_()
+        total = total + pushes.sum() + REACH * (together.sum() - kernels[0][part].numel())
+        if gradient is not None:
+            slopes = pushes.sign().div_(distances)
+            for axis, difference in enumerate(differences):
+                # Each pair counts twice, and moves its first element both times.
+                gradient[axis][part] = -2 * difference.mul_(slopes).sum(-1)
+    return total

@@ -17,7 +17,6 @@ from torch.func import grad, hessian, jacfwd, jacrev, vmap
 from dcls_convert.layers import bilinear
 from dcls_convert.layers.bilinear import bilinear_kernel
 from dcls_convert.layers.construction import construct_kernel
-from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.layers.eager import is_eager
 
 from .memory import Sizes
@@ -45,8 +44,8 @@ def inputs(size, channels=(2, 3), count=4, seed=0):
     return weight, torch.where(whole, anywhere.round(), anywhere)
 
 
-def toward(kernel, batch=()):
-    return torch.randn(*batch, *kernel.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+def toward(kernel):
+    return torch.randn(kernel.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def kernel_and_gradients(construct, weight, positions, size):
@@ -121,7 +120,6 @@ TRANSFORMS = {
     "hessian": lambda f: hessian(lambda *some: f(*some).sin().sum(), (0, 1)),
     "vmap": lambda f: vmap(f, in_dims=(1, 2), out_dims=1),
     "vmap over weights": lambda f: lambda weight, positions: vmap(lambda one: f(one, positions[:, 0]))(weight),
-    "vmap over positions": lambda f: lambda weight, positions: vmap(lambda one: f(weight[0], one), 1)(positions),
     "vmap of grad": lambda f: vmap(grad(lambda *some: f(*some).sin().sum(), (0, 1)), in_dims=(1, 2)),
 }
 
@@ -135,15 +133,6 @@ def test_function_transforms_give_what_they_give_for_plain_operations(transform,
         for construct in (bilinear_kernel, of_plain_operations)
     )
     close(ours, plain)
-
-
-def test_batches_of_gradients_are_the_single_ones():
-    weight, positions = (tensor.requires_grad_() for tensor in inputs((3, 4)))
-    kernel = bilinear_kernel(weight, positions, (3, 4))
-    several = toward(kernel, batch=(3,))
-    batched = torch.autograd.grad(kernel, (weight, positions), several, is_grads_batched=True, retain_graph=True)
-    single = [torch.autograd.grad(kernel, (weight, positions), one, retain_graph=True) for one in several]
-    close(batched, tuple(torch.stack(ones) for ones in zip(*single, strict=True)))
 
 
 @pytest.mark.parametrize("moving", [0, 1], ids=["weight", "positions"])
@@ -163,29 +152,6 @@ def test_one_of_both_may_be_frozen(moving):
 
 
 # Beside the numbers.
-
-
-def test_without_gradients_no_graph_is_made():
-    weight, positions = inputs((5, 8))
-    assert bilinear_kernel(weight, positions, (5, 8)).grad_fn is None
-    weight.requires_grad_()
-    with torch.no_grad():
-        assert bilinear_kernel(weight, positions, (5, 8)).grad_fn is None
-    with torch.inference_mode():
-        assert bilinear_kernel(weight, positions, (5, 8)).is_inference()
-
-
-def test_positions_may_be_clamped_between_forward_and_backward():
-    layer = DclsConv2d(2, 2, kernel_count=3, dilated_kernel_size=(4, 5), bias=False).double()
-    images = torch.randn(2, 1, 2, 6, 6, dtype=torch.float64)
-    parts = []
-    for image in images:
-        layer.zero_grad()
-        layer(image).sum().backward()
-        parts.append([parameter.grad for parameter in layer.parameters()])
-    layer.zero_grad()
-    sum(layer(image).sum() for image in images).backward()  # the second forward clamps in place
-    close([parameter.grad for parameter in layer.parameters()], [a + b for a, b in zip(*parts, strict=True)])
 
 
 @pytest.mark.parametrize("size", [(9,), (5, 8), (4, 3, 6)], ids=str)

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.autograd import forward_ad
 
 from dcls_convert.layers import depthwise
@@ -238,19 +237,3 @@ def test_programs_hold_one_plain_convolution(any_processor, layer):
     traced = torch.jit.trace(layer, images, check_trace=False)
     assert not any_processor
     torch.testing.assert_close(traced(images), layer(images))
-
-
-def test_checkpointed_layers_have_the_same_gradients(any_processor, layer):
-    images = torch.randn(2, 4, 9, 9, requires_grad=True)
-    found = []
-    for run in (layer, lambda given: torch.utils.checkpoint.checkpoint(layer, given, use_reentrant=False)):
-        run(images).square().sum().backward()
-        found.append([images.grad, *(parameter.grad for parameter in layer.parameters())])
-        images.grad = None
-        layer.zero_grad()
-    for first, second in zip(*found, strict=True):
-        torch.testing.assert_close(first, second, rtol=0, atol=0)
-
-
-def test_folded_layers_are_plain_convolutions(layer):
-    assert type(layer.fuse()) is nn.Conv2d

@@ -58,11 +58,6 @@ def test_the_border_is_half_a_cell_wide_on_both_sides_of_both_axes(place, share)
         assert border_share(positions.double().reshape(2, 1, 1, 1), (9, 9)) == share
 
 
-def test_windows_of_even_size_have_their_limits():
-    positions = torch.tensor([-4.0, -3.0, 0.0, 2.0, 3.0]).reshape(1, 1, 1, 5)
-    assert border_share(positions, (8,)) == 2 / 5  # from -4 to 3
-
-
 def test_sides_of_one_cell_have_no_border():
     positions = torch.zeros(2, 1, 1, 4)
     assert border_share(positions, (9, 1)) == 0

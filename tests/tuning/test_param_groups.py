@@ -297,7 +297,6 @@ def test_a_module_with_one_child_is_no_wrapper_by_that():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"lr": -1.0},
         {"lr": math.inf},
         {"position_lr_scale": math.nan},
         {"sigma_lr_scale": -5},
