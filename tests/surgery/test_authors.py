@@ -221,6 +221,23 @@ def test_networks_give_the_authors_outputs_through_the_command_line(family, vers
     assert sum(layer.is_tied for layer in layers) >= 2
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("version", INTERPOLATIONS)
+def test_networks_give_the_authors_outputs_in_float64(family, version):
+    build, model, size = FAMILIES[family]
+    theirs = build(version).double()
+    ours = (resnet() if model == RESNET else timm.create_model(model)).double()
+    options = {"interpolation": INTERPOLATIONS[version], "version": "v1" if version == "v1" else None}
+    dcls_convert.convert_from_authors_(ours, theirs.state_dict(), dilated_size=size, **options)
+    close(outputs(ours, torch.float64), outputs(theirs, torch.float64), FLOAT64_ATOL)
+
+
+def test_linear_layers_of_the_file_become_1x1_convolutions_of_the_model(states):
+    model = timm.create_model(TINY, conv_mlp=True)
+    dcls_convert.convert_from_authors_(model, states["v0"], dilated_size=17)
+    close(outputs(model), outputs(convnext("v0")), 1e-4)  # timm's norms of the two differ in their order of sums
+
+
 def test_versions_without_sigma_differ(states):
     models = [timm.create_model(TINY) for _ in range(2)]
     for model, version in zip(models, ("v0", "v1"), strict=True):

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcls_convert
 from dcls_convert import PlanError, apply_plan_, calibrate, convert_, find_convs, plan_conversion, save_converted
+from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.source import known_source
 from dcls_convert.options import PlanOptions
 from dcls_convert.surgery.authors import sort_weights
@@ -116,6 +117,22 @@ def test_a_failure_after_the_layers_are_in_place_takes_them_out_again(tiny, monk
 
     monkeypatch.setattr(f"dcls_convert.surgery.{place}", fail)
     with pytest.raises(KeyboardInterrupt):
+        carry_out_(tiny, plan, start)
+    assert_unchanged(tiny, before)
+
+
+def test_a_failure_between_two_layers_takes_out_those_before(tiny, monkeypatch):
+    plan, start = started(tiny, "random")
+    before, tie, calls = snapshot(tiny), DclsConvNd.tie_, []
+
+    def fail_at_the_last(self, *arguments):
+        calls.append(self)
+        if len(calls) == len(plan.layers) - 1:
+            raise MemoryError
+        return tie(self, *arguments)
+
+    monkeypatch.setattr(DclsConvNd, "tie_", fail_at_the_last)
+    with pytest.raises(MemoryError):
         carry_out_(tiny, plan, start)
     assert_unchanged(tiny, before)
 
