@@ -51,20 +51,21 @@ except ValueError as error:
 """
 
 
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_of_imports_registers_our_entry(order):
-    code = f"{ORDERS[order]}\n{CHECK}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = run(f"{ORDERS[order]}\n{CHECK}")
     assert done.returncode == 0, done.stderr
 
 
 def test_a_forgotten_import_names_its_remedy():
-    code = "import timm\ntry: timm.create_model('dcls_convert')\nexcept RuntimeError as error: print(error)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = run("import timm\ntry: timm.create_model('dcls_convert')\nexcept RuntimeError as error: print(error)")
     assert done.stdout == "Unknown model (dcls_convert)\n", done.stderr
     assert timm.is_model(dcls_convert.__name__)
 
 
 def test_importing_the_package_imports_neither_timm_nor_torch():
-    code = "import sys, dcls_convert; sys.exit(bool({'timm', 'torch'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert run("import sys, dcls_convert; sys.exit(bool({'timm', 'torch'} & set(sys.modules)))").returncode == 0

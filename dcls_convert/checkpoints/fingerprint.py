@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import one_line
 from ..networks.quiet import seeded
+from ..networks.running import evaluating
 from ..networks.tracing import image_dtype
 
 SEED = 0
@@ -65,13 +66,10 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
     """
     dtype = image_dtype(model)
     name: Any = str(dtype).removeprefix("torch.")
-    reason = None
     if input_size is None:
-        reason = "the plan has no input size"
-    elif any(tensor.is_meta for tensor in model.parameters()):
-        reason = "the model is on the meta device"
-    if input_size is None or reason:
-        return Fingerprint(dtype=name, outputs=None, reason=reason)
+        return Fingerprint(dtype=name, outputs=None, reason="the plan has no input size")
+    if any(tensor.is_meta for tensor in model.parameters()):
+        return Fingerprint(dtype=name, outputs=None, reason="the model is on the meta device")
     device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
     image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(SEED), device="cpu")
     try:
@@ -81,9 +79,8 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
         outputs = tuple(map(_output_print, leaves))
     except Exception as error:  # the model's own code may raise anything
         return Fingerprint(dtype=name, outputs=None, reason=f"{type(error).__name__}: {one_line(error)[:120]}")
-    return Fingerprint(
-        dtype=name, outputs=outputs or None, reason=None if outputs else "the model gives no floating-point tensor"
-    )
+    reason = None if outputs else "the model gives no floating-point tensor"
+    return Fingerprint(dtype=name, outputs=outputs or None, reason=reason)
 
 
 def deviation(found: Fingerprint, stored: Fingerprint) -> float:
@@ -118,37 +115,30 @@ def _rounded(value: float) -> float | None:
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 
-def _exact_cudnn() -> contextlib.AbstractContextManager[Any]:
-    on = torch.backends.cudnn.enabled
-    return torch.backends.cudnn.flags(enabled=on, deterministic=True, allow_tf32=False)
-
-
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Eval mode, one thread, full precision and seeded generators inside; everything as it was afterwards.
 
-    The modes are set one by one, since a model may have an `eval` and a `train` of its own. Warnings are about the
-    model; turned into errors they would change what is written.
+    Warnings are about the model; turned into errors they would change what is written.
     """
-    flags = {module: module.training for module in model.modules()}
-    buffers = [(m, name, b, b.clone()) for m in flags for name, b in m._buffers.items() if b is not None]
+    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     threads = torch.get_num_threads()
+    exact: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if device.type == "cuda":  # or its convolutions round to 11 bits
+        on = torch.backends.cudnn.enabled
+        exact = torch.backends.cudnn.flags(enabled=on, deterministic=True, allow_tf32=False)
     try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings(action="ignore"))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-            stack.enter_context(seeded(SEED))
-            if device.type == "cuda":  # or its convolutions round to 11 bits
-                stack.enter_context(_exact_cudnn())
-            torch.set_num_threads(1)
-            for module in flags:
-                module.training = False
+        torch.set_num_threads(1)
+        with (
+            warnings.catch_warnings(action="ignore"),
+            evaluating(model),
+            torch.autocast(device.type, enabled=False),
+            seeded(SEED),
+            exact,
+        ):
             yield
     finally:
         torch.set_num_threads(threads)
-        for module, flag in flags.items():
-            module.training = flag
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 module._buffers[name] = buffer

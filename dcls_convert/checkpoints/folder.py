@@ -1,7 +1,7 @@
 """The files of a checkpoint folder, and how they are read. Nothing that is read here runs code."""
 
+import contextlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import CheckpointError, PlanError, one_line, shown
 from ..networks.source import ModelSource
 from ..planning.plan import ConversionPlan, check_plan, plan_from_json
-from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
+from ..surgery.place import TIMM_ARCHITECTURE
 from .records import read_json
 from .stamp import METADATA_KEY, Stamp, read_stamp
 
@@ -58,21 +58,26 @@ def parse_config(text: str, where: str) -> FolderConfig:
     """What the text of a config.json says; CheckpointError, which begins with `where`, if it is not valid."""
     config = read_json(text, where)
     architecture, args = config.get("architecture"), config.get("model_args", {})
-    stated, preprocessing = config.get(METADATA_KEY), config.get("pretrained_cfg")
-    tensors = stated.get("tensors") if isinstance(stated, dict) else None
     if not isinstance(architecture, str) or not isinstance(args, dict):
         raise CheckpointError(f"{where}: names no architecture, or has arguments that are no object")
     plan, problem = None, None
     source: ModelSource | None = ModelSource(name=f"timm:{architecture}", args=args)
-    size = preprocessing.get("input_size") if isinstance(preprocessing, dict) else None
+    size = _entry(config.get("pretrained_cfg"), "input_size")
     if architecture == TIMM_ARCHITECTURE:
         plan = parse_plan(args.get("plan"), f"{where}: {PLAN_PLACE}")
-        size = plan.input_size
-        own = {name: value for name, value in args.items() if name not in ("base", "plan")}
+        size, stated = plan.input_size, plan.model_args
+        own = {name: value for name, value in args.items() if name != "plan"}
         source = None if plan.model is None else ModelSource(name=plan.model, args=own)
-        problem = _difference(args, json.loads(json.dumps(timm_model_args(plan))))
+        if changed := [name for name in sorted(own.keys() | stated.keys()) if own.get(name) != stated.get(name)]:
+            value = shown(repr(own.get(changed[0])))
+            problem = f"model_args.{shown(changed[0])} is {value}, not what its plan says"
+    tensors = _entry(config.get(METADATA_KEY), "tensors")
     tensors = tensors if isinstance(tensors, str) else None
     return FolderConfig(plan=plan, source=source, input_size=size, tensors=tensors, problem=problem)
+
+
+def _entry(data: object, name: str) -> Any:
+    return data.get(name) if isinstance(data, dict) else None
 
 
 def parse_plan(data: Any, where: str) -> ConversionPlan:
@@ -85,22 +90,11 @@ def parse_plan(data: Any, where: str) -> ConversionPlan:
     return plan
 
 
-def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    for name in sorted(wanted.keys() | found.keys()):
-        if found.get(name) != wanted.get(name):
-            return f"model_args.{shown(name)} is {shown(repr(found.get(name)))}, not what its plan says"
-    return None
-
-
 def read_checked_stamp(path: Path, config: FolderConfig) -> Stamp | None:
     """The stamp of a weights file, if it has one.
 
-    Args:
-        path: The weights.
-        config: Of the config.json beside it.
-
     Raises:
-        CheckpointError: The weights were written with another plan, other arguments or another config.
+        CheckpointError: The weights were written with another plan, other arguments or another config than this one.
     """
     stamp = read_stamp(path)
     if stamp is None:
@@ -135,20 +129,10 @@ def not_of_a_checkpoint(path: Path) -> str | None:
     for entry in entries:
         if entry.name not in FILES or entry.is_symlink() or not entry.is_file():
             return f"holds {shown(entry.name)!r}, which is not of a checkpoint"
-    if not entries or _is_stamped(path) or _has_plan(path):
+    if not entries:
         return None
+    for is_ours in (lambda: read_stamp(path / WEIGHTS), lambda: read_folder(path).plan):
+        with contextlib.suppress(CheckpointError):
+            if is_ours() is not None:
+                return None
     return "is not of this program"
-
-
-def _is_stamped(folder: Path) -> bool:
-    try:
-        return read_stamp(folder / WEIGHTS) is not None
-    except CheckpointError:
-        return False
-
-
-def _has_plan(folder: Path) -> bool:
-    try:
-        return read_folder(folder).plan is not None
-    except CheckpointError:
-        return False

@@ -1,6 +1,7 @@
 """Where the elements of a checkpoint are: statistics of its positions. Builds no model."""
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,9 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..layers.interpolation import learnt_axes
-from ..layers.position_statistics import (
-    BORDER_MARGIN,
-    OVERLAP_DISTANCE,
-    border_share,
-    mean_distance,
-    overlap_share,
-    spread,
-)
+from ..layers import position_statistics as statistics
+from ..layers.interpolation import find_interpolation, learnt_axes, position_limits
+from ..networks.weights import not_finite
 from ..planning.plan import ConversionPlan, LayerPlan
 from .folder import WEIGHTS, read_checked_stamp, read_folder, the_plan
 from .records import write_json
@@ -41,6 +36,28 @@ class PositionSet:
         """Cells of the window along the learnt axes."""
         size = self.layers[0].dilated_size
         return tuple(size[axis] for axis in learnt_axes(len(size), self.layers[0].dense_axes))
+
+    def misfits(self, state: Mapping[str, Tensor]) -> Iterator[str]:
+        """Tensors that are missing or not of the plan's shape, in words."""
+        wanted = self.layers[0].position_shape
+        for name in self.parameters.values():
+            tensor = state.get(name)
+            if tensor is None or tuple(tensor.shape) != wanted or not tensor.is_floating_point():
+                found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)} and is {tensor.dtype}"
+                yield f"{name} {found}; the plan has {wanted}, floating-point, for {self.name}"
+
+    def outside(self, state: Mapping[str, Tensor]) -> Iterator[str]:
+        """Values outside the window, and sigmas below the least one, in words; for tensors without `misfits`."""
+        positions, sigma = state[self.parameters["positions"]], state.get(self.parameters.get("sigma", ""))
+        for axis, (side, values) in enumerate(zip(self.learnt_size, positions, strict=True)):
+            low, high = position_limits(side)
+            if count := int(((values < low) | (values > high)).sum()):
+                where = f"outside the window along axis {axis}, which goes from {low} to {high}"
+                yield f"{self.parameters['positions']} has {count} of {values.numel()} elements {where}"
+        least = find_interpolation(self.layers[0].interpolation).min_sigma or 0.0
+        # Compare in the tensor's own precision: clamping rounded the least to it.
+        if sigma is not None and (count := int((sigma < torch.tensor(least, dtype=sigma.dtype)).sum())):
+            yield f"{self.parameters['sigma']} has {count} of {sigma.numel()} sigmas below {least:g} cells, the least"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +87,8 @@ class Inspection:
     format: int = INSPECTION_FORMAT
     folder: str
     model: str | None
-    border_margin: float = BORDER_MARGIN  # cells
-    overlap_distance: float = OVERLAP_DISTANCE  # cells
+    border_margin: float = statistics.BORDER_MARGIN  # cells
+    overlap_distance: float = statistics.OVERLAP_DISTANCE  # cells
     positions: tuple[PositionRow, ...]
 
     @property
@@ -128,29 +145,17 @@ def inspect_folder(folder: str | Path) -> Inspection:
         raise CheckpointError(f"{folder}: is folded into plain convolutions and has no positions any more")
     read_checked_stamp(path, config)
     sets = position_sets(plan)
-    wanted = {name for place in sets for name in place.parameters.values()}
-    tensors = dict(read_tensors(path, wanted))
-    rows = tuple(_row(place, {key: _tensor(tensors, place, key, path) for key in place.parameters}) for place in sets)
-    return Inspection(folder=str(folder), model=plan.model, positions=rows)
+    state = dict(read_tensors(path, {name for place in sets for name in place.parameters.values()}))
+    problems = [problem for place in sets for problem in place.misfits(state)]
+    problems += filter(None, (not_finite(name, tensor, mask=False) for name, tensor in state.items()))
+    if problems:
+        raise CheckpointError(f"{path}: {problems[0]}; dcls-convert verify lists all problems")
+    return Inspection(folder=str(folder), model=plan.model, positions=tuple(_row(place, state) for place in sets))
 
 
-def _tensor(tensors: dict[str, Tensor], place: PositionSet, key: str, path: Path) -> Tensor:
-    name, shape = place.parameters[key], place.layers[0].position_shape
-    if name not in tensors:
-        raise CheckpointError(f"{path}: lacks {name}, the {key} of {place.name}")
-    tensor = tensors[name]
-    if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-        raise CheckpointError(
-            f"{path}: {name} has shape {tuple(tensor.shape)} and is {tensor.dtype}; "
-            f"the plan has {shape}, of floating-point numbers"
-        )
-    if not bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(f"{path}: {name} has values that are not finite; dcls-convert verify lists all problems")
-    return tensor
-
-
-def _row(place: PositionSet, tensors: dict[str, Tensor]) -> PositionRow:
-    layer, positions, sigma = place.layers[0], tensors["positions"], tensors.get("sigma")
+def _row(place: PositionSet, state: Mapping[str, Tensor]) -> PositionRow:
+    layer, positions = place.layers[0], state[place.parameters["positions"]]
+    sigma = state.get(place.parameters.get("sigma", ""))
     return PositionRow(
         name=place.name,
         tied=place.tied,
@@ -161,9 +166,9 @@ def _row(place: PositionSet, tensors: dict[str, Tensor]) -> PositionRow:
         interpolation=layer.interpolation,
         kernels=math.prod(positions.shape[1:-1]),
         elements=math.prod(positions.shape[1:]),
-        border_share=border_share(positions, place.learnt_size),
-        overlap_share=overlap_share(positions),
-        spread=spread(positions),
-        mean_distance=mean_distance(positions),
+        border_share=statistics.border_share(positions, place.learnt_size),
+        overlap_share=statistics.overlap_share(positions),
+        spread=statistics.spread(positions),
+        mean_distance=statistics.mean_distance(positions),
         mean_sigma=None if sigma is None else float(sigma.mean(dtype=torch.float64)),
     )

@@ -1,6 +1,6 @@
 """A converted model from its folder: build the network, place the layers, take the weights. Draws no random number."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,11 +16,7 @@ from .stamp import Stamp, read_tensors, tensors_hash
 
 
 def load_converted(
-    folder: str | Path,
-    *,
-    model: nn.Module | None = None,
-    trust_code: bool = False,
-    device: str | torch.device = "cpu",
+    folder: str | Path, *, model: nn.Module | None = None, trust_code: bool = False, device: str | torch.device = "cpu"
 ) -> nn.Module:
     """Rebuild a converted model from its folder, with its weights, in eval mode.
 
@@ -79,6 +75,16 @@ def place_(model: nn.Module, plan: ConversionPlan) -> None:
         place_layers_(model, plan)
     except PlanError as error:
         raise CheckpointError(f"the plan does not fit {plan.model or 'the model'}: {error}") from error
+
+
+def untied(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
+    """Which layers of a converted model do not share what the plan ties, in words."""
+    for group in plan.tie_groups if not plan.folded else ():
+        for key, name in group.parameters.items():
+            shared = getattr(model.get_submodule(group.owner), name, None)
+            for layer in group.layers:
+                if getattr(model.get_submodule(layer), key) is not shared:
+                    yield f"{layer} has {key} of its own; the plan shares them in {group.name}"
 
 
 def check_tensors(state: Mapping[str, Tensor], stamp: Stamp | None, path: Path) -> None:

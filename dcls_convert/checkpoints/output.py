@@ -25,6 +25,7 @@ from ..errors import CheckpointError, one_line, shown
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # flags of Linux's renameat2
 AT_FDCWD = -100
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # renameat2's errors if kernel or file system lack it
+TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of renaming to a name that is in use
 EXISTS = "already exists; --force replaces it, --output names another"
 
 Foreign = Callable[[Path], str | None]  # why an existing path must not be replaced; None where it may be
@@ -67,9 +68,7 @@ def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]
     Raises:
         CheckpointError: As `check_output`, at the start and at the end, or the folder cannot be written.
     """
-    clean_up(folder)
-    check_output(folder, force=force, foreign=foreign)
-    with _partial(folder) as partial:
+    with _partial(folder, force, foreign) as partial:
         yield partial
         _sync(partial)
         check_output(folder, force=force, foreign=foreign)
@@ -86,9 +85,7 @@ def new_file(path: Path, *, force: bool) -> Iterator[Path]:
     Raises:
         CheckpointError: As `new_folder`.
     """
-    clean_up(path)
-    check_output(path, force=force, foreign=not_a_file)
-    with _partial(path) as partial:
+    with _partial(path, force, not_a_file) as partial:
         yield partial / path.name
         _sync(partial)
         for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == path.name):
@@ -102,8 +99,10 @@ def not_a_file(path: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def _partial(output: Path) -> Iterator[Path]:
+def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
     """A locked folder beside the output, whose missing parents are made. Both vanish again if the block fails."""
+    clean_up(output)
+    check_output(output, force=force, foreign=foreign)
     parent = output.absolute().parent
     missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     partial = parent / f".{output.name}.{secrets.token_hex(4)}.partial"
@@ -204,7 +203,9 @@ def _publish(new: Path, output: Path, *, force: bool) -> None:
             os.replace(new, output)
         elif not _rename(new, output, RENAME_EXCHANGE if replaces else RENAME_NOREPLACE):
             _replace_by_steps(new, output) if replaces else _rename_new(new, output)
-    except FileExistsError as error:
+    except OSError as error:
+        if error.errno not in TAKEN:
+            raise
         raise CheckpointError(f"output {output} {EXISTS} (it appeared during the conversion)") from error
     _fsync(output.absolute().parent)
 
@@ -230,12 +231,7 @@ def _rename_new(new: Path, output: Path) -> None:
     elif os.path.lexists(output):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(output))
     else:
-        try:
-            new.rename(output)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(output)) from error
-            raise
+        new.rename(output)
 
 
 def _replace_by_steps(new: Path, folder: Path) -> None:

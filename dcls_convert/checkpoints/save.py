@@ -1,6 +1,5 @@
 """A converted model into a folder, which appears whole or not at all."""
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +13,16 @@ from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.source import REGISTRIES, ModelSource, build_model
 from ..networks.weights import alias_names, check_state, misfits
-from ..planning.plan import ConversionPlan, LayerPlan
+from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport, measure_report, predict_report
 from ..reports.report_view import report_markdown
 from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
 from .fingerprint import take_fingerprint
 from .folder import CARD, CONFIG, REPORT, WEIGHTS, not_of_a_checkpoint
-from .load import place_
+from .load import place_, untied
 from .output import new_folder
 from .records import write_json
-from .stamp import METADATA_KEY, Stamp, stamp_text, tensors_hash
+from .stamp import METADATA_KEY, Stamp, stamp_text, tensors_hash, text_hash
 
 OUTPUT_IN_FOLDER = "."  # report.json's name for its own folder, which can be moved
 # Where timm's own config says that weights come from; ours stand beside it.
@@ -92,27 +91,15 @@ def check_fits_plan(model: nn.Module, plan: ConversionPlan) -> None:
 
 
 def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
+    modules = dict(model.named_modules(remove_duplicate=False))
     for layer in plan.layers if not plan.folded else ():
-        try:
-            module = model.get_submodule(layer.name)
-        except AttributeError as error:
-            yield f"{layer.name}: {error}"
-            return
+        module, shape = modules.get(layer.name), layer.position_shape[1:]
         if not isinstance(module, DclsConvNd):
-            yield f"{layer.name} is a {type(module).__name__}, not a layer with learnable positions"
-        elif tuple(module.weight.shape) != layer.position_shape[1:]:
-            yield f"{layer.name}.weight has shape {tuple(module.weight.shape)}, the plan {layer.position_shape[1:]}"
-        elif untied := _untied(model, plan, layer, module):
-            yield f"{layer.name} has {untied} of its own; the plan shares them in {layer.tie_group}"
-
-
-def _untied(model: nn.Module, plan: ConversionPlan, layer: LayerPlan, module: DclsConvNd) -> str | None:
-    if layer.tie_group is None:
-        return None
-    group = plan.group(layer.tie_group)
-    owner = model.get_submodule(group.owner)
-    shared = group.parameters.items()
-    return next((key for key, name in shared if getattr(module, key) is not getattr(owner, name, None)), None)
+            kind = "missing" if module is None else f"a {type(module).__name__}"
+            yield f"{layer.name} is {kind}, not a layer with learnable positions"
+        elif tuple(module.weight.shape) != shape:
+            yield f"{layer.name}.weight has shape {tuple(module.weight.shape)}, the plan {shape}"
+    yield from untied(model, plan)
 
 
 def write_files(
@@ -146,11 +133,6 @@ def write_files(
     mode = (folder / WEIGHTS).stat().st_mode
     save_file(tensors, folder / WEIGHTS, metadata={METADATA_KEY: stamp_text(stamp)})
     (folder / WEIGHTS).chmod(mode)
-
-
-def text_hash(text: str) -> str:
-    """SHA-256 of a text's UTF-8."""
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -194,16 +176,12 @@ def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     stated = getattr(model, "pretrained_cfg", None)
     given = (stated if isinstance(stated, dict) else {}).items()
     config = {key: value for key, value in given if key not in SOURCE_KEYS and value is not None}
-    classes = getattr(model, "num_classes", None)
-    if isinstance(classes, int):
-        config["num_classes"] = classes
+    counts = {name: getattr(model, name, None) for name in ("num_classes", "num_features")}
+    counts = {name: count for name, count in counts.items() if isinstance(count, int)}
+    config |= {name: count for name, count in counts.items() if name == "num_classes"}
     if plan.input_size is not None:
         config["input_size"] = list(plan.input_size)
-    result: dict[str, Any] = {"architecture": TIMM_ARCHITECTURE}
-    for name in ("num_classes", "num_features"):
-        if isinstance(getattr(model, name, None), int):
-            result[name] = getattr(model, name)
-    return {**result, "model_args": timm_model_args(plan), "pretrained_cfg": config}
+    return {"architecture": TIMM_ARCHITECTURE, **counts, "model_args": timm_model_args(plan), "pretrained_cfg": config}
 
 
 def model_card(report: ConversionReport, loading: str, files: str) -> str:

@@ -57,9 +57,14 @@ def read_stamp(path: Path) -> Stamp | None:
     return None if text is None else read_record(_ADAPTER, text, f"{path}: its metadata {METADATA_KEY!r}", STAMP_FORMAT)
 
 
+def text_hash(text: str) -> str:
+    """SHA-256 of a text's UTF-8."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """SHA-256 over names, dtypes, shapes and bytes, in any order. Looks at one tensor after the other."""
-    return hashlib.sha256(json.dumps(sorted((name, _tensor_hash(t)) for name, t in tensors)).encode()).hexdigest()
+    return text_hash(json.dumps(sorted((name, _tensor_hash(tensor)) for name, tensor in tensors)))
 
 
 def _tensor_hash(tensor: Tensor) -> str:

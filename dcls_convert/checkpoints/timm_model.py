@@ -1,6 +1,6 @@
 """Rebuild a converted model for timm's factory: base model, plan, weights, and feature extraction."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, ModelError, listed, one_line, shown
+from ..errors import CheckpointError, ModelError, listed, one_line
 from ..networks.source import ModelSource, build_model, check_source
 from ..networks.weights import alias_names
-from ..planning.plan import ConversionPlan, LayerPlan, TieGroup
+from ..planning.plan import ConversionPlan
 from ..planning.tie_groups import common_parent
 from ..surgery.place import TIMM_ARCHITECTURE, note_for_timm
 from .folder import CONFIG, PLAN_PLACE, WEIGHTS, parse_config, parse_plan, read_checked_stamp, read_text
@@ -26,7 +26,6 @@ NO_OTHER_WEIGHTS = {"url": "", "state_dict": None, "hf_hub_filename": None, "cus
 def create_converted(
     *,
     pretrained: bool = False,
-    base: str | None = None,
     plan: Mapping[str, Any] | None = None,
     pretrained_cfg: Any = None,
     pretrained_cfg_overlay: dict[str, Any] | None = None,
@@ -42,8 +41,7 @@ def create_converted(
 
     Args:
         pretrained: Load the weights that stand beside the config.
-        base: The model that was converted, "timm:convnext_tiny". Code of the user's own is never run here.
-        plan: `ConversionPlan.to_dict()`.
+        plan: `ConversionPlan.to_dict()`. The model that it names is built without running code of the user's own.
         pretrained_cfg: From the config, with the place of the weights.
         pretrained_model_args: The config's `model_args` as they stand there.
         features_only: Give feature maps, as timm does for the base model.
@@ -58,16 +56,13 @@ def create_converted(
     """
     from timm.models import load_pretrained
 
-    if base is None or plan is None:
+    if plan is None:
         raise ModelError(
             f'"{TIMM_ARCHITECTURE}" is not a model by itself; load a checkpoint: timm.create_model("local-dir:FOLDER")'
         )
     conversion = parse_plan(plan, f"{CONFIG}: {PLAN_PLACE}")
-    if base != conversion.model:
-        raise CheckpointError(
-            f"{CONFIG}: model_args.base is {shown(repr(base))}, its plan is for {shown(repr(conversion.model))}"
-        )
-    stored = {name: v for name, v in (pretrained_model_args or kwargs).items() if name not in ("base", "plan")}
+    base = conversion.model or ""
+    stored = {name: value for name, value in (pretrained_model_args or kwargs).items() if name != "plan"}
     check_source(ModelSource(name=base, args=stored))
     config = _resolved_config(pretrained_cfg, pretrained_cfg_overlay)
     if pretrained and config.get("source") == "local-dir":
@@ -146,8 +141,7 @@ def _check_complete(state: Mapping[str, Tensor], model: nn.Module, config: Mappi
     """Refuse weights that lack a tensor: with another number of classes, timm itself takes whatever there is."""
     classifiers = config.get("classifier") or ()
     heads = tuple(f"{name}." for name in ([classifiers] if isinstance(classifiers, str) else classifiers))
-    missing = [name for name in model.state_dict() if name not in state and not name.startswith(heads)]
-    if missing:
+    if missing := [name for name in model.state_dict() if name not in state and not name.startswith(heads)]:
         raise CheckpointError(f"{WEIGHTS}: lacks {listed(missing, 1)} of the model that {CONFIG} describes")
 
 
@@ -156,31 +150,30 @@ def _flat(name: str) -> str:
     return name.replace(".", "_")
 
 
+def _unwrapped(names: Iterable[str], known: Container[str]) -> dict[str, str]:
+    """Names in a feature extractor -> their flat names in the whole model; by the prefix with which most are known."""
+    found = (
+        {name: flat for name in names if (flat := _flat(name.removeprefix(prefix))) in known}
+        for prefix in WRAPPER_PREFIXES
+    )
+    return max(found, key=len)
+
+
 def _feature_names(model: nn.Module, plan: ConversionPlan) -> dict[str, str]:
     """Names of the plan's layers -> their names in the feature extractor, which ends with its last feature."""
-    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    best: dict[str, str] = {}
-    for prefix in WRAPPER_PREFIXES:
-        inside = {_flat(name.removeprefix(prefix)): name for name in modules if name.startswith(prefix)}
-        found = {n: inside[_flat(n)] for layer in plan.layers for n in layer.names if _flat(n) in inside}
-        best = max(best, found, key=len)
-    if not best:
+    names = {_flat(name): name for layer in plan.layers for name in layer.names}
+    found = _unwrapped([name for name, _ in model.named_modules(remove_duplicate=False)], names)
+    if not found:
         raise ModelError(f"none of the {len(plan.layers)} converted layers is found in timm's {type(model).__name__}")
-    return best
+    return {names[flat]: name for name, flat in found.items()}
 
 
 def _plan_for_features(plan: ConversionPlan, names: Mapping[str, str]) -> ConversionPlan:
-    layers: list[LayerPlan] = []
-    for layer in plan.layers:
-        kept = tuple(names[name] for name in layer.names if name in names)
-        if kept:
-            layers.append(replace(layer, names=kept))
-    groups: list[TieGroup] = []
-    for group in plan.tie_groups:
-        members = tuple(layer.name for layer in layers if layer.tie_group == group.name)
-        if members:
-            groups.append(replace(group, owner=common_parent(members), layers=members))
-    return replace(plan, layers=tuple(layers), tie_groups=tuple(groups))
+    kept = [(layer, tuple(names[name] for name in layer.names if name in names)) for layer in plan.layers]
+    layers = tuple(replace(layer, names=found) for layer, found in kept if found)
+    members = [(group, tuple(m.name for m in layers if m.tie_group == group.name)) for group in plan.tie_groups]
+    groups = tuple(replace(group, owner=common_parent(inside), layers=inside) for group, inside in members if inside)
+    return replace(plan, layers=layers, tie_groups=groups)
 
 
 def _features_state(
@@ -195,13 +188,9 @@ def _features_state(
         if in_chans is not None and in_chans != config["input_size"][0]:
             state[f"{name}.weight"] = adapt_input_conv(in_chans, state[f"{name}.weight"])
     flat = {_flat(name): tensor for name, tensor in state.items()}
-    best: dict[str, Tensor] = {}
     own = model.state_dict()
-    for prefix in WRAPPER_PREFIXES:
-        found = {name: flat[key] for name in own if (key := _flat(name.removeprefix(prefix))) in flat}
-        best = max(best, found, key=len)
-    best |= {alias: best[name] for alias, name in alias_names(model).items() if name in best}
-    missing = [name for name in own if name not in best]
-    if missing:
+    found = {name: flat[key] for name, key in _unwrapped(own, flat).items()}
+    found |= {alias: found[name] for alias, name in alias_names(model).items() if name in found}
+    if missing := [name for name in own if name not in found]:
         raise CheckpointError(f"{WEIGHTS}: lacks {listed(missing, 1)} of timm's feature extractor")
-    return best
+    return found

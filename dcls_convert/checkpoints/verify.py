@@ -1,34 +1,34 @@
 """Whether a checkpoint folder is whole, and is what it says: every check, and every problem in words."""
 
-import hashlib
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, DclsConvertError, listed, one_line, shown
-from ..layers.interpolation import find_interpolation, position_limits
 from ..networks.source import build_model
 from ..networks.weights import load_weights_, misfits, not_finite
-from ..planning.plan import ConversionPlan
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
 from .folder import CONFIG, FILES, WEIGHTS, FolderConfig, read_checked_stamp, read_folder, read_text
-from .inspection import PositionSet, position_sets
-from .load import buildable, check_tensors, place_
+from .inspection import position_sets
+from .load import buildable, check_tensors, place_, untied
 from .records import write_json
-from .stamp import Stamp, read_stamp, read_tensors
+from .stamp import Stamp, read_stamp, read_tensors, text_hash
 
 VERIFICATION_FORMAT = 1
 MOST_SECONDS = 600.0  # for the process that rebuilds the model
+FRESH_PROCESS = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from dcls_convert.checkpoints.verify import main; main(*sys.argv[2:])"
+)
 NO_STAMP = "has no metadata of dcls-convert: nothing says that it belongs to this folder"
 
 Found = TypeVar("Found")
@@ -63,10 +63,10 @@ class Verification:
 class Checks(list[Check]):
     """Checks as they are made."""
 
-    def add(self, name: str, problems: Iterable[str], good: str) -> bool:
-        """A check for every problem, or one that says what is good; whether all is good."""
-        found = [Check(name=name, ok=False, detail=problem) for problem in problems]
-        self.extend(found or [Check(name=name, ok=True, detail=good)])
+    def add(self, name: str, problems: Iterable[str | None], good: str = "") -> bool:
+        """A check for every problem, None apart, or one that says what is good, if anything; whether all is good."""
+        found = [Check(name=name, ok=False, detail=problem) for problem in problems if problem]
+        self.extend(found or [Check(name=name, ok=True, detail=good)] * bool(good))
         return not found
 
     def skip(self, name: str, reason: str) -> None:
@@ -77,8 +77,7 @@ class Checks(list[Check]):
         try:
             return work()
         except DclsConvertError as error:
-            told = one_line(error).removeprefix(f"{path}: ").removeprefix(f"{path.name}: ")
-            self.append(Check(name=name, ok=False, detail=told))
+            self.add(name, [one_line(error).removeprefix(f"{path}: ").removeprefix(f"{path.name}: ")])
             return None
 
 
@@ -106,15 +105,14 @@ def verify_folder(folder: str | Path, *, trust_code: bool = False, rebuild: Rebu
     _check_texts(checks, folder, config, stamp)
     if readable is not None:
         _check_weights(checks, folder, config, stamp)
-    if config is None or readable is None:
-        checks.skip("model", f"{CONFIG} or {WEIGHTS} cannot be read")
+    try:
+        if config is None or readable is None:
+            raise CheckpointError(f"{CONFIG} or {WEIGHTS} cannot be read")
+        buildable(config.source, folder, trust_code=trust_code)
+    except DclsConvertError as error:
+        checks.skip("model", one_line(error))
     else:
-        try:
-            buildable(config.source, folder, trust_code=trust_code)
-        except DclsConvertError as error:
-            checks.skip("model", one_line(error))
-        else:
-            checks += (rebuild or rebuild_in_fresh_process)(folder, trust_code)
+        checks += (rebuild or rebuild_in_fresh_process)(folder, trust_code)
     return Verification(folder=str(folder), ok=all(check.ok is not False for check in checks), checks=tuple(checks))
 
 
@@ -126,8 +124,8 @@ def _check_texts(checks: Checks, folder: Path, config: FolderConfig | None, stam
             continue
         text = checks.attempt(name, folder / name, lambda name=name: read_text(folder / name))  # type: ignore[misc]
         written = stamp.texts.get(name) if stamp is not None else None
-        if text is not None and written is not None and hashlib.sha256(text.encode()).hexdigest() != written:
-            checks.add(name, ["is not the text that was written; it was changed"], "")
+        if text is not None and written not in (None, text_hash(text)):
+            checks.add(name, ["is not the text that was written; it was changed"])
     if len(checks) == before:
         checks.add("texts", [], "all are there, and as they were written")
     if foreign := sorted(entry.name for entry in folder.iterdir() if entry.name not in files):
@@ -139,37 +137,17 @@ def _check_weights(checks: Checks, folder: Path, config: FolderConfig | None, st
     path, before = folder / WEIGHTS, len(checks)
     if config is not None:
         checks.attempt(WEIGHTS, path, lambda: read_checked_stamp(path, config))
-    if stamp is None:
-        checks.add(WEIGHTS, [NO_STAMP], "")
+    checks.add(WEIGHTS, [NO_STAMP] if stamp is None else [])
     state = checks.attempt(WEIGHTS, path, lambda: dict(read_tensors(path))) or {}
     checks.attempt(WEIGHTS, path, lambda: check_tensors(state, stamp, path))
     if len(checks) == before:
         checks.add(WEIGHTS, [], f"{len(state)} tensors, as they were written")
     values = (not_finite(name, tensor, mask=tensor.dim() > 1) for name, tensor in state.items())
-    checks.add("values", filter(None, values), "all are finite")
+    checks.add("values", values, "all are finite")
     if config is not None and config.plan is not None:
         sets = position_sets(config.plan)
-        found = (problem for place in sets for problem in _position_problems(state, place))
+        found = (problem for place in sets for problem in list(place.misfits(state)) or place.outside(state))
         checks.add("positions", found, f"{len(sets)} tensors, all inside their windows" if sets else "none")
-
-
-def _position_problems(state: Mapping[str, Tensor], place: PositionSet) -> Iterator[str]:
-    for key, name in place.parameters.items():
-        tensor, wanted = state.get(name), place.layers[0].position_shape
-        if tensor is None or tuple(tensor.shape) != wanted or not tensor.is_floating_point():
-            found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)} and is {tensor.dtype}"
-            yield f"{name} {found}; the plan has {wanted}, floating-point, for {place.name}"
-        elif key == "sigma":
-            least = find_interpolation(place.layers[0].interpolation).min_sigma or 0.0
-            # Compare in the tensor's own precision: clamping rounded the least to it.
-            if small := int((tensor < torch.tensor(least, dtype=tensor.dtype)).sum()):
-                yield f"{name} has {small} of {tensor.numel()} sigmas below {least:g} cells, the least"
-        else:
-            for axis, (side, values) in enumerate(zip(place.learnt_size, tensor, strict=True)):
-                low, high = position_limits(side)
-                if outside := int(((values < low) | (values > high)).sum()):
-                    count = f"{outside} of {values.numel()} elements"
-                    yield f"{name} has {count} outside the window along axis {axis}, which goes from {low} to {high}"
 
 
 # The model, in a process of its own.
@@ -180,27 +158,22 @@ def rebuild_in_fresh_process(folder: Path, trust_code: bool, *, seconds: float =
 
     It has this process's import path and working directory, so that it finds models of the user's own.
     """
-    code = (
-        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-        "from dcls_convert.checkpoints.verify import main; main(*sys.argv[2:])"
-    )
-    checks = Checks()
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "checks.json"
         path = json.dumps([str(entry) for entry in sys.path])
         # -P: a json.py in the working directory is not meant
-        command = [sys.executable, "-P", "-c", code, path, str(folder), str(trust_code), str(result)]
+        command = [sys.executable, "-P", "-c", FRESH_PROCESS, path, str(folder), str(trust_code), str(result)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
+            if done.returncode == 0 and result.is_file():
+                return TypeAdapter(list[Check]).validate_json(result.read_bytes())
         except subprocess.TimeoutExpired:
-            checks.add("model", [f"the process that rebuilt it took more than {seconds:g} s"], "")
-            return checks
-        if done.returncode == 0 and result.is_file():
-            return TypeAdapter(list[Check]).validate_json(result.read_bytes())
-    how = f"was ended by signal {-done.returncode}" if done.returncode < 0 else f"ended with code {done.returncode}"
-    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    checks.add("model", [f"the process that rebuilt it {how}: {shown(last, 300)}"], "")
-    return checks
+            what = f"took more than {seconds:g} s"
+        else:
+            code = done.returncode
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            what = f"{f'was ended by signal {-code}' if code < 0 else f'ended with code {code}'}: {shown(last, 300)}"
+    return [Check(name="model", ok=False, detail=f"the process that rebuilt it {what}")]
 
 
 def main(folder: str, trust_code: str, result: str) -> None:
@@ -213,37 +186,30 @@ def main(folder: str, trust_code: str, result: str) -> None:
 def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
     """Build the model of a folder that can be read; check names, shapes, ties and outputs."""
     checks, config, state = Checks(), read_folder(folder), dict(read_tensors(folder / WEIGHTS))
-    source = buildable(config.source, folder, trust_code=trust_code)
-    model = checks.attempt("model", folder, lambda: build_model(source, trust_code=True))  # allowed above
-    if model is None:
-        return checks
-    try:
+    model = checks.attempt("model", folder, lambda: _rebuilt(checks, folder, config, state, trust_code))
+    if model is not None:
         if config.plan is not None:
-            place_(model, config.plan)
-        if not checks.add(
-            "model", misfits(model, state), f"{shown(source.name)} rebuilt; all {len(state)} tensors fit"
-        ):
-            return checks
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if name in state and tensor.is_floating_point():
-                tensor.data = tensor.data.to(state[name].dtype)  # the precision in which the outputs were stored
-        load_weights_(model, state, WEIGHTS)
-    except DclsConvertError as error:
-        checks.add("model", [one_line(error)], "")
-        return checks
-    if config.plan is not None:
-        groups = [] if config.plan.folded else config.plan.tie_groups
-        checks.add("ties", _tie_problems(model, config.plan), f"{len(groups)} groups, whose layers share one tensor")
-    _check_outputs(checks, model.eval(), read_stamp(folder / WEIGHTS), config)
+            groups = [] if config.plan.folded else config.plan.tie_groups
+            checks.add("ties", untied(model, config.plan), f"{len(groups)} groups, whose layers share one tensor")
+        _check_outputs(checks, model.eval(), read_stamp(folder / WEIGHTS), config)
     return checks
 
 
-def _tie_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
-    for group in plan.tie_groups if not plan.folded else ():
-        for key, name in group.parameters.items():
-            shared = getattr(model.get_submodule(group.owner), name, None)
-            if any(getattr(model.get_submodule(layer), key) is not shared for layer in group.layers):
-                yield f"tie group {group.name}: not all of its layers share {group.owner}.{name}"
+def _rebuilt(
+    checks: Checks, folder: Path, config: FolderConfig, state: Mapping[str, Tensor], trust_code: bool
+) -> nn.Module | None:
+    """The model with its weights, in their precision; None where they do not fit."""
+    source = buildable(config.source, folder, trust_code=trust_code)
+    model = build_model(source, trust_code=True)  # allowed above
+    if config.plan is not None:
+        place_(model, config.plan)
+    if not checks.add("model", misfits(model, state), f"{shown(source.name)} rebuilt; all {len(state)} tensors fit"):
+        return None
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in state and tensor.is_floating_point():
+            tensor.data = tensor.data.to(state[name].dtype)  # the precision in which the outputs were stored
+    load_weights_(model, state, WEIGHTS)
+    return model
 
 
 def _check_outputs(checks: Checks, model: nn.Module, stamp: Stamp | None, config: FolderConfig) -> None:

@@ -15,16 +15,11 @@ from ..checkpoints.output import check_output, not_a_file
 from ..errors import CheckpointError, DclsConvertError, shown
 from ..networks.outputs import check_equal
 from ..options import FoldFormat
-from ..planning.plan import ConversionPlan
 from ..surgery.fold import fold_to_dense_
 from . import onnx, pt2, stock_timm
 from .job import BATCHES, FOLDING_BOUND, ExportFormat, Folded, Job, Step, run_model
 
-FORMATS: dict[str, ExportFormat] = {
-    "timm": stock_timm.FORMAT,
-    "onnx": onnx.FORMAT,
-    "pt2": pt2.FORMAT,
-}
+FORMATS: dict[str, ExportFormat] = {"timm": stock_timm.FORMAT, "onnx": onnx.FORMAT, "pt2": pt2.FORMAT}
 SEED = 0  # of the images
 
 
@@ -53,7 +48,34 @@ def fold_checkpoint(
     output = output or default_fold_output(checkpoint, format)
     plan = read_plan(checkpoint)
     _check_fold_output(checkpoint, format, output, force)
-    job = _folded(checkpoint, plan, output, force, trust_code, step or (lambda text: None))
+    if plan.input_size is None:
+        raise CheckpointError(f"{checkpoint}: its plan states no input size, so its outputs cannot be compared")
+    step = step or (lambda text: None)
+    step("loading")
+    model = load_converted(checkpoint, trust_code=trust_code)
+    params_before = sum(p.numel() for p in model.parameters())
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    all_images = torch.randn(max(BATCHES), *plan.input_size, generator=torch.Generator().manual_seed(SEED)).to(dtype)
+    images = tuple(all_images[:batch] for batch in BATCHES)
+    step("folding")
+    wanted = run_model(model, images, f"{checkpoint}: its model")
+    fold_to_dense_(model)
+    outputs = run_model(model, images, "the folded model")
+    error = check_equal(wanted, outputs, bound=FOLDING_BOUND, what=f"{checkpoint}: folding")
+    job = Job(
+        format=format,
+        checkpoint=checkpoint,
+        output=output,
+        force=force,
+        step=step,
+        model=model,
+        plan=replace(plan, folded=True),
+        images=images,
+        wanted=wanted,
+        error=error,
+        params_before=params_before,
+        was_folded=plan.folded,
+    )
     return FORMATS[format].write(job)
 
 
@@ -72,32 +94,3 @@ def _check_fold_output(checkpoint: Path, format: FoldFormat, output: Path, force
     missing = [name for name in wanted.packages if importlib.util.find_spec(name) is None]
     if missing:
         raise DclsConvertError(f"--format {format} needs {', '.join(missing)}: pip install 'dcls-convert[export]'")
-
-
-def _folded(checkpoint: Path, plan: ConversionPlan, output: Path, force: bool, trust_code: bool, step: Step) -> Job:
-    if plan.input_size is None:
-        raise CheckpointError(f"{checkpoint}: its plan states no input size, so its outputs cannot be compared")
-    step("loading")
-    model = load_converted(checkpoint, trust_code=trust_code)
-    params_before = sum(p.numel() for p in model.parameters())
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    generator = torch.Generator().manual_seed(SEED)
-    images = torch.randn(max(BATCHES), *plan.input_size, generator=generator).to(dtype)
-    batches = tuple(images[:batch] for batch in BATCHES)
-    step("folding")
-    wanted = run_model(model, batches, f"{checkpoint}: its model")
-    fold_to_dense_(model)
-    outputs = run_model(model, batches, "the folded model")
-    return Job(
-        checkpoint=checkpoint,
-        output=output,
-        force=force,
-        step=step,
-        model=model,
-        plan=replace(plan, folded=True),
-        images=batches,
-        wanted=wanted,
-        error=check_equal(wanted, outputs, bound=FOLDING_BOUND, what=f"{checkpoint}: folding"),
-        params_before=params_before,
-        was_folded=plan.folded,
-    )

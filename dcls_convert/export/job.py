@@ -48,6 +48,7 @@ class Folded:
 class Job:
     """A folded model, what it must give, and where it goes."""
 
+    format: str
     checkpoint: Path
     output: Path
     force: bool
@@ -60,7 +61,7 @@ class Job:
     params_before: int
     was_folded: bool
 
-    def record(self, *, format: str, kind: str, error: float, loading: str, **more: Any) -> Folded:
+    def record(self, kind: str, error: float, loading: str, **more: Any) -> Folded:
         """What this job wrote.
 
         Args:
@@ -68,7 +69,7 @@ class Job:
             loading: Lines of Python, with `{folder}` for the output.
         """
         return Folded(
-            format=format,
+            format=self.format,
             checkpoint=str(self.checkpoint),
             output=str(self.output),
             kind=kind,
@@ -105,24 +106,22 @@ def run_model(model: Exported, batches: tuple[Tensor, ...], what: str) -> tuple[
         raise ModelError(f"{what} does not run on {tuple(batches[0].shape)}: {_brief(error)}") from error
 
 
-def export_file(job: Job, *, format: str, bound: float, export: Export, loading: str) -> Folded:
+def export_file(job: Job, bound: float, export: Export, loading: str) -> Folded:
     """Write one file, for any batch size if the model allows it, else for one image; run it before it is kept."""
     with new_file(job.output, force=job.force) as partial:
         job.step("exporting")
         try:
-            error = _export(job, partial, bound, export, BATCHES)
-            return job.record(format=format, kind=format, error=error, loading=loading)
+            return job.record(job.format, _export(job, partial, bound, export, BATCHES), loading)
         except DclsConvertError as reason:
             for leftover in partial.parent.iterdir():
                 leftover.unlink()
             job.step("exporting again, for one image at a time")
             error = _export(job, partial, bound, export, BATCHES[:1])
-            return job.record(format=format, kind=format, error=error, loading=loading, batch=1, note=str(reason))
+            return job.record(job.format, error, loading, batch=1, note=str(reason))
 
 
 def _export(job: Job, path: Path, bound: float, export: Export, batches: Sequence[int]) -> float:
-    what = f"the export to {path.suffix.removeprefix('.')}"
-    count = len(batches)
+    what, count = f"the export to {job.format}", len(batches)
     try:
         with torch.no_grad(), quietly():
             exported = export(path, job.images[count - 1], count > 1)

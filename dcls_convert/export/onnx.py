@@ -35,7 +35,7 @@ def write(job: Job) -> Folded:
 
     # ONNX knows no structure: its outputs are the tensors in their order.
     flat = tuple(_flat(outputs) for outputs in job.wanted)
-    return export_file(replace(job, wanted=flat), format="onnx", bound=BOUND, export=export, loading=LOADING)
+    return export_file(replace(job, wanted=flat), BOUND, export, LOADING)
 
 
 class _FlatOutputs(nn.Module):

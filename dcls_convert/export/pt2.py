@@ -18,7 +18,7 @@ def write(job: Job) -> Folded:
         torch.export.save(torch.export.export(job.model, (images,), dynamic_shapes=shapes), path)
         return torch.export.load(path).module()
 
-    return export_file(job, format="pt2", bound=FOLDING_BOUND, export=export, loading=LOADING)
+    return export_file(job, FOLDING_BOUND, export, LOADING)
 
 
 FORMAT = ExportFormat(suffix=".pt2", noun="program of torch.export", write=write)

@@ -1,6 +1,7 @@
 """A folded model as a folder for timm: for timm alone, if its architecture takes the size of its kernels."""
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +17,12 @@ from ..networks.outputs import ComparisonError, check_equal
 from ..networks.sites import find_convs
 from ..networks.source import ModelSource, build_model
 from ..planning.plan import ConversionPlan
-from ..reports.report import ConversionReport, measure_report
+from ..reports.report import measure_report
 from .job import FOLDING_BOUND, ExportFormat, Folded, Job, run_model
 
 # How timm's architectures call arguments for kernel sizes: kernel_size, kernel_sizes, kernels, local_conv_size.
 KERNEL_WORDS = ("kernel", "conv_size")
-LOAD_WITH_STOCK_TIMM = """\
-import timm
-
-model = timm.create_model("local-dir:{folder}", pretrained=True)
-"""
+LOAD_WITH_STOCK_TIMM = 'import timm\n\nmodel = timm.create_model("local-dir:{folder}", pretrained=True)\n'
 
 
 class NotStockError(DclsConvertError):
@@ -52,18 +49,20 @@ def write(job: Job) -> Folded:
     try:
         stock = find_stock_model(job.model, job.plan)
         job.step(f"writing {job.output}")
+        files = f"timm builds its own {stock}; no other package is needed."
+        card = model_card(report, LOAD_WITH_STOCK_TIMM, files)
         with new_folder(job.output, force=job.force, foreign=not_of_a_checkpoint) as partial:
-            write_stock_folder(job.model, job.plan, stock, report, partial)
+            named = {"architecture": stock.architecture, "model_args": stock.args}
+            config = {**timm_config(job.model, job.plan), **named}
+            write_files(job.model, job.plan, partial, config, {CARD: card})
             error = _check_stock(job, stock, partial)
-        kind, args = "stock timm", stock.kernel_args
-        return job.record(format="timm", kind=kind, error=error, loading=LOAD_WITH_STOCK_TIMM, kernel_args=args)
+        return job.record("stock timm", error, LOAD_WITH_STOCK_TIMM, kernel_args=stock.kernel_args)
     except NotStockError as reason:
         if job.was_folded:
             raise DclsConvertError(f"{job.checkpoint} is folded already, and {reason}") from reason
         job.step(f"writing {job.output}, a checkpoint of this program")
         save_converted(job.model, job.plan, job.output, report=report, force=job.force)
-        loading = loading_code(job.plan.model)
-        return job.record(format="timm", kind="dcls", error=0.0, loading=loading, note=str(reason))
+        return job.record("dcls", 0.0, loading_code(job.plan.model), note=str(reason))
 
 
 def _check_stock(job: Job, stock: StockModel, folder: Path) -> float:
@@ -89,26 +88,18 @@ def find_stock_model(model: nn.Module, plan: ConversionPlan) -> StockModel:
     kind, _, name = (plan.model or "").partition(":")
     if kind != "timm":
         raise NotStockError(f"{plan.model or 'the model'} is not of timm's registry")
-    source = ModelSource(name=f"timm:{name}", args=plan.model_args)
-    base = build_model(source, device="meta")
-    wanted = _shapes(model)
-    if _shapes(base) == wanted:  # the windows are as large as the kernels were
-        return StockModel(architecture=name.partition(".")[0], args=plan.model_args, kernel_args={})
-    arguments = [
-        argument
-        for argument in inspect.signature(type(base).__init__).parameters
-        if any(word in argument for word in KERNEL_WORDS)
-    ]
+    base, wanted = build_model(ModelSource(name=f"timm:{name}", args=plan.model_args), device="meta"), _shapes(model)
+    known = inspect.signature(type(base).__init__).parameters
+    arguments = [argument for argument in known if any(word in argument for word in KERNEL_WORDS)]
+    choices = ({argument: value} for value in _values(base, plan) for argument in arguments)
+    for kernel_args in itertools.chain([{}], choices):  # none: the windows are as large as the kernels were
+        args = {**plan.model_args, **kernel_args}
+        if _fits(ModelSource(name=f"timm:{name}", args=args), wanted):
+            return StockModel(architecture=name.partition(".")[0], args=args, kernel_args=kernel_args)
     if not arguments:
         raise NotStockError(f"timm's {name} has no argument for the size of its kernels")
-    for value in _values(base, plan):
-        for argument in arguments:
-            args = {**plan.model_args, argument: value}
-            if _fits(ModelSource(name=source.name, args=args), wanted):
-                return StockModel(architecture=name.partition(".")[0], args=args, kernel_args={argument: value})
-    raise NotStockError(
-        f"timm's {name} cannot be built with these kernels: no value of {', '.join(arguments)} gives them"
-    )
+    tried = ", ".join(arguments)
+    raise NotStockError(f"timm's {name} cannot be built with these kernels: no value of {tried} gives them")
 
 
 def _values(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:
@@ -136,22 +127,6 @@ def _fits(source: ModelSource, wanted: dict[str, tuple[int, ...]]) -> bool:
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def write_stock_folder(
-    model: nn.Module, plan: ConversionPlan, stock: StockModel, report: ConversionReport, folder: Path
-) -> None:
-    """Fill an empty folder with what timm needs, and a model card.
-
-    Args:
-        model: Folded.
-        plan: With `folded` set.
-        stock: From `find_stock_model`.
-        report: Of the folded model.
-    """
-    config = {**timm_config(model, plan), "architecture": stock.architecture, "model_args": stock.args}
-    files = f"timm builds its own {stock}; no other package is needed."
-    write_files(model, plan, folder, config, {CARD: model_card(report, LOAD_WITH_STOCK_TIMM, files)})
 
 
 def load_as_timm_does(folder: Path) -> nn.Module:

@@ -157,4 +157,4 @@ def note_for_timm(model: nn.Module, config: dict[str, Any]) -> None:
 
 def timm_model_args(plan: ConversionPlan) -> dict[str, Any]:
     """The keyword arguments with which our entry point in timm's registry rebuilds the model of this plan."""
-    return {**plan.model_args, "base": plan.model, "plan": plan.to_dict()}
+    return {**plan.model_args, "plan": plan.to_dict()}

@@ -3,6 +3,7 @@
 import hashlib
 import json
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from dcls_convert import apply_plan_, find_convs, plan_conversion
 from dcls_convert.checkpoints.folder import CONFIG, REPORT, WEIGHTS, read_plan
 from dcls_convert.checkpoints.stamp import METADATA_KEY, tensors_hash
+from dcls_convert.cli.app import main
 from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.source import ModelSource, build_model
 
@@ -31,6 +33,13 @@ def convert(name=f"timm:{TINY}", size=9, *, seed=0, args=None, input_size=IMAGE,
             if parameter_name.endswith("gamma"):
                 parameter.uniform_(0.5, 1, generator=generator)
     return model.eval(), plan
+
+
+def run(*arguments, code=0):
+    """The command line; checks how it ends."""
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    assert stopped.value.code == code
 
 
 def outputs(model, channels=3):

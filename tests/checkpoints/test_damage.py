@@ -6,12 +6,10 @@ right model or must refuse.
 
 import contextlib
 import json
-import os
 import shutil
 import struct
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,12 +24,11 @@ from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversio
 from dcls_convert.checkpoints.folder import CONFIG, FILES, REPORT, WEIGHTS, read_plan
 from dcls_convert.checkpoints.stamp import METADATA_KEY
 from dcls_convert.checkpoints.verify import rebuild_here, rebuild_in_fresh_process, verify_folder
-from dcls_convert.cli.app import main
 from dcls_convert.errors import CheckpointError, DclsConvertError
 from dcls_convert.export.formats import fold_checkpoint
 from dcls_convert.surgery.fold import fold_to_dense_
 
-from .folders import contents, convert, edit_json, edit_stamp, edit_tensors, outputs, seal
+from .folders import contents, convert, edit_json, edit_stamp, edit_tensors, outputs, run, seal
 
 CARD = "README.md"
 POSITIONS = "stages.2.blocks.dcls_positions"  # shared by four layers
@@ -58,9 +55,9 @@ def folder(folders, tmp_path):
     return Path(shutil.copytree(folders / "good", tmp_path / "damaged"))
 
 
-def verify(folder, **options):
+def verify(folder):
     """Without a process of its own, which takes seconds."""
-    return verify_folder(folder, rebuild=rebuild_here, **options)
+    return verify_folder(folder, rebuild=rebuild_here)
 
 
 # --- Ways to damage a folder: functions of the folder and of those to mix it up with
@@ -107,6 +104,10 @@ def cut(length):
     return lambda folder, _: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:length])
 
 
+def gone(name):
+    return lambda folder, _others: (folder / name).unlink()
+
+
 def instead(name, make):
     def damage(folder, _others):
         (folder / name).unlink()
@@ -130,16 +131,9 @@ def layer(index, **changes):
     return lambda plan: plan["layers"][index].update(changes)
 
 
-@dataclass(frozen=True)
-class Case:
-    damage: Callable
-    says: tuple[str, ...]  # by verify
-    load: bool  # whether load_converted still gives the right model; else it must refuse
-    timm: bool
-
-
 def case(damage, *says, load=False, timm=False):
-    return Case(damage, says, load, timm)
+    """What verify says, and whether load_converted and timm still give the right model; else they must refuse."""
+    return damage, says, load, timm
 
 
 BOTH = {"load": True, "timm": True}
@@ -152,30 +146,20 @@ LATER = "this dcls-convert knows 1 at most; upgrade it: pip install --upgrade dc
 
 CASES = {
     **{
-        f"no {name}": case(
-            lambda f, _, n=name: (f / n).unlink(), f"{name}: {'there is no' if name == WEIGHTS else 'cannot'}", **uses
-        )
+        f"{what} {name}": case(damage(name), f"{name}: {says}", **uses)
         for name, uses in NEEDED.items()
-    },
-    **{
-        f"a folder for {name}": case(instead(name, Path.mkdir), f"{name}: is not a file", **u)
-        for name, u in NEEDED.items()
-    },
-    **{
-        f"a link in a circle for {name}": case(instead(name, lambda p: p.symlink_to(p.name)), f"{name}: ", **uses)
-        for name, uses in NEEDED.items()
-    },
-    **{
-        f"not UTF-8 in {name}": case(write(name, b"\xff\xfe{\x00"), f"{name}: ", **uses)
-        for name, uses in NEEDED.items()
+        for what, damage, says in [
+            ("no", gone, "there is no" if name == WEIGHTS else "cannot"),
+            ("a folder for", lambda name: instead(name, Path.mkdir), "is not a file"),
+            ("a link in a circle for", lambda name: instead(name, lambda path: path.symlink_to(path.name)), ""),
+            ("not UTF-8 in", lambda name: write(name, b"\xff\xfe{\x00"), ""),
+        ]
     },
     # The weights
     "empty": case(write(WEIGHTS, b""), UNREADABLE),
     "truncated": case(cut(-9), UNREADABLE),
-    "cut in the header": case(cut(100), UNREADABLE),
     "huge header": case(write(WEIGHTS, struct.pack("<Q", 2**40) + b"{}"), UNREADABLE),
-    "text for weights": case(write(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\noid sha256:0"), UNREADABLE),
-    "a flipped bit, last byte": case(flipped(-1), CHANGED),
+    "a flipped bit, at the end": case(flipped(-1), CHANGED),
     "a flipped bit, in the middle": case(flipped(-50_000), CHANGED),
     "weights of another seed": case(swapped(WEIGHTS, "seed"), "config.json states other tensors", OTHER_TEXT),
     "weights of another plan": case(swapped(WEIGHTS, "size"), OTHER_PLAN),
@@ -207,7 +191,6 @@ CASES = {
     ),
     "no metadata": case(stamp(lambda _: None), "has no metadata of dcls-convert", **BOTH),
     "metadata not JSON": case(stamp(lambda _: "{"), "metadata 'dcls_convert': is not JSON"),
-    "metadata a list": case(stamp(lambda _: []), "metadata 'dcls_convert': is a list"),
     "metadata without hash": case(
         stamp(lambda s: {k: v for k, v in s.items() if k != "tensors"}), "metadata 'dcls_convert': tensors: "
     ),
@@ -228,21 +211,14 @@ CASES = {
     "config a list": case(write(CONFIG, b"[1]"), "config.json: is a list, not an object"),
     "config of deep lists": case(write(CONFIG, b"[" * 100_000), "config.json: is not JSON"),
     "config of another plan": case(swapped(CONFIG, "size"), OTHER_PLAN, OTHER_TEXT),
-    "config of another seed": case(swapped(CONFIG, "seed"), "config.json states other tensors", OTHER_TEXT),
     "no architecture": case(config(lambda c: c.pop("architecture") and None), "config.json: names no architecture"),
     "no arguments": case(config(lambda c: c.pop("model_args") and None), "config.json: model_args.plan: "),
-    "other base": case(
-        config(lambda c: c["model_args"].update(base="timm:test_convnext2")), "model_args.base is 'timm:test_convnext2'"
-    ),
     "other arguments": case(
         config(lambda c: c["model_args"].update(act_layer="relu")), "model_args.act_layer is 'relu'"
     ),
     "no hash": case(config(lambda c: c.pop(METADATA_KEY) and None), OTHER_TEXT, **BOTH),
     "another mean": case(preprocessing(mean=[0.1, 0.1, 0.1]), OTHER_TEXT, **BOTH),
-    "another crop": case(preprocessing(crop_pct=0.1), OTHER_TEXT, **BOTH),
     "another classifier": case(preprocessing(classifier="stem.0"), OTHER_TEXT, **BOTH),
-    "another first layer": case(preprocessing(first_conv="head.fc"), OTHER_TEXT, **BOTH),
-    "other labels": case(preprocessing(label_names=["cat"]), OTHER_TEXT, **BOTH),
     "labels shifted": case(preprocessing(label_offset=1), OTHER_TEXT, load=True),
     "an unknown field": case(preprocessing(novelty=1), OTHER_TEXT, load=True),
     "plan a list": case(config(lambda c: c["model_args"].update(plan=[])), "config.json: model_args.plan: "),
@@ -271,22 +247,20 @@ def lines(found):
 
 @pytest.mark.parametrize("name", CASES)
 def test_damage_is_named_and_no_wrong_model_loads(folder, folders, right, name):
-    this = CASES[name]
-    this.damage(folder, folders)
+    damage, says, *right_by = CASES[name]
+    damage(folder, folders)
     found = verify(folder)
-    for part in this.says:
+    for part in says:
         assert any(part in line for line in lines(found)), f"{part!r} is not in {lines(found)}"
     assert not found.ok
-    if this.load:
-        assert torch.equal(outputs(load_converted(folder)), right)
-    else:
-        with pytest.raises(CheckpointError, match=r"^[^\n]+$"):
-            load_converted(folder)
-    if this.timm:
-        assert torch.equal(outputs(timm.create_model(f"local-dir:{folder}", pretrained=True)), right)
-    else:
-        with pytest.raises(Exception, match=r"(?s)."):  # timm's own, where it cannot read the folder
-            timm.create_model(f"local-dir:{folder}", pretrained=True)
+    by_timm = (lambda: timm.create_model(f"local-dir:{folder}", pretrained=True)), Exception, r"(?s)."  # or timm's own
+    ours = (lambda: load_converted(folder)), CheckpointError, r"^[^\n]+$"
+    for is_right, (load, error, message) in zip(right_by, (ours, by_timm), strict=True):
+        if is_right:
+            assert torch.equal(outputs(load()), right)
+        else:
+            with pytest.raises(error, match=message):
+                load()
 
 
 @pytest.mark.parametrize("kind", ["good", "gauss", "size"])
@@ -342,7 +316,7 @@ def test_values_are_looked_at_where_the_folder_says_that_they_were_written_so(fo
 
 def test_all_problems_are_listed(folder, folders):
     for name in (f"no {CARD}", "a count in the report", "outside the window", "another mean"):
-        CASES[name].damage(folder, folders)
+        CASES[name][0](folder, folders)
     found = lines(verify(folder))
     for part in (f"{CARD}: ", f"{REPORT}: ", "outside", OTHER_TEXT):
         assert any(part in line for line in found), part
@@ -363,13 +337,6 @@ def test_links_to_the_files_are_as_good_as_the_files(folder, tmp_path, right):
         (folder / name).symlink_to(tmp_path / "cache" / name)
     assert verify(folder).ok
     assert torch.equal(outputs(load_converted(folder)), right)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-@pytest.mark.parametrize("name", FILES)
-def test_no_permission(folder, name):
-    (folder / name).chmod(0)
-    assert any(line.startswith(f"{name}: ") and "ermission" in line for line in lines(verify(folder)))
 
 
 # --- What users do to folders, and may
@@ -418,7 +385,7 @@ def test_a_lost_tensor_is_missed_with_a_new_head_too(folder, tmp_path, options):
 def test_damage_is_noticed_whatever_timm_is_asked_for(folder, folders, options):
     name = f"local-dir:{folder}"
     timm.create_model(name, pretrained=True, **options)
-    CASES["a flipped bit, in the middle"].damage(folder, folders)
+    CASES["a flipped bit, in the middle"][0](folder, folders)
     with pytest.raises(CheckpointError, match="not those that were written"):
         timm.create_model(name, pretrained=True, **options)
 
@@ -426,7 +393,7 @@ def test_damage_is_noticed_whatever_timm_is_asked_for(folder, folders, options):
 def test_an_edited_classifier_does_not_lose_a_layer(folder, folders):
     """timm drops the weights of what the config calls the classifier where the number of classes differs."""
     stem = load_converted(folder).stem[0].weight
-    CASES["another classifier"].damage(folder, folders)
+    CASES["another classifier"][0](folder, folders)
     model = timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=5)
     assert torch.equal(model.stem[0].weight, stem)
 
@@ -444,9 +411,9 @@ def test_a_folder_in_the_hubs_cache_is_checked(folder, folders, tmp_path):
     snapshot = hub_cache(folder, tmp_path)
     create = {"pretrained": True, "cache_dir": tmp_path / "hub"}
     assert torch.equal(outputs(timm.create_model("hf-hub:me/mine", **create)), outputs(load_converted(folder)))
-    for name in ("config of another plan", "other arguments", "a flipped bit, last byte", "weights of another seed"):
+    for name in ("config of another plan", "other arguments", "a flipped bit, at the end", "weights of another seed"):
         shutil.copytree(folder, snapshot, dirs_exist_ok=True)
-        CASES[name].damage(snapshot, folders)
+        CASES[name][0](snapshot, folders)
         with pytest.raises(CheckpointError):
             timm.create_model("hf-hub:me/mine", **create)
 
@@ -494,12 +461,6 @@ def test_other_precisions_are_compared_in_theirs(tmp_path, dtype):
 # --- The command, with its fresh process
 
 
-def run(*arguments, code):
-    with pytest.raises(SystemExit) as stopped:
-        main([str(argument) for argument in arguments])
-    assert stopped.value.code == code
-
-
 def test_the_command_rebuilds_in_a_process_of_its_own(folder, capsys):
     run("verify", folder, code=0)
     out, err = capsys.readouterr()
@@ -509,7 +470,7 @@ def test_the_command_rebuilds_in_a_process_of_its_own(folder, capsys):
 
 
 def test_the_command_names_damage_and_ends_with_2(folder, folders, capsys):
-    CASES["outside the window"].damage(folder, folders)
+    CASES["outside the window"][0](folder, folders)
     run("verify", folder, "--json", code=2)
     out, err = capsys.readouterr()
     data = json.loads(out)
@@ -517,7 +478,7 @@ def test_the_command_names_damage_and_ends_with_2(folder, folders, capsys):
     assert all(check.keys() == {"name", "ok", "detail"} for check in data["checks"])
     assert {check["name"] for check in data["checks"] if check["ok"] is False} == {WEIGHTS, "positions"}
     assert err == f"error: {folder}: 2 problems found\n"
-    CASES["metadata of a newer format"].damage(folder, folders)
+    CASES["metadata of a newer format"][0](folder, folders)
     run("verify", folder, code=2)
     out, err = capsys.readouterr()
     marks = {name: mark for mark, name, *_ in map(str.split, out.splitlines()) if mark != "ok"}

@@ -105,29 +105,22 @@ def test_timm_loads_with_another_head_and_other_input_channels(tmp_path):
     assert torch.equal(headless.forward_features(image), model.forward_features(image))
 
 
+def created(folder, seed, **options):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return timm.create_model(f"local-dir:{folder}", **options).state_dict()
+
+
 def test_a_new_head_follows_the_seed_as_timms_own_do(tmp_path):
-    model, plan = convert()
-    folder = f"local-dir:{save_converted(model, plan, tmp_path / 'out')}"
-
-    def head(seed):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return timm.create_model(folder, pretrained=True, num_classes=10).head.fc.weight
-
-    assert torch.equal(head(1), head(1))
-    assert not torch.equal(head(1), head(2))
+    folder = save_converted(*convert(), tmp_path / "out")
+    heads = [created(folder, seed, pretrained=True, num_classes=10)["head.fc.weight"] for seed in (1, 1, 2)]
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
 
 
 def test_without_its_weights_a_model_starts_at_random_by_the_seed(tmp_path):
-    model, plan = convert()
-    folder = f"local-dir:{save_converted(model, plan, tmp_path / 'out')}"
-
-    def state(seed):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return timm.create_model(folder).state_dict()
-
-    first, again, other = state(1), state(1), state(2)
+    folder = save_converted(*convert(), tmp_path / "out")
+    first, again, other = (created(folder, seed) for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     positions = [name for name in first if "positions" in name]
     assert not any(torch.equal(first[name], other[name]) for name in positions)
@@ -160,14 +153,18 @@ def test_same_input_gives_the_same_bytes(tmp_path):
         assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes(), file
 
 
+def converted(model):
+    plan = plan_conversion(find_convs(model), dilated_size=5)
+    apply_plan_(model, plan)
+    return model, plan
+
+
 def own():
     return nn.Sequential(nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2)]), nn.ReLU())
 
 
 def test_a_module_of_the_users_own_needs_the_module_to_load(tmp_path):
-    model = own()
-    plan = plan_conversion(find_convs(model), dilated_size=5)
-    apply_plan_(model, plan)
+    model, plan = converted(own())
     folder = save_converted(model, plan, tmp_path / "out", report=predict_report(plan))
     with pytest.raises(CheckpointError, match="pass the unconverted one"):
         load_converted(folder)
@@ -197,45 +194,29 @@ class Wrapped(nn.Module):
         self.original_module = module
 
 
-def without_tie(model):
-    model.stages[2].blocks[1].conv_dw = copy.deepcopy(model.stages[2].blocks[1].conv_dw)
+def with_conv(change):
+    def replace(model):
+        block = model.stages[2].blocks[1]
+        block.conv_dw = change(block.conv_dw)
+
+    return replace
 
 
-def wrapped(model):
-    model.stages[2].blocks[1].conv_dw = Wrapped(model.stages[2].blocks[1].conv_dw)
-
-
-def with_another_head(model):
-    model.reset_classifier(5)
-
-
-def with_more(model):
-    model.extra = nn.Linear(2, 2)
-
-
-def with_another_window(model):
-    other, _ = convert(size=9, kernel_count=5)
-    model.stages[0] = other.stages[0]
-
-
-def nan(model):
-    model.stem[0].weight.data[0] = torch.nan
-
-
-def nan_positions(model):
-    model.stages[2].blocks.dcls_positions.data[0] = torch.nan
+BLOCK = r"stages\.2\.blocks\.1\.conv_dw"
+WINDOW = r"stages\.0\.blocks\.0\.conv_dw\.weight has shape \(24, 1, 5\), the plan"
+NOT_FINITE = r"has \d+ of \d+ values that are NaN or infinite"
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (without_tie, r"stages\.2\.blocks\.1\.conv_dw has positions of its own; the plan shares them in stages\.2"),
-        (wrapped, r"stages\.2\.blocks\.1\.conv_dw is a Wrapped, not a layer with learnable positions"),
-        (with_another_head, r"head\.fc\.weight has shape \(5, 64\), the model needs \(1000, 64\)"),
-        (with_more, "has extra.weight, extra.bias too many"),
-        (with_another_window, r"stages\.0\.blocks\.0\.conv_dw\.weight has shape \(24, 1, 5\), the plan"),
-        (nan, r"stem\.0\.weight has 48 of 1152 values that are NaN or infinite"),
-        (nan_positions, r"stages\.2\.blocks\.dcls_positions has \d+ of \d+ values that are NaN or infinite"),
+        (with_conv(copy.deepcopy), rf"{BLOCK} has positions of its own; the plan shares them in stages\.2"),
+        (with_conv(Wrapped), rf"{BLOCK} is a Wrapped, not a layer with learnable positions"),
+        (lambda m: m.reset_classifier(5), r"head\.fc\.weight has shape \(5, 64\), the model needs \(1000, 64\)"),
+        (lambda m: m.add_module("extra", nn.Linear(2, 2)), "has extra.weight, extra.bias too many"),
+        (lambda m: m.stages.__setitem__(0, convert(kernel_count=5)[0].stages[0]), WINDOW),
+        (lambda m: m.stem[0].weight.data[0].fill_(torch.nan), rf"stem\.0\.weight {NOT_FINITE}"),
+        (lambda m: m.stages[2].blocks.dcls_positions.data[0].fill_(torch.nan), rf"dcls_positions {NOT_FINITE}"),
     ],
 )
 def test_a_model_that_does_not_fit_its_plan_is_not_written(tmp_path, change, says):
@@ -248,9 +229,7 @@ def test_a_model_that_does_not_fit_its_plan_is_not_written(tmp_path, change, say
 
 
 def test_a_model_of_the_users_own_is_held_to_its_plan_too(tmp_path):
-    model = own()
-    plan = plan_conversion(find_convs(model), dilated_size=5)
-    apply_plan_(model, plan)
+    model, plan = converted(own())
     model[0][1] = copy.deepcopy(model[0][1])
     with pytest.raises(CheckpointError, match=r"0\.1 has positions of its own"):
         save_converted(model, plan, tmp_path / "out", report=predict_report(plan))
@@ -265,11 +244,11 @@ def test_numbers_in_the_config_are_finite(tmp_path):
 
 
 def test_masks_are_no_problem(tmp_path):
-    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4))
-    model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
-    plan = plan_conversion(find_convs(model), dilated_size=5)
-    apply_plan_(model, plan)
+    def masked(mask):
+        model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4))
+        model.register_buffer("mask", mask)
+        return model
+
+    model, plan = converted(masked(torch.full((3, 3), -torch.inf).triu(1)))
     folder = save_converted(model, plan, tmp_path / "out", report=predict_report(plan))
-    unconverted = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4))
-    unconverted.register_buffer("mask", torch.zeros(3, 3))
-    assert same_states(load_converted(folder, model=unconverted), model)
+    assert same_states(load_converted(folder, model=masked(torch.zeros(3, 3))), model)

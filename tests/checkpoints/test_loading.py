@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 from dcls_convert import load_converted, save_converted
 from dcls_convert.checkpoints.folder import WEIGHTS
 from dcls_convert.checkpoints.save import write_files
-from dcls_convert.cli.app import main
 from dcls_convert.networks import weights
 from dcls_convert.networks.source import ModelSource, build_hollow, build_model
 from dcls_convert.networks.weights import fill_, load_weights_, read_weights
+from dcls_convert.surgery import convert as conversion
 
-from .folders import convert
+from .folders import convert, run
 
 FAMILIES = {
     "timm:test_convnext": {},
@@ -31,11 +31,7 @@ FAMILIES = {
     "torchvision:ssdlite320_mobilenet_v3_large": {},  # anchors in a plain attribute
 }
 # Not to be had without drawing or calculating more than the file has; on the CPU, as ever.
-BUILT = {
-    "timm:resnetblur18",
-    "timm:swin_tiny_patch4_window7_224",
-    "torchvision:ssdlite320_mobilenet_v3_large",
-}
+BUILT = {"timm:resnetblur18", "timm:swin_tiny_patch4_window7_224", "torchvision:ssdlite320_mobilenet_v3_large"}
 
 
 def tensors_of(model):
@@ -151,16 +147,12 @@ def test_the_command_draws_no_weights_that_a_file_has(tmp_path, monkeypatch, cap
     arguments = ["timm:test_convnext", "--dilated-size", "9", "--init", "largest", "-q"]
     arguments += ["--checkpoint", str(tmp_path / "w.safetensors"), "--output"]
     folders = [tmp_path / "hollow", tmp_path / "ordinary"]
-    real, cpu = build_model, []
-    for home in ("networks.source", "surgery.convert"):
-        counted = lambda *a, **k: cpu.append(k.get("device")) or real(*a, **k)  # noqa: E731
-        monkeypatch.setattr(f"dcls_convert.{home}.build_model", counted)
+    real, drawn = build_model, []
+    monkeypatch.setattr(conversion, "build_model", lambda *a, **k: drawn.append(a) or real(*a, **k))
     for folder in folders:
-        with pytest.raises(SystemExit) as stop:
-            main([*arguments, str(folder)])
-        assert stop.value.code == 0
-        assert cpu == (["meta"] if folder == folders[0] else ["meta", "meta", None])
-        monkeypatch.setattr("dcls_convert.surgery.convert.build_hollow", lambda _: None)
+        run(*arguments, folder)
+        assert len(drawn) == folders.index(folder)
+        monkeypatch.setattr(conversion, "build_hollow", lambda _: None)
     capsys.readouterr()
     for path in sorted(folders[0].iterdir()):
         assert path.read_bytes() == (folders[1] / path.name).read_bytes(), path.name

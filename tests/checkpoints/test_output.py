@@ -20,25 +20,19 @@ from dcls_convert.errors import CheckpointError
 from .folders import convert
 
 
-def anything(_path):
-    return None
-
-
 def folder_of(text):
     """Fills a new folder with a file that holds the text."""
-
-    def write(path, *, force=False, between=lambda: None):
-        with new_folder(path, force=force, foreign=anything) as partial:
-            (partial / "file").write_text(text)
-            between()
-
-    return write
+    return writer(text, "file", lambda path, force: new_folder(path, force=force, foreign=lambda _: None))
 
 
 def file_of(text):
+    return writer(text, "", lambda path, force: new_file(path, force=force))
+
+
+def writer(text, name, new):
     def write(path, *, force=False, between=lambda: None):
-        with new_file(path, force=force) as partial:
-            partial.write_text(text)
+        with new(path, force) as partial:
+            (partial / name).write_text(text)
             between()
 
     return write
@@ -132,10 +126,11 @@ def test_a_failure_leaves_nothing_and_the_old_one_as_it_was(tmp_path, kind, erro
     def fail():
         raise error
 
-    with pytest.raises(CheckpointError if isinstance(error, OSError) else type(error)) as raised:
+    expected = CheckpointError if isinstance(error, OSError) else type(error)
+    with pytest.raises(expected) as raised:
         kind("new")(tmp_path / "out", force=True, between=fail)
     assert "nothing was left there" not in str(raised.value)  # the old one is there
-    with pytest.raises(CheckpointError if isinstance(error, OSError) else type(error)) as raised:
+    with pytest.raises(expected) as raised:
         kind("new")(tmp_path / "new" / "out", between=fail)
     assert ("nothing was left there" in str(raised.value)) is isinstance(error, OSError)
     assert content(tmp_path / "out") == "old"

@@ -67,7 +67,7 @@ def attack(good, folder, model, args):
     def change(config):
         plan = config["model_args"]["plan"]
         plan["model"], plan["model_args"] = model, args
-        config["model_args"] = {**args, "base": model, "plan": plan}
+        config["model_args"] = {**args, "plan": plan}
 
     edit_json(folder / CONFIG, change)
     seal(folder)
