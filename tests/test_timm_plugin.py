@@ -55,6 +55,7 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_of_imports_registers_our_entry(order):
     done = run(f"{ORDERS[order]}\n{CHECK}")

@@ -1,6 +1,6 @@
 """A save with force over an old folder, killed at any moment: the old or the new folder is there, whole.
 
-DCLS_CONVERT_KILLS=200 kills saves at 200 moments for each signal; the plain run does a few.
+DCLS_CONVERT_KILLS=200 kills saves at 200 moments for each signal; `pytest -m processes` does a few.
 """
 
 import contextlib
@@ -19,7 +19,10 @@ from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 
 from .folders import convert
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and renameat2")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="needs fork and renameat2"),
+]
 
 MOMENTS = int(os.environ.get("DCLS_CONVERT_KILLS", "8"))
 # Forks a process for every line that it reads; that one saves over the folder, slowly around each renaming.

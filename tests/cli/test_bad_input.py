@@ -52,10 +52,10 @@ def table(rows):
     )
 
 
-def snapshot():
+def snapshot(folder="."):
     """Everything in the folder, hidden files too, with its mode and its content or where the link points."""
     content = lambda path: path.readlink() if path.is_symlink() else path.is_file() and path.read_bytes()  # noqa: E731
-    return {path: (path.lstat().st_mode, content(path)) for path in Path().rglob("*")}
+    return {path: (path.lstat().st_mode, content(path)) for path in Path(folder).rglob("*")}
 
 
 def check_line(out, err, says):

@@ -23,7 +23,8 @@ from dcls_convert.networks.quiet import quietly
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.options import FOLD_FORMATS
 
-from ..cli.test_bad_input import refused, run, snapshot  # noqa: F401
+from ..cli.test_bad_input import refused, snapshot
+from ..command_line import run
 from ..surgery.test_fold import FLOAT32_ERROR, IMAGE, tiny, trained
 
 EXPORTS = ("onnx", "pt2")
@@ -275,12 +276,12 @@ def here(tmp_path, checkpoints):
         ("notes.txt --format pt2", "notes.txt: is not a folder"),
     ],
 )
-def test_refusals(refused, here, arguments, says):  # noqa: F811
+def test_refusals(here, arguments, says):
     refused("fold", *arguments.split(), says=[says])
 
 
 @pytest.mark.parametrize("missing", ["onnx", "onnxscript", "onnxruntime"])
-def test_a_missing_package_is_named_before_any_work(refused, here, monkeypatch, missing):  # noqa: F811
+def test_a_missing_package_is_named_before_any_work(here, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.setattr(dcls_convert.export.formats, "load_converted", None)
     says = f"--format onnx needs {missing}: pip install 'dcls-convert[export]'"
@@ -289,7 +290,7 @@ def test_a_missing_package_is_named_before_any_work(refused, here, monkeypatch, 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
 @pytest.mark.parametrize("format", FOLD_FORMATS)
-def test_a_damaged_checkpoint_is_refused(refused, checkpoints, tmp_path, file, format):  # noqa: F811
+def test_a_damaged_checkpoint_is_refused(checkpoints, tmp_path, file, format):
     folder = tmp_path / "in"
     folder.mkdir()
     for path in (checkpoints / "Plain").iterdir():
@@ -315,21 +316,18 @@ def test_quietly_keeps_all_but_errors_away(capfd):
 
 
 @pytest.mark.parametrize("format", FOLD_FORMATS)
-def test_the_command_says_what_it_wrote(checkpoints, capfd, format):
+def test_the_command_says_what_it_wrote(checkpoints, format):
     checkpoint = str(checkpoints / "Plain")
     fold = ["fold", checkpoint, "--trust-code", "--format", format]
-    code, out, err = run([*fold, "--json", "--output", f"x.{format}"], capfd)
-    assert code == 0
+    out, err = run(*fold, "--json", "--output", f"x.{format}")
     found = json.loads(out)
     assert found["format"] == format
     assert found["output"] == f"x.{format}"
     assert found["relative_error"] < FLOAT32_ERROR
     assert (found["layers"], found["input_size"]) == (2, list(IMAGE))
     assert all(line.startswith(f"{checkpoint}: ") for line in err.splitlines())
-    code, out, err = run([*fold, "--quiet", "--output", f"y.{format}"], capfd)
-    assert (code, out, err) == (0, f"y.{format}\n", "")
-    code, out, err = run([*fold, "--output", f"z.{format}"], capfd)
-    assert code == 0
+    assert run(*fold, "--quiet", "--output", f"y.{format}") == (f"y.{format}\n", "")
+    out, _ = run(*fold, "--output", f"z.{format}")
     assert f"{found['relative_error']:.1e}" in out
     assert f"{found['params_before']:,} → {found['params_after']:,}" in out
     snippet = out.partition("\n\n")[2]

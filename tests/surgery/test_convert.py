@@ -21,7 +21,7 @@ from dcls_convert.surgery.place import place_layers_
 
 from ..conftest import TINY
 
-PLACES = 25  # at which a failure is injected, spread over all operations
+PLACES = 12  # at which a failure is injected, spread over all operations
 
 
 def snapshot(model):
