@@ -54,8 +54,6 @@ def create_converted(
     A folder of `save_converted` is checked against the metadata of its weights; hashing them takes about as long as
     reading them. A folder of timm's own savers has none, and is held to names and shapes.
     """
-    from timm.models import load_pretrained
-
     if plan is None:
         raise ModelError(
             f'"{TIMM_ARCHITECTURE}" is not a model by itself; load a checkpoint: timm.create_model("local-dir:FOLDER")'
@@ -74,34 +72,52 @@ def create_converted(
     source = ModelSource(name=base, args={**kwargs, "features_only": True} if features_only else kwargs)
     model = build_model(source, seed=None, trust_code=True)  # checked above; the caller's own arguments may be objects
     placed = _plan_for_features(conversion, _feature_names(model, conversion)) if features_only else conversion
-    if pretrained:
-        place_(model, placed)
-    else:
-        from ..surgery.start import apply_plan_
-
-        apply_plan_(model, placed, init="random", generator=torch.default_generator)
+    _put_layers_(model, placed, with_values=not pretrained)
     known = getattr(model, "pretrained_cfg", None) or {}
     config |= {name: known[name] for name in ("classifier", "first_conv") if name in known}
     note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
     if pretrained:
-
-        def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-            check_tensors(state, _stamp(config, cache_dir), Path(WEIGHTS))
-            if features_only:
-                return _features_state(state, model, config, kwargs.get("in_chans"))
-            state = state | {alias: state[name] for alias, name in alias_names(model).items() if name in state}
-            _check_complete(state, model, config)
-            return state
-
-        load_pretrained(
-            model,
-            pretrained_cfg=config,
-            num_classes=0 if features_only else getattr(model, "num_classes", config["num_classes"]),
-            in_chans=config["input_size"][0] if features_only else kwargs.get("in_chans", config["input_size"][0]),
-            filter_fn=fit,
-            cache_dir=cache_dir,
-        )
+        _load_(model, config, kwargs.get("in_chans"), features_only, cache_dir)
     return model
+
+
+def _put_layers_(model: nn.Module, plan: ConversionPlan, *, with_values: bool) -> None:
+    """With values, the layers start at random, as timm's do without weights."""
+    if not with_values:
+        place_(model, plan)
+        return
+    from ..surgery.start import apply_plan_
+
+    apply_plan_(model, plan, init="random", generator=torch.default_generator)
+
+
+def _load_(
+    model: nn.Module,
+    config: dict[str, Any],
+    in_chans: int | None,
+    features_only: bool,
+    cache_dir: str | Path | None,
+) -> None:
+    """Load the weights by timm's own function, which adapts head and first convolution."""
+    from timm.models import load_pretrained
+
+    def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        check_tensors(state, _stamp(config, cache_dir), Path(WEIGHTS))
+        if features_only:
+            return _features_state(state, model, config, in_chans)
+        state = state | {alias: state[name] for alias, name in alias_names(model).items() if name in state}
+        _check_complete(state, model, config)
+        return state
+
+    channels = config["input_size"][0]
+    load_pretrained(
+        model,
+        pretrained_cfg=config,
+        num_classes=0 if features_only else getattr(model, "num_classes", config["num_classes"]),
+        in_chans=channels if features_only or in_chans is None else in_chans,
+        filter_fn=fit,
+        cache_dir=cache_dir,
+    )
 
 
 def _resolved_config(given: Any, overlay: dict[str, Any] | None) -> dict[str, Any]:
