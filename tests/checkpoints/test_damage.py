@@ -461,6 +461,7 @@ def test_other_precisions_are_compared_in_theirs(tmp_path, dtype):
 # --- The command, with its fresh process
 
 
+@pytest.mark.processes
 def test_the_command_rebuilds_in_a_process_of_its_own(folder, capsys):
     run("verify", folder, code=0)
     out, err = capsys.readouterr()
@@ -469,6 +470,7 @@ def test_the_command_rebuilds_in_a_process_of_its_own(folder, capsys):
     assert "differ by 0.0e+00 of the stored norm" in out
 
 
+@pytest.mark.processes
 def test_the_command_names_damage_and_ends_with_2(folder, folders, capsys):
     CASES["outside the window"][0](folder, folders)
     run("verify", folder, "--json", code=2)
@@ -504,6 +506,7 @@ def build():
 KILLED = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
 
 
+@pytest.mark.processes
 def test_models_of_the_users_own_are_built_from_the_current_folder_if_trusted(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mymodel_v.py").write_text(OWN_MODULE)

@@ -80,6 +80,7 @@ def in_the_hubs_cache(folder, hub):
     shutil.copytree(folder, snapshot)
 
 
+@pytest.mark.processes
 def test_no_way_in_runs_imports_opens_or_downloads_what_a_folder_names(tmp_path):
     folders, hub = tmp_path / "folders", tmp_path / "hub"
     folders.mkdir()

@@ -178,6 +178,7 @@ def test_help_names_every_option_in_a_group(monkeypatch):
     assert groups == ["Arguments", "Options", WHAT, HOW_MANY, WHERE, OUTPUT]
 
 
+@pytest.mark.processes
 def test_process_with_warnings_as_errors_in_a_pipe_gives_the_same_bytes():
     """Python -W error, stdout and stderr piped; and equal bytes from another process."""
     run(TINY, "--quiet", "--output", "here")

@@ -661,6 +661,7 @@ main(["mymodel:build", "--output", "a/out"])
 """
 
 
+@pytest.mark.processes
 def test_a_hail_of_signals_is_one_line_and_leaves_nothing():
     Path("mymodel.py").write_text(WAITING)
     process = subprocess.Popen(

@@ -240,6 +240,7 @@ def test_an_option_that_the_rules_overrule_is_refused_once(capsys, tmp_path):
     assert "the dilated size given has no effect" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_ctrl_c_while_workers_start_is_one_line_and_leaves_no_process():
     process = subprocess.Popen(
         [
