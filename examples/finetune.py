@@ -128,12 +128,12 @@ class Run:
 def build_model(args: argparse.Namespace, classes: int) -> tuple[nn.Module, Any]:
     """The model with a head for the classes, and its plan."""
     options = {"num_classes": classes, "drop_path_rate": args.drop_path} if args.drop_path else {"num_classes": classes}
+    seed_all("model", args.seed)  # a new head draws from the global generator
     if Path(args.model).is_dir():
         model = timm.create_model(f"local-dir:{args.model}", pretrained=True, **options)
         return model, tuned_plan(model, read_plan(args.model))
     if not timm.is_model(args.model):
         raise DclsConvertError(f"{args.model}: neither a folder nor a model of timm")
-    seed_all("model", args.seed)
     model = timm.create_model(args.model, pretrained=args.pretrained, **options)
     if args.dilated_size is None:
         return model, None
