@@ -7,7 +7,8 @@ from .errors import ModelError as ModelError
 from .errors import NothingMatchesError as NothingMatchesError
 from .errors import PlanError as PlanError
 from .errors import RuleError as RuleError
-from .fitting.calibration import calibrate as calibrate
+from .fitting.images import Calibration as Calibration
+from .fitting.images import calibrate as calibrate
 from .layers.construction import construct_kernel as construct_kernel
 from .layers.conv_classes import register_conv as register_conv
 from .layers.dcls_conv import DclsConv1d as DclsConv1d
@@ -28,6 +29,7 @@ from .surgery.start import apply_plan_ as apply_plan_
 
 __version__: str
 __all__ = [
+    "Calibration",
     "CheckpointError",
     "ConversionPlan",
     "ConversionReport",

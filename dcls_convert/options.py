@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
 Interpolation = Literal["bilinear", "triangle", "gaussian"]
-Scope = Literal["model", "stage", "layer"]
+Scope = Literal["model", "stage", "layer", "error"]
 Tie = Literal["stage", "none"]
 Init = Literal["auto", "random", "largest", "fit", "exact"]
 Positions = Literal["normal", "uniform"]
@@ -14,13 +14,14 @@ AuthorsVersion = Literal["v0", "v1"]  # of their package's layers without sigma;
 FoldFormat = Literal["timm", "onnx", "pt2"]
 
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
-SCOPES: tuple[str, ...] = get_args(Scope)
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 TIES: tuple[str, ...] = get_args(Tie)
 INITS: tuple[str, ...] = get_args(Init)
 POSITIONS: tuple[str, ...] = get_args(Positions)
 FOLD_FORMATS: tuple[str, ...] = get_args(FoldFormat)
 
 AUTO = "auto"
+ERROR = "error"  # the scope by which each tie group gets as many elements as its kernels need; for trained kernels
 EXACT = "exact"  # as many elements as the old kernel has cells, at their places: the same function
 DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the parameter count
 

@@ -1,7 +1,7 @@
 """`dcls-convert MODEL`: plan, convert, report, and write a checkpoint."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from ..errors import CheckpointError, DclsConvertError, PlanError
-from ..options import AUTO, EXACT, AuthorsVersion, Init, PlanOptions, Positions
+from ..options import AUTO, ERROR, EXACT, AuthorsVersion, Init, PlanOptions, Positions
 from . import console
 from .arguments import (
     MOST_COUNT,
@@ -91,6 +91,8 @@ def convert(
             "--pretrained and --checkpoint exclude each other": pretrained and checkpoint is not None,
             "--authors-version describes the file of --checkpoint": authors_version is not None and checkpoint is None,
             "--plan carries out a plan as it is: leave the options that make one": plan is not None and made_anew,
+            "--scope error needs trained kernels: --pretrained or --checkpoint": options.scope == ERROR and not trained,
+            "--scope error measures what kernels lose; --dry-run reads none": options.scope == ERROR and dry_run,
         }
     )
     from ..checkpoints.save import save_converted
@@ -106,19 +108,15 @@ def convert(
     with console.steps(model, quiet=quiet) as step:
         step("planning")
         source = resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained)
-        made, state, start = _planned(
-            source, plan, options, start, checkpoint, input_size, offline=dry_run, note=note, step=step
-        )
+        network = _Network(source, f"checkpoint {checkpoint}", pretrained=pretrained, step=step)
+        made, start = _planned(network, plan, options, start, checkpoint, input_size, offline=dry_run, note=note)
         report, moved = predict_report(made), None
         if not dry_run:
             output = output or _default_output(source, made)
             _check_files(None, output, force=force)
-            where = f"checkpoint {checkpoint}"
-            network, done = _carry_out(
-                made, source, state, start, where=where, pretrained=pretrained, note=note, step=step
-            )
+            converted, done = _carry_out(made, network, start, note=note)
             step(f"writing {output}")
-            save_converted(network, made, output, report=done.report, force=force)
+            save_converted(converted, made, output, report=done.report, force=force)
             report, moved = done.report.with_output(str(output)), done.moved
     with console.standing(output):
         if json_:
@@ -126,7 +124,7 @@ def convert(
         elif quiet:
             console.show(str(output))
         else:
-            console.show(report_view(report, verbose=verbose))
+            console.show(report_view(replace(report, outcome=None), verbose=verbose))
             console.show(*([] if output is None else _next_steps(report, output, start, moved)))
 
 
@@ -186,8 +184,41 @@ def _check_files(checkpoint: Path | None, output: Path | None, *, force: bool) -
         check_output(output, force=force, foreign=not_of_a_checkpoint)
 
 
+@dataclass(kw_only=False, slots=True)
+class _Network:
+    """The network to convert; built when it is needed, and once."""
+
+    source: "ModelSource"
+    where: str  # its weights come from, for messages
+    pretrained: bool
+    step: Say
+    state: "dict[str, Tensor] | None" = None  # its weights from a file
+    built: "tuple[nn.Module, list[str]] | None" = None  # with the names that kept their initial values
+    seed: int = 0
+
+    @property
+    def new_classifier(self) -> bool:
+        return "num_classes" in self.source.args
+
+    def build(self) -> "tuple[nn.Module, list[str]]":
+        from ..surgery.convert import build_with_weights
+
+        if self.built is None:
+            self.step("building with pretrained weights" if self.pretrained else "building")
+            self.built = build_with_weights(
+                self.source,
+                self.state,
+                where=self.where,
+                pretrained=self.pretrained,
+                seed=self.seed,
+                new_classifier=self.new_classifier,
+            )
+            self.state = None
+        return self.built
+
+
 def _planned(
-    source: "ModelSource",
+    network: _Network,
     folder: Path | None,
     options: PlanOptions,
     start: "Start",
@@ -196,26 +227,27 @@ def _planned(
     *,
     offline: bool,
     note: Say,
-    step: Say,
-) -> tuple["ConversionPlan", "dict[str, Tensor] | None", "Start"]:
-    """A new plan or the folder's, the weights of the checkpoint, and the start, which these weights may decide."""
+) -> tuple["ConversionPlan", "Start"]:
+    """A new plan or the folder's, and the start, which the weights of the checkpoint may decide."""
     from ..checkpoints.folder import read_plan
     from ..layers.geometry import size_text
     from ..networks.source import build_model, rebuildable_source
     from ..surgery.convert import plan_again, plan_for
 
-    twin = build_model(source, device="meta", seed=start.seed, offline=offline, trust_code=True)
-    state = None
+    network.seed = start.seed
+    twin = build_model(network.source, device="meta", seed=start.seed, offline=offline, trust_code=True)
     if checkpoint is not None:
-        step("reading weights")
-        state, start = _read_weights(checkpoint, twin, start, note)
-    rebuilt = rebuildable_source(twin, source)
+        network.step("reading weights")
+        network.state, start = _read_weights(checkpoint, twin, start, note)
+    rebuilt = rebuildable_source(twin, network.source)
     if folder is not None:
-        return plan_again(twin, read_plan(folder), rebuilt), state, start
-    plan = plan_for(twin, options, start, source=rebuilt, input_size=input_size)
+        return plan_again(twin, read_plan(folder), rebuilt), start
+    # Most plans need no weights, and one that cannot be made is refused before any are loaded.
+    model = network.build()[0] if options.scope == ERROR and start.elements is None else twin
+    plan = plan_for(model, options, start, source=rebuilt, input_size=input_size, step=network.step)
     if plan.macs is None and input_size is not None:
         raise PlanError(f"input size {size_text(input_size)}: {plan.macs_note}")
-    return plan, state, start
+    return plan, start
 
 
 def _read_weights(
@@ -246,42 +278,38 @@ def _read_weights(
 
 
 def _carry_out(
-    plan: "ConversionPlan",
-    source: "ModelSource",
-    state: "dict[str, Tensor] | None",
-    start: "Start",
-    *,
-    where: str,
-    pretrained: bool,
-    note: Say,
-    step: Say,
+    plan: "ConversionPlan", network: _Network, start: "Start", *, note: Say
 ) -> tuple["nn.Module", "Conversion"]:
-    from ..surgery.convert import build_with_weights, carry_out_
+    from ..surgery.convert import carry_out_
 
-    step("building with pretrained weights" if pretrained else "building")
-    new_classifier = "num_classes" in source.args
-    network, kept = build_with_weights(
-        source, state, where=where, pretrained=pretrained, seed=start.seed, new_classifier=new_classifier
-    )
-    step("converting")
-    done = carry_out_(network, plan, start, new_classifier=new_classifier, note=note)
+    model, kept = network.build()
+    network.step("converting")
+    done = carry_out_(model, plan, start, new_classifier=network.new_classifier, note=note, step=network.step)
     for name in (*kept, *done.kept):
         note(f"{name} has another shape in the checkpoint and starts from random values")
-    return network.eval(), done
+    return model.eval(), done
 
 
 def _next_steps(report: "ConversionReport", output: Path, start: "Start", moved: float | None) -> list[str | Text]:
     from ..checkpoints.save import loading_code
+    from ..reports.report_view import outcome_sentences
 
+    loading = loading_code(report.model).format(folder=output).splitlines()
     return [
         "",
-        f"Wrote {output}, from {_start_in_words(start, report, moved)}.",
+        f"Wrote {output}, from {_start_in_words(start)}.",
         Text("Fine-tune it:\n", style="bold"),
-        *[f"    {line}" if line else "" for line in loading_code(report.model).format(folder=output).splitlines()],
+        *[f"    {line}" if line else "" for line in loading],
+        *(["", *outcome_sentences(report)] if report.outcome else []),
+        *(
+            []
+            if moved is None or (report.outcome and report.outcome.images)
+            else [f"Outputs for random images moved by {100 * moved:.2g} %."]
+        ),
     ]
 
 
-def _start_in_words(start: "Start", report: "ConversionReport", moved: float | None) -> str:
+def _start_in_words(start: "Start") -> str:
     """What the new layers start from."""
     if start.elements is not None:
         return "the authors' elements and positions; it gives the outputs of their network"
@@ -292,11 +320,10 @@ def _start_in_words(start: "Start", report: "ConversionReport", moved: float | N
         return f"random initialisation (seed {start.seed}), as in the paper; --pretrained or --checkpoint load weights"
     if start.how == "random":
         return "trained weights, but random elements in the new layers"
-    how = "reduced to their largest cells" if start.how == "largest" else "with elements fitted to them"
-    errors = [layer.fit_error for layer in report.layers if layer.fit_error is not None]
-    left = f" (mean relative kernel error {sum(errors) / len(errors):.3f})" if errors else ""
-    outputs = "" if moved is None else f"; outputs for random images moved by {100 * moved:.2g} %"
-    return f"the trained kernels, {how}{left}{outputs}"
+    fitted = (
+        "with elements fitted to what they give for images" if start.calibration else "with elements fitted to them"
+    )
+    return f"the trained kernels, {'reduced to their largest cells' if start.how == 'largest' else fitted}"
 
 
 def _note(text: str) -> None:

@@ -73,6 +73,30 @@ def fit_elements(
     return weights, positions
 
 
+def relative_errors(
+    kernels: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    positions: Tensor,
+    *,
+    dilation: Sequence[int],
+    size: Sequence[int],
+    interpolation: str = "bilinear",
+    dense_axes: Sequence[int] = (),
+    roots: Sequence[Tensor] | None = None,
+) -> list[float]:
+    """|new - old| / |old| of each layer's kernels, or with `roots` of what they give; arguments as `fit_elements`."""
+    box = box_of(kernels[0].shape[2:], dilation, size, interpolation, dense_axes)
+    lines = torch.stack([box.lines_of(kernel) for kernel in kernels], dim=1)  # (N, L, S)
+    metric = None if roots is None else _metric(roots, kernels[0], len(lines))
+    places = positions.flatten(1, -2).movedim(0, -1).to(lines) - lines.new_tensor(box.origin)
+    found = torch.stack([weight.flatten(0, -2) for weight in weights], dim=1).to(lines)
+    left, whole = (
+        _errors(lines, _Elements(places=places, weights=part), box, metric).sum(0)
+        for part in (found, torch.zeros_like(found))
+    )
+    return [math.sqrt(part / of) if of else 0.0 for part, of in zip(left.tolist(), whole.tolist(), strict=True)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Elements:
     places: Tensor  # (N, E, A), in cells of the box
@@ -87,8 +111,8 @@ def _metric(roots: Sequence[Tensor], kernel: Tensor, lines: int) -> Metric:
     channels = (group[:, None] * per_group + torch.arange(per_group, device=kernel.device)).flatten()
     # Cells of dense axes are lines of their own, and see the same channel.
     channels = channels.repeat_interleave(lines // len(channels))
-    stacked = torch.stack(list(roots), dim=1)  # (in_channels, L, S, S)
-    return lambda chosen: stacked[channels[chosen]]
+    stacked = torch.stack(list(roots), dim=1).to(kernel.device, torch.promote_types(kernel.dtype, torch.float32))
+    return lambda chosen: stacked[channels[chosen]]  # of (in_channels, L, S, S)
 
 
 def _fitted(lines: Tensor, start: _Elements, box: Box, metric: Metric | None, generator: torch.Generator) -> _Elements:

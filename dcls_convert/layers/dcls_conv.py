@@ -198,11 +198,14 @@ class DclsConvNd(Tied):
         """The input, padded where the convolution cannot, and the padding left to it: fixed numbers of zeros."""
         if self.padding_mode == "zeros" and self.padding != DYNAMIC_SAME and not is_uneven(self.padding):
             return input, self.padding
+        return self.padded(input), (0,) * self.dims
+
+    def padded(self, input: Tensor) -> Tensor:
+        """The input with all its padding, so that a convolution without any gives the layer's output."""
         extents = [extent(size, spacing) for size, spacing in zip(self.kernel_size, self.dilation, strict=True)]
         sides = padded_cells(self.padding, input.shape[-self.dims :], extents, self.stride)
         widths = [cells for axis in reversed(sides) for cells in axis]
-        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        return F.pad(input, widths, mode=mode), (0,) * self.dims
+        return F.pad(input, widths, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if not self.positions.is_meta:

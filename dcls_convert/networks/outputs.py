@@ -69,6 +69,15 @@ def relative_distance(outputs: Any, others: Any) -> float | None:
     return math.sqrt(left / whole) if whole and math.isfinite(left / whole) else None
 
 
+def same_top1(outputs: Any, others: Any) -> float | None:
+    """The share of images whose largest class score (N, classes) is that of the same class; None without classes."""
+    pairs = list(zip(pytree.tree_leaves(outputs), pytree.tree_leaves(others), strict=True))
+    if not pairs or not all(isinstance(one, Tensor) and one.dim() == 2 and one.shape[1] > 1 for one, _ in pairs):
+        return None
+    same = torch.cat([one.argmax(1) == other.argmax(1) for one, other in pairs])
+    return float(same.double().mean())
+
+
 def _error_of_leaf(place: str, tensor: object, other: object) -> float | None:
     """The error of two tensors; None for two equal values that are no tensors."""
     if not isinstance(tensor, Tensor) or not isinstance(other, Tensor):

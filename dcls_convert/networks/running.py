@@ -1,11 +1,11 @@
 """Run or change a network that belongs to somebody else, and leave it as it was."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextlib.contextmanager
@@ -26,22 +26,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def run(model: nn.Module, batch: Tensor) -> Any:
+    """The outputs for a batch, on the model's device and in its dtype."""
+    example = next((tensor for tensor in model.parameters() if tensor.is_floating_point()), batch)
+    return model(batch.to(example.device, example.dtype))
+
+
 @contextlib.contextmanager
-def unchanged_on_failure(model: nn.Module, *, values: bool = False) -> Iterator[None]:
+def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> Iterator[None]:
     """If the block fails, whatever the reason, every module has its parameters, children and attributes of before.
 
     Args:
         model: What the block changes.
-        values: Whether the block also writes into tensors of the model; a copy of them is kept meanwhile.
+        values: Tensors of the model into which the block writes; copies of them are kept meanwhile.
     """
     before = [(module, _contents(module)) for module in model.modules()]
-    tensors = [*model.parameters(), *model.buffers()] if values else []
-    copies = [tensor.detach().clone() for tensor in tensors]
+    copies = [tensor.detach().clone() for tensor in values]
     try:
         yield
     except BaseException:
         with torch.no_grad():
-            for tensor, copy in zip(tensors, copies, strict=True):
+            for tensor, copy in zip(values, copies, strict=True):
                 tensor.copy_(copy)
         for module, (attributes, registries) in before:
             vars(module).clear()

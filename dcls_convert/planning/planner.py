@@ -12,7 +12,7 @@ from ..layers.geometry import check_window, grown_padding, padded_cells, size_te
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
 from ..networks.stages import stage_by_pattern
-from ..options import AUTO, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, takes_plan_options
+from ..options import AUTO, ERROR, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, takes_plan_options
 from .budget import parse_percent
 from .plan import ConversionPlan, LayerCounts, LayerPlan, taken_from
 from .rules import AUTO_RULES, Claims, Rule, RuleSet, choose_rules, claim_sites, load_rules
@@ -37,7 +37,8 @@ def plan_conversion(
         kernel_count: Elements in a kernel for rules that state none. "auto" solves for the budget. "exact" takes as
             many as the old kernel has cells, whatever the budget; the layers can then start as the same function.
             `LayerCounts` gives the counts of existing elements; the layers to convert must be those it names.
-        scope: One count for the model, for each stage, or for each layer (a tie group counts as one layer).
+        scope: One count for the model, for each stage, or for each layer (a tie group counts as one layer). "error"
+            needs the model's kernels: only `convert_` and the command line plan with it.
         tie: "stage" shares positions among layers of one stage and shape, "none" gives every layer its own.
         budget: Percent of the replaced weights that new weights, positions and sigmas may use.
         interpolation: For rules that state none; bilinear without it.
@@ -59,6 +60,8 @@ def make_plan(
     counts = options.kernel_count if isinstance(options.kernel_count, LayerCounts) else None
     if counts is not None:
         options = replace(options, kernel_count=AUTO)
+    elif options.scope == ERROR and options.kernel_count == AUTO:
+        raise PlanError(f"scope {ERROR!r} measures what trained kernels lose; convert_ and dcls-convert MODEL can")
     _check_options(options)
     share = parse_percent(options.budget)
     arguments = _json_arguments(model_args or {})

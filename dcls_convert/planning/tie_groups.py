@@ -90,7 +90,8 @@ def with_counts(
     for draft in drafts:
         tie = group_of.get(draft.name)
         # A tie group has one count. With scope "layer", the group counts as one layer.
-        unit = {"model": MODEL_UNIT, "stage": draft.stage or draft.name, "layer": tie or draft.name}[scope]
+        units_of = {"stage": draft.stage or draft.name, "layer": tie or draft.name}
+        unit = units_of.get(scope, MODEL_UNIT)
         given = None if draft.kernel_count == UNSOLVED else draft.kernel_count
         decided = {"unit": unit, "tie_group": tie, "given_count": given}
         costs.append(BudgetLayer(**taken_from(draft, BudgetLayer) | decided))

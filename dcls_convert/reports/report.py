@@ -105,6 +105,16 @@ class BudgetReport(ParamsAllowed):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a conversion did to the function of a trained network."""
+
+    kernel_error: float | None  # mean of the layers' `fit_error`
+    images: int  # with which outputs were compared, and which no layer was fitted to
+    same_top1: float | None  # share of these images whose class is the same as before; None without classes
+    output_error: float | None  # |new - old| / |old| of the outputs for them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionReport:
     """The books of a conversion. The layers' parameters and `params_untouched` sum to `params`, and so do the MACs."""
 
@@ -120,6 +130,7 @@ class ConversionReport:
     stages_from: str
     params_untouched: int
     macs_untouched: int | None
+    outcome: Outcome | None = None  # None where nothing was trained, or nothing carried out
     plan: Annotated[ConversionPlan, Field(exclude=True)] = field(repr=False)  # what was carried out; not in the JSON
 
     @computed_field  # type: ignore[prop-decorator]
@@ -131,10 +142,10 @@ class ConversionReport:
     def with_output(self, output: str | None) -> "ConversionReport":
         return replace(self, output=output)
 
-    def with_fit_errors(self, errors: Mapping[str, float]) -> "ConversionReport":
+    def with_fit_errors(self, errors: Mapping[str, float], outcome: Outcome | None = None) -> "ConversionReport":
         """With the relative kernel errors that `apply_plan_` gave, by layer name."""
         layers = tuple(replace(layer, fit_error=errors.get(layer.name)) for layer in self.layers)
-        return replace(self, layers=layers)
+        return replace(self, layers=layers, outcome=outcome)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -17,6 +17,7 @@ from .report import Change, ConversionReport, LayerReport
 OUTSIDE = "(no stage)"
 NOT_COUNTED = "n/a"
 MOST_SKIPPED_KINDS = 6
+SMALL_ERROR = 1e-3  # of kernels; below, the outputs are the old ones as far as a user would ask
 MACS_SENTENCE = "every window cell is multiplied, empty or not."
 FOLDING_SENTENCE = (
     "Folding the kernels into plain convolutions keeps the outputs and these MACs, saves the construction, and stores "
@@ -108,7 +109,25 @@ def _sentences(report: ConversionReport) -> list[str]:
         held = (report.params.delta or 0) <= 0
         rise = "MACs rise although parameters do not: " if held else "MACs rise with the window: "
         lines.append(rise + MACS_SENTENCE + ("" if report.folded else f" {FOLDING_SENTENCE}"))
-    return [printable(line) for line in lines]
+    return [printable(line) for line in [*lines, *outcome_sentences(report)]]
+
+
+def outcome_sentences(report: ConversionReport) -> list[str]:
+    """What the conversion did to the function of a trained network; nothing where that is not known."""
+    outcome = report.outcome
+    if outcome is None or outcome.kernel_error is None:
+        return []
+    kernels = f"Mean relative error of the kernels: {outcome.kernel_error:.3f}."
+    if not outcome.images:
+        better = " --calibrate FOLDER, with some images, would keep the outputs closer."
+        return [kernels + better * (outcome.kernel_error >= SMALL_ERROR)]
+    found = []
+    if outcome.same_top1 is not None:
+        found.append(f"{100 * outcome.same_top1:.0f} % have the same top-1 class as before")
+    if outcome.output_error is not None:
+        found.append(f"the outputs' relative error is {outcome.output_error:.3f}")
+    images = f"{outcome.images} images" if outcome.images > 1 else "an image"
+    return [kernels, f"With {images} held out of the calibration: {', '.join(found) or 'nothing to compare'}."]
 
 
 def _new_kernels(report: ConversionReport) -> str:

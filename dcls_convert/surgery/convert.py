@@ -11,23 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, PlanError, listed, shown
-from ..fitting.calibration import calibrate
-from ..networks.outputs import relative_distance
-from ..networks.running import evaluating, unchanged_on_failure
-from ..networks.sites import find_convs
+from ..fitting.images import Calibration, Images, calibrate
+from ..networks.outputs import relative_distance, same_top1
+from ..networks.running import evaluating, run, unchanged_on_failure
+from ..networks.sites import ModelConvs, find_convs
 from ..networks.source import ModelSource, build_hollow, build_model, known_source, stated_input_size, with_names_of
 from ..networks.tracing import check_same_shapes
 from ..networks.weights import fill_, load_weights_, read_weights
-from ..options import AUTO, EXACT, SCOPES, AuthorsVersion, Init, PlanOptions, Positions, takes_plan_options
+from ..options import AUTO, ERROR, EXACT, SCOPES, AuthorsVersion, Init, PlanOptions, Positions, takes_plan_options
 from ..planning.budget import parse_percent
-from ..planning.plan import ConversionPlan
+from ..planning.plan import ConversionPlan, LayerCounts
 from ..planning.planner import make_plan
-from ..reports.report import ConversionReport, measure_report, predict_report
+from ..reports.report import ConversionReport, Outcome, measure_report, predict_report
 from .authors import AuthorsWeights, element_state, sort_weights, start_from_authors_
+from .counts import counts_by_error
 from .place import make_layers
-from .start import apply_plan_
-
-Images = str | Path | Mapping[str, Tensor]  # a folder of images, or what `calibrate` gave
+from .start import apply_plan_, fit_seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +36,7 @@ class Start:
     init: Init = "auto"  # "auto" is "fit" where the kernels are trained, else "random"
     trained: bool = True  # whether the model's kernels are worth keeping
     positions: Positions = "normal"  # of "random"
-    calibration: Images | None = None  # for "fit"
+    calibration: Images | Calibration | None = None  # for "fit"
     seed: int = 0
     elements: AuthorsWeights | None = None  # of a checkpoint that has elements already; overrules the rest
     authors_version: AuthorsVersion | None = None  # of those elements
@@ -64,22 +63,37 @@ def plan_for(
     *,
     source: ModelSource | None = None,
     input_size: Sequence[int] | None = None,
+    step: Callable[[str], None] = lambda _: None,
 ) -> ConversionPlan:
     """The plan for a model; DclsConvertError where it could not be carried out.
 
     Args:
-        model: Not changed; may be on the meta device.
+        model: Not changed; may be on the meta device, but for scope "error".
         options, source: What is asked for, and how the model is built again.
         start: Its elements, or an exact start, decide the kernel counts.
         input_size: (channels, *spatial) for MACs; without it, the size that the source or a timm model states.
+        step: Told about progress.
     """
     convs = find_convs(model, input_size or (stated_input_size(source, model) if source else None))
-    counts = replace(options, kernel_count=_kernel_count(options, start))
-    plan = make_plan(convs, counts, model=source.name if source else None, model_args=source.args if source else None)
+    options = replace(options, kernel_count=_kernel_count(options, start))
+    if options.scope == ERROR and options.kernel_count == AUTO:
+        options = replace(options, kernel_count=_counts_by_error(model, convs, options, start, step))
+    plan = make_plan(convs, options, model=source.name if source else None, model_args=source.args if source else None)
     check_same_shapes(model, plan.windows, plan.input_size, convs.output_sizes)
     if start.elements is not None:
         element_state(start.elements, plan, start.authors_version)
     return plan
+
+
+def _counts_by_error(
+    model: nn.Module, convs: ModelConvs, options: PlanOptions, start: Start, step: Callable[[str], None]
+) -> LayerCounts:
+    if start.how != "fit":
+        raise PlanError(f"scope {ERROR!r} is for elements that are fitted to trained kernels, not for {start.how} ones")
+    generator = torch.Generator().manual_seed(start.seed)
+    base = make_plan(convs, replace(options, scope=SCOPES[0]))
+    images = None if start.calibration is None else calibrate(model, base, start.calibration)
+    return counts_by_error(model, convs, options, seed=fit_seed(generator), calibration=images, step=step)
 
 
 def plan_again(model: nn.Module, plan: ConversionPlan, source: ModelSource | None) -> ConversionPlan:
@@ -132,6 +146,7 @@ def carry_out_(
     *,
     new_classifier: bool = False,
     note: Callable[[str], None] = lambda _: None,
+    step: Callable[[str], None] = lambda _: None,
 ) -> Conversion:
     """Convert a model by its plan, and measure the result.
 
@@ -140,32 +155,45 @@ def carry_out_(
         plan, start: As in `plan_for`.
         new_classifier: The model was built for another number of classes than the elements' checkpoint.
         note: Told what a user should know.
+        step: Told about progress.
 
     Raises:
         DclsConvertError: In one line. Whatever is raised, the model is then unchanged.
     """
-    kept, errors, moved = list[str](), dict[str, float](), None
-    with unchanged_on_failure(model, values=start.elements is not None):
+    kept, errors, moved, outcome = list[str](), dict[str, float](), None, None
+    keeps = start.trained and start.how != "random"
+    images = None
+    if start.elements is None and start.calibration is not None:
+        images = calibrate(model, plan, start.calibration, note=note)
+    # What calibration and the authors' elements change beside the layers; the large tensors are not copied.
+    own = [*model.parameters(), *model.buffers()]
+    values = own if start.elements is not None else [tensor for tensor in own if tensor.dim() == 1] if images else []
+    with unchanged_on_failure(model, values=values):
         if start.elements is not None:
             kept = start_from_authors_(
                 model, plan, start.elements, version=start.authors_version, new_classifier=new_classifier
             )
         else:
-            before = _outputs(model, plan) if start.trained and start.how != "random" else None
-            images = start.calibration
+            before = _outputs(model, plan) if keeps else None
+            held_out = [] if images is None else _outputs_for(model, images.held_out)
             errors = apply_plan_(
                 model,
                 plan,
                 init=start.how,
                 positions=start.positions,
                 generator=torch.Generator().manual_seed(start.seed),
-                calibration=calibrate(model, plan, images, note=note) if isinstance(images, str | Path) else images,
+                calibration=images,
+                note=note,
+                step=step,
             )
             moved = None if before is None else relative_distance(before, _outputs(model, plan))
+            if keeps:
+                now = [] if images is None else _outputs_for(model, images.held_out)
+                outcome = _outcome(errors, held_out, now, images)
         report = measure_report(model, plan)
     if report != predict_report(plan):
         raise AssertionError(f"{plan.model}: the converted model's counts differ from the plan's")
-    return Conversion(report=report.with_fit_errors(errors), kept=tuple(kept), moved=moved)
+    return Conversion(report=report.with_fit_errors(errors, outcome), kept=tuple(kept), moved=moved)
 
 
 @takes_plan_options
@@ -174,7 +202,7 @@ def convert_(
     *,
     init: Init = "auto",
     positions: Positions = "normal",
-    calibration: Images | None = None,
+    calibration: Images | Calibration | None = None,
     input_size: Sequence[int] | None = None,
     seed: int = 0,
     **planning: Any,
@@ -262,6 +290,20 @@ def _kernel_count(options: PlanOptions, start: Start) -> Any:
     if stated and options.kernel_count != EXACT:
         raise PlanError(f"an exact start takes an element for each cell of the old kernels: {leave}")
     return EXACT
+
+
+def _outputs_for(model: nn.Module, batches: Sequence[Tensor]) -> list[Any]:
+    with evaluating(model):
+        return [run(model, batch) for batch in batches]
+
+
+def _outcome(errors: Mapping[str, float], old: list[Any], new: list[Any], images: Calibration | None) -> Outcome:
+    return Outcome(
+        kernel_error=sum(errors.values()) / len(errors) if errors else None,
+        images=sum(map(len, images.held_out)) if images else 0,
+        same_top1=same_top1(old, new),
+        output_error=relative_distance(old, new) if old else None,
+    )
 
 
 def _outputs(model: nn.Module, plan: ConversionPlan) -> Any:

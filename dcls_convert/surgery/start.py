@@ -3,21 +3,26 @@
 Axes: O output channels, I input channels per group, D cells of the dense axes, E kernel elements, A learnt axes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import PlanError
+from ..errors import PlanError, listed
+from ..fitting.images import Calibration, Images, calibrate
 from ..fitting.warm_start import fit_elements
 from ..layers.conv_classes import PLAIN, find_form
 from ..layers.elements import Elements, first_cells, largest_elements, random_positions
 from ..layers.geometry import grid_positions
 from ..layers.interpolation import find_interpolation
+from ..networks.running import unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
+from .calibrate import Offset, fit_to_outputs_
 from .place import LayerGroup, make_layers, put_layers_
+
+Say = Callable[[str], None]
 
 
 @torch.no_grad()
@@ -28,7 +33,9 @@ def apply_plan_(
     init: Init = "auto",
     positions: Positions = "normal",
     generator: torch.Generator | None = None,
-    calibration: Mapping[str, Tensor] | None = None,
+    calibration: Images | Calibration | None = None,
+    note: Say = lambda _: None,
+    step: Say = lambda _: None,
 ) -> dict[str, float]:
     """Replace every convolution of the plan by its DCLS layer, with values from the old kernels.
 
@@ -41,15 +48,17 @@ def apply_plan_(
             so that they stay distributed as the model initialises them.
         positions: As in `convert_`.
         generator: Source of all randomness; seeded with 0 without it.
-        calibration: For "fit": from `calibrate`, what an error of a kernel does to the outputs, by the layer's name.
+        calibration: For "fit": images, as in `convert_`.
+        note: Told what a user should know.
+        step: Told about progress.
 
     Returns:
         For every layer by name the relative error of its constructed kernel, |new - old| / |old|; nothing for "random"
         and on the meta device.
 
     Raises:
-        PlanError: The model is not the one that was planned for, or the calibration lacks a layer. Whatever is raised,
-            running out of memory included, the model is then unchanged.
+        DclsConvertError: The model is not the one that was planned for, or does not take the images. Whatever is
+            raised, running out of memory included, the model is then unchanged.
     """
     for name, value, allowed in [("init", init, INITS), ("positions", positions, POSITIONS)]:
         if value not in allowed:
@@ -58,15 +67,37 @@ def apply_plan_(
         _check_exact(plan)
     groups = make_layers(model, plan)
     generator = generator or torch.Generator().manual_seed(0)
-    errors: dict[str, float] = {}
-    for group in groups:
-        if init == "random":
+    seed = fit_seed(generator)
+    offsets: list[Offset] = []
+    if init == "random":
+        for group in groups:
             _fill_(group, _random_elements(group, generator, uniform=positions == "uniform"))
-        else:
-            roots = None if calibration is None else _roots(group, calibration)
-            errors |= _fill_from_kernels_(group, init, generator, roots)
-    put_layers_(model, plan, groups)
+    elif calibration is None:
+        for group in groups:
+            _fill_from_kernels_(group, init, seed)
+    else:
+        images = calibrate(model, plan, calibration, note=note)
+        offsets = fit_to_outputs_(
+            model, groups, images, lambda group, roots: _fill_from_kernels_(group, init, seed, roots), step=step
+        )
+        _say_what_is_lost(offsets, note)
+    errors: dict[str, float] = {}
+    for group in groups if init != "random" else ():
+        errors |= _kernel_errors(group)
+    with unchanged_on_failure(model, values=[offset.home for offset in offsets if offset.home is not None]):
+        put_layers_(model, plan, groups)
+        for offset in offsets:
+            offset.apply_()
     return errors
+
+
+def _say_what_is_lost(offsets: Sequence[Offset], note: Say) -> None:
+    lost = [offset.name for offset in offsets if offset.home is None]
+    if lost:
+        note(
+            f"{listed(lost)} have neither a bias nor a BatchNorm behind them, so the means of their outputs could not "
+            "be set back to the old ones"
+        )
 
 
 def _check_exact(plan: ConversionPlan) -> None:
@@ -77,15 +108,6 @@ def _check_exact(plan: ConversionPlan) -> None:
                 f"{layer.name}: an exact start needs {cells} elements and an interpolation that keeps them in their "
                 f"cells, the plan has {layer.kernel_count}, {layer.interpolation}; plan with kernel_count='exact'"
             )
-
-
-def _roots(group: LayerGroup, calibration: Mapping[str, Tensor]) -> list[Tensor]:
-    for layer in group.plans:
-        if layer.name not in calibration:
-            raise PlanError(
-                f"{layer.name}: the calibration has nothing for this layer; calibrate the same model with this plan"
-            )
-    return [calibration[layer.name] for layer in group.plans]
 
 
 def _fill_(group: LayerGroup, elements: Elements) -> None:
@@ -101,38 +123,49 @@ def _random_elements(group: LayerGroup, generator: torch.Generator, *, uniform: 
     return weights, random_positions(weights[0], first.dilated_size, first.dense_axes, generator, uniform=uniform)
 
 
-def _fill_from_kernels_(
-    group: LayerGroup, init: Init, generator: torch.Generator, roots: Sequence[Tensor] | None
-) -> dict[str, float]:
-    """The relative errors of the kernels."""
-    first = group.plans[0]
-    effective = [(find_form(conv) or PLAIN).effective_weight(conv, conv.weight) for conv in group.convs]
-    shape: dict[str, Any] = {
-        "kernel_count": first.kernel_count,
-        "dilation": first.dilation,
-        "size": first.dilated_size,
-        "dense_axes": first.dense_axes,
-    }
-    largest = largest_elements([conv.weight.detach() for conv in group.convs], effective=effective, **shape)
+def _fill_from_kernels_(group: LayerGroup, init: Init, seed: int, roots: Sequence[Tensor] | None = None) -> None:
+    count, effective, fitting = group.plans[0].kernel_count, effective_kernels(group), fit_options(group)
+    kept = {name: value for name, value in fitting.items() if name != "interpolation"}
+    old = [conv.weight.detach() for conv in group.convs]
+    largest = largest_elements(old, kernel_count=count, effective=effective, **kept)
     if init not in ("fit", AUTO):
         _fill_(group, largest)
-        return _kernel_errors(group, effective)
-    seed = int(torch.randint(2**62, (), generator=generator))
-    fitted = fit_elements(effective, interpolation=first.interpolation, roots=roots, seed=seed, **shape)
+        return
+    fitted = fit_elements(effective, kernel_count=count, roots=roots, seed=seed, **fitting)
     _fill_(group, fitted)
-    errors = _kernel_errors(group, effective)
-    if any(kernel is not conv.weight for kernel, conv in zip(effective, group.convs, strict=True)):
+    if any((find_form(conv) or PLAIN).weight for conv in group.convs):
         # What transforms the elements (weight standardisation) can undo the fit of what they should become.
+        errors = _kernel_errors(group)
         _fill_(group, largest)
-        others = _kernel_errors(group, effective)
-        if any(errors[name] > others[name] for name in errors):
-            return others
-        _fill_(group, fitted)
-    return errors
+        others = _kernel_errors(group)
+        if not any(errors[name] > others[name] for name in errors):
+            _fill_(group, fitted)
 
 
-def _kernel_errors(group: LayerGroup, effective: Sequence[Tensor]) -> dict[str, float]:
+def fit_seed(generator: torch.Generator) -> int:
+    """The seed of every fit of a conversion: one for all, so that none depends on the others."""
+    return int(torch.randint(2**62, (), generator=generator))
+
+
+def effective_kernels(group: LayerGroup) -> list[Tensor]:
+    """What the old convolutions convolve, (O, I, *kernel size) each."""
+    return [(find_form(conv) or PLAIN).effective_weight(conv, conv.weight.detach()) for conv in group.convs]
+
+
+def fit_options(group: LayerGroup) -> dict[str, Any]:
+    """The arguments of `fit_elements` that say where and how elements of this group lie."""
+    first = group.plans[0]
+    return {
+        "dilation": first.dilation,
+        "size": first.dilated_size,
+        "interpolation": first.interpolation,
+        "dense_axes": first.dense_axes,
+    }
+
+
+def _kernel_errors(group: LayerGroup) -> dict[str, float]:
     """|new - old| / |old| for the kernels of each layer, as they are convolved; nothing on the meta device."""
+    effective = effective_kernels(group)
     if effective[0].is_meta:
         return {}
     first = group.plans[0]

@@ -4,14 +4,13 @@ import itertools
 import math
 
 import pytest
-import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import ScaledStdConv2d, StdConv2d
 from torch import nn
 
-from dcls_convert import DclsConv2d, DclsConvertError, apply_plan_, calibrate, convert_, find_convs, plan_conversion
+from dcls_convert import DclsConv2d, convert_
 from dcls_convert.fitting.boxes import box_of
 from dcls_convert.fitting.warm_start import fit_elements
 from dcls_convert.layers.construction import construct_kernel
@@ -19,8 +18,6 @@ from dcls_convert.layers.elements import largest_elements
 from dcls_convert.layers.geometry import grid_positions
 from dcls_convert.layers.interpolation import find_interpolation, learnt_axes, position_limits
 from dcls_convert.planning.rules import parse_rules
-
-from ..surgery.test_convert import assert_unchanged, snapshot
 
 CASES = {
     "depthwise 7x7": {"shape": (6, 1, 7, 7), "size": (17, 17), "count": 34},
@@ -292,79 +289,3 @@ def test_positions_get_a_gradient_after_the_fit():
         positions = layer.positions
         (gradient,) = torch.autograd.grad((layer.kernel() * torch.randn(6, 1, 9, 9)).sum(), positions)
         assert (gradient != 0).all()
-
-
-# Calibration.
-
-
-def conv_net(kernel_size=5, **conv):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, kernel_size, bias=False, **conv))
-
-
-@pytest.mark.parametrize("conv", [{"groups": 8}, {"groups": 2}, {}])
-def test_the_root_measures_what_an_error_does_to_the_output(conv):
-    """For one input channel at a time, which is all that a correlation within channels can know."""
-    model = conv_net(**conv)
-    rules = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [5, 5]}\n")
-    plan = plan_conversion(find_convs(model, (3, 40, 40)), rules, dilated_size=9)
-    images = torch.nn.functional.avg_pool2d(torch.randn(6, 3, 44, 44), 5, stride=1)
-    roots = calibrate(model, plan, [images[:4], images[4:]])["1"]
-    assert roots.shape == (8, 25, 25)
-    entering = model[0](images).detach()
-    torch.manual_seed(1)
-    for channel in range(8):
-        error = torch.randn(1, 1, 5, 5)
-        leaving = nn.functional.conv2d(entering[:, channel : channel + 1], error, padding=4)
-        wanted = leaving.square().sum() / entering[:, channel].numel()
-        found = (error.flatten() @ roots[channel]).square().sum()
-        assert math.isclose(float(found), float(wanted), rel_tol=0.05)
-
-
-def test_calibration_keeps_outputs_closer_than_the_plain_fit():
-    torch.manual_seed(0)
-    images = torch.nn.functional.avg_pool2d(torch.randn(16, 3, 28, 28), 5, stride=1)
-    moved = {}
-    for calibrated in (False, True):
-        model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 7, padding=3, groups=16))
-        torch.manual_seed(3)
-        for parameter in model.parameters():
-            nn.init.normal_(parameter)
-        before = model(images).detach()
-        plan = plan_conversion(find_convs(model, (3, 24, 24)), dilated_size=13, budget=60)
-        calibration = calibrate(model, plan, [images[:8]]) if calibrated else None
-        apply_plan_(model, plan, init="fit", calibration=calibration)
-        moved[calibrated] = float((model(images).detach() - before)[8:].norm() / before[8:].norm())
-    assert moved[True] < 0.8 * moved[False]
-
-
-def test_calibration_reads_a_folder_and_leaves_the_model_alone(tmp_path):
-    from PIL import Image
-
-    (tmp_path / "cats").mkdir()
-    for index in range(3):
-        Image.new("RGB", (50 + index, 40), (index * 60, 90, 200)).save(tmp_path / "cats" / f"{index}.png")
-    (tmp_path / "broken.jpg").write_bytes(b"no image")
-    (tmp_path / "notes.txt").write_text("no image either")
-    model = timm.create_model("test_convnext")
-    before = snapshot(model)
-    plan = plan_conversion(find_convs(model))
-    notes = []
-    roots = calibrate(model, plan, tmp_path, note=notes.append)
-    assert roots.keys() == {layer.name for layer in plan.layers}
-    assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'broken.jpg'} is not an image"]
-    assert_unchanged(model, before)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda folder: folder / "none", "there is no such folder"),
-        (lambda folder: (folder / "file", (folder / "file").touch())[0], "is not a folder"),
-        (lambda folder: folder, "no files there end in .jpg"),
-    ],
-)
-def test_a_folder_without_images_is_refused(tmp_path, make, message):
-    model = timm.create_model("test_convnext")
-    with pytest.raises(DclsConvertError, match=message):
-        calibrate(model, plan_conversion(find_convs(model)), make(tmp_path))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcls_convert
-from dcls_convert import PlanError, apply_plan_, calibrate, convert_, find_convs, plan_conversion, save_converted
+from dcls_convert import PlanError, apply_plan_, convert_, find_convs, plan_conversion, save_converted
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.source import known_source
 from dcls_convert.options import PlanOptions
@@ -134,26 +134,6 @@ def test_a_failure_between_two_layers_takes_out_those_before(tiny, monkeypatch):
     monkeypatch.setattr(DclsConvNd, "tie_", fail_at_the_last)
     with pytest.raises(MemoryError):
         carry_out_(tiny, plan, start)
-    assert_unchanged(tiny, before)
-
-
-def test_a_calibration_that_lacks_a_layer_is_refused_before_anything_changes(tiny):
-    plan, _ = started(tiny, "fit")
-    calibration = calibrate(tiny, plan, [torch.randn(2, 3, 64, 64)])
-    lacking = plan.layers[-1].name
-    del calibration[lacking]
-    before = snapshot(tiny)
-    with pytest.raises(PlanError, match=lacking):
-        apply_plan_(tiny, plan, calibration=calibration)
-    assert_unchanged(tiny, before)
-
-
-def test_calibration_leaves_every_module_in_its_own_mode(tiny):
-    tiny.train()
-    tiny.norm_pre.eval()
-    before = snapshot(tiny)
-    plan, _ = started(tiny, "fit")
-    calibrate(tiny, plan, [torch.randn(1, 3, 64, 64)])
     assert_unchanged(tiny, before)
 
 

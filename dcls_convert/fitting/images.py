@@ -1,0 +1,105 @@
+"""The images of a calibration: read from a folder as the model takes them, some of them held out."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DclsConvertError, one_line, shown
+from ..planning.plan import ConversionPlan
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
+MOST_IMAGES = 80  # of a folder
+HELD_OUT = 5  # every fifth image of a folder is not fitted to, and shows what the conversion did to the outputs
+BATCH = 8  # images
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # where the model states none
+
+Images = str | Path | Iterable[Tensor]  # a folder, or batches (N, channels, *spatial) as the model takes them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """Batches of images (N, channels, *spatial) to fit outputs to, and others to measure them on."""
+
+    batches: tuple[Tensor, ...]
+    held_out: tuple[Tensor, ...] = ()
+
+    def __len__(self) -> int:
+        """Images to fit to."""
+        return sum(map(len, self.batches))
+
+
+def calibrate(
+    model: nn.Module,
+    plan: ConversionPlan,
+    images: Images | Calibration,
+    *,
+    note: Callable[[str], None] = lambda _: None,
+) -> Calibration:
+    """Images by which a conversion keeps outputs, for `apply_plan_(calibration=...)`.
+
+    Args:
+        model: Its preprocessing, as timm states it, scales and normalises the images of a folder. Left as it is.
+        plan: Made for it; states the images' size.
+        images: A folder, of which 80 images spread evenly over the order of their names are taken, and every fifth of
+            these held out; or batches (N, channels, *spatial) as the model takes them, of which none is held out.
+        note: Told about files that are no images.
+
+    Raises:
+        DclsConvertError: There are no images, or values that are not finite.
+    """
+    if isinstance(images, Calibration):
+        return images
+    if isinstance(images, str | Path):
+        read = _read_folder(Path(images), model, plan.input_size, note)
+        held = read[HELD_OUT - 1 :: HELD_OUT] or read[1:2]
+        fitted = [image for image in read if all(image is not other for other in held)]
+        found = Calibration(batches=_batches(fitted), held_out=_batches(held))
+    else:
+        found = Calibration(batches=tuple(batch for batch in images if len(batch)))
+    if not len(found):
+        raise DclsConvertError(f"calibration: there are no images in {shown(images)}")
+    if not all(bool(batch.isfinite().all()) for batch in found.batches):
+        raise DclsConvertError("calibration: the images have values that are not finite (NaN or infinite)")
+    return found
+
+
+def _batches(images: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(torch.stack(list(images[first : first + BATCH])) for first in range(0, len(images), BATCH))
+
+
+def _read_folder(
+    folder: Path, model: nn.Module, size: Sequence[int] | None, note: Callable[[str], None]
+) -> list[Tensor]:
+    if not folder.is_dir():
+        missing = "is not a folder" if folder.exists() else "there is no such folder"
+        raise DclsConvertError(f"calibration images {shown(folder)}: {missing}")
+    if size is None or len(size) != 3 or size[0] not in (1, 3):
+        raise DclsConvertError("calibration: the model does not take images of 1 or 3 channels")
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    if not paths:
+        raise DclsConvertError(f"calibration images {shown(folder)}: no files there end in {', '.join(SUFFIXES)}")
+    most = min(len(paths), MOST_IMAGES)
+    chosen = [paths[index * len(paths) // most] for index in range(most)]  # a folder of classes gives some of each
+    return [image for path in chosen if (image := _read_image(path, size, model, note)) is not None]
+
+
+def _read_image(path: Path, size: Sequence[int], model: nn.Module, note: Callable[[str], None]) -> Tensor | None:
+    """(channels, rows, columns), normalised as the model states it; None for what is no image."""
+    from PIL import Image, ImageOps
+
+    channels, rows, columns = size
+    try:
+        with Image.open(path) as image:
+            converted = image.convert("RGB" if channels == 3 else "L")
+        fitted = ImageOps.fit(converted, (columns, rows), Image.Resampling.BICUBIC)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow's readers raise
+        note(f"{path} is not an image: {one_line(error)[:100]}")
+        return None
+    pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8).reshape(rows, columns, channels)
+    stated = getattr(model, "pretrained_cfg", None) or {}
+    usual = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
+    mean, std = (torch.tensor(tuple(stated.get(name) or usual[name])[:channels]).view(-1, 1, 1) for name in usual)
+    return (pixels.movedim(-1, 0).float() / 255 - mean) / std

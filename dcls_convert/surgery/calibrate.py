@@ -1,0 +1,258 @@
+"""Values for new layers by which a network keeps its outputs for given images, layer by layer.
+
+Each layer is fitted to what the old convolution gives, from what the network that is converted so far feeds it. So the
+errors of one layer are made up for in the next (as GPTQ, arXiv:2210.17323, does for quantisation). The network itself
+is not changed: hooks put the outputs of the new layers in the place of the old ones.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from ..errors import DclsConvertError, one_line
+from ..fitting.boxes import box_of
+from ..fitting.images import Calibration
+from ..fitting.moments import Moments, best_weights
+from ..layers.conv_classes import PLAIN, find_form
+from ..layers.dcls_conv import DclsConvNd
+from ..networks.running import evaluating, run
+from ..planning.plan import LayerPlan
+from .place import LayerGroup
+
+Fill = Callable[
+    [LayerGroup, Sequence[Tensor] | None], object
+]  # gives a group its elements; roots as for `fit_elements`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offset:
+    """What the outputs of a new layer lack for the means of the old ones, and what can make up for it."""
+
+    name: str  # of the layer
+    values: Tensor  # (out_channels,)
+    bias: nn.Parameter | None
+    running_mean: Tensor | None  # of the BatchNorm behind the layer
+
+    @property
+    def home(self) -> Tensor | None:
+        """What takes the offset up; None where the layer has neither a bias nor a BatchNorm behind it."""
+        return self.running_mean if self.bias is None else self.bias
+
+    @torch.no_grad()
+    def apply_(self) -> None:
+        if self.home is not None:
+            self.home.add_(self.values.to(self.home), alpha=-1 if self.bias is None else 1)
+
+
+def fit_to_outputs_(
+    model: nn.Module,
+    groups: Sequence[LayerGroup],
+    calibration: Calibration,
+    fill: Fill,
+    *,
+    step: Callable[[str], None] = lambda _: None,
+) -> list[Offset]:
+    """Give new layers the elements by which the model keeps its outputs.
+
+    The layers of a tie group get their positions, and first weights, when the first of them is reached. Then each
+    layer's weights are solved for alone.
+
+    Args:
+        model: Not converted; left as it is.
+        groups: Layers made for it, without values.
+        calibration: Images that it takes.
+        fill: Gives the layers of a group their positions and first weights.
+        step: Told which layer is next.
+
+    Returns:
+        An offset for each layer, to be applied when the layers stand in the model.
+
+    Raises:
+        DclsConvertError: The model does not take the images, or has values that are not finite.
+    """
+    place_of: dict[nn.Module, tuple[LayerGroup, int]] = {
+        conv: (group, index) for group in groups for index, conv in enumerate(group.convs)
+    }
+    offsets, filled = [], set[int]()
+    with evaluating(model), _Relay(model, list(place_of), calibration) as relay:
+        for number, conv in enumerate(relay.calls):
+            group, index = place_of[conv]
+            plan, layer = group.plans[index], group.layers[index]
+            step(f"calibrating {plan.name}, {number + 1} of {len(relay.calls)}")
+            joint = _moments(plan, layer, joint=True)
+            alone: dict[nn.Module, Moments] = {}
+            if id(group) not in filled:
+                members = zip(group.convs, group.plans, group.layers, strict=True)
+                alone = {other: _moments(its, new, joint=False) for other, its, new in members}
+            relay.look(conv, joint, alone)
+            joint.check(plan.name)
+            for its, seen in zip(group.plans, alone.values(), strict=False):
+                seen.check(its.name)
+            if alone:
+                fill(group, [seen.roots() for seen in alone.values()])
+                filled.add(id(group))
+            offset = _solve_(plan, layer, conv, joint)
+            offsets.append(Offset(name=plan.name, values=offset, bias=layer.bias, running_mean=relay.mean_behind(conv)))
+            relay.replace(conv, layer, offsets[-1])
+        for group in groups:
+            if id(group) not in filled:  # its layers are not used in a forward pass
+                fill(group, None)
+    return offsets
+
+
+def seen_by_layers(
+    model: nn.Module,
+    groups: Sequence[LayerGroup],
+    calibration: Calibration,
+    *,
+    step: Callable[[str], None] = lambda _: None,
+) -> dict[str, Tensor]:
+    """What an error of a kernel does to the outputs of a layer in the old network: roots as for `fit_elements`."""
+    step("looking at the images")
+    convs = {conv: (group.plans[i], group.layers[i]) for group in groups for i, conv in enumerate(group.convs)}
+    alone: dict[nn.Module, Moments] = {conv: _moments(*pair, joint=False) for conv, pair in convs.items()}
+    with evaluating(model), _Relay(model, list(convs), calibration) as relay:
+        relay.look(None, None, alone)
+    for (plan, _), seen in zip(convs.values(), alone.values(), strict=True):
+        seen.check(plan.name)
+    return {plan.name: alone[conv].roots() for conv, (plan, _) in convs.items()}
+
+
+def _moments(plan: LayerPlan, layer: DclsConvNd, *, joint: bool) -> Moments:
+    box = box_of(plan.kernel_size, plan.dilation, plan.dilated_size, plan.interpolation, plan.dense_axes)
+    return Moments(layer, box, joint=joint)
+
+
+@torch.no_grad()
+def _solve_(plan: LayerPlan, layer: DclsConvNd, conv: Any, joint: Moments) -> Tensor:
+    """Give a layer the weights for its positions; the offset (O,) that its outputs lack by then."""
+    box, form = joint.box, find_form(conv) or PLAIN
+    places = layer.positions.flatten(1, -2).movedim(0, -1)
+    solution = best_weights(
+        joint,
+        places - places.new_tensor(box.origin),
+        box.lines_of(form.effective_weight(conv, conv.weight)),
+        form.effective_weight(layer, layer.weight).flatten(0, -2),
+        fixed=form.weight is not None,  # what transforms the weights is not undone here
+    )
+    if form.weight is None:
+        layer.weight.copy_(solution.weights.reshape(layer.weight.shape))
+    return solution.means if layer.bias is None else solution.means - layer.bias.double()
+
+
+class _Enough(Exception):
+    """All that was to be seen in a forward pass has been seen."""
+
+
+class _Relay:
+    """Runs the old network, or the one converted so far, up to a convolution, and shows what it sees and gives."""
+
+    def __init__(self, model: nn.Module, convs: Sequence[nn.Module], calibration: Calibration) -> None:
+        self.model, self.calibration = model, calibration
+        self.calls: dict[nn.Module, int] = {}  # of each convolution in one forward pass, in order of the first ones
+        self._new: dict[nn.Module, Callable[[Tensor], Tensor]] = {}  # gives what stands in for a convolution's output
+        self._converted = False  # which network runs
+        self._see: Callable[[nn.Module, Tensor, Tensor], None] = self._count
+        self._given: list[tuple[nn.Module, Tensor]] = []  # what convolutions gave in the first pass
+        self._entering: dict[nn.Module, list[nn.Module | None]] = {}  # a norm -> what gave its inputs
+        self._handles = [conv.register_forward_hook(self._hook, with_kwargs=True) for conv in convs]
+        norms = [module for module in model.modules() if _has_running_mean(module)]
+        watching = [norm.register_forward_pre_hook(self._note_norm) for norm in norms]
+        try:
+            self._run(calibration.batches[0][:1])
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        finally:
+            for handle in watching:
+                handle.remove()
+            self._given.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def mean_behind(self, conv: nn.Module) -> Tensor | None:
+        """The running mean of the one norm that gets this convolution's outputs, and nothing else; None without one."""
+        behind = [norm for norm, givers in self._entering.items() if set(givers) == {conv}]
+        mean = behind[0].running_mean if len(behind) == 1 else None
+        return mean if isinstance(mean, Tensor) else None
+
+    def look(self, conv: nn.Module | None, joint: Moments | None, alone: Mapping[nn.Module, Moments]) -> None:
+        """Show `joint` what the convolution gets now and what it gave before, and others what they get now."""
+        wanted: list[Tensor] = []
+
+        def keep(seen: nn.Module, _: Tensor, output: Tensor) -> None:
+            if seen is conv:
+                wanted.append(output)
+
+        def add(seen: nn.Module, input: Tensor, _: Tensor) -> None:
+            if joint is not None and seen is conv:
+                joint.add(input, wanted.pop(0))
+            if seen in alone:
+                alone[seen].add(input)
+
+        for batch in self.calibration.batches:
+            if conv is not None:
+                self._run(batch, [conv], keep)
+            self._converted = True
+            self._run(batch, [*([] if conv is None else [conv]), *alone], add)
+            self._converted = False
+
+    def replace(self, conv: nn.Module, layer: DclsConvNd, offset: Offset) -> None:
+        """From now on, the converted network has this layer, with its offset where something takes that up."""
+        added = offset.values.to(layer.weight).reshape(-1, *[1] * layer.dims) if offset.home is not None else 0.0
+        self._new[conv] = lambda input: layer.forward(input) + added
+
+    def _run(
+        self,
+        batch: Tensor,
+        wanted: Sequence[nn.Module] = (),
+        see: Callable[[nn.Module, Tensor, Tensor], None] | None = None,
+    ) -> None:
+        """Run the network until each wanted convolution has been called as often as it will be."""
+        self._see = see or self._count
+        self._left = {conv: self.calls[conv] for conv in wanted if conv in self.calls}
+        try:
+            run(self.model, batch)
+        except _Enough:
+            pass
+        except (DclsConvertError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # the model's own code
+            message = f"calibration: the model does not take the images: {one_line(error)[:200]}"
+            raise DclsConvertError(message) from error
+
+    def _hook(self, conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        input = args[0] if args else kwargs["input"]
+        if self._converted and conv in self._new:
+            output = self._new[conv](input)
+        self._see(conv, input, output)
+        if conv in self._left:
+            self._left[conv] -= 1
+            if not any(self._left.values()):
+                raise _Enough
+        return output
+
+    def _count(self, conv: nn.Module, _: Tensor, output: Tensor) -> None:
+        self.calls[conv] = self.calls.get(conv, 0) + 1
+        self._given.append((conv, output))
+
+    def _note_norm(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
+        giver = next((conv for conv, output in self._given if inputs and output is inputs[0]), None)
+        self._entering.setdefault(norm, []).append(giver)
+
+
+def _has_running_mean(module: nn.Module) -> bool:
+    """BatchNorm of any class; frozen ones too."""
+    return isinstance(getattr(module, "running_mean", None), Tensor) and not isinstance(module, _InstanceNorm)

@@ -1,0 +1,81 @@
+"""Images of a calibration: which files are taken, which are held out, and what is refused."""
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from dcls_convert import DclsConvertError, calibrate, find_convs, plan_conversion
+
+from ..surgery.test_convert import assert_unchanged, snapshot
+
+
+@pytest.fixture(scope="module")
+def planned():
+    model = timm.create_model("test_convnext")
+    return model, plan_conversion(find_convs(model))
+
+
+def write_images(folder, count, **shape):
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(count):
+        Image.new("RGB", shape.get("size", (50, 40)), (index, 90, 200)).save(folder / f"{index:03d}.png")
+
+
+def shades(batches):
+    """What tells the images of `write_images` apart, in their order."""
+    return [float(image[0, 0, 0]) for batch in batches for image in batch]
+
+
+def test_every_fifth_image_is_held_out_and_none_is_in_both(planned, tmp_path):
+    write_images(tmp_path, 23)
+    found = calibrate(*planned, tmp_path)
+    fitted, held = shades(found.batches), shades(found.held_out)
+    every = sorted({*fitted, *held})
+    assert (len(fitted), len(held), len(every)) == (19, 4, 23)
+    assert held == every[4::5]
+
+
+def test_of_many_images_some_of_every_folder_are_taken(planned, tmp_path):
+    for red, name in enumerate("abcde"):
+        for index in range(40):
+            (tmp_path / name).mkdir(exist_ok=True)
+            Image.new("RGB", (8, 8), (50 * red, 0, 0)).save(tmp_path / name / f"{index}.png")
+    found = calibrate(*planned, tmp_path)
+    assert (len(found), len(shades(found.held_out))) == (64, 16)
+    assert len(set(shades(found.batches))) == len(set(shades(found.held_out))) == 5
+
+
+@pytest.mark.parametrize(("count", "held"), [(1, 0), (2, 1), (4, 1), (5, 1)])
+def test_of_few_images_one_is_held_out_if_others_are_left(planned, tmp_path, count, held):
+    write_images(tmp_path, count)
+    found = calibrate(*planned, tmp_path)
+    assert (len(found), len(shades(found.held_out))) == (count - held, held)
+
+
+def test_files_that_are_no_images_are_named_and_the_model_is_left_alone(planned, tmp_path):
+    write_images(tmp_path / "cats", 3)
+    (tmp_path / "broken.jpg").write_bytes(b"no image")
+    (tmp_path / "notes.txt").write_text("no image either")
+    model, plan = planned
+    before, notes = snapshot(model), []
+    found = calibrate(model, plan, tmp_path, note=notes.append)
+    assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'broken.jpg'} is not an image"]
+    assert {tuple(batch.shape[1:]) for batch in found.batches} == {plan.input_size}
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "none", "there is no such folder"),
+        (lambda folder: (folder / "file", (folder / "file").touch())[0], "is not a folder"),
+        (lambda folder: folder, "no files there end in .jpg"),
+        (lambda folder: (folder, (folder / "a.png").write_bytes(b"x"))[0], "there are no images"),
+        (lambda _: [], "there are no images"),
+        (lambda _: [torch.full((1, 3, 8, 8), float("nan"))], "not finite"),
+    ],
+)
+def test_what_holds_no_images_is_refused(planned, tmp_path, make, message):
+    with pytest.raises(DclsConvertError, match=message):
+        calibrate(*planned, make(tmp_path))

@@ -1,0 +1,263 @@
+"""A network keeps its outputs for images: each channel's statistics, awkward cases by name, nothing else changed."""
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from dcls_convert import DclsConvertError, apply_plan_, calibrate, convert_, find_convs, plan_conversion
+from dcls_convert.layers.dcls_conv import DclsConvNd
+from dcls_convert.planning.rules import parse_rules
+
+from .test_convert import assert_unchanged, snapshot
+
+SMALL = (3, 24, 24)
+ALL_5X5 = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [5, 5]}\n")
+
+
+def photos(count=8, size=24, seed=0):
+    """Smooth noise, whose neighbours are alike as those of photographs."""
+    noise = torch.randn(count, 3, size + 4, size + 4, generator=torch.Generator().manual_seed(seed))
+    return nn.functional.avg_pool2d(noise, 5, stride=1) + 0.3
+
+
+def block(channels=8, *, bias=False, norm=True, stride=1):
+    conv = nn.Conv2d(channels, channels, 5, padding=2, groups=channels, bias=bias, stride=stride)
+    return nn.Sequential(conv, nn.BatchNorm2d(channels) if norm else nn.Identity(), nn.ReLU6())
+
+
+def network(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Sequential(*[block(**options) for _ in range(3)]), nn.Conv2d(8, 5, 1))
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.normal_(module.weight, std=0.4)
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean, std=0.2)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+    return model.eval()
+
+
+def statistics(model, images, *, behind="1"):
+    """Mean and variance of each channel where the convolutions' outputs have passed what stands behind them."""
+    found, handles = [], []
+    for name, module in model.named_modules():
+        if name.endswith(f".{behind}") and name.count(".") == 2:
+            handles.append(
+                module.register_forward_hook(lambda *call: found.append(call[-1].transpose(0, 1).flatten(1)))
+            )
+    with torch.no_grad():
+        model(images)
+    for handle in handles:
+        handle.remove()
+    assert len(found) == 3
+    return torch.stack([torch.stack([part.mean(1), part.var(1)]) for part in found])
+
+
+def error_of(model, before, images):
+    with torch.no_grad():
+        return float((model(images) - before).norm() / before.norm())
+
+
+@pytest.mark.parametrize("tie", ["stage", "none"])
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"bias": True, "norm": False}])
+def test_every_channel_has_its_mean_and_variance_again(options, tie):
+    model, images = network(**options), photos(12)
+    wanted = statistics(model, images)
+    old = copy.deepcopy(model)
+    convert_(model, dilated_size=9, budget=60, tie=tie, calibration=[images[:8], images[8:]], input_size=SMALL)
+    torch.testing.assert_close(statistics(model, images), wanted, rtol=1e-3, atol=1e-4)
+    for one, other in zip(old.modules(), model.modules(), strict=True):
+        if isinstance(one, nn.BatchNorm2d):
+            assert torch.equal(one.running_var, other.running_var)
+            assert torch.equal(one.weight, other.weight)
+
+
+def test_layers_with_nowhere_to_put_their_means_are_named():
+    model, notes = network(norm=False), []
+    plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60)
+    apply_plan_(model, plan, calibration=calibrate(model, plan, [photos()]), note=notes.append)
+    assert len(notes) == 1
+    assert all(layer.name in notes[0] for layer in plan.layers)
+
+
+@pytest.mark.parametrize("budget", [60, 100])
+def test_calibration_keeps_outputs_closer_than_the_plain_fit_on_other_images(budget):
+    images, others = photos(16), photos(8, seed=1)
+    model = network()
+    with torch.no_grad():
+        before = model(others)
+    plain, calibrated = copy.deepcopy(model), copy.deepcopy(model)
+    convert_(plain, dilated_size=9, budget=budget, input_size=SMALL)
+    convert_(calibrated, dilated_size=9, budget=budget, calibration=[images], input_size=SMALL)
+    assert error_of(calibrated, before, others) < 0.5 * error_of(plain, before, others)
+
+
+def test_with_an_element_for_every_cell_nothing_changes():
+    model, images = network(), photos()
+    with torch.no_grad():
+        before = model(images)
+    convert_(model, dilated_size=9, kernel_count=25, calibration=[images], input_size=SMALL)
+    assert error_of(model, before, images) < 1e-4
+
+
+def zero_kernels(model):
+    for name, module in model.named_modules():
+        if name.endswith(".0") and name.count(".") == 2:
+            module.weight.data[::2] = 0
+
+
+def dead_channels(model):
+    model[0].weight.data[:3] = 0
+    model[0].bias.data[:3] = 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "images"),
+    [
+        (zero_kernels, photos()),
+        (dead_channels, photos()),
+        (None, torch.full((4, *SMALL), 0.5)),
+        (None, torch.zeros(2, *SMALL)),
+        (None, photos(1)),
+        (None, photos(4, size=3)),
+        (lambda model: model.bfloat16(), photos()),
+        (lambda model: model.double(), photos()),
+    ],
+    ids=["zero kernels", "dead channels", "constant", "zero", "one image", "small images", "bfloat16", "float64"],
+)
+def test_awkward_cases_work(damage, images):
+    model = network()
+    if damage:
+        damage(model)
+    dtype = model[0].weight.dtype
+    with torch.no_grad():
+        before = model(images.to(dtype)).float()
+    convert_(model, dilated_size=9, budget=80, calibration=[images], input_size=SMALL)
+    state = model.state_dict()
+    assert all(tensor.isfinite().all() for tensor in state.values())
+    assert {tensor.dtype for name, tensor in state.items() if "num_batches" not in name} == {dtype}
+    with torch.no_grad():
+        after = model(images.to(dtype)).float()
+    assert float((after - before).norm()) <= 0.6 * float(before.norm())
+
+
+def test_float16_works_or_is_refused_by_name():
+    model = network().half()
+    model[1][1][0].weight.data *= 60000  # overflows
+    before = snapshot(model)
+    with pytest.raises(DclsConvertError, match=r"1\.\d\.0 sees or gives values that are not finite"):
+        convert_(model, dilated_size=9, calibration=[photos()], input_size=SMALL)
+    assert_unchanged(model, before)
+    model = network().half()
+    convert_(model, dilated_size=9, calibration=[photos()], input_size=SMALL)
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize("fails_at", [0, 3, 5])
+def test_a_model_that_fails_in_the_middle_is_left_as_it_was(fails_at):
+    model, calls = network(bias=True), []
+    model.train()
+    model[1][0][1].eval()
+
+    class Failing(nn.Module):
+        def forward(self, input):
+            calls.append(self)
+            if len(calls) > fails_at:
+                raise MemoryError
+            return input
+
+    model[1][1][2] = Failing()
+    before = snapshot(model)
+    with pytest.raises(MemoryError):
+        convert_(model, dilated_size=9, calibration=[photos()], input_size=SMALL)
+    assert_unchanged(model, before)
+
+
+def test_images_that_the_model_does_not_take_are_refused():
+    model = network()
+    before = snapshot(model)
+    with pytest.raises(DclsConvertError, match="does not take the images"):
+        convert_(model, dilated_size=9, calibration=[torch.randn(2, 1, 24, 24)], input_size=SMALL)
+    assert_unchanged(model, before)
+
+
+def test_calibration_leaves_every_module_in_its_own_mode_and_removes_its_hooks():
+    model = timm.create_model("test_efficientnet")
+    model.train()
+    model.bn1.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    convert_(model, dilated_size=5, rules="conv3x3", calibration=[torch.randn(2, 3, 64, 64)], input_size=(3, 64, 64))
+    assert {name: module.training for name, module in model.named_modules() if name in modes} == modes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Shared(nn.Module):
+    """One convolution called twice in a pass, and one that no pass calls."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 3, 5, padding=2, groups=3)
+        self.idle = nn.Conv2d(3, 3, 5, padding=2, groups=3)
+
+    def forward(self, input):
+        return self.conv(self.conv(input).relu())
+
+
+def test_a_convolution_called_twice_is_calibrated_for_both_and_an_idle_one_fitted():
+    model, images = Shared(), photos(16)
+    before = model(images).detach()
+    plain = copy.deepcopy(model)
+    convert_(plain, dilated_size=9, budget=60, input_size=SMALL, tie="none")
+    report = convert_(model, dilated_size=9, budget=60, input_size=SMALL, tie="none", calibration=[images])
+    assert error_of(model, before, images) < 0.7 * error_of(plain, before, images)
+    assert torch.equal(model.idle.kernel(), plain.idle.kernel())
+    assert all(layer.fit_error < 1 for layer in report.layers)
+
+
+def two_stages():
+    """Kernels of two sizes, and some that few elements hold."""
+    torch.manual_seed(1)
+    stages = [
+        nn.Sequential(*[nn.Conv2d(4, 4, side, padding=side // 2, groups=4, bias=False) for _ in range(2)])
+        for side in (3, 5, 5)
+    ]
+    stages[2][0].weight.data[..., 2:, :] = 0
+    return nn.Sequential(OrderedDict(stem=nn.Conv2d(3, 4, 1), stages=nn.Sequential(*stages))).eval()
+
+
+@pytest.mark.parametrize(
+    ("budget", "tie", "calibrated"), [(60, "stage", False), (100, "none", False), (60, "none", True)]
+)
+def test_scope_error_has_the_least_summed_error_within_the_budget(budget, tie, calibrated):
+    """With images, the error of the outputs."""
+    summed, images = {}, photos(16)
+    for scope in ("model", "stage", "layer", "error"):
+        model = two_stages()
+        with torch.no_grad():
+            before = model(images)
+        given = {"calibration": [images]} if calibrated else {}
+        report = convert_(model, dilated_size=9, budget=budget, scope=scope, tie=tie, input_size=SMALL, **given)
+        assert report.budget.used <= report.budget.limit
+        assert all(layer.tie_group is None or tie == "stage" for layer in report.layers)
+        errors = [layer.fit_error for layer in report.layers]
+        summed[scope] = error_of(model, before, images) if calibrated else sum(errors)
+    assert summed["error"] <= min(summed.values()) * (1 + 1e-5)
+    assert tie == "stage" or summed["error"] < 0.9 * summed["model"]
+
+
+def test_scope_error_needs_kernels_to_fit():
+    model = network()
+    with pytest.raises(DclsConvertError, match="convert_"):
+        plan_conversion(find_convs(model, SMALL), dilated_size=9, scope="error")
+    with pytest.raises(DclsConvertError, match="fitted"):
+        convert_(model, dilated_size=9, scope="error", init="random", input_size=SMALL)
+    with torch.device("meta"):
+        hollow = network()
+    with pytest.raises(DclsConvertError, match="meta"):
+        convert_(hollow, dilated_size=9, scope="error", input_size=SMALL)
+    assert not any(isinstance(module, DclsConvNd) for module in model.modules())
