@@ -93,6 +93,7 @@ def convert(
             "--plan carries out a plan as it is: leave the options that make one": plan is not None and made_anew,
             "--scope error needs trained kernels: --pretrained or --checkpoint": options.scope == ERROR and not trained,
             "--scope error measures what kernels lose; --dry-run reads none": options.scope == ERROR and dry_run,
+            "--scope error is for --init fit": options.scope == ERROR and init not in (AUTO, "fit"),
         }
     )
     from ..checkpoints.save import save_converted

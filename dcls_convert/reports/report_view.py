@@ -41,11 +41,13 @@ def report_view(report: ConversionReport, *, verbose: bool = False) -> Renderabl
 
 def report_markdown(report: ConversionReport) -> str:
     """The report as Markdown tables, a row a stage."""
+    fitted = _fitted(report.layers)
     rows = [
-        "| stage | layers | kernel | count | parameters | MACs |",
-        "| --- | ---: | --- | ---: | ---: | ---: |",
+        f"| stage | layers | kernel | count | parameters | MACs |{' error |' * fitted}",
+        f"| --- | ---: | --- | ---: | ---: | ---: |{' ---: |' * fitted}",
     ]
-    rows += [f"| {' | '.join([*cells, _arrow(macs)])} |" for cells, macs in _stage_rows(report.layers)]
+    for cells, macs, members in _stage_rows(report.layers):
+        rows.append(f"| {' | '.join([*cells, _arrow(macs), *[_error(members)] * fitted])} |")
     rows += ["", "| total | before | after | change |", "| --- | ---: | ---: | ---: |"]
     for name, change in [("parameters", report.params), ("MACs", report.macs)]:
         rows.append(f"| {name} | {_exact(change.before)} | {_exact(change.after)} | {_delta(change)} |")
@@ -53,14 +55,16 @@ def report_markdown(report: ConversionReport) -> str:
 
 
 def _stage_table(layers: Sequence[LayerReport]) -> Table:
-    table = plain_table("Stage", "Layers", "Kernel", "Count", "Parameters", "MACs")
-    for cells, macs in _stage_rows(layers):
-        table.add_row(*map(Text, cells), short_arrow(macs))
+    fitted = _fitted(layers)
+    table = plain_table("Stage", "Layers", "Kernel", "Count", "Parameters", "MACs", *["Error"] * fitted)
+    for cells, macs, members in _stage_rows(layers):
+        table.add_row(*map(Text, cells), short_arrow(macs), *[_error(members)] * fitted)
     return table
 
 
 def _layer_table(layers: Sequence[LayerReport]) -> Table:
-    table = plain_table("Layer", "Kernel", "Count", "Parameters", "MACs")
+    fitted = _fitted(layers)
+    table = plain_table("Layer", "Kernel", "Count", "Parameters", "MACs", *["Error"] * fitted)
     for layer in layers:
         first_of_group = layer.tie_group is not None and layer.position_params > 0
         table.add_row(
@@ -69,6 +73,7 @@ def _layer_table(layers: Sequence[LayerReport]) -> Table:
             str(layer.kernel_count),
             _arrow(_total([layer], "params")) + ("*" if first_of_group else " "),
             short_arrow(_total([layer], "macs")),
+            *[_error([layer])] * fitted,
         )
     if any(layer.tie_group for layer in layers):
         table.caption = "* with the positions that the next layers of its tie group share"
@@ -159,15 +164,26 @@ def plain_table(first: str, *headings: str) -> Table:
     return table
 
 
-def _stage_rows(layers: Sequence[LayerReport]) -> Iterator[tuple[list[str], Change]]:
-    """For each stage: its name, how many layers, their kernels, counts and parameters as text; and their MACs."""
+def _fitted(layers: Sequence[LayerReport]) -> bool:
+    """Whether kernels came from trained ones, so that there are errors to state."""
+    return any(layer.fit_error is not None for layer in layers)
+
+
+def _error(layers: Sequence[LayerReport]) -> str:
+    """The mean relative error of the kernels."""
+    errors = [layer.fit_error for layer in layers if layer.fit_error is not None]
+    return f"{sum(errors) / len(errors):.3f}" if errors else NOT_COUNTED
+
+
+def _stage_rows(layers: Sequence[LayerReport]) -> Iterator[tuple[list[str], Change, list[LayerReport]]]:
+    """For each stage: name, number of layers, kernels, counts and parameters as text; the MACs; the layers."""
     stages: dict[str, list[LayerReport]] = {}
     for layer in layers:
         stages.setdefault(printable(layer.stage or OUTSIDE), []).append(layer)
     for stage, members in stages.items():
         counts = span({layer.kernel_count for layer in members})
         params = _arrow(_total(members, "params"))
-        yield [stage, str(len(members)), _kernels(members), counts, params], _total(members, "macs")
+        yield [stage, str(len(members)), _kernels(members), counts, params], _total(members, "macs"), members
 
 
 def _total(layers: Sequence[LayerReport], unit: str) -> Change:

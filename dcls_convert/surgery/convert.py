@@ -160,40 +160,72 @@ def carry_out_(
     Raises:
         DclsConvertError: In one line. Whatever is raised, the model is then unchanged.
     """
-    kept, errors, moved, outcome = list[str](), dict[str, float](), None, None
-    keeps = start.trained and start.how != "random"
-    images = None
-    if start.elements is None and start.calibration is not None:
-        images = calibrate(model, plan, start.calibration, note=note)
-    # What calibration and the authors' elements change beside the layers; the large tensors are not copied.
-    own = [*model.parameters(), *model.buffers()]
-    values = own if start.elements is not None else [tensor for tensor in own if tensor.dim() == 1] if images else []
-    with unchanged_on_failure(model, values=values):
-        if start.elements is not None:
+    if start.elements is not None:
+        with unchanged_on_failure(model, values=[*model.parameters(), *model.buffers()]):
             kept = start_from_authors_(
                 model, plan, start.elements, version=start.authors_version, new_classifier=new_classifier
             )
-        else:
-            before = _outputs(model, plan) if keeps else None
-            held_out = [] if images is None else _outputs_for(model, images.held_out)
-            errors = apply_plan_(
-                model,
-                plan,
-                init=start.how,
-                positions=start.positions,
-                generator=torch.Generator().manual_seed(start.seed),
-                calibration=images,
-                note=note,
-                step=step,
-            )
-            moved = None if before is None else relative_distance(before, _outputs(model, plan))
-            if keeps:
-                now = [] if images is None else _outputs_for(model, images.held_out)
-                outcome = _outcome(errors, held_out, now, images)
-        report = measure_report(model, plan)
+            return Conversion(report=_measured(model, plan), kept=tuple(kept))
+    images = None if start.calibration is None else calibrate(model, plan, start.calibration, note=note)
+    # Calibration also changes biases and running means.
+    values = (
+        [] if images is None else [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dim() == 1]
+    )
+    with unchanged_on_failure(model, values=values):
+        before = _answers(model, plan, images) if start.trained and start.how != "random" else None
+        errors = apply_plan_(
+            model,
+            plan,
+            init=start.how,
+            positions=start.positions,
+            generator=torch.Generator().manual_seed(start.seed),
+            calibration=images,
+            note=note,
+            step=step,
+        )
+        report = _measured(model, plan)
+        if before is None:
+            return Conversion(report=report.with_fit_errors(errors))
+        after = _answers(model, plan, images)
+    outcome = _outcome(errors, before, after, images)
+    moved = None if before.random is None else relative_distance(before.random, after.random)
+    return Conversion(report=report.with_fit_errors(errors, outcome), moved=moved)
+
+
+def _measured(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
+    report = measure_report(model, plan)
     if report != predict_report(plan):
         raise AssertionError(f"{plan.model}: the converted model's counts differ from the plan's")
-    return Conversion(report=report.with_fit_errors(errors, outcome), kept=tuple(kept), moved=moved)
+    return report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answers:
+    """What a model gives."""
+
+    random: Any  # for two images of random numbers; None for a model that takes something else
+    held_out: list[Any]  # for the batches that calibration holds out
+
+
+def _answers(model: nn.Module, plan: ConversionPlan, images: Calibration | None) -> _Answers:
+    random = None
+    with evaluating(model):
+        if plan.input_size is not None:
+            noise = torch.randn(2, *plan.input_size, generator=torch.Generator().manual_seed(0))
+            with contextlib.suppress(Exception):  # the model's own code, and a comparison to be spared
+                random = run(model, noise)
+        held_out = [] if images is None else [run(model, batch) for batch in images.held_out]
+    return _Answers(random=random, held_out=held_out)
+
+
+def _outcome(errors: Mapping[str, float], before: _Answers, after: _Answers, images: Calibration | None) -> Outcome:
+    compared = bool(before.held_out)
+    return Outcome(
+        kernel_error=sum(errors.values()) / len(errors) if errors else None,
+        images=sum(map(len, images.held_out)) if images else 0,
+        same_top1=same_top1(before.held_out, after.held_out) if compared else None,
+        output_error=relative_distance(before.held_out, after.held_out) if compared else None,
+    )
 
 
 @takes_plan_options
@@ -290,27 +322,3 @@ def _kernel_count(options: PlanOptions, start: Start) -> Any:
     if stated and options.kernel_count != EXACT:
         raise PlanError(f"an exact start takes an element for each cell of the old kernels: {leave}")
     return EXACT
-
-
-def _outputs_for(model: nn.Module, batches: Sequence[Tensor]) -> list[Any]:
-    with evaluating(model):
-        return [run(model, batch) for batch in batches]
-
-
-def _outcome(errors: Mapping[str, float], old: list[Any], new: list[Any], images: Calibration | None) -> Outcome:
-    return Outcome(
-        kernel_error=sum(errors.values()) / len(errors) if errors else None,
-        images=sum(map(len, images.held_out)) if images else 0,
-        same_top1=same_top1(old, new),
-        output_error=relative_distance(old, new) if old else None,
-    )
-
-
-def _outputs(model: nn.Module, plan: ConversionPlan) -> Any:
-    """For two images of random numbers; None for a model that takes something else."""
-    if plan.input_size is None:
-        return None
-    images = torch.randn(2, *plan.input_size, generator=torch.Generator().manual_seed(0))
-    with contextlib.suppress(Exception), evaluating(model):  # the model's own code, and a comparison to be spared
-        return model(images)
-    return None

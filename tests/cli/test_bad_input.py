@@ -260,7 +260,7 @@ def test_numbers_that_are_none(option, values, allowed):
         "--dilated-size 17x17x17": "conv_dw: the size 17x17x17 is for 3-D, this convolution is 2-D",
         "--kernel-count 290": "count 290 is more than the 289 cells of its window; use 289 or fewer",
         "--budget 1": re.compile(r"a budget of 1 % .*; the smallest budget that does is [\d.]+ %"),
-        "--scope nope": re.compile("'--scope'.* 'nope' is not one of 'model', 'stage', 'layer'"),
+        "--scope nope": re.compile("'--scope'.* 'nope' is not one of 'model', 'stage', 'layer', 'error'"),
         "--input-size 4x64x64": re.compile("input size 4x64x64: .*hannel"),
         "--input-size 3x1x1": "input size 3x1x1: the model does not run on the meta device at (3, 1, 1): ",
         "--checkpoint gone.pth": "checkpoint gone.pth: there is no such file",
