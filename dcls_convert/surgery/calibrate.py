@@ -5,7 +5,8 @@ errors of one layer are made up for in the next (as GPTQ, arXiv:2210.17323, does
 is not changed: hooks put the outputs of the new layers in the place of the old ones.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..errors import DclsConvertError, one_line
-from ..fitting.boxes import box_of
+from ..fitting.boxes import Box, box_of
 from ..fitting.images import Calibration
 from ..fitting.moments import Moments, best_weights
 from ..layers.conv_classes import PLAIN, find_form
@@ -98,7 +99,7 @@ def fit_to_outputs_(
                 filled.add(id(group))
             offset = _solve_(plan, layer, conv, joint)
             offsets.append(Offset(name=plan.name, values=offset, bias=layer.bias, running_mean=relay.mean_behind(conv)))
-            relay.replace(conv, layer, offsets[-1])
+            relay.replace(conv, plan, layer, offsets[-1])
         for group in groups:
             if id(group) not in filled:  # its layers are not used in a forward pass
                 fill(group, None)
@@ -124,8 +125,11 @@ def seen_by_layers(
 
 
 def _moments(plan: LayerPlan, layer: DclsConvNd, *, joint: bool) -> Moments:
-    box = box_of(plan.kernel_size, plan.dilation, plan.dilated_size, plan.interpolation, plan.dense_axes)
-    return Moments(layer, box, joint=joint)
+    return Moments(layer, _box(plan), joint=joint)
+
+
+def _box(plan: LayerPlan) -> Box:
+    return box_of(plan.kernel_size, plan.dilation, plan.dilated_size, plan.interpolation, plan.dense_axes)
 
 
 @torch.no_grad()
@@ -155,7 +159,11 @@ class _Relay:
     def __init__(self, model: nn.Module, convs: Sequence[nn.Module], calibration: Calibration) -> None:
         self.model, self.calibration = model, calibration
         self.calls: dict[nn.Module, int] = {}  # of each convolution in one forward pass, in order of the first ones
-        self._new: dict[nn.Module, Callable[[Tensor], Tensor]] = {}  # gives what stands in for a convolution's output
+        # What the network converted so far has in place of a convolution: a layer, or where that is quicker only its
+        # kernel, cut to the size of the old one; and what is added to the outputs.
+        self._layers: dict[nn.Module, DclsConvNd] = {}
+        self._kernels: dict[nn.Module, nn.Parameter] = {}
+        self._added: dict[nn.Module, Tensor] = {}
         self._converted = False  # which network runs
         self._see: Callable[[nn.Module, Tensor, Tensor], None] = self._count
         self._given: list[tuple[nn.Module, Tensor]] = []  # what convolutions gave in the first pass
@@ -205,14 +213,35 @@ class _Relay:
         for batch in self.calibration.batches:
             if conv is not None:
                 self._run(batch, [conv], keep)
-            self._converted = True
-            self._run(batch, [*([] if conv is None else [conv]), *alone], add)
-            self._converted = False
+            with self._converted_so_far():
+                self._run(batch, [*([] if conv is None else [conv]), *alone], add)
 
-    def replace(self, conv: nn.Module, layer: DclsConvNd, offset: Offset) -> None:
+    def replace(self, conv: nn.Module, plan: LayerPlan, layer: DclsConvNd, offset: Offset) -> None:
         """From now on, the converted network has this layer, with its offset where something takes that up."""
-        added = offset.values.to(layer.weight).reshape(-1, *[1] * layer.dims) if offset.home is not None else 0.0
-        self._new[conv] = lambda input: layer.forward(input) + added
+        box = _box(plan)
+        if (find_form(conv) or PLAIN) is PLAIN and box.sides == box.kernel_size:  # elements lie in the old kernel
+            kernel = layer.kernel().detach()
+            for axis, first, side in zip(box.axes, box.origin, box.sides, strict=True):
+                kernel = kernel.narrow(2 + axis, first + layer.kernel_size[axis] // 2, side)
+            self._kernels[conv] = nn.Parameter(kernel, requires_grad=False)
+        else:
+            self._layers[conv] = layer
+        if offset.home is not None:
+            self._added[conv] = offset.values.to(layer.weight).reshape(-1, *[1] * layer.dims)
+
+    @contextlib.contextmanager
+    def _converted_so_far(self) -> Iterator[None]:
+        """Inside, the network that runs is the converted one."""
+        old = {conv: conv._parameters["weight"] for conv in self._kernels}
+        try:
+            for conv, kernel in self._kernels.items():
+                conv._parameters["weight"] = kernel
+            self._converted = True
+            yield
+        finally:
+            self._converted = False
+            for conv, weight in old.items():
+                conv._parameters["weight"] = weight
 
     def _run(
         self,
@@ -235,8 +264,10 @@ class _Relay:
 
     def _hook(self, conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         input = args[0] if args else kwargs["input"]
-        if self._converted and conv in self._new:
-            output = self._new[conv](input)
+        if self._converted and conv in self._layers:
+            output = self._layers[conv].forward(input)
+        if self._converted and conv in self._added:
+            output = output + self._added[conv]
         self._see(conv, input, output)
         if conv in self._left:
             self._left[conv] -= 1
