@@ -70,8 +70,8 @@ def fit_lines(
         Places (N, E, A) and weights (N, L, E).
     """
     if roots is not None:
-        seen = (targets.unsqueeze(2) @ roots).flatten(1).norm(dim=1).clamp(min=torch.finfo(targets.dtype).tiny)
-        roots = roots / seen[:, None, None, None]
+        seen = (targets.unsqueeze(2) @ roots).flatten(1).norm(dim=1)
+        roots = roots / torch.where(seen > 0, seen, 1.0)[:, None, None, None]
     problem = _Problem(targets=targets, sides=tuple(sides), profile=profile, roots=roots)
     best = functools.reduce(_State.better_of, (_refined(problem, start) for start in starts))
     return best.places, best.weights

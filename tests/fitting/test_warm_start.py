@@ -297,6 +297,39 @@ def test_positions_get_a_gradient_after_the_fit():
 # Calibration.
 
 
+@pytest.mark.parametrize("degenerate", ["no kernel", "one kernel", "one layer", "no input", "flat input", "one cell"])
+def test_kernels_and_roots_of_nothing_give_finite_elements_no_worse_than_the_largest(degenerate):
+    """As real networks have them: kernels that are all zero, and channels in which nothing is ever seen."""
+    case = CASES["dense 3x3"]
+    kernels = kernels_of(case, layers=2)
+    roots = [root.expand(3, 9, 9).clone() for root in torch.randn(2, 9, 9)]
+    if degenerate == "no kernel":
+        kernels = [torch.zeros_like(kernel) for kernel in kernels]
+    elif degenerate == "one kernel":
+        for kernel in kernels:
+            kernel[1, 2] = 0
+    elif degenerate == "one layer":
+        kernels[0].zero_()
+    elif degenerate == "no input":
+        roots[0].zero_()
+        roots[1][0] = 0
+    elif degenerate == "flat input":
+        roots = [torch.nn.functional.pad(root[..., :1], (0, 8)) for root in roots]
+    else:
+        kernels = [torch.nn.functional.pad(kernel[..., 1:2, 1:2], (1, 1, 1, 1)) for kernel in kernels]
+    weights, positions = fit_elements(kernels, roots=roots, **options_of(case))
+    assert positions.isfinite().all()
+    assert all(weight.isfinite().all() for weight in weights)
+
+    def seen(weights, positions, layer):
+        error = construct_kernel(weights[layer], positions, (7, 7))[..., 2:5, 2:5] - kernels[layer]
+        return float((error.flatten(2).unsqueeze(2) @ roots[layer]).norm())
+
+    largest = largest_elements(kernels, **options_of(case))
+    for layer in range(2):
+        assert seen(weights, positions, layer) <= seen(*largest, layer) * (1 + 1e-4) + 1e-6
+
+
 def conv_net(kernel_size=5, **conv):
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, kernel_size, bias=False, **conv))
