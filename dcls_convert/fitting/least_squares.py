@@ -15,49 +15,44 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .batches import joined, last_summed, like, lines_innermost, product, solved
+
 # How much of an element at a place (N, E) lies in each cell of an axis, (N, E, cells), and the derivative by the place.
 Profile = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 # Share of the energy of an element in the middle of a cell; bounds the weights of elements that nearly coincide.
 RIDGE = 1e-3
 LONGEST_STEP = 0.5  # cells; the footprint changes its form from cell to cell
-MOST_STEPS = 60
-STEPS_BETWEEN_LOOKS = 10  # after each look, lines that no longer gain are left alone
+STEPS_BETWEEN_LOOKS = 7  # after each look, lines that no longer gain are left alone
 LEAST_GAIN = 1e-2  # of the cost of a line, between two looks
+LOOKS_FROM_EACH_START, MOST_LOOKS = 1, 6  # the best start goes on
 DAMPING_AT_START, DAMPING_DOWN, DAMPING_UP = 0.1, 1 / 3, 4.0
+CONJUGATE_GRADIENTS = 6  # for a step; the exact step is no better, since the model of the cost is not exact
+LINES_INNERMOST = 24  # coordinates of a line; with more, a product of its matrices is worth a call of its own
+FLOATS_IN_CACHE = 1_000_000  # of matrices, for the lines that a processor works on at once
+TINY = 1e-30  # instead of a divisor of zero
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _State:
-    """Where the lines stand."""
+    """Where lines stand."""
 
     places: Tensor  # (N, E, A), in cells of the box
-    footprint: Tensor  # (N, M, E, S), in the metric
-    slopes: Tensor  # (N, M, E * A, S): derivatives by the places
     weights: Tensor  # (N, L, E)
-    left: Tensor  # (N, L, S): targets minus kernels, in the metric
-    factor: Tensor  # (N, M, E, E): Cholesky factor of the normal equations
     cost: Tensor  # (N,): squares of what is left, and the ridge's
-
-    def __getitem__(self, lines: Tensor) -> "_State":
-        return self.paired(self, lambda own, _: own[lines])
-
-    def paired(self, other: "_State", function: Callable[[Tensor, Tensor], Tensor]) -> "_State":
-        """The state of what the function makes of each field of both."""
-        return _State(**{name: function(getattr(self, name), getattr(other, name)) for name in self.__slots__})
+    downhill: Tensor  # (N, A, E): minus half the derivative of the cost by the places
+    curvature: Tensor  # (N, A * E, A * E): half its second derivative, where the residual is linear in the places
 
     def better_of(self, other: "_State") -> "_State":
         gains = other.cost < self.cost
-        return self.paired(other, lambda one, two: torch.where(gains.reshape(-1, *[1] * (one.dim() - 1)), two, one))
-
-    def with_lines(self, lines: Tensor, state: "_State") -> "_State":
-        return self.paired(state, lambda whole, some: whole.index_copy(0, lines, some))
+        return _State(**{name: _where(gains, getattr(other, name), getattr(self, name)) for name in self.__slots__})
 
 
+@torch.no_grad()
 def fit_lines(
     targets: Tensor, starts: Sequence[Tensor], sides: Sequence[int], profile: Profile, *, roots: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Places and weights whose kernels are close to the targets, the best of all starts for each line.
+    """Places and weights whose kernels are close to the targets, from the start that is soon the best for the line.
 
     Args:
         targets: (N, L, S) kernels in their box, each line with values of the order of 1.
@@ -70,10 +65,16 @@ def fit_lines(
         Places (N, E, A) and weights (N, L, E).
     """
     if roots is not None:
-        seen = (targets.unsqueeze(2) @ roots).flatten(1).norm(dim=1)[:, None, None, None]
-        roots = roots / torch.where(seen > 0, seen, 1.0)  # a kernel may be zero
+        seen = (targets.unsqueeze(2) @ roots).flatten(1).norm(dim=1)
+        roots = roots / torch.where(seen > 0, seen, 1.0)[:, None, None, None]
     problem = _Problem(targets=targets, sides=tuple(sides), profile=profile, roots=roots)
-    best = functools.reduce(_State.better_of, (_refined(problem, start) for start in starts))
+    runs = [_Run(problem, start) for start in starts]
+    for run in runs:
+        run.go_on_(LOOKS_FROM_EACH_START)
+    best = runs[0]
+    for run in runs[1:]:
+        best.take_better_(run)
+    best.go_on_(MOST_LOOKS - LOOKS_FROM_EACH_START)
     return best.places, best.weights
 
 
@@ -88,93 +89,120 @@ class _Problem:
         roots = None if self.roots is None else self.roots[lines]
         return replace(self, targets=self.targets[lines], roots=roots)
 
-    def ridge(self) -> Tensor:
-        """(N, M, 1), in proportion to what an element in the middle of a cell is worth."""
-        if self.roots is None:
-            return self.targets.new_full((len(self.targets), 1, 1), RIDGE)
-        return RIDGE * self.roots.square().sum(-1).mean(-1, keepdim=True).clamp(min=1e-12)
+    def inside(self, places: Tensor) -> Tensor:
+        return places.clamp(min=0).minimum(places.new_tensor(self.sides) - 1)
 
     def at(self, places: Tensor) -> _State:
         """The best weights there, and what they leave."""
+        lines, elements, axes = places.shape
         footprint, slopes = _footprint(places, self.sides, self.profile)
-        targets = self.targets
+        targets, ridge = self.targets, torch.full_like(self.targets[:, :1, 0], RIDGE)
+        if self.roots is not None:  # every layer is a line of its own, up to the sums
+            footprint, slopes = ((part.unsqueeze(1) @ self.roots).flatten(0, 1) for part in (footprint, slopes))
+            targets = (targets.unsqueeze(2) @ self.roots).flatten(0, 1)
+            # In proportion to what an element in the middle of a cell is worth.
+            ridge = RIDGE * self.roots.square().sum(-1).mean(-1).clamp(min=1e-12).reshape(-1, 1)
+        normal = product(footprint, footprint.mT)
+        normal.diagonal(dim1=1, dim2=2).add_(ridge)
+        inverse = solved(normal, footprint)  # (N, E, S): its product with a target is the weights
+        weights = product(targets, inverse.mT)  # (N, L, E)
+        left = targets - product(weights, footprint)
+        cost = left.square().flatten(1).sum(1) + ridge[:, 0] * weights.square().flatten(1).sum(1)
+        by_axis = slopes.reshape(-1, axes, *footprint.shape[1:])  # (N, A, E, S)
+        downhill = last_summed(by_axis * product(weights.mT, left).unsqueeze(1))
+        uncompensated = slopes - product(product(slopes, inverse.mT), footprint)  # by the weights
+        curvature = product(uncompensated, slopes.mT)
+        together = product(weights.mT, weights)  # (N, E, E)
+        for rows in torch.split(curvature, elements, 1):
+            for block in torch.split(rows, elements, 2):
+                block *= together
         if self.roots is not None:
-            footprint, slopes = footprint @ self.roots, slopes @ self.roots
-            targets = (targets.unsqueeze(2) @ self.roots).squeeze(2)
-        normal = footprint @ footprint.mT  # (N, M, E, E)
-        ridge = self.ridge().expand(normal.shape[:-1])
-        factor = torch.linalg.cholesky_ex(normal + torch.diag_embed(ridge)).L
-        per_metric = _by_metric(targets, footprint)  # (N, M, layers of the metric, S)
-        weights = torch.cholesky_solve(footprint @ per_metric.mT, factor).mT  # (N, M, layers of the metric, E)
-        left = per_metric - weights @ footprint
-        cost = left.square().sum((1, 2, 3)) + (ridge.unsqueeze(2) * weights.square()).sum((1, 2, 3))
+            parts = [part.reshape(lines, -1, *part.shape[1:]).sum(1) for part in (cost, downhill, curvature)]
+            cost, downhill, curvature = parts
         return _State(
             places=places,
-            footprint=footprint,
-            slopes=slopes,
-            weights=weights.flatten(1, 2),
-            left=left.flatten(1, 2),
-            factor=factor,
+            weights=weights.reshape(lines, -1, elements),
             cost=torch.where(cost.isfinite(), cost, torch.inf),
+            downhill=downhill,
+            curvature=curvature,
         )
 
 
-def _refined(problem: _Problem, start: Tensor) -> _State:
+class _Run:
     """Levenberg-Marquardt steps on all lines at once; each line has its own damping and keeps only steps that gain."""
-    last = start.new_tensor([side - 1 for side in problem.sides])
-    state = problem.at(start.clamp(min=0).minimum(last))
-    damping = torch.full_like(state.cost, DAMPING_AT_START)
-    done = state
-    active = torch.arange(len(start), device=start.device)
-    for _ in range(MOST_STEPS // STEPS_BETWEEN_LOOKS):
+
+    def __init__(self, problem: _Problem, start: Tensor) -> None:
+        self.problem = problem
+        self.places = problem.inside(start)  # (N, E, A)
+        self.weights = start.new_zeros(len(start), problem.targets.shape[1], start.shape[1])  # (N, L, E)
+        self.cost = start.new_full((len(start),), torch.inf)
+        self.damping = start.new_full((len(start),), DAMPING_AT_START)
+
+    def take_better_(self, other: "_Run") -> None:
+        gains = other.cost < self.cost
+        for name in ("places", "weights", "cost", "damping"):
+            setattr(self, name, _where(gains, getattr(other, name), getattr(self, name)))
+
+    def go_on_(self, looks: int) -> None:
+        lines, moving = torch.arange(len(self.places), device=self.places.device), self.places[0].numel()
+        at_once = len(lines)
+        if lines.device.type == "cpu":
+            at_once = max(1, FLOATS_IN_CACHE // (moving * (moving + 2 * self.problem.targets.shape[2])))
+        for _ in range(looks):
+            lines = lines[torch.cat([self._step_(chunk) for chunk in torch.split(lines, at_once)])]
+            if not len(lines):
+                break
+
+    def _step_(self, lines: Tensor) -> Tensor:
+        """Whether each of these lines still gains."""
+        problem, places, damping = self.problem[lines], self.places[lines], self.damping[lines]
+        if problem.roots is None and places[0].numel() <= LINES_INNERMOST:
+            problem, places = replace(problem, targets=lines_innermost(problem.targets)), lines_innermost(places)
+        state = problem.at(places)
         before = state.cost
         for _ in range(STEPS_BETWEEN_LOOKS):
-            tried = problem.at((state.places + _step(state, damping)).clamp(min=0).minimum(last))
-            gains = tried.cost < state.cost
-            damping = torch.where(gains, damping * DAMPING_DOWN, damping * DAMPING_UP).clamp(1e-6, 1e6)
-            state = state.better_of(tried)
-        done = state if len(active) == len(start) else done.with_lines(active, state)
-        moving = (state.cost < before * (1 - LEAST_GAIN)).nonzero()[:, 0]
-        if not len(moving):
-            break
-        if len(moving) < len(active):
-            active, damping = active[moving], damping[moving]
-            state, problem = state[moving], problem[moving]
-    return done
+            tried = problem.at(problem.inside(state.places + _step(state, damping)))
+            damping = damping * torch.where(tried.cost < state.cost, DAMPING_DOWN, DAMPING_UP)
+            damping, state = damping.clamp(1e-6, 1e6), state.better_of(tried)
+        self.places[lines], self.weights[lines] = state.places, state.weights
+        self.cost[lines], self.damping[lines] = state.cost, damping
+        return state.cost < before * (1 - LEAST_GAIN)
+
+
+def _where(lines: Tensor, one: Tensor, two: Tensor) -> Tensor:
+    return torch.where(lines.reshape(-1, *[1] * (one.dim() - 1)), one, two)
 
 
 def _step(state: _State, damping: Tensor) -> Tensor:
-    """(N, E, A): where the quadratic model of the cost, damped, has its least."""
-    lines, elements, axes = state.places.shape
-    # The part of the slopes that the weights cannot compensate is slopes - seen' @ footprint.
-    seen = torch.cholesky_solve(state.footprint @ state.slopes.mT, state.factor)  # (N, M, E, E * A)
-    curvature = state.slopes @ (state.slopes - seen.mT @ state.footprint).mT  # (N, M, E * A, E * A)
-    weights = _by_metric(state.weights, state.footprint)  # (N, M, layers of the metric, E)
-    spread = weights.repeat_interleave(axes, dim=-1)  # (N, M, layers of the metric, E * A)
-    matrix = (curvature * (spread.mT @ spread)).sum(1)  # (N, E * A, E * A)
-    left = _by_metric(state.left, state.footprint)
-    downhill = ((left @ state.slopes.mT) * spread).sum((1, 2))  # (N, E * A)
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    floor = 1e-3 * diagonal.mean(dim=-1, keepdim=True) + 1e-12
-    damped = matrix + torch.diag_embed(damping[:, None] * (diagonal + floor) + 1e-9)
-    factor, failed = torch.linalg.cholesky_ex(damped)
-    step = torch.cholesky_solve(downhill.unsqueeze(-1), factor).squeeze(-1)
-    usable = (failed == 0)[:, None] & step.isfinite()
-    step = torch.where(usable, step, 0.0).reshape(lines, elements, axes)
-    return step.clamp(-LONGEST_STEP, LONGEST_STEP)
+    """(N, E, A): where the quadratic model of the cost, damped, has its least, nearly.
 
-
-def _by_metric(of_layers: Tensor, footprint: Tensor) -> Tensor:
-    """(N, L, x) -> (N, M, layers of the metric, x)."""
-    lines, _, last = of_layers.shape
-    return of_layers.reshape(lines, footprint.shape[1], -1, last)
+    By conjugate gradients, preconditioned by the diagonal.
+    """
+    diagonal = state.curvature.diagonal(dim1=1, dim2=2)
+    floor = 1e-3 * diagonal.mean(dim=1, keepdim=True) + 1e-12
+    more = damping[:, None] * (diagonal + floor) + 1e-9
+    share = 1 / (diagonal + more)
+    left = state.downhill.flatten(1)
+    ahead = share * left
+    size = (left * ahead).sum(1, keepdim=True)
+    step = torch.zeros_like(left)
+    for _ in range(CONJUGATE_GRADIENTS):
+        pulled = more * ahead + product(ahead[:, None], state.curvature)[:, 0]
+        rate = size / (ahead * pulled).sum(1, keepdim=True).clamp(min=TINY)
+        step, left = step + rate * ahead, left - rate * pulled
+        preconditioned = share * left
+        size, old = (left * preconditioned).sum(1, keepdim=True), size
+        ahead = preconditioned + size / old.clamp(min=TINY) * ahead
+    step = step.reshape(state.downhill.shape).mT
+    return step.nan_to_num(nan=0, posinf=0, neginf=0).clamp(-LONGEST_STEP, LONGEST_STEP)
 
 
 def _footprint(places: Tensor, sides: Sequence[int], profile: Profile) -> tuple[Tensor, Tensor]:
-    """(N, 1, E, S) and its derivatives (N, 1, E * A, S)."""
-    values, slopes = zip(*(profile(places[..., axis], side) for axis, side in enumerate(sides)), strict=True)
+    """(N, E, S) and its derivatives (N, A * E, S)."""
+    profiles = [profile(places[..., axis], side) for axis, side in enumerate(sides)]
+    values, slopes = ([like(places, part) for part in parts] for parts in zip(*profiles, strict=True))
     sloping = [spread([*values[:axis], slope, *values[axis + 1 :]]) for axis, slope in enumerate(slopes)]
-    return spread(values).unsqueeze(1), torch.stack(sloping, dim=2).flatten(1, 2).unsqueeze(1)
+    return spread(values), joined(sloping, 1)
 
 
 def spread(profiles: Sequence[Tensor]) -> Tensor:

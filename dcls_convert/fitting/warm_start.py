@@ -17,7 +17,8 @@ from ..layers.interpolation import find_interpolation
 from .boxes import Box, box_of
 from .least_squares import fit_lines
 
-JITTER = 0.3  # cells; the cost has a kink at a cell's middle, and starts beside it often end lower
+STARTS = 4  # the last one beside merged cells, the others beside the largest ones
+JITTER = 0.3  # cells; at a cell's middle the cost has a kink, where a step models it badly
 FLOATS_AT_ONCE = 60_000_000  # of memory for the lines that are fitted together
 
 Metric = Callable[[Tensor], Tensor]  # indices of lines -> (lines, L, S, S), by which their errors are multiplied
@@ -117,11 +118,14 @@ def _metric(roots: Sequence[Tensor], kernel: Tensor, lines: int) -> Metric:
 
 def _fitted(lines: Tensor, start: _Elements, box: Box, metric: Metric | None, generator: torch.Generator) -> _Elements:
     places, weights = torch.empty_like(start.places), torch.empty_like(start.weights)
+    # Drawn on the CPU and for all lines, so that a seed means the same on every device, however lines are split.
+    noise = JITTER * torch.randn(STARTS, *start.places.shape, generator=generator)
     at_once = _lines_at_once(start, box, layers_differ=metric is not None)
     for chunk in torch.split(torch.arange(len(lines), device=lines.device), at_once):
         grid = start.places[chunk]
-        beside = grid + JITTER * torch.randn(grid.shape, generator=generator).to(grid)
-        starts = [grid, beside, *_merged_neighbours(lines[chunk], grid.shape[1], box)]
+        bases = [grid] * (STARTS - 1) + [_merged_neighbours(lines[chunk], grid, box)]
+        beside = noise[:, chunk.to(noise.device)].to(grid)
+        starts = [base + moved for base, moved in zip(bases, beside, strict=True)]
         roots = None if metric is None else metric(chunk)
         places[chunk], weights[chunk] = fit_lines(lines[chunk], starts, box.sides, box.profile, roots=roots)
     return _Elements(places=places, weights=weights)
@@ -134,18 +138,18 @@ def _lines_at_once(elements: _Elements, box: Box, *, layers_differ: bool) -> int
     return max(1, FLOATS_AT_ONCE // (3 * floats))
 
 
-def _merged_neighbours(lines: Tensor, count: int, box: Box) -> list[Tensor]:
+def _merged_neighbours(lines: Tensor, grid: Tensor, box: Box) -> Tensor:
     """(N, E, A): cells that go together cheaply are one element between them, greedily, until as many are left.
 
     Two neighbours, with weights u and v over the layers, are one element as far as the matrix (u, v) has rank one; the
-    smaller singular value is lost. No start where the old kernel's cells are not neighbours, or elements suffice.
+    smaller singular value is lost. The grid as it is where cells are not neighbours, or elements suffice.
     """
-    cells = box.cells().to(lines.device)  # (K, A)
+    cells, count = box.cells().to(lines.device), grid.shape[1]  # (K, A)
     apart = (cells[:, None] - cells[None]).abs()
     pairs = ((apart.sum(-1) == 1) & (apart.amax(-1) == 1)).triu().nonzero()  # (P, 2)
     surplus = len(cells) - count
     if not len(pairs) or surplus <= 0:
-        return []
+        return grid
     strides = torch.tensor([math.prod(box.sides[axis + 1 :]) for axis in range(len(box.sides))], device=lines.device)
     values = lines[..., (cells * strides).sum(1)]  # (N, L, K)
     one, two = values[..., pairs[:, 0]], values[..., pairs[:, 1]]
@@ -170,7 +174,7 @@ def _merged_neighbours(lines: Tensor, count: int, box: Box) -> list[Tensor]:
     rank = torch.cat([torch.where(merged, torch.inf, -1.0), singles], dim=1)
     candidates = torch.cat([between, cells.to(between).expand(len(lines), -1, -1)], dim=1)
     chosen = rank.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
-    return [candidates.gather(1, chosen.unsqueeze(-1).expand(-1, -1, candidates.shape[-1]))]
+    return candidates.gather(1, chosen.unsqueeze(-1).expand(-1, -1, candidates.shape[-1]))
 
 
 def _no_layer_worse(

@@ -31,6 +31,7 @@ class Interpolation:
     initial_sigma: float | None = None  # cells
     exact_on_cells: bool = False  # whether an element in the middle of a cell starts in that cell alone
     construct: Callable[[Tensor, Tensor, Sequence[int]], Tensor] | None = None  # a faster way, for one without sigma
+    hat: bool = False  # whether the profile with the initial sigma is the triangle of half-width 1
 
     @property
     def has_sigma(self) -> bool:
@@ -52,6 +53,8 @@ class Interpolation:
 
         cells (*C, E), inside the window of `length` cells -> (*C, E, length) each.
         """
+        if self.hat:
+            return _hat(cells, length)
         sigma = torch.full_like(cells, 1.0 if self.initial_sigma is None else self.initial_sigma)
         value, slope = self.profile(cells, sigma, length), self.slope(cells, sigma, length)
         total = value.sum(-1, keepdim=True)
@@ -116,6 +119,17 @@ def _triangle_slope(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
     return torch.where(centre >= length - 1, leftward, rightward)
 
 
+def _hat(cells: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The triangle of half-width 1 and its slope, as `_triangle_slope` chooses it. In memory, `length` comes first."""
+    grid = _grid(cells, length).reshape(-1, *[1] * cells.dim())  # (length, 1, ...)
+    value = (1 - (grid - cells).abs()).relu()  # its sum is 1
+    if length == 1:
+        return value.movedim(0, -1), torch.zeros_like(value).movedim(0, -1)
+    beyond = grid - cells.floor().clamp(max=length - 2)
+    slope = (beyond == 1).to(cells.dtype) - (beyond == 0).to(cells.dtype)
+    return value.movedim(0, -1), slope.movedim(0, -1)
+
+
 def _gaussian(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
     """exp(-((u - cell) / sigma)^2 / 2) for all u of the window."""
     return (-0.5 * ((_grid(cells, length) - cells.unsqueeze(-1)) / sigma.unsqueeze(-1)) ** 2).exp()
@@ -143,10 +157,13 @@ def _separable(weight: Tensor, profiles: Sequence[Tensor]) -> Tensor:
 
 
 INTERPOLATIONS: dict[str, Interpolation] = {
-    "bilinear": Interpolation(profile=_triangle, slope=_triangle_slope, exact_on_cells=True, construct=bilinear_kernel),
+    "bilinear": Interpolation(
+        profile=_triangle, slope=_triangle_slope, hat=True, exact_on_cells=True, construct=bilinear_kernel
+    ),
     "triangle": Interpolation(
         profile=_triangle,
         slope=_triangle_slope,
+        hat=True,
         min_sigma=MIN_TRIANGLE_SIGMA,
         initial_sigma=INITIAL_TRIANGLE_SIGMA,
         exact_on_cells=True,

@@ -210,7 +210,7 @@ class _Answers:
 def _answers(model: nn.Module, plan: ConversionPlan, images: Calibration | None) -> _Answers:
     random = None
     with evaluating(model):
-        if plan.input_size is not None:
+        if plan.input_size is not None and not any(tensor.is_meta for tensor in model.parameters()):
             noise = torch.randn(2, *plan.input_size, generator=torch.Generator().manual_seed(0))
             with contextlib.suppress(Exception):  # the model's own code, and a comparison to be spared
                 random = run(model, noise)

@@ -207,6 +207,14 @@ def test_the_slope_is_the_derivative_of_the_profile_by_the_position(interpolatio
     close(slope, jacobian.T)
 
 
+@pytest.mark.parametrize("length", [1, 2, 6])
+def test_the_footprint_of_a_hat_is_that_of_its_profile_and_slope(length):
+    cells = torch.cat([torch.arange(length).double(), (length - 1) * torch.rand(50, dtype=torch.double)])
+    for method in (INTERPOLATIONS[name] for name in ("bilinear", "triangle")):
+        assert method.hat
+        close(method.footprint(cells, length), replace(method, hat=False).footprint(cells, length))
+
+
 def cosine(cells, sigma, length):
     offset = torch.arange(length, dtype=cells.dtype) - cells.unsqueeze(-1)
     return torch.where(offset.abs() < 2, 1 + torch.cos(math.pi / 2 * offset), 0.0)
