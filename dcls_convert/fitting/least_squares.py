@@ -89,9 +89,6 @@ class _Problem:
         roots = None if self.roots is None else self.roots[lines]
         return replace(self, targets=self.targets[lines], roots=roots)
 
-    def inside(self, places: Tensor) -> Tensor:
-        return places.clamp(min=0).minimum(places.new_tensor(self.sides) - 1)
-
     def at(self, places: Tensor) -> _State:
         """The best weights there, and what they leave."""
         lines, elements, axes = places.shape
@@ -133,10 +130,15 @@ class _Run:
 
     def __init__(self, problem: _Problem, start: Tensor) -> None:
         self.problem = problem
-        self.places = problem.inside(start)  # (N, E, A)
+        self.last = start.new_tensor([side - 1 for side in problem.sides])  # made once: copies to a GPU are slow
+        self.places = self.inside(start)  # (N, E, A)
         self.weights = start.new_zeros(len(start), problem.targets.shape[1], start.shape[1])  # (N, L, E)
         self.cost = start.new_full((len(start),), torch.inf)
         self.damping = start.new_full((len(start),), DAMPING_AT_START)
+
+    def inside(self, places: Tensor) -> Tensor:
+        """The nearest places in the box."""
+        return places.clamp(min=0).minimum(self.last)
 
     def take_better_(self, other: "_Run") -> None:
         gains = other.cost < self.cost
@@ -161,7 +163,7 @@ class _Run:
         state = problem.at(places)
         before = state.cost
         for _ in range(STEPS_BETWEEN_LOOKS):
-            tried = problem.at(problem.inside(state.places + _step(state, damping)))
+            tried = problem.at(self.inside(state.places + _step(state, damping)))
             damping = damping * torch.where(tried.cost < state.cost, DAMPING_DOWN, DAMPING_UP)
             damping, state = damping.clamp(1e-6, 1e6), state.better_of(tried)
         self.places[lines], self.weights[lines] = state.places, state.weights

@@ -186,7 +186,7 @@ def _no_layer_worse(
     """
     worth = scale.flatten(1).double().square()  # (N, 1)
     errors, others = (worth * _errors(lines, elements, box, metric) for elements in (fitted, fallback))  # (N, L)
-    leave = torch.zeros(len(lines), dtype=torch.bool, device=lines.device)
+    leave = ~errors.isfinite().all(dim=1)
     for _ in range(lines.shape[1]):
         gain = torch.where(leave[:, None], 0.0, others - errors)
         worse = gain.sum(0) < 0  # (L,)
