@@ -35,7 +35,8 @@ FINETUNE = Path(__file__).parent.parent / "examples" / "finetune.py"
 PACKAGES = ("torch", "timm", "dcls-convert", "scikit-image", "scikit-learn", "matplotlib")
 FOLDS = (0, 1)
 SEED = 0
-HEALING = {"steps": 200, "batch": 32, "copies": 32, "lr": 1e-3}  # copies of each photograph in an epoch
+LONGEST_SIDE = 640  # pixels of a photograph that is trained on
+HEALING = {"steps": 200, "batch": 16, "copies": 32, "lr": 1e-3}  # copies of each photograph in an epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +141,7 @@ def heal(fold: "Fold", model: "nn.Module", report: "ConversionReport", scratch: 
             if number:
                 (folder / f"{name}.png").symlink_to(f"../0/{name}.png")
             else:
+                image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
                 image.save(folder / f"{name}.png")
     (scratch / "images" / "validation").symlink_to(fold.folder)
     save_file(fold.network.state_dict(), scratch / "teacher.safetensors")
