@@ -35,6 +35,7 @@ def draw(output: Path, history: dict[str, list[float]], track: list[Any], model:
     axes[2].set(xlabel="epoch", ylabel="speed of positions (cells per epoch)")
     axes[2].legend(names, fontsize=6)
     figure.savefig(output / "training.png", bbox_inches="tight")
+    pyplot.close(figure)
     rows = [row for row in track[-1].positions if len(row.histograms) == 2]
     if not rows:
         return
@@ -47,3 +48,4 @@ def draw(output: Path, history: dict[str, list[float]], track: list[Any], model:
         axis.set(aspect="equal", xlabel="column", ylabel="row")
         axis.invert_yaxis()  # rows as in tensors, from the top
     figure.savefig(output / "positions.png", dpi=150)
+    pyplot.close(figure)
