@@ -3,6 +3,7 @@
     python examples/finetune.py convnext_tiny-dcls17 --data flowers     # flowers/train/rose/1.jpg, flowers/validation
     python examples/finetune.py convnext_tiny-dcls17                    # digits: a first try, without any data
     python examples/finetune.py resnet18 --dilated-size 7 --pretrained  # converted first; without a size, left as it is
+    python examples/finetune.py convnext_tiny-dcls17 --teacher convnext_tiny --data photographs   # without labels
     accelerate launch --num_processes 8 examples/finetune.py convnext_tiny-dcls17 [--fsdp]
     torchrun --nproc_per_node 2 examples/finetune.py convnext_tiny-dcls17    # the same without GPUs
 
@@ -30,6 +31,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast
 from finetune_data import DIGITS_SIZE, Batches, Repeatable, load_images, seed_all, set_transforms
+from finetune_models import SoftTargets, build_model, build_teacher, shard_
+from finetune_pictures import draw
 from timm.data import Mixup
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
@@ -45,8 +48,6 @@ from torch.utils.data import DataLoader
 
 import dcls_convert
 from dcls_convert import DclsConvertError, tuning
-from dcls_convert.checkpoints.folder import read_plan
-from dcls_convert.checkpoints.save import tuned_plan
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered from all processes, into the first
 TRACK = "positions.jsonl"
@@ -61,6 +62,9 @@ def parse_arguments() -> argparse.Namespace:
     add("model", help="a folder that dcls-convert wrote, or a name of timm's")
     add("--dilated-size", type=int, help="convert the model of this name first")
     add("--pretrained", action="store_true", help="start a model of timm from its trained weights")
+    add("--teacher", help="learn this model's outputs, of images without labels: a name of timm's, or a folder")
+    add("--teacher-checkpoint", type=Path, help="its weights; without them, those that timm knows or the folder has")
+    add("--temperature", type=float, default=1.0, help="by which both models' outputs are divided before softmax")
     add("--data", help="folder of images; without it, scikit-learn's digits")
     add("--dataset", default="", help="timm's name of the data set, such as torch/cifar10; a folder of classes without")
     add("--splits", nargs=2, default=("train", "validation"), metavar=("TRAIN", "VALIDATION"))
@@ -96,6 +100,12 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if args.ema < 0 or args.ema >= 1 or args.smoothing < 0 or args.smoothing >= 1:
         parser.error("--ema and --smoothing must be at least 0 and below 1")
+    if args.temperature <= 0:
+        parser.error(f"--temperature must be above 0, not {args.temperature:g}")
+    if args.teacher_checkpoint and not args.teacher:
+        parser.error("--teacher-checkpoint needs --teacher, which names the model")
+    if args.teacher and args.num_classes:
+        parser.error("--num-classes: with --teacher, the model keeps the classes that it has")
     if (args.mixup or args.cutmix) and args.batch_size % 2:
         parser.error("--mixup and --cutmix need an even --batch-size")
     args.output = args.output or Path("runs") / Path(args.model).name
@@ -114,49 +124,35 @@ class Run:
     plain: nn.Module  # without DDP around it
     model: nn.Module
     average: ModelEmaV3 | None
+    teacher: nn.Module | None
     optimizer: Any
     scheduler: Any = None
     tracker: Any = None
     update: int = 0
-    history: dict[str, list[float]] = field(default_factory=lambda: {"loss": [], "accuracy": []})
+    history: dict[str, list[float]] = field(default_factory=dict)  # "loss" by update, `measure` by epoch
 
     @property
     def evaluated(self) -> nn.Module:
         return self.average.module if self.average else self.plain
 
+    @property
+    def measure(self) -> str:
+        """What is to be high on the images that are held out, in percent."""
+        return "agreement" if self.teacher else "accuracy"
 
-def build_model(args: argparse.Namespace, classes: int) -> tuple[nn.Module, Any]:
-    """The model with a head for the classes, and its plan."""
-    options = {"num_classes": classes, "drop_path_rate": args.drop_path} if args.drop_path else {"num_classes": classes}
-    seed_all("model", args.seed)  # a new head draws from the global generator
-    if Path(args.model).is_dir():
-        model = timm.create_model(f"local-dir:{args.model}", pretrained=True, **options)
-        return model, tuned_plan(model, read_plan(args.model))
-    if not timm.is_model(args.model):
-        raise DclsConvertError(f"{args.model}: neither a folder nor a model of timm")
-    model = timm.create_model(args.model, pretrained=args.pretrained, **options)
-    if args.dilated_size is None:
-        return model, None
-    return model, dcls_convert.convert_(model, dilated_size=args.dilated_size, seed=args.seed).plan
+    @torch.no_grad()
+    def targets(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """What the model should give: the labels (N,), or the teacher's outputs (N, classes)."""
+        return self.teacher(images) if self.teacher else labels
 
 
-def shard_(model: nn.Module, accelerator: Accelerator) -> None:
-    """FSDP2: every block a group, the innermost first. Shared positions are in the group of a module around them."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = torch.distributed.init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    lists = [module for module in model.modules() if isinstance(module, nn.Sequential | nn.ModuleList)]
-    blocks = {id(block) for blocks in lists for block in blocks if any(True for _ in block.children())}
-    for module in reversed(list(model.modules())):
-        if id(module) in blocks and not isinstance(module, nn.Sequential | nn.ModuleList):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-def start_run(args: argparse.Namespace, accelerator: Accelerator, classes: int) -> Run:
+def start_run(args: argparse.Namespace, accelerator: Accelerator, classes: int | None) -> Run:
     plain, plan = build_model(args, classes)
+    teacher = build_teacher(args, plain)
     template = copy.deepcopy(plain)
     plain.to(accelerator.device)
+    if teacher:
+        teacher.to(accelerator.device)
     average = ModelEmaV3(plain, decay=args.ema, use_warmup=True) if args.ema else None
     model = plain
     if args.fsdp:
@@ -167,7 +163,9 @@ def start_run(args: argparse.Namespace, accelerator: Accelerator, classes: int) 
     optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(groups, lr=args.lr))
     if not args.fsdp:
         model = accelerator.prepare_model(plain)
-    return Run(args, accelerator, plan, template, plain, model, average, optimizer)
+    run = Run(args, accelerator, plan, template, plain, model, average, teacher, optimizer)
+    run.history = {"loss": [], run.measure: []}
+    return run
 
 
 def settings(run: Run) -> dict[str, str]:
@@ -234,12 +232,13 @@ def train_update(run: Run, batches: Iterator[Any], mixup: Any, criterion: nn.Mod
         images, labels = (part.to(accelerator.device, non_blocking=True) for part in next(batches))
         seed_all("update", args.seed, run.update, batch, accelerator.process_index)  # after loading, which seeds too
         if mixup:
-            images, labels = mixup(images, labels)
+            images, labels = mixup(images, labels * 0 if run.teacher else labels)
+        images = images.contiguous(memory_format=torch.channels_last)
         if args.fsdp:
             run.model.set_requires_gradient_sync(last)
         with contextlib.nullcontext() if last or args.fsdp else accelerator.no_sync(run.model):
             with accelerator.autocast():
-                loss = criterion(run.model(images.contiguous(memory_format=torch.channels_last)), labels)
+                loss = criterion(run.model(images), run.targets(images, labels))
                 if args.repulsive:
                     loss = loss + args.repulsive * tuning.repulsive_loss(run.plain) ** 2
             accelerator.backward(loss / args.accumulate)
@@ -258,7 +257,10 @@ def train_update(run: Run, batches: Iterator[Any], mixup: Any, criterion: nn.Mod
 
 @torch.no_grad()
 def evaluate(run: Run, images: Any) -> float:
-    """The share of images that the (averaged) model recognises, in percent; each process looks at its part."""
+    """The share of images in percent for which the (averaged) model's top class is the label, or the teacher's.
+
+    Each process looks at its part.
+    """
     accelerator, model, size = run.accelerator, run.evaluated, run.args.batch_size
     for buffer in model.buffers():  # batch statistics are each process's own: the first one's count, as in the state
         broadcast(buffer)
@@ -271,10 +273,11 @@ def evaluate(run: Run, images: Any) -> float:
     right = torch.zeros((), device=accelerator.device)
     first, repeatable = 0, Repeatable(images, run.args.seed)
     for pixels, labels in DataLoader(repeatable, batch_sampler=keys, num_workers=run.args.workers):
+        pixels, labels = pixels.to(accelerator.device), labels.to(accelerator.device)
         with accelerator.autocast():
-            found = model(pixels.to(accelerator.device)).argmax(1)
+            found, targets = model(pixels).argmax(1), run.targets(pixels, labels)
         counts = torch.tensor(wanted[first : first + len(labels)], device=found.device) >= 0
-        right += ((found == labels.to(found.device)) & counts).sum()
+        right += ((found == (targets.argmax(1) if run.teacher else targets)) & counts).sum()
         first += len(labels)
     return 100 * float(accelerator.reduce(right, "sum")) / count
 
@@ -290,8 +293,8 @@ def save_best(run: Run) -> None:
             dcls_convert.save_converted(run.template.eval(), run.plan, run.args.output / "best", force=True)
 
 
-def train(run: Run, train_images: Any, valid_images: Any, classes: int) -> None:
-    args, accelerator, history = run.args, run.accelerator, run.history
+def train(run: Run, train_images: Any, valid_images: Any, classes: int | None) -> None:
+    args, accelerator, history, measured = run.args, run.accelerator, run.history, run.history[run.measure]
     plan = Batches(len(train_images), args, accelerator.process_index, accelerator.num_processes, run.update)
     loader = DataLoader(
         Repeatable(train_images, args.seed),
@@ -300,8 +303,11 @@ def train(run: Run, train_images: Any, valid_images: Any, classes: int) -> None:
         pin_memory=accelerator.device.type == "cuda",
     )
     mixing = args.mixup or args.cutmix
-    mixup = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=classes) if mixing else None
-    criterion = nn.CrossEntropyLoss(label_smoothing=0.0 if mixing else args.smoothing)
+    mixup = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=classes or 1) if mixing else None
+    labelled = nn.CrossEntropyLoss(label_smoothing=0.0 if mixing else args.smoothing)
+    criterion = SoftTargets(args.temperature) if run.teacher else labelled
+    if run.teacher and not run.update:
+        accelerator.print(f"before: agreement {evaluate(run, valid_images):.2f} %", flush=True)
     batches, started = iter(loader), time.monotonic()
     while run.update < args.epochs * plan.updates_per_epoch:
         history["loss"].append(train_update(run, batches, mixup, criterion))
@@ -311,55 +317,20 @@ def train(run: Run, train_images: Any, valid_images: Any, classes: int) -> None:
             print(f"\r[{bar:30}] {run.update} updates, loss {history['loss'][-1]:.4f}", end=" ", file=sys.stderr)
         if done == 0:
             run.tracker.update(epoch)
-            history["accuracy"].append(evaluate(run, valid_images))
+            measured.append(evaluate(run, valid_images))
             loss = float(np.mean(history["loss"][-plan.updates_per_epoch :]))
             accelerator.print(
-                f"epoch {epoch:3d}/{args.epochs}: loss {loss:.4f}, accuracy {history['accuracy'][-1]:.2f} %, "
+                f"epoch {epoch:3d}/{args.epochs}: loss {loss:.4f}, {run.measure} {measured[-1]:.2f} %, "
                 f"{time.monotonic() - started:.0f} s",
                 flush=True,
             )
-            if history["accuracy"][-1] > max(history["accuracy"][:-1], default=-1.0):
+            if measured[-1] > max(measured[:-1], default=-1.0):
                 save_best(run)
         if done == 0 or (args.save_every and run.update % args.save_every == 0):
             save_state(run)
 
 
-def draw(run: Run) -> None:
-    """Loss, accuracy, the speed of the positions, and where they are at the end, as pictures."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("for pictures: pip install matplotlib", file=sys.stderr)
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    track = tuning.read_track(run.args.output / TRACK)
-    names = [row.name for row in track[-1].positions]
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4))
-    axes[0].plot(run.history["loss"])
-    axes[0].set(xlabel="update", ylabel="training loss")
-    axes[1].plot([record.step for record in track], run.history["accuracy"], marker=".")
-    axes[1].set(xlabel="epoch", ylabel="accuracy (%)")
-    axes[2].plot([record.step for record in track], [[row.speed for row in record.positions] for record in track])
-    axes[2].set(xlabel="epoch", ylabel="speed of positions (cells per epoch)")
-    axes[2].legend(names, fontsize=6)
-    figure.savefig(run.args.output / "training.png", bbox_inches="tight")
-    rows = [row for row in track[-1].positions if len(row.histograms) == 2]
-    if not rows:
-        return
-    figure, axes = pyplot.subplots(1, len(rows), figsize=(3.3 * len(rows), 3.3), squeeze=False, layout="constrained")
-    for axis, row in zip(axes[0], rows, strict=True):
-        window = [(side.low, side.low + side.width * len(side.counts)) for side in row.histograms]  # rows, columns
-        y, x = run.template.get_parameter(row.name).detach().flatten(1).numpy()
-        axis.hist2d(x, y, bins=[4 * len(side.counts) for side in reversed(row.histograms)], range=window[::-1])
-        axis.set_title(row.name, fontsize=6)
-        axis.set(aspect="equal", xlabel="column", ylabel="row")
-        axis.invert_yaxis()  # rows as in tensors, from the top
-    figure.savefig(run.args.output / "positions.png", dpi=150)
-
-
-def prepare(args: argparse.Namespace, accelerator: Accelerator) -> tuple[Run, Any, Any, int]:
+def prepare(args: argparse.Namespace, accelerator: Accelerator) -> tuple[Run, Any, Any, int | None]:
     """Everything that can be refused, before the first update."""
     if accelerator.distributed_type == DistributedType.FSDP:
         raise DclsConvertError("--use_fsdp of accelerate launch: give --fsdp to this script instead")
@@ -393,7 +364,7 @@ def prepare(args: argparse.Namespace, accelerator: Accelerator) -> tuple[Run, An
         load_state_(run, state)
     track = args.output / TRACK
     if accelerator.is_main_process and track.exists():  # a line an epoch: a resumed run writes the later ones again
-        track.write_bytes(b"".join(track.read_bytes().splitlines(keepends=True)[: len(run.history["accuracy"])]))
+        track.write_bytes(b"".join(track.read_bytes().splitlines(keepends=True)[: len(run.history[run.measure])]))
     run.tracker = tuning.PositionTracker(run.plain, track)
     return run, train_images, valid_images, classes
 
@@ -413,8 +384,8 @@ def main() -> None:
     if accelerator.is_main_process:
         run.template.load_state_dict(state)
         (args.output / "history.json").write_text(json.dumps(run.history) + "\n")
-        draw(run)
-        print(f"best accuracy {max(run.history['accuracy']):.2f} %: {args.output / 'best'}")
+        draw(args.output, run.history, tuning.read_track(args.output / TRACK), run.template)
+        print(f"best {run.measure} {max(run.history[run.measure]):.2f} %: {args.output / 'best'}")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

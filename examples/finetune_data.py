@@ -1,4 +1,4 @@
-"""The images of finetune.py: scikit-learn's digits, or any data set of timm.
+"""The images of finetune.py: scikit-learn's digits, any data set of timm, or a folder of images without classes.
 
 A key (epoch, index) says which image, and how it is augmented.
 """
@@ -23,6 +23,7 @@ from dcls_convert.errors import one_line
 
 DIGITS_SIZE = 32  # pixels that the 8 x 8 digits are scaled to
 DIGITS_HELD_OUT = 360  # of 1797, a fifth
+HELD_OUT = 5  # of a folder without images to evaluate with, one in so many is held out
 
 
 def seed_all(*place: int | str) -> None:
@@ -85,10 +86,13 @@ class Batches(Sampler):
                 yield [(epoch, index) for index in order[first : first + size]]
 
 
-def load_images(args: argparse.Namespace) -> tuple[Any, Any, int]:
-    """Images to train and to evaluate with, still without transforms, and the number of classes."""
+def load_images(args: argparse.Namespace) -> tuple[Any, Any, int | None]:
+    """Images to train and to evaluate with, still without transforms, and the number of classes.
+
+    With a teacher the number is None, since its outputs stand for labels.
+    """
     if args.data is None and not args.dataset:
-        return Digits(training=True), Digits(training=False), 10
+        return Digits(training=True), Digits(training=False), None if args.teacher else 10
     if not args.dataset and not os.path.isdir(args.data):
         raise DclsConvertError(f"--data {args.data}: is not a folder")
     try:
@@ -97,10 +101,19 @@ def load_images(args: argparse.Namespace) -> tuple[Any, Any, int]:
         raise DclsConvertError(f"--data {args.data}: {one_line(error)}") from error
     if not (hasattr(train, "__getitem__") and hasattr(train, "__len__")):
         raise DclsConvertError(f"--dataset {args.dataset}: is a stream; choose one whose images have numbers")
+    if args.teacher:
+        if not args.dataset and valid.reader.root == args.data:  # a folder without images to evaluate with
+            train.reader.samples, valid.reader.samples = hold_out(train.reader.samples)
+        return train, valid, None
     classes = args.num_classes or len(getattr(getattr(train, "reader", train), "class_to_idx", ()))
     if not classes:
         raise DclsConvertError(f"--dataset {args.dataset}: does not name its classes; give --num-classes")
     return train, valid, classes
+
+
+def hold_out(samples: list[Any]) -> tuple[list[Any], list[Any]]:
+    """All but every fifth, and every fifth."""
+    return [sample for index, sample in enumerate(samples) if index % HELD_OUT], samples[::HELD_OUT]
 
 
 def set_transforms(train: Any, valid: Any, model: nn.Module, args: argparse.Namespace) -> None:

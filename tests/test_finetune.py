@@ -10,7 +10,10 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
+import dcls_convert
+from dcls_convert import tuning
 from dcls_convert.tuning import read_track
 
 from . import command_line
@@ -76,6 +79,112 @@ def test_batches_in_several_parts_are_the_same_update(finetune, images):
         torch.testing.assert_close(parts["model"][name], tensor, rtol=0, atol=2e-4)  # float32, other sums
 
 
+# Learning from a teacher.
+
+
+@pytest.fixture
+def unlabelled(tmp_path):
+    """A folder of images, some of them deeper, without classes."""
+    generator = np.random.default_rng(0)
+    for index in range(20):
+        path = tmp_path / "unlabelled" / ("deeper" if index % 2 else ".") / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        blurred = Image.fromarray(generator.integers(0, 255, (5, 5, 3), dtype=np.uint8)).resize((40, 40))
+        blurred.save(path)
+    return tmp_path / "unlabelled"
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    """The options that name a network of 1000 classes, and the network, whose outputs depend on its blocks."""
+    torch.manual_seed(0)
+    model = timm.create_model("test_convnext")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gamma"):
+                parameter.fill_(1)
+        model.head.fc.weight.mul_(20)
+    save_file(model.state_dict(), tmp_path / "teacher.safetensors")
+    return ["--teacher", "test_convnext", "--teacher-checkpoint", "teacher.safetensors"], model
+
+
+def converted(model, folder, **options):
+    report = dcls_convert.convert_(model, dilated_size=9, **options)
+    return dcls_convert.save_converted(model, report.plan, folder)
+
+
+def test_a_converted_network_comes_closer_to_its_teacher(finetune, unlabelled, teacher, tmp_path, capsys):
+    named, model = teacher
+    folder = converted(model, tmp_path / "student", budget=40, init="random")
+    options = ["--data", unlabelled, *SMALL, "--epochs", "6", "--lr", "0.0003", "--temperature", "4"]
+    finetune(folder, *named, *options, "--output", "run")
+    history = json.loads(Path("run/history.json").read_text())
+    assert np.mean(history["loss"][-4:]) < 0.9 * np.mean(history["loss"][:4])
+    assert [len(history["loss"]), len(history["agreement"])] == [24, 6]  # 4 of the 20 images are held out
+    assert "before: agreement" in capsys.readouterr().out
+    command_line.run("verify", "run/best")
+    assert timm.create_model("local-dir:run/best", pretrained=True).num_classes == 1000
+
+
+def test_a_network_agrees_with_itself(finetune, unlabelled, teacher, tmp_path, capsys):
+    named, model = teacher
+    folder = converted(model, tmp_path / "student", init="exact")
+    finetune(folder, *named, "--data", unlabelled, *SMALL, "--lr", "0", "--output", "run")
+    assert "before: agreement 100.00 %" in capsys.readouterr().out
+    history = json.loads(Path("run/history.json").read_text())
+    assert history["agreement"] == [100, 100]
+    assert max(map(abs, history["loss"])) < 1e-5  # float32
+
+
+def test_a_killed_run_with_a_teacher_ends_as_one_that_was_not(finetune, unlabelled, teacher, tmp_path, monkeypatch):
+    named, model = teacher
+    options = [converted(model, tmp_path / "student"), *named, "--data", unlabelled, *SMALL, "--batch-size", "2"]
+    options += ["--accumulate", "2", "--mixup", "0.2", "--drop-path", "0.1"]
+    finetune(*options, "--output", "whole")
+    with monkeypatch.context() as patched:
+        update = tuning.PositionTracker.update
+
+        def killed(self, step):
+            if step == 2:
+                raise KeyboardInterrupt
+            return update(self, step)
+
+        patched.setattr(tuning.PositionTracker, "update", killed)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(*options, "--output", "killed")
+    finetune(*options, "--output", "killed", "--resume")
+    assert Path("killed/history.json").read_bytes() == Path("whole/history.json").read_bytes()
+    ended, expected = (torch.load(f"{run}/state.pt", weights_only=True) for run in ("killed", "whole"))
+    for part in ("model", "average"):
+        assert all(torch.equal(ended[part][name], tensor) for name, tensor in expected[part].items())
+
+
+def test_a_teacher_that_does_not_fit_is_refused(finetune, unlabelled, tmp_path, capsys):
+    for name, overlay, classes in [("other", {"mean": (0.1, 0.2, 0.3)}, 1000), ("fewer", {}, 7)]:
+        model = timm.create_model("test_convnext", num_classes=classes, pretrained_cfg_overlay=overlay)
+        timm.models.save_for_hf(model, tmp_path / name, safe_serialization=True)
+    for name, says in [("other", "takes images with another mean and std"), ("fewer", "has 7 classes")]:
+        with pytest.raises(SystemExit) as stopped:
+            finetune("test_convnext", "--teacher", name, "--data", unlabelled, *SMALL)
+        assert stopped.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert says in line
+    assert not Path("runs").exists()
+
+
+def test_a_temperature_goes_from_the_divergence_to_the_distance_of_centred_outputs(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from finetune_models import SoftTargets
+
+    ours, theirs = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
+    log_ours, log_theirs = ours.log_softmax(1), theirs.log_softmax(1)
+    divergence = (log_theirs.exp() * (log_theirs - log_ours)).sum(1).mean()
+    torch.testing.assert_close(SoftTargets(1.0)(ours, theirs), divergence)
+    left = ours - theirs
+    distance = (left - left.mean(1, keepdim=True)).square().mean(1).mean() / 2
+    torch.testing.assert_close(SoftTargets(100.0)(ours, theirs), distance, rtol=0.02, atol=0)  # 1 / 100 of series left
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -89,6 +198,12 @@ def test_batches_in_several_parts_are_the_same_update(finetune, images):
         (["test_vit", "--dilated-size", "9"], 3, "nothing in the model matches"),
         (["test_convnext", "--epochs", "0"], 2, "--epochs must be at least 1, not 0"),
         (["test_convnext", "--mixup", "1", "--batch-size", "3"], 2, "even --batch-size"),
+        (["test_convnext", "--teacher", "nowhere"], 2, "nowhere: neither a folder nor a model of timm"),
+        (["test_convnext", "--teacher", "test_vit"], 2, "pretrained weights cannot be had"),
+        (["test_convnext", "--teacher", "test_vit", "--teacher-checkpoint", "gone"], 2, "gone: there is no such file"),
+        (["test_convnext", "--teacher-checkpoint", "gone"], 2, "--teacher-checkpoint needs --teacher"),
+        (["test_convnext", "--teacher", "test_vit", "--num-classes", "3"], 2, "keeps the classes that it has"),
+        (["test_convnext", "--temperature", "0"], 2, "--temperature must be above 0, not 0"),
     ],
 )
 def test_mistakes_are_told_in_one_line_and_leave_nothing_behind(finetune, tmp_path, capsys, arguments, code, message):

