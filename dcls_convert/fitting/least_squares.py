@@ -25,7 +25,7 @@ RIDGE = 1e-3
 LONGEST_STEP = 0.5  # cells; the footprint changes its form from cell to cell
 STEPS_BETWEEN_LOOKS = 7  # after each look, lines that no longer gain are left alone
 LEAST_GAIN = 1e-2  # of the cost of a line, between two looks
-LOOKS_FROM_EACH_START, MOST_LOOKS = 1, 6  # the best start goes on
+MOST_LOOKS = 6
 DAMPING_AT_START, DAMPING_DOWN, DAMPING_UP = 0.1, 1 / 3, 4.0
 CONJUGATE_GRADIENTS = 6  # for a step; the exact step is no better, since the model of the cost is not exact
 LINES_INNERMOST = 24  # coordinates of a line; with more, a product of its matrices is worth a call of its own
@@ -69,13 +69,15 @@ def fit_lines(
         roots = roots / torch.where(seen > 0, seen, 1.0)[:, None, None, None]
     problem = _Problem(targets=targets, sides=tuple(sides), profile=profile, roots=roots)
     runs = [_Run(problem, start) for start in starts]
-    for run in runs:
-        run.go_on_(LOOKS_FROM_EACH_START)
-    best = runs[0]
-    for run in runs[1:]:
-        best.take_better_(run)
-    best.go_on_(MOST_LOOKS - LOOKS_FROM_EACH_START)
-    return best.places, best.weights
+    looks = MOST_LOOKS
+    while len(runs) > 1:  # a knockout: of two runs, each line goes on with the better one
+        for run in runs:
+            run.go_on_(1)
+        for one, other in zip(runs[::2], runs[1::2], strict=False):
+            one.take_better_(other)
+        runs, looks = runs[::2], looks - 1
+    runs[0].go_on_(looks)
+    return runs[0].places, runs[0].weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
