@@ -24,7 +24,7 @@ LEAST_ENERGY = 1e-3  # share of the mean energy of all inputs that each of them 
 RIDGE = 1e-4  # share of the energy of an element in the middle of a cell; bounds elements that nearly coincide
 MOST_SCALE = 10.0  # of a channel; beyond, the images say too little about it
 MOST_STEPS, LEAST_RESIDUAL = 30, 1e-4  # of conjugate gradients
-FLOATS_AT_ONCE = 1 << 23
+FLOATS_AT_ONCE = 1 << 20  # of patches; larger tensors would cost as much to get from the system as to fill
 
 
 class Moments:
