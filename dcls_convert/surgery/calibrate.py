@@ -253,7 +253,7 @@ class _Relay:
         self._see = see or self._count
         self._left = {conv: self.calls[conv] for conv in wanted if conv in self.calls}
         try:
-            run(self.model, batch)
+            run(self.model, _fast(batch))
         except _Enough:
             pass
         except (DclsConvertError, MemoryError, torch.OutOfMemoryError):
@@ -282,6 +282,11 @@ class _Relay:
     def _note_norm(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
         giver = next((conv for conv, output in self._given if inputs and output is inputs[0]), None)
         self._entering.setdefault(norm, []).append(giver)
+
+
+def _fast(batch: Tensor) -> Tensor:
+    """In the memory format in which convolutions of images are the quickest on CPUs."""
+    return batch.contiguous(memory_format=torch.channels_last) if batch.dim() == 4 else batch
 
 
 def _has_running_mean(module: nn.Module) -> bool:
