@@ -23,7 +23,7 @@ Profile = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 # Share of the energy of an element in the middle of a cell; bounds the weights of elements that nearly coincide.
 RIDGE = 1e-3
 LONGEST_STEP = 0.5  # cells; the footprint changes its form from cell to cell
-STEPS_BETWEEN_LOOKS = 7  # after each look, lines that no longer gain are left alone
+STEPS_BETWEEN_LOOKS = 8  # after each look, lines that no longer gain are left alone
 LEAST_GAIN = 1e-2  # of the cost of a line, between two looks
 MOST_LOOKS = 6
 DAMPING_AT_START, DAMPING_DOWN, DAMPING_UP = 0.1, 1 / 3, 4.0
