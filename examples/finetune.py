@@ -64,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--pretrained", action="store_true", help="start a model of timm from its trained weights")
     add("--teacher", help="learn this model's outputs, of images without labels: a name of timm's, or a folder")
     add("--teacher-checkpoint", type=Path, help="its weights; without them, those that timm knows or the folder has")
-    add("--temperature", type=float, default=1.0, help="by which both models' outputs are divided before softmax")
+    add("--temperature", type=float, default=4.0, help="by which both models' outputs are divided before softmax")
     add("--data", help="folder of images; without it, scikit-learn's digits")
     add("--dataset", default="", help="timm's name of the data set, such as torch/cifar10; a folder of classes without")
     add("--splits", nargs=2, default=("train", "validation"), metavar=("TRAIN", "VALIDATION"))

@@ -116,7 +116,7 @@ def converted(model, folder, **options):
 def test_a_converted_network_comes_closer_to_its_teacher(finetune, unlabelled, teacher, tmp_path, capsys):
     named, model = teacher
     folder = converted(model, tmp_path / "student", budget=40, init="random")
-    options = ["--data", unlabelled, *SMALL, "--epochs", "6", "--lr", "0.0003", "--temperature", "4"]
+    options = ["--data", unlabelled, *SMALL, "--epochs", "6", "--lr", "0.0003"]
     finetune(folder, *named, *options, "--output", "run")
     history = json.loads(Path("run/history.json").read_text())
     assert np.mean(history["loss"][-4:]) < 0.9 * np.mean(history["loss"][:4])
