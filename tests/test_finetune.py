@@ -11,9 +11,8 @@ import timm
 import torch
 from PIL import Image
 
+from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.tuning import read_track
-
-from . import command_line
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves images open
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -55,7 +54,7 @@ def test_a_folder_of_images(finetune, images, capsys, name):
     assert [len(history["loss"]), len(history["accuracy"])] == [8, 2]
     assert [record.step for record in read_track(run / "positions.jsonl")] == [1, 2]
     assert all((run / picture).read_bytes().startswith(b"\x89PNG") for picture in ("training.png", "positions.png"))
-    command_line.run("verify", run / "best")
+    assert verify_folder(run / "best", rebuild=rebuild_here).ok
     finetune(run / "best", *options, "--output", "again")
     assert timm.create_model("local-dir:again/best", pretrained=True).num_classes == 2
 

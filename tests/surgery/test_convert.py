@@ -174,6 +174,7 @@ def test_placing_gives_structure_alone(device):
     assert {tensor.device.type for tensor in placed.values()} == {device}
 
 
+@pytest.mark.processes
 def test_loading_imports_nothing_that_fits(tiny, tmp_path):
     report = convert_(tiny, dilated_size=9, init="random")
     save_converted(tiny, report.plan, tmp_path / "folder")

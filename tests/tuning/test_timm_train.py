@@ -83,6 +83,7 @@ def start(*arguments, cwd):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.processes
 def test_the_script_trains_a_folder_and_its_checkpoint_becomes_a_folder(folder, script, tmp_path):
 
     (tmp_path / "out").mkdir()
