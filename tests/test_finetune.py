@@ -44,7 +44,7 @@ def images(tmp_path):
     return tmp_path / "images"
 
 
-@pytest.mark.parametrize("name", ["test_convnext", "test_resnet"])
+@pytest.mark.parametrize("name", ["test_convnext", "test_efficientnet"])
 def test_a_folder_of_images(finetune, images, capsys, name):
     options = ["--data", images, *SMALL]
     finetune(name, "--dilated-size", "7", *options, "--repulsive", "1", "--aa", "rand-m3", "--lr", "0.003")

@@ -80,7 +80,7 @@ def test_stock_timm_loads_a_folded_convnext(checkpoints):
 
 def test_stock_timm_gets_a_size_a_stage_and_the_models_own_arguments(tmp_path):
     model = timm.create_model(TINY, num_classes=7, in_chans=1)
-    plan = convert_(model, rules=parse_rules(LATE_STAGES), input_size=(1, 32, 32)).plan
+    plan = convert_(model, rules=parse_rules(LATE_STAGES), input_size=(1, 32, 32), init="random").plan
     save_converted(trained(model), plan, tmp_path / "in")
     found = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
     assert (found.kind, found.kernel_args) == ("stock timm", {"kernel_sizes": [7, 11, 9, 9]})
