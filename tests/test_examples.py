@@ -62,6 +62,7 @@ def test_commands_of_the_pages_are_accepted(line, tmp_path, monkeypatch):
     run(*arguments, "--dry-run")
 
 
+@pytest.mark.processes
 def test_commands_on_a_folder_do_what_they_say(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = [shlex.split(line) for line in LINES if line.split()[0] in OTHERS]

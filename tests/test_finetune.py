@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 
 import dcls_convert
 from dcls_convert import tuning
+from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.tuning import read_track
-
-from . import command_line
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves images open
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -48,7 +47,7 @@ def images(tmp_path):
     return tmp_path / "images"
 
 
-@pytest.mark.parametrize("name", ["test_convnext", "test_resnet"])
+@pytest.mark.parametrize("name", ["test_convnext", "test_efficientnet"])
 def test_a_folder_of_images(finetune, images, capsys, name):
     options = ["--data", images, *SMALL]
     finetune(name, "--dilated-size", "7", *options, "--repulsive", "1", "--aa", "rand-m3", "--lr", "0.003")
@@ -58,7 +57,7 @@ def test_a_folder_of_images(finetune, images, capsys, name):
     assert [len(history["loss"]), len(history["accuracy"])] == [8, 2]
     assert [record.step for record in read_track(run / "positions.jsonl")] == [1, 2]
     assert all((run / picture).read_bytes().startswith(b"\x89PNG") for picture in ("training.png", "positions.png"))
-    command_line.run("verify", run / "best")
+    assert verify_folder(run / "best", rebuild=rebuild_here).ok
     finetune(run / "best", *options, "--output", "again")
     assert timm.create_model("local-dir:again/best", pretrained=True).num_classes == 2
 
@@ -122,7 +121,7 @@ def test_a_converted_network_comes_closer_to_its_teacher(finetune, unlabelled, t
     assert np.mean(history["loss"][-4:]) < 0.9 * np.mean(history["loss"][:4])
     assert [len(history["loss"]), len(history["agreement"])] == [24, 6]  # 4 of the 20 images are held out
     assert "before: agreement" in capsys.readouterr().out
-    command_line.run("verify", "run/best")
+    assert verify_folder(Path("run/best"), rebuild=rebuild_here).ok
     assert timm.create_model("local-dir:run/best", pretrained=True).num_classes == 1000
 
 

@@ -1,4 +1,4 @@
-"""Where the elements of a checkpoint are: statistics of its positions. Builds no model."""
+"""Statistics of a checkpoint's positions: where its elements are. Builds no model."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ INSPECTION_FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionSet:
-    """One positions tensor of a plan: of a tie group, or of a layer alone."""
+    """One positions tensor of a plan: that of a tie group, or of an untied layer."""
 
     name: str  # of the tie group, or of the layer
     tied: bool
@@ -38,7 +38,7 @@ class PositionSet:
         return tuple(size[axis] for axis in learnt_axes(len(size), self.layers[0].dense_axes))
 
     def misfits(self, state: Mapping[str, Tensor]) -> Iterator[str]:
-        """Tensors that are missing or not of the plan's shape, in words."""
+        """Messages about tensors that are missing or have another shape than the plan says."""
         wanted = self.layers[0].position_shape
         for name in self.parameters.values():
             tensor = state.get(name)
@@ -47,7 +47,7 @@ class PositionSet:
                 yield f"{name} {found}; the plan has {wanted}, floating-point, for {self.name}"
 
     def outside(self, state: Mapping[str, Tensor]) -> Iterator[str]:
-        """Values outside the window, and sigmas below the least one, in words; for tensors without `misfits`."""
+        """Messages about positions outside the window and sigmas below their minimum; for tensors without `misfits`."""
         positions, sigma = state[self.parameters["positions"]], state.get(self.parameters.get("sigma", ""))
         for axis, (side, values) in enumerate(zip(self.learnt_size, positions, strict=True)):
             low, high = position_limits(side)
@@ -55,14 +55,14 @@ class PositionSet:
                 where = f"outside the window along axis {axis}, which goes from {low} to {high}"
                 yield f"{self.parameters['positions']} has {count} of {values.numel()} elements {where}"
         least = find_interpolation(self.layers[0].interpolation).min_sigma or 0.0
-        # Compare in the tensor's own precision: clamping rounded the least to it.
+        # Clamping rounded the minimum to the tensor's dtype; compare in this dtype.
         if sigma is not None and (count := int((sigma < torch.tensor(least, dtype=sigma.dtype)).sum())):
-            yield f"{self.parameters['sigma']} has {count} of {sigma.numel()} sigmas below {least:g} cells, the least"
+            yield f"{self.parameters['sigma']} has {count} of {sigma.numel()} sigmas below {least:g} cells, the minimum"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionRow:
-    """Statistics of one positions tensor. Shares are of its elements; lengths in cells, from the kernel centre."""
+    """Statistics of one positions tensor. Shares are fractions of its elements; lengths are in cells."""
 
     name: str
     tied: bool
@@ -71,12 +71,12 @@ class PositionRow:
     dilated_size: tuple[int, ...]
     dense_axes: tuple[int, ...]
     interpolation: str
-    kernels: int  # of one layer, cells of dense axes apart
+    kernels: int  # of one layer; each cell along a dense axis counts as one
     elements: int  # of one layer
     border_share: float
     overlap_share: float
     spread: tuple[float, ...]  # standard deviation along each learnt axis
-    mean_distance: float
+    mean_distance: float  # from the kernel centre
     mean_sigma: float | None
 
 
@@ -93,11 +93,11 @@ class Inspection:
 
     @property
     def elements(self) -> int:
-        """Elements with a position of their own: those of a tie group once."""
+        """Elements with a position of their own; those of a tie group count once."""
         return sum(row.elements for row in self.positions)
 
     def share(self, name: str) -> float:
-        """A share or a mean of the rows, over all elements."""
+        """The mean of a row's field over all elements."""
         return float(sum(getattr(row, name) * row.elements for row in self.positions)) / max(self.elements, 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ _ADAPTER = TypeAdapter(Inspection)
 
 
 def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
-    """Every positions tensor that the plan's checkpoint holds, in the order of the layers; none where it is folded."""
+    """Every positions tensor that the plan's checkpoint holds, in the order of the layers; none if it is folded."""
     if plan.folded:
         return ()
     sets: dict[str, PositionSet] = {}
@@ -133,16 +133,16 @@ def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
 def inspect_folder(folder: str | Path) -> Inspection:
     """Statistics of a checkpoint's positions. Reads the plan and the positions alone; builds no model.
 
-    Takes a folder of timm's own savers too.
+    Reads folders of timm's own savers too.
 
     Raises:
-        CheckpointError: Not such a folder, damaged, or folded, so that there are no positions any more.
+        CheckpointError: The folder is no checkpoint, is damaged, or is folded and so has no positions.
     """
     folder = Path(folder)
     config = read_folder(folder)
     plan, path = the_plan(config, folder), folder / WEIGHTS
     if plan.folded:
-        raise CheckpointError(f"{folder}: is folded into plain convolutions and has no positions any more")
+        raise CheckpointError(f"{folder}: is folded into plain convolutions, which have no positions")
     read_checked_stamp(path, config)
     sets = position_sets(plan)
     state = dict(read_tensors(path, {name for place in sets for name in place.parameters.values()}))

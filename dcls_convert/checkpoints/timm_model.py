@@ -19,7 +19,7 @@ from .load import check_tensors, place_
 from .stamp import Stamp
 
 WRAPPER_PREFIXES = ("", "model.", "body.", "graph_module.")  # where timm's feature extractors keep the model
-# A folder holds its weights; whatever else its config names as their place is not followed.
+# Weights come from the folder alone; other places that its config names are ignored.
 NO_OTHER_WEIGHTS = {"url": "", "state_dict": None, "hf_hub_filename": None, "custom_load": False}
 
 
@@ -34,25 +34,25 @@ def create_converted(
     features_only: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
-    """The model that `config.json` describes; arguments as timm's factory passes them.
+    """Build the model that `config.json` describes, from the arguments that timm's factory passes.
 
     Layers that have no weights in the folder, such as a new head, draw them from torch's global generator, as timm's
     own models do.
 
     Args:
         pretrained: Load the weights that stand beside the config.
-        plan: `ConversionPlan.to_dict()`. The model that it names is built without running code of the user's own.
-        pretrained_cfg: From the config, with the place of the weights.
-        pretrained_model_args: The config's `model_args` as they stand there.
+        plan: `ConversionPlan.to_dict()`. Its model must be one of timm or torchvision: no code of the user's own runs.
+        pretrained_cfg: From the config; timm has added where the weights are.
+        pretrained_model_args: The config's `model_args`, unchanged.
         features_only: Give feature maps, as timm does for the base model.
         kwargs: For the base model, such as num_classes, in_chans, drop_path_rate, out_indices.
 
     Raises:
-        ModelError: Called by name instead of for a checkpoint, or the base may not or cannot be built.
-        CheckpointError: Weights that do not belong to the plan, or are not those that were written.
+        ModelError: It is called by name, without a checkpoint; or the base model is not allowed or cannot be built.
+        CheckpointError: The weights do not belong to the plan, or were changed after they were written.
 
-    A folder of `save_converted` is checked against the metadata of its weights; hashing them takes about as long as
-    reading them. A folder of timm's own savers has none, and is held to names and shapes.
+    A folder of `save_converted` is checked against the metadata of its weights; hashing the weights takes about as long
+    as reading them. A folder of timm's own savers has no metadata; only names and shapes are checked.
     """
     if plan is None:
         raise ModelError(
@@ -70,7 +70,9 @@ def create_converted(
     elif features_only:
         raise ModelError(f"features_only is for models that timm builds, not for {base}")
     source = ModelSource(name=base, args={**kwargs, "features_only": True} if features_only else kwargs)
-    model = build_model(source, seed=None, trust_code=True)  # checked above; the caller's own arguments may be objects
+    model = build_model(
+        source, seed=None, trust_code=True
+    )  # the folder's source is checked above; the caller's arguments may be any objects
     placed = _plan_for_features(conversion, _feature_names(model, conversion)) if features_only else conversion
     _put_layers_(model, placed, with_values=not pretrained)
     known = getattr(model, "pretrained_cfg", None) or {}
@@ -82,7 +84,7 @@ def create_converted(
 
 
 def _put_layers_(model: nn.Module, plan: ConversionPlan, *, with_values: bool) -> None:
-    """With values, the layers start at random, as timm's do without weights."""
+    """With values, the layers get random ones, as timm's own layers do without weights."""
     if not with_values:
         place_(model, plan)
         return
@@ -131,7 +133,7 @@ def _resolved_config(given: Any, overlay: dict[str, Any] | None) -> dict[str, An
 
 
 def _stamp(config: Mapping[str, Any], cache_dir: str | Path | None) -> Stamp | None:
-    """The stamp of the weights that timm loads for this config, if it has one; config and weights must fit."""
+    """The stamp in the weights that timm loads, or None; refuses weights that do not belong to the config."""
     weights, beside = (_file_of(config, name, cache_dir) for name in (WEIGHTS, CONFIG))
     if weights is None or beside is None:
         return None
@@ -139,7 +141,7 @@ def _stamp(config: Mapping[str, Any], cache_dir: str | Path | None) -> Stamp | N
 
 
 def _file_of(config: Mapping[str, Any], name: str, cache_dir: str | Path | None) -> Path | None:
-    """A file of the folder or the repository from which timm loads; None where it is not there, or not yet."""
+    """A file of the folder or repository from which timm loads; None if it is missing or not downloaded yet."""
     source, repository = config.get("source"), config.get("hf_hub_id")
     if source == "local-dir" and config.get("file"):
         path = Path(config["file"]) / name
@@ -154,7 +156,7 @@ def _file_of(config: Mapping[str, Any], name: str, cache_dir: str | Path | None)
 
 
 def _check_complete(state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Refuse weights that lack a tensor: with another number of classes, timm itself takes whatever there is."""
+    """Refuse weights that lack a tensor: with another number of classes, timm itself does not check."""
     classifiers = config.get("classifier") or ()
     heads = tuple(f"{name}." for name in ([classifiers] if isinstance(classifiers, str) else classifiers))
     if missing := [name for name in model.state_dict() if name not in state and not name.startswith(heads)]:
@@ -167,7 +169,7 @@ def _flat(name: str) -> str:
 
 
 def _unwrapped(names: Iterable[str], known: Container[str]) -> dict[str, str]:
-    """Names in a feature extractor -> their flat names in the whole model; by the prefix with which most are known."""
+    """Names in a feature extractor -> flat names in the whole model, less the prefix that makes most names match."""
     found = (
         {name: flat for name in names if (flat := _flat(name.removeprefix(prefix))) in known}
         for prefix in WRAPPER_PREFIXES
@@ -176,7 +178,7 @@ def _unwrapped(names: Iterable[str], known: Container[str]) -> dict[str, str]:
 
 
 def _feature_names(model: nn.Module, plan: ConversionPlan) -> dict[str, str]:
-    """Names of the plan's layers -> their names in the feature extractor, which ends with its last feature."""
+    """The plan's layer names -> names in the feature extractor, which has no layers behind its last feature."""
     names = {_flat(name): name for layer in plan.layers for name in layer.names}
     found = _unwrapped([name for name, _ in model.named_modules(remove_duplicate=False)], names)
     if not found:
@@ -195,7 +197,7 @@ def _plan_for_features(plan: ConversionPlan, names: Mapping[str, str]) -> Conver
 def _features_state(
     state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any], in_chans: int | None
 ) -> dict[str, Tensor]:
-    """The checkpoint's tensors under the names that they have in the feature extractor."""
+    """The checkpoint's tensors under the feature extractor's names."""
     from timm.models import adapt_input_conv
 
     state = dict(state)

@@ -1,4 +1,4 @@
-"""A folded model as a folder for timm: for timm alone, if its architecture takes the size of its kernels."""
+"""Write a folded model as a folder for timm, which loads it alone if the architecture's arguments set kernel sizes."""
 
 import inspect
 import itertools
@@ -20,13 +20,13 @@ from ..planning.plan import ConversionPlan
 from ..reports.report import measure_report
 from .job import FOLDING_BOUND, ExportFormat, Folded, Job, run_model
 
-# How timm's architectures call arguments for kernel sizes: kernel_size, kernel_sizes, kernels, local_conv_size.
+# timm's arguments for kernel sizes hold one of these words: kernel_size, kernel_sizes, kernels, local_conv_size.
 KERNEL_WORDS = ("kernel", "conv_size")
 LOAD_WITH_STOCK_TIMM = 'import timm\n\nmodel = timm.create_model("local-dir:{folder}", pretrained=True)\n'
 
 
 class NotStockError(DclsConvertError):
-    """Stock timm cannot build the folded model; says why."""
+    """Stock timm cannot build the folded model; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +34,8 @@ class StockModel:
     """How stock timm builds the folded model."""
 
     architecture: str  # in timm's registry
-    args: dict[str, Any]  # keyword arguments, those of the kernels' sizes included
-    kernel_args: dict[str, Any]  # those alone
+    args: dict[str, Any]  # keyword arguments, kernel sizes included
+    kernel_args: dict[str, Any]  # the kernel sizes alone
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={value}" for name, value in self.kernel_args.items())
@@ -43,7 +43,7 @@ class StockModel:
 
 
 def write(job: Job) -> Folded:
-    """Write what stock timm builds by itself, if it can, else a folded checkpoint for timm and this package."""
+    """Write a folder that timm loads without this package; if timm cannot, a folded checkpoint of this package."""
     job.step("looking for timm's own arguments")
     report = measure_report(job.model, job.plan)
     try:
@@ -66,7 +66,7 @@ def write(job: Job) -> Folded:
 
 
 def _check_stock(job: Job, stock: StockModel, folder: Path) -> float:
-    """The error of the model that timm makes of the folder; shapes do not say what a network does with its kernels."""
+    """The output error of the model that timm loads; it is run, since equal shapes do not mean equal outputs."""
     what = f"timm's {stock}"
     try:
         outputs = run_model(load_as_timm_does(folder), tuple(images.float() for images in job.images), what)
@@ -76,14 +76,14 @@ def _check_stock(job: Job, stock: StockModel, folder: Path) -> float:
 
 
 def find_stock_model(model: nn.Module, plan: ConversionPlan) -> StockModel:
-    """The arguments with which timm builds a network of the folded one's names and shapes; nothing is guessed.
+    """Find, by trying, arguments with which timm builds a network that has the folded one's names and shapes.
 
     Args:
         model: Folded.
-        plan: That it was converted by.
+        plan: The plan that it was converted by.
 
     Raises:
-        NotStockError: There are none.
+        NotStockError: No arguments do.
     """
     kind, _, name = (plan.model or "").partition(":")
     if kind != "timm":
@@ -92,7 +92,7 @@ def find_stock_model(model: nn.Module, plan: ConversionPlan) -> StockModel:
     known = inspect.signature(type(base).__init__).parameters
     arguments = [argument for argument in known if any(word in argument for word in KERNEL_WORDS)]
     choices = ({argument: value} for value in _values(base, plan) for argument in arguments)
-    for kernel_args in itertools.chain([{}], choices):  # none: the windows are as large as the kernels were
+    for kernel_args in itertools.chain([{}], choices):  # {}: for windows of the old kernels' size
         args = {**plan.model_args, **kernel_args}
         if _fits(ModelSource(name=f"timm:{name}", args=args), wanted):
             return StockModel(architecture=name.partition(".")[0], args=args, kernel_args=kernel_args)
@@ -103,7 +103,7 @@ def find_stock_model(model: nn.Module, plan: ConversionPlan) -> StockModel:
 
 
 def _values(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:
-    """One size for all, or one a stage; a stage in which nothing is converted keeps its depthwise kernels' size."""
+    """Sizes to try: for all layers, then per stage; a stage without converted layers keeps its depthwise size."""
     windows = {layer.name: set(layer.dilated_size) for layer in plan.layers}
     sizes = sorted(set().union(*windows.values()))
     yield from sizes

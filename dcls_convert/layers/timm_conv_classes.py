@@ -1,4 +1,4 @@
-"""What the convolution classes of timm do beside convolving."""
+"""What timm's convolution classes do besides convolving: SAME padding and weight standardisation."""
 
 import math
 from typing import Any, cast
@@ -10,7 +10,7 @@ from .conv_classes import register_conv
 
 
 def register_timm_convs() -> None:
-    """Make timm's convolution classes known."""
+    """Register timm's convolution classes."""
     from timm.layers.conv2d_same import Conv2dSame
     from timm.layers.std_conv import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame
 
@@ -23,25 +23,25 @@ def register_timm_convs() -> None:
 
 
 def pads_same(conv: Any) -> bool:
-    """Whether this object pads in its forward; timm skips that where the padding does not depend on the input."""
+    """Whether this object pads in its forward. It does not if the padding is the same for every input size."""
     return bool(conv.same_pad)
 
 
 def standardised(conv: Any, weight: Tensor) -> Tensor:
-    """Each filter with mean 0 and variance 1; (O, I, ...) to its shape. Weight standardisation, arXiv:1903.10520."""
+    """Filters (O, I, ...), each with mean 0 and variance 1; same shape. Weight standardisation, arXiv:1903.10520."""
     over = tuple(range(1, weight.dim()))
     variance, mean = torch.var_mean(weight, dim=over, correction=0, keepdim=True)
     return (weight - mean) * torch.rsqrt(variance + conv.eps)
 
 
 def scaled_standardised(conv: Any, weight: Tensor) -> Tensor:
-    """As `standardised`, times a learnt gain and 1/sqrt(fan-in). Scaled weight standardisation, arXiv:2101.08692."""
+    """`standardised` times a learnt gain and 1/sqrt(fan-in). Scaled weight standardisation, arXiv:2101.08692."""
     gain = (conv.gain * conv.scale).reshape(-1, *[1] * (weight.dim() - 1))
     return cast(Tensor, standardised(conv, weight) * gain)
 
 
 def rescale_for_fan_in_(conv: Any, layer: Any) -> None:
-    """The scale holds 1/sqrt(fan-in) of the old kernel; the layer's fan-in is its number of elements."""
+    """Adapt timm's factor 1/sqrt(fan-in): a kernel had its cells as fan-in, the layer has its elements."""
     layer.scale = conv.scale * math.sqrt(conv.weight[0].numel() / layer.weight[0].numel())
 
 

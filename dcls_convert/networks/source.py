@@ -1,6 +1,6 @@
-"""From a name such as "timm:convnext_tiny" to the module, and which names may be built without trusting their author.
+"""Build a model from a name such as "timm:convnext_tiny", and say which names are safe to build.
 
-This file alone imports timm and torchvision.
+Safe is what runs no code but timm's and torchvision's, opens no file and uses no network.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from ..errors import DclsConvertError, ModelError, did_you_mean, one_line, shown
 from .quiet import seeded
 
 REGISTRIES = ("timm", "torchvision")
-FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself finds these
-OWN_ENTRY = "dcls_convert"  # our entry in timm's registry; it rebuilds converted models and is none to convert
-USUAL_INPUT_SIZE = (3, 224, 224)  # for models that state none: the size of ImageNet's classifiers
+FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself loads these
+OWN_ENTRY = "dcls_convert"  # our entry in timm's registry; it rebuilds converted models and cannot be converted
+USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet's classifiers; for models that state no size
 VIDEO_FRAMES = 16  # frames of a clip, for torchvision's video models
 INSTALL_HINT = "install matching versions together: pip install --upgrade torch torchvision timm"
 # An argument whose name holds one of these words can make a factory open a file or reach the network.
@@ -58,7 +58,7 @@ def check_source(source: ModelSource) -> None:
     """Refuse (ModelError) a source that could run code, reach the network or open a file when it is built.
 
     Allowed are timm's and torchvision's models by their exact names, with plain arguments: None, bool, int, float, str,
-    and lists, tuples and dicts of these, under names that mean no file, url or config.
+    and lists, tuples and dicts of these. No argument's name may suggest a file, url or config.
     """
     kind, _, name = source.name.partition(":")
     if kind not in REGISTRIES or not _is_registered(kind, name):
@@ -97,7 +97,7 @@ def resolve_model(
     """Find out what a MODEL of the command line means: timm first, then torchvision.
 
     Raises:
-        ModelError: No such model, with the closest names; or options that it cannot have.
+        ModelError: There is no such model (the closest names are listed), or it cannot have these options.
     """
     args = {"num_classes": num_classes, "in_chans": in_chans}
     args = {key: value for key, value in args.items() if value is not None}
@@ -139,22 +139,22 @@ def build_model(
 
     Args:
         source: From `resolve_model`, or from a plan.
-        pretrained: Load the weights that timm or torchvision know for it.
-        device: "meta" builds without weights; a model that cannot be built there is built on the CPU all the same.
-        seed: Of its random initialisation, apart from the global generators; None draws from these.
+        pretrained: Load the weights that timm or torchvision offer for it.
+        device: "meta" builds without weights; a model that cannot be built on meta is built on the CPU.
+        seed: Seeds the random initialisation and leaves the global generators alone. None draws from the global ones.
         offline: Refuse a download.
         trust_code: The user vouches for the source: it may be a factory of any module, the hub or a folder. Without
             it, `check_source` decides.
 
     Raises:
-        ModelError: It may not or cannot be built, or its weights cannot be had.
+        ModelError: The model is not allowed or cannot be built, or its weights cannot be loaded.
     """
     if not trust_code:
         check_source(source)
     with seeded(seed), warnings.catch_warnings(action="ignore"):
         if device == "meta" and not pretrained:
             for hollow in (torch.device("meta"), _WeightsOnMeta()):
-                # A failure here comes again below, on the CPU, unless meta was the reason.
+                # A failure that is not due to meta is repeated, and reported, on the CPU below.
                 with contextlib.suppress(ModelError), hollow:
                     return _build(source, pretrained=False, offline=offline)
         with seeded(seed):
@@ -165,15 +165,15 @@ def build_model(
 
 
 def build_hollow(source: ModelSource) -> nn.Module | None:
-    """The model of timm or torchvision as `build_model` gives it, but with its layers' weights on meta.
+    """As `build_model` for timm and torchvision, but with the layers' weights on meta.
 
-    Weights from a file then take the hollow tensors' place: no random ones are drawn before, and memory holds one copy
-    of the network. What a constructor calculates (relative positions, blur kernels, anchors) has its values.
+    Weights from a file then replace the meta tensors: no random weights are drawn, and memory holds one copy of the
+    network. Tensors that a constructor calculates (relative positions, blur kernels, anchors) have their values.
 
-    The source is trusted, or checked by `check_source`.
+    The caller trusts the source, or has called `check_source`.
 
     Returns:
-        None where the model has to be built on the CPU: it is the user's own, this way fails, or the model draws random
+        None if the model must be built on the CPU: it is the user's own, cannot be built this way, or draws random
         numbers for more than its weights.
     """
     if source.kind not in (*REGISTRIES, *FOREIGN_SOURCES):
@@ -200,7 +200,7 @@ def _models_of(kind: str) -> list[str]:
 def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
     """The input (channels, *spatial) that a model is made for; None for timm's models, which state it themselves.
 
-    torchvision states it with the default weights, which are not downloaded. Clips are (channels, frames, rows,
+    torchvision states it beside its default weights; they are not downloaded. Clips are (channels, frames, rows,
     columns).
     """
     if source.kind == "timm" or source.kind in FOREIGN_SOURCES or getattr(model, "pretrained_cfg", None):
@@ -211,7 +211,7 @@ def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] 
 
 
 def rebuildable_source(model: nn.Module, source: ModelSource) -> ModelSource | None:
-    """The source to note in a plan: of the hub or a folder, the model's name in timm's registry, or else None."""
+    """The source to note in a plan. For models of the hub or a folder: their name in timm's registry, if any."""
     return known_source(model) if source.kind in FOREIGN_SOURCES else source
 
 
@@ -229,9 +229,9 @@ def known_source(model: nn.Module) -> ModelSource | None:
 
 
 def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict under the model's own names, where timm can translate it, such as the original ConvNeXt's names.
+    """Rename the entries of a state dict to the model's names, if timm can (for the original ConvNeXt, for example).
 
-    timm's own function for downloaded weights translates. Where it fits no better, the names stay.
+    timm's own function for downloaded weights translates. If its names fit no better, the old names stay.
     """
     own, module = model.state_dict().keys(), type(model).__module__
     translate = getattr(sys.modules.get(module), "checkpoint_filter_fn", None) if module.startswith("timm.") else None
@@ -241,7 +241,7 @@ def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
         translated = translate(dict(state), model)
         fits_better = len(own ^ translated.keys()) < len(own ^ state.keys())
         has_data = all(isinstance(tensor, Tensor) and not tensor.is_meta for tensor in translated.values())
-    except Exception:  # on names that it does not know; loading then says what does not fit
+    except Exception:  # it does not know these names; loading then says what does not fit
         return dict(state)
     return dict(translated) if fits_better and has_data else dict(state)
 
@@ -286,14 +286,14 @@ def _torchvision_input_size(name: str, model: nn.Module) -> tuple[int, ...]:
         scaling: Any = model.transform
         side = scaling.min_size[-1]
         return (3, *(scaling.fixed_size or (side, side)))
-    if isinstance(side := getattr(model, "image_size", None), int):  # transformers are built for one size alone
+    if isinstance(side := getattr(model, "image_size", None), int):  # transformers are built for one size
         return (3, side, side)
     weights = getattr(models.get_model_weights(name), "DEFAULT", None)
     transforms = weights.transforms() if weights is not None else None
     stated = getattr(transforms, "crop_size", None) or getattr(transforms, "resize_size", None)
     if not stated:
         return USUAL_INPUT_SIZE
-    rows, columns = (stated * 2)[:2]  # one number is for both sides
+    rows, columns = (stated * 2)[:2]  # one number stands for both sides
     return (3, VIDEO_FRAMES, rows, columns) if family == "video" else (3, rows, columns)
 
 
@@ -345,7 +345,7 @@ def _check_tag(name: str) -> None:
 
 
 class _WeightsOnMeta(TorchFunctionMode):
-    """`torch.empty` gives meta tensors: layers get hollow weights, what a factory calculates stays real."""
+    """Let `torch.empty` give meta tensors: layers get meta weights; what a factory calculates stays real."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -355,7 +355,7 @@ class _WeightsOnMeta(TorchFunctionMode):
 
 
 def _import(name: str) -> ModuleType:
-    """Import timm or torchvision; a torch and a torchvision that do not fit together become one line."""
+    """Import timm or torchvision; if torch and torchvision do not match, raise an error of one line."""
     try:
         with warnings.catch_warnings(action="ignore"):
             return importlib.import_module(name)

@@ -1,8 +1,9 @@
-"""timm's own train.py, unchanged, for converted models: python -m dcls_convert.tuning.timm_train train.py ARGUMENTS...
+"""Run timm's own train.py on converted models: python -m dcls_convert.tuning.timm_train train.py ARGUMENTS...
 
-Two things are done before the script runs. The package is imported, so that timm loads its folders
-(`--model local-dir:FOLDER --pretrained`). And timm's `create_optimizer_v2` groups parameters by `tuning.param_groups`
-unless the script names another function: positions get five times the learning rate and no decay.
+Two things happen before the script runs. First, this package is imported, so that timm can load its folders
+(`--model local-dir:FOLDER --pretrained`). Second, timm's `create_optimizer_v2` is made to group parameters by
+`tuning.param_groups`, unless the script names another function: positions get five times the learning rate and no
+weight decay.
 """
 
 import contextlib
@@ -41,10 +42,10 @@ LAYER_GROUPING = {
 def with_position_groups(
     create_optimizer: Callable[..., Any], position_lr_scale: float = POSITION_LR_SCALE
 ) -> Callable[..., Any]:
-    """timm's `create_optimizer_v2` with `tuning.param_groups` where the caller names no `param_group_fn`.
+    """Wrap timm's `create_optimizer_v2` to use `tuning.param_groups` if the caller gives no `param_group_fn`.
 
-    Models without DCLS layers, and parameters that the caller has grouped already, are passed on unchanged. The groups
-    have timm's `lr_scale`, which its schedulers apply.
+    Nothing changes for models without DCLS layers, and for parameters that the caller has grouped already. The groups
+    have an `lr_scale`, which timm's schedulers apply.
     """
     signature = inspect.signature(create_optimizer)
 
@@ -64,7 +65,7 @@ def with_position_groups(
 
 @contextlib.contextmanager
 def position_groups_in_timm(position_lr_scale: float = POSITION_LR_SCALE) -> Iterator[None]:
-    """Within the block, `timm.optim.create_optimizer_v2` is `with_position_groups` of itself."""
+    """Replace `timm.optim.create_optimizer_v2` by `with_position_groups` of it, until the block ends."""
     optim: Any = importlib.import_module("timm.optim")
     before = optim.create_optimizer_v2
     optim.create_optimizer_v2 = with_position_groups(before, position_lr_scale)
@@ -78,7 +79,7 @@ def run_script(arguments: list[str]) -> None:
     """Run `[--position-lr-scale X] SCRIPT ARGUMENTS...` as `python SCRIPT ARGUMENTS...` would.
 
     Raises:
-        DclsConvertError: No script, or a scale that is no number.
+        DclsConvertError: There is no script, or the scale is not a number.
     """
     scale = POSITION_LR_SCALE
     if arguments and arguments[0].partition("=")[0] == SCALE_OPTION:
@@ -94,7 +95,7 @@ def run_script(arguments: list[str]) -> None:
     if not script.is_file():
         raise DclsConvertError(f"{script}: no such script; timm's train.py is in its repository, not in its wheel")
     sys.argv = [str(script), *arguments[1:]]
-    sys.path[0] = os.fspath(script.resolve().parent)  # where Python itself looks first when it runs a script
+    sys.path[0] = os.fspath(script.resolve().parent)  # the folder that Python searches first when it runs a script
     with position_groups_in_timm(scale):
         runpy.run_path(str(script), run_name="__main__")
 

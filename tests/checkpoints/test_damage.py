@@ -302,7 +302,7 @@ def test_a_config_with_any_wrong_value_is_refused_or_consistent_and_no_bug(folde
         ("good", fill(POSITIONS, -1, -4.01), "outside the window along axis 1"),
         ("good", fill(WEIGHT, 0, 1e6), "outputs: differ by"),
         ("good", lambda t: t.pop(WEIGHT), f"lacks {WEIGHT}"),
-        ("gauss", fill("stages.2.blocks.dcls_sigma", 0, 0.2), "has 1 of 1728 sigmas below 0.27 cells, the least"),
+        ("gauss", fill("stages.2.blocks.dcls_sigma", 0, 0.2), "has 1 of 1728 sigmas below 0.27 cells, the minimum"),
     ],
 )
 def test_values_are_looked_at_where_the_folder_says_that_they_were_written_so(folders, tmp_path, kind, change, says):

@@ -165,5 +165,5 @@ def test_a_folded_folder_has_no_positions_any_more(tmp_path, capsys):
     folder = save_converted(model, plan, tmp_path / "folded", report=predict_report(plan), fingerprint=False)
     assert position_sets(plan) == ()
     run("inspect", folder, "--json", code=2)
-    expected = f"error: {folder}: is folded into plain convolutions and has no positions any more\n"
+    expected = f"error: {folder}: is folded into plain convolutions, which have no positions\n"
     assert capsys.readouterr() == ("", expected)

@@ -10,75 +10,23 @@ from pathlib import Path
 import onnxruntime
 import pytest
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import dcls_convert.export
-from dcls_convert import apply_plan_, find_convs, fold_to_dense_, load_converted, plan_conversion, save_converted
+from dcls_convert import fold_to_dense_, load_converted
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.export.formats import FORMATS, fold_checkpoint
 from dcls_convert.export.job import BATCHES
 from dcls_convert.networks.outputs import relative_error
 from dcls_convert.networks.quiet import quietly
-from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.options import FOLD_FORMATS
 
 from ..cli.test_bad_input import refused, snapshot
 from ..command_line import run
-from ..surgery.test_fold import FLOAT32_ERROR, IMAGE, tiny, trained
+from ..surgery.test_fold import FLOAT32_ERROR, IMAGE
+from .networks import Plain, checkpoint_of
 
 EXPORTS = ("onnx", "pt2")
-
-
-class Plain(nn.Module):
-    """A network of the user's own; small, since exporters take their time."""
-
-    def __init__(self):
-        super().__init__()
-        self.stage = nn.Sequential(*[nn.Conv2d(3, 3, 3, padding=1, groups=3) for _ in range(2)])
-
-    def forward(self, x):
-        return self.stage(x)
-
-
-class ByImage(Plain):
-    """Its graph depends on the number of images."""
-
-    def forward(self, x):
-        return torch.stack([self.stage(image) * (1 + index) for index, image in enumerate(x)])
-
-
-class Several(Plain):
-    """Its outputs have a structure."""
-
-    def forward(self, x):
-        y = self.stage(x)
-        return {"maps": [y, y[:, :1] * 2], "mean": (y.mean((2, 3)), None)}
-
-
-def checkpoint_of(factory, folder):
-    name = f"{__name__}:{factory.__name__}"
-    model = build_model(ModelSource(name=name), trust_code=True)
-    plan = plan_conversion(find_convs(model, IMAGE), dilated_size=5, model=name)
-    apply_plan_(model, plan, init="random")
-    return save_converted(trained(model), plan, folder)
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """Folders by name; not to be written to."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    for factory in (Plain, ByImage, Several):
-        checkpoint_of(factory, folder / factory.__name__)
-    save_converted(*tiny(), folder / "convnext")
-    before = snapshot(folder)
-    yield folder
-    assert snapshot(folder) == before
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def loaded_outputs(checkpoint, images):

@@ -21,7 +21,7 @@ from dcls_convert.planning.rules import parse_rules
 
 from ..cli.test_bad_input import snapshot
 from ..conftest import TINY
-from ..surgery.test_fold import FLOAT32_ERROR, IMAGE, outputs, tiny, trained
+from ..surgery.test_fold import FLOAT32_ERROR, IMAGE, outputs, trained
 
 LATE_STAGES = """
 format: 1
@@ -31,24 +31,6 @@ rules:
 - match: {stage: stages.1, kind: depthwise}
   dilated_kernel_size: 11
 """
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """Folders by name; not to be written to."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    save_converted(*tiny(), folder / "convnext")
-    model = timm.create_model("test_efficientnet")
-    plan = convert_(model, dilated_size=9, input_size=IMAGE, init="random").plan
-    save_converted(trained(model), plan, folder / "efficientnet")
-    before = snapshot(folder)
-    yield folder
-    assert snapshot(folder) == before
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 STOCK_TIMM = """
@@ -75,6 +57,7 @@ def by_stock_timm(folder, images):
     return torch.load("outputs.pt")
 
 
+@pytest.mark.processes
 def test_stock_timm_loads_a_folded_convnext(checkpoints):
     found = fold_checkpoint(checkpoints / "convnext", "timm")
     assert (found.kind, found.output, found.kernel_args) == ("stock timm", "convnext-folded", {"kernel_sizes": 9})
@@ -97,7 +80,7 @@ def test_stock_timm_loads_a_folded_convnext(checkpoints):
 
 def test_stock_timm_gets_a_size_a_stage_and_the_models_own_arguments(tmp_path):
     model = timm.create_model(TINY, num_classes=7, in_chans=1)
-    plan = convert_(model, rules=parse_rules(LATE_STAGES), input_size=(1, 32, 32)).plan
+    plan = convert_(model, rules=parse_rules(LATE_STAGES), input_size=(1, 32, 32), init="random").plan
     save_converted(trained(model), plan, tmp_path / "in")
     found = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
     assert (found.kind, found.kernel_args) == ("stock timm", {"kernel_sizes": [7, 11, 9, 9]})

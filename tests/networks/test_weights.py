@@ -21,6 +21,8 @@ from dcls_convert.networks.weights import load_weights_, read_weights
 from ..command_line import run
 from ..conftest import TINY
 
+LARGEST = ("--init", "largest", "--output", "out")  # a fit takes seconds
+
 
 @pytest.fixture
 def trained():
@@ -62,7 +64,7 @@ def test_safetensors_are_read(tmp_path, trained):
 def test_everything_but_the_replaced_kernels_is_kept_exactly(tmp_path, monkeypatch, trained):
     monkeypatch.chdir(tmp_path)
     save_file(trained.state_dict(), "weights.safetensors")
-    run(TINY, "--checkpoint", "weights.safetensors", "--quiet", "--output", "out")
+    run(TINY, "--checkpoint", "weights.safetensors", *LARGEST)
     converted = load_converted("out")
     replaced = {name + ".weight" for name, m in converted.named_modules() if isinstance(m, DclsConv2d)}
     own, old = converted.state_dict(), trained.state_dict()
@@ -97,7 +99,7 @@ def test_with_every_cell_kept_the_network_is_the_old_one(trained):
 def test_another_head_starts_afresh_and_says_so(tmp_path, monkeypatch, trained):
     monkeypatch.chdir(tmp_path)
     save_file(trained.state_dict(), "weights.safetensors")
-    _, err = run(TINY, "--checkpoint", "weights.safetensors", "--num-classes", "5", "--output", "out")
+    _, err = run(TINY, "--checkpoint", "weights.safetensors", "--num-classes", "5", *LARGEST)
     assert "note: head.fc.weight has another shape in the checkpoint" in err
     converted = load_converted("out")
     assert converted.num_classes == 5
@@ -182,14 +184,14 @@ def hub(tmp_path, monkeypatch, trained):
 
 
 def test_pretrained_comes_through_timm(hub, trained):
-    run(TINY, "--pretrained", "--quiet", "--output", "out")
+    run(TINY, "--pretrained", *LARGEST)
     assert hub == [f"timm/{trained.pretrained_cfg['hf_hub_id'].removeprefix('timm/')}/model.safetensors"]
     assert torch.equal(load_converted("out").stem[0].weight, trained.stem[0].weight)
 
 
 def test_hub_repositories_and_local_folders_are_models(hub, tmp_path, trained):
-    run("hf-hub:someone/model", "--pretrained", "--quiet", "--output", "from-hub")
-    run(f"local-dir:{tmp_path / 'hub'}", "--pretrained", "--quiet", "--output", "from-folder")
+    run("hf-hub:someone/model", "--pretrained", *LARGEST[:2], "--output", "from-hub")
+    run(f"local-dir:{tmp_path / 'hub'}", "--pretrained", *LARGEST[:2], "--output", "from-folder")
     plans = [read_plan(tmp_path / name) for name in ("from-hub", "from-folder")]
     assert {plan.model for plan in plans} == {f"timm:{TINY}"}  # rebuilt without the hub
     shutil.rmtree(tmp_path / "hub")
@@ -213,7 +215,7 @@ def test_torchvision_weights_come_through_its_own_loader(tmp_path, monkeypatch):
     state = torchvision.models.shufflenet_v2_x0_5(weights=None).state_dict()
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", lambda *_args, **_options: state)
     monkeypatch.chdir(tmp_path)
-    run("torchvision:shufflenet_v2_x0_5", "--pretrained", "--dilated-size", "9", "--quiet", "--output", "out")
+    run("torchvision:shufflenet_v2_x0_5", "--pretrained", "--dilated-size", "9", *LARGEST)
     assert torch.equal(load_converted("out").conv1[0].weight, state["conv1.0.weight"])
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.planning.rules import parse_rules
+from dcls_convert.planning.tie_groups import common_parent
 from dcls_convert.surgery.start import apply_plan_
 
 from .nets import IMAGE, Net, depthwise, on_meta, plan_of
@@ -91,6 +92,19 @@ def test_a_tied_parameter_has_one_name_on_the_lowest_module_that_holds_its_layer
     untied = sum(not layer.is_tied for layer in layers)
     assert len({layer.positions for layer in layers}) == len(plan.tie_groups) + untied
     assert len(model.state_dict()) == len(list(model.parameters())), "every tensor has one name"
+
+
+names = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(".".join)
+
+
+@given(names=st.lists(names, min_size=1, max_size=3))
+@laws
+def test_the_common_parent_holds_all_modules_and_none_of_its_children_does(names):
+    parent = common_parent(names)
+    prefix = f"{parent}." if parent else ""
+    assert all(name.startswith(prefix) for name in names)
+    inside = [name.removeprefix(prefix).split(".") for name in names]
+    assert len({path[0] for path in inside}) > 1 or min(map(len, inside)) == 1
 
 
 def test_layers_outside_of_stages_and_with_tie_none_have_positions_of_their_own():

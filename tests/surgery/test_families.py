@@ -51,7 +51,7 @@ FAMILIES = {
     "torchvision:deeplabv3_mobilenet_v3_large": {},  # dilated, a mapping as output
     "torchvision:r2plus1d_18": {"input": (3, 4, 32, 32)},  # 1x3x3 and 3x1x1
     "torchvision:r3d_18": {"input": (3, 4, 16, 16), "rules": FIRST_STAGE},
-    "torchvision:s3d": {"input": (3, 16, 224, 224)},
+    "torchvision:s3d": {"input": (3, 13, 209, 209)},  # the least that its last pooling takes
 }
 
 

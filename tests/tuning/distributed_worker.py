@@ -29,10 +29,12 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    engine: str = "none"  # or "ddp", or what gets a group of its own in FSDP2: "root", "stage", "block", "stage+block"
+    engine: str = (
+        "none"  # or "ddp", or which modules are FSDP2 groups of their own: "root", "stage", "block", "stage+block"
+    )
     interpolation: str = "bilinear"
     dilated_size: tuple[int, int] = (9, 9)
-    accumulate: int = 1  # batches of one step
+    accumulate: int = 1  # batches per step
     repulsive: bool = False
 
     @property
@@ -52,7 +54,7 @@ CASES = [
     Case(engine="stage"),
     Case(engine="block"),
     Case(engine="block", accumulate=2),
-    Case(engine="stage+block", interpolation="gaussian", dilated_size=(11, 7)),  # limits of their own for each axis
+    Case(engine="stage+block", interpolation="gaussian", dilated_size=(11, 7)),  # each axis has its own limits
     Case(engine="stage+block", repulsive=True),
 ]
 
@@ -65,13 +67,13 @@ def converted(case: Case) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "positions" in name:
-                parameter.mul_(4)  # so that many are at the border, where clamping matters in every step
+                parameter.mul_(4)  # puts many at the border, so that every step clamps some
     tuning.clamp_positions_(model)
     return model.double().train()
 
 
 def shard_(model: nn.Module, engine: str) -> None:
-    """FSDP2, the innermost first; the positions that blocks share are in the group of the next one above."""
+    """Shard by FSDP2, innermost modules first; positions that blocks share go to the next group above them."""
     for stage in model.stages:
         if "block" in engine:
             for block in stage.blocks:
@@ -97,7 +99,7 @@ def gradients_between_processes(model: nn.Module, case: Case, wanted: bool) -> I
 
 
 def ties(model: nn.Module) -> list[tuple[int, int]]:
-    """For every layer, which registered parameter its positions are, and how many names that has."""
+    """For every layer, the index of its positions among the parameters, and how many names they have there."""
     parameters = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
     found = [id(module.positions) for module in model.modules() if isinstance(module, DclsConv2d)]
     return [(parameters.index(positions), parameters.count(positions)) for positions in found]

@@ -1,4 +1,7 @@
-"""Several processes train a converted model as one does, and a killed run of examples/finetune.py ends as any other."""
+"""Training in several processes gives what training in one does.
+
+A killed and resumed run of examples/finetune.py ends like one that was not killed.
+"""
 
 import os
 import signal
@@ -24,13 +27,13 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
 FINETUNE = str(ROOT / "examples" / "finetune.py")
 PROCESSES = 2
-FLOAT64_ATOL = 1e-9  # Adam divides by roots of small gradients, which makes 1e-16 larger
-# Each process on one core, and no GPU, also where there is one.
+FLOAT64_ATOL = 1e-9  # Adam divides by roots of small gradients, which amplifies rounding (1e-16)
+# One core for each process, and no GPU even if there is one.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
 def stop(processes: list[psutil.Popen]) -> None:
-    """Kill processes of this test, and what they started, also what they moved to sessions of its own."""
+    """Kill processes of this test and all their descendants, those in sessions of their own included."""
     family = []
     for process in processes:
         if process.poll() is None:
@@ -52,7 +55,7 @@ def finish(processes: list[psutil.Popen], timeout: float = 300) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """For each rank what came of all cases; one start for all, since that is what takes long."""
+    """The results of all cases, by rank. The processes start once for all cases, since starting takes longest."""
     folder = tmp_path_factory.mktemp("trained")
     command = [sys.executable, "-m", "tests.tuning.distributed_worker"]
     finish(
@@ -128,7 +131,7 @@ def free_port() -> int:
 
 
 def finetune(folder: Path, output: str, *more: str) -> psutil.Popen:
-    """Two processes by accelerate's launcher: 5 updates an epoch, a state every 2."""
+    """Start two processes by accelerate's launcher: 4 updates per epoch, a state saved every 2 updates."""
     launch = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     launch += ["--dynamo_backend", "no", "--main_process_port", str(free_port())]
     options = ["--epochs", "2", "--batch-size", "72", "--accumulate", "2", "--save-every", "2", "--mixup", "0.2"]
@@ -157,7 +160,7 @@ def whole_run(folder):
 
 @pytest.fixture(scope="module")
 def killed_run(folder):
-    """Killed in its second epoch at the latest, with a state of the first."""
+    """A run that is killed as soon as it has saved its first state, before its last update."""
     run, state = finetune(folder, "killed"), folder.parent / "killed" / "state.pt"
     try:
         while not state.exists():
@@ -173,7 +176,7 @@ def assert_same(found: object, expected: object, where: str = "state") -> None:
         assert found.keys() == expected.keys(), where
         for key in expected:
             assert_same(found[key], expected[key], f"{where}.{key}")
-    elif isinstance(expected, list | tuple):  # one becomes the other on the way
+    elif isinstance(expected, list | tuple):  # saving turns one into the other
         assert len(found) == len(expected), where
         for index, value in enumerate(expected):
             assert_same(found[index], value, f"{where}.{index}")

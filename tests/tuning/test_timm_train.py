@@ -65,7 +65,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def folder(tiny, tmp_path):
-    report = dcls_convert.convert_(tiny, dilated_size=9)
+    report = dcls_convert.convert_(tiny, dilated_size=9, init="random")
     return dcls_convert.save_converted(tiny, report.plan, tmp_path / "tiny-dcls9")
 
 
@@ -83,6 +83,7 @@ def start(*arguments, cwd):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.processes
 def test_the_script_trains_a_folder_and_its_checkpoint_becomes_a_folder(folder, script, tmp_path):
 
     (tmp_path / "out").mkdir()
@@ -119,7 +120,7 @@ def groups_of(optimizer, model):
 
 @pytest.mark.parametrize("options", [{}, {"layer_decay": 0.7}, {"filter_bias_and_bn": False}, {"opt": "muon"}])
 def test_all_but_positions_is_grouped_as_by_timm(tiny, options):
-    dcls_convert.convert_(tiny, dilated_size=9)
+    dcls_convert.convert_(tiny, dilated_size=9, init="random")
     options = {"opt": "adamw", "lr": 0.001, "weight_decay": 0.05, **options}
     stock = groups_of(create_optimizer_v2(tiny, **options), tiny)
     with timm_train.position_groups_in_timm():
@@ -141,7 +142,7 @@ def test_all_but_positions_is_grouped_as_by_timm(tiny, options):
 @pytest.mark.parametrize("converted", [True, False])
 def test_what_is_grouped_already_and_plain_models_pass_through(tiny, converted):
     if converted:
-        dcls_convert.convert_(tiny, dilated_size=9)
+        dcls_convert.convert_(tiny, dilated_size=9, init="random")
     create = timm_train.with_position_groups(create_optimizer_v2)
     calls = [lambda make: make(tiny.parameters(), opt="sgd", lr=0.1)]
     calls.append(lambda make: make(tiny, "sgd", 0.1, param_group_fn=lambda m: [{"params": list(m.parameters())}]))
