@@ -130,7 +130,8 @@ class ConversionReport:
     stages_from: str
     params_untouched: int
     macs_untouched: int | None
-    outcome: Outcome | None = None  # None where nothing was trained, or nothing carried out
+    # None, and not in the JSON, where nothing was trained or nothing carried out.
+    outcome: Annotated[Outcome | None, Field(exclude_if=lambda outcome: outcome is None)] = None
     plan: Annotated[ConversionPlan, Field(exclude=True)] = field(repr=False)  # what was carried out; not in the JSON
 
     @computed_field  # type: ignore[prop-decorator]
