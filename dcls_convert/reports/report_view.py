@@ -132,7 +132,7 @@ def outcome_sentences(report: ConversionReport) -> list[str]:
     if outcome.output_error is not None:
         found.append(f"the outputs' relative error is {outcome.output_error:.3f}")
     images = f"{outcome.images} images" if outcome.images > 1 else "an image"
-    return [kernels, f"With {images} held out of the calibration: {', '.join(found) or 'nothing to compare'}."]
+    return [kernels, f"With {images} held out of the calibration: {' and '.join(found) or 'nothing to compare'}."]
 
 
 def _new_kernels(report: ConversionReport) -> str:
