@@ -11,6 +11,7 @@ Axes: N lines, L layers, M metrics (1 for all layers, or L), E elements, A axes,
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ LEAST_GAIN = 1e-2  # of the cost of a line, between two looks
 MOST_LOOKS = 6
 DAMPING_AT_START, DAMPING_DOWN, DAMPING_UP = 0.1, 1 / 3, 4.0
 CONJUGATE_GRADIENTS = 6  # for a step; the exact step is no better, since the model of the cost is not exact
-LINES_INNERMOST = 24  # coordinates of a line; with more, a product of its matrices is worth a call of its own
+LINES_INNERMOST = 24  # rows of a line's matrices; with more, a product of them is worth a call of its own
 FLOATS_IN_CACHE = 1_000_000  # of matrices, for the lines that a processor works on at once
 TINY = 1e-30  # instead of a divisor of zero
 
@@ -67,7 +68,7 @@ def fit_lines(
     if roots is not None:
         seen = (targets.unsqueeze(2) @ roots).flatten(1).norm(dim=1)
         roots = roots / torch.where(seen > 0, seen, 1.0)[:, None, None, None]
-    problem = _Problem(targets=targets, sides=tuple(sides), profile=profile, roots=roots)
+    problem = _Problem.of(targets, sides, profile, roots)
     runs = [_Run(problem, start) for start in starts]
     looks = MOST_LOOKS
     while len(runs) > 1:  # a knockout: of two runs, each line goes on with the better one
@@ -86,21 +87,37 @@ class _Problem:
     sides: tuple[int, ...]
     profile: Profile
     roots: Tensor | None
+    ridge: Tensor  # (N, M): in proportion to what an element in the middle of a cell is worth
+
+    @classmethod
+    def of(cls, targets: Tensor, sides: Sequence[int], profile: Profile, roots: Tensor | None) -> Self:
+        energy = torch.ones_like(targets[:, :1, 0])
+        if roots is not None:
+            energy = roots.square().sum(-1).mean(-1).clamp(min=1e-12)  # (N, L)
+        return cls(targets=targets, sides=tuple(sides), profile=profile, roots=roots, ridge=RIDGE * energy)
 
     def __getitem__(self, lines: Tensor) -> "_Problem":
-        roots = None if self.roots is None else self.roots[lines]
-        return replace(self, targets=self.targets[lines], roots=roots)
+        return self._with(lambda tensor: tensor[lines])
+
+    def lines_innermost(self) -> "_Problem":
+        return self._with(lines_innermost)
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "_Problem":
+        roots = None if self.roots is None else change(self.roots)
+        return replace(self, targets=change(self.targets), roots=roots, ridge=change(self.ridge))
 
     def at(self, places: Tensor) -> _State:
         """The best weights there, and what they leave."""
         lines, elements, axes = places.shape
         footprint, slopes = _footprint(places, self.sides, self.profile)
-        targets, ridge = self.targets, torch.full_like(self.targets[:, :1, 0], RIDGE)
+        targets, ridge = self.targets, self.ridge
         if self.roots is not None:  # every layer is a line of its own, up to the sums
-            footprint, slopes = ((part.unsqueeze(1) @ self.roots).flatten(0, 1) for part in (footprint, slopes))
-            targets = (targets.unsqueeze(2) @ self.roots).flatten(0, 1)
-            # In proportion to what an element in the middle of a cell is worth.
-            ridge = RIDGE * self.roots.square().sum(-1).mean(-1).clamp(min=1e-12).reshape(-1, 1)
+            footprint, slopes = (
+                joined([product(part, root) for root in self.roots.unbind(1)], 0) for part in (footprint, slopes)
+            )
+            each = zip(torch.split(targets, 1, 1), self.roots.unbind(1), strict=True)
+            targets = joined([product(target, root) for target, root in each], 0)
+            ridge = joined(torch.split(ridge, 1, 1), 0)
         normal = product(footprint, footprint.mT)
         normal.diagonal(dim1=1, dim2=2).add_(ridge)
         inverse = solved(normal, footprint)  # (N, E, S): its product with a target is the weights
@@ -116,11 +133,11 @@ class _Problem:
             for block in torch.split(rows, elements, 2):
                 block *= together
         if self.roots is not None:
-            parts = [part.reshape(lines, -1, *part.shape[1:]).sum(1) for part in (cost, downhill, curvature)]
-            cost, downhill, curvature = parts
+            cost, downhill, curvature = (_by_layer(part, lines).sum(0) for part in (cost, downhill, curvature))
+            weights = _by_layer(weights, lines)[:, :, 0].movedim(0, 1)
         return _State(
             places=places,
-            weights=weights.reshape(lines, -1, elements),
+            weights=weights,
             cost=torch.where(cost.isfinite(), cost, torch.inf),
             downhill=downhill,
             curvature=curvature,
@@ -160,8 +177,9 @@ class _Run:
     def _step_(self, lines: Tensor) -> Tensor:
         """Whether each of these lines still gains."""
         problem, places, damping = self.problem[lines], self.places[lines], self.damping[lines]
-        if problem.roots is None and places[0].numel() <= LINES_INNERMOST:
-            problem, places = replace(problem, targets=lines_innermost(problem.targets)), lines_innermost(places)
+        inner = problem.targets.shape[2] if problem.roots is not None else 0  # of products with roots
+        if max(places[0].numel(), inner) <= LINES_INNERMOST:
+            problem, places = problem.lines_innermost(), lines_innermost(places)
         state = problem.at(places)
         before = state.cost
         for _ in range(STEPS_BETWEEN_LOOKS):
@@ -171,6 +189,11 @@ class _Run:
         self.places[lines], self.weights[lines] = state.places, state.weights
         self.cost[lines], self.damping[lines] = state.cost, damping
         return state.cost < before * (1 - LEAST_GAIN)
+
+
+def _by_layer(tensor: Tensor, lines: int) -> Tensor:
+    """(L * N, ...) -> (L, N, ...)."""
+    return tensor.view(-1, lines, *tensor.shape[1:])
 
 
 def _where(lines: Tensor, one: Tensor, two: Tensor) -> Tensor:

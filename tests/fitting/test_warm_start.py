@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from timm.layers import ScaledStdConv2d, StdConv2d
 from torch import nn
 
 from dcls_convert import DclsConv2d, convert_
+from dcls_convert.fitting.batches import lines_innermost
 from dcls_convert.fitting.boxes import box_of
 from dcls_convert.fitting.warm_start import fit_elements
 from dcls_convert.layers.construction import construct_kernel
@@ -209,13 +211,15 @@ def test_the_profile_is_that_of_the_constructor_and_its_derivative_is_right(inte
     torch.testing.assert_close(slope, (beyond - value) / step, rtol=1e-4, atol=1e-4)
 
 
-def test_the_curvature_is_that_of_what_the_weights_leave():
+@pytest.mark.parametrize("rooted", [False, True])
+def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
     """Kaufman's gradient is exact: the cost's derivative by the places, weights following."""
     from dcls_convert.fitting.least_squares import _Problem, _step
 
     torch.manual_seed(0)
     box = box_of((5, 5), (1, 1), (9, 9), "bilinear")
-    problem = _Problem(targets=torch.randn(1, 3, 25).double(), sides=(5, 5), profile=box.profile, roots=None)
+    roots = torch.randn(1, 3, 25, 25).double() / 5 if rooted else None
+    problem = _Problem.of(torch.randn(1, 3, 25).double(), (5, 5), box.profile, roots)
     places = torch.rand(1, 6, 2).double() * 3.9
     state = problem.at(places)
     gradient = torch.zeros(12, dtype=torch.double)
@@ -224,6 +228,8 @@ def test_the_curvature_is_that_of_what_the_weights_leave():
         moved.view(-1)[index] += 1e-6
         gradient[index] = (problem.at(moved).cost - state.cost)[0] / 1e-6
     torch.testing.assert_close(-2 * state.downhill.mT.flatten(), gradient, rtol=1e-3, atol=1e-3)
+    for name, value in asdict(problem.lines_innermost().at(lines_innermost(places))).items():
+        torch.testing.assert_close(value, getattr(state, name), msg=lambda text, name=name: f"{name}: {text}")
     step = _step(state, torch.full((1,), 1e6, dtype=torch.double)).flatten()  # so damped that it is steepest descent
     assert float(step @ gradient) < 0
 
