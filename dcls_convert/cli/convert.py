@@ -102,7 +102,7 @@ def convert(
     from ..reports.report_view import report_view
     from ..surgery.convert import Start
 
-    _check_files(checkpoint, output, force=force)
+    _check_files(checkpoint, output, calibrate, force=force)
     start = Start(init=init, trained=trained, positions=positions, calibration=calibrate, seed=seed)
     start = replace(start, authors_version=authors_version)
     note: Say = (lambda _: None) if quiet else _note
@@ -114,7 +114,7 @@ def convert(
         report, moved = predict_report(made), None
         if not dry_run:
             output = output or _default_output(source, made)
-            _check_files(None, output, force=force)
+            _check_files(None, output, None, force=force)
             converted, done = _carry_out(made, network, start, note=note)
             step(f"writing {output}")
             save_converted(converted, made, output, report=done.report, force=force)
@@ -173,14 +173,17 @@ def _refuse_start(init: Init, positions: Positions, calibrate: Path | None, *, t
     )
 
 
-def _check_files(checkpoint: Path | None, output: Path | None, *, force: bool) -> None:
+def _check_files(checkpoint: Path | None, output: Path | None, images: Path | None, *, force: bool) -> None:
     """Refuse files that cannot be read or written, before any work."""
     from ..checkpoints.folder import not_of_a_checkpoint
     from ..checkpoints.output import check_output
+    from ..fitting.images import check_images
     from ..networks.weights import check_weights_file
 
     if checkpoint is not None:
         check_weights_file(checkpoint)
+    if images is not None:
+        check_images(images)
     if output is not None:
         check_output(output, force=force, foreign=not_of_a_checkpoint)
 

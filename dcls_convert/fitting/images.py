@@ -1,6 +1,6 @@
 """The images of a calibration: read from a folder as the model takes them, some of them held out."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,19 @@ def calibrate(
     return found
 
 
+def check_images(folder: Path) -> None:
+    """Refuse what is no folder of images, before any work."""
+    if not folder.is_dir():
+        missing = "is not a folder" if folder.exists() else "there is no such folder"
+        raise DclsConvertError(f"calibration images {shown(folder)}: {missing}")
+    if not any(_paths(folder)):
+        raise DclsConvertError(f"calibration images {shown(folder)}: no files there end in {', '.join(SUFFIXES)}")
+
+
+def _paths(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+
+
 def _batches(images: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(torch.stack(list(images[first : first + BATCH])) for first in range(0, len(images), BATCH))
 
@@ -73,14 +86,12 @@ def _batches(images: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _read_folder(
     folder: Path, model: nn.Module, size: Sequence[int] | None, note: Callable[[str], None]
 ) -> list[Tensor]:
-    if not folder.is_dir():
-        missing = "is not a folder" if folder.exists() else "there is no such folder"
-        raise DclsConvertError(f"calibration images {shown(folder)}: {missing}")
-    if size is None or len(size) != 3 or size[0] not in (1, 3):
-        raise DclsConvertError("calibration: the model does not take images of 1 or 3 channels")
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-    if not paths:
-        raise DclsConvertError(f"calibration images {shown(folder)}: no files there end in {', '.join(SUFFIXES)}")
+    check_images(folder)
+    if size is None:
+        raise DclsConvertError("calibration: the size of the model's images is not known; state input_size")
+    if len(size) != 3 or size[0] not in (1, 3):
+        raise DclsConvertError(f"calibration: files are images of 1 or 3 channels; the model takes {tuple(size)}")
+    paths = sorted(_paths(folder))
     most = min(len(paths), MOST_IMAGES)
     chosen = [paths[index * len(paths) // most] for index in range(most)]  # a folder of classes gives some of each
     return [image for path in chosen if (image := _read_image(path, size, model, note)) is not None]

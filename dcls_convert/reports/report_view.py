@@ -128,11 +128,11 @@ def outcome_sentences(report: ConversionReport) -> list[str]:
         return [kernels + better * (outcome.kernel_error >= SMALL_ERROR)]
     found = []
     if outcome.same_top1 is not None:
-        found.append(f"{100 * outcome.same_top1:.0f} % have the same top-1 class as before")
+        same = round(outcome.same_top1 * outcome.images)
+        found.append(f"{same} of {outcome.images} have the same top-1 class as before ({outcome.same_top1:.0%})")
     if outcome.output_error is not None:
         found.append(f"the outputs' relative error is {outcome.output_error:.3f}")
-    images = f"{outcome.images} images" if outcome.images > 1 else "an image"
-    return [kernels, f"With {images} held out of the calibration: {' and '.join(found) or 'nothing to compare'}."]
+    return [kernels, f"Images held out of the calibration: {', and '.join(found) or f'{outcome.images}'}."]
 
 
 def _new_kernels(report: ConversionReport) -> str:

@@ -86,6 +86,7 @@ def refused(*arguments, says, code=MISTAKE):
         f"{TINY} --dilate-size 17": re.compile("No such option: --dilate-size.*--dilated-size"),
         f"{TINY} --dilated-size": "'--dilated-size' requires an argument",
         f"{TINY} --plan nowhere": "nowhere: is not a folder",
+        "no_model --pretrained --calibrate nowhere": "calibration images nowhere: there is no such folder",
         f"{TINY} extra": re.compile("unexpected extra argument.*extra"),
         "rules nope": "No such command 'nope'",
         "rules show": "Missing argument",

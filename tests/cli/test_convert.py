@@ -63,7 +63,7 @@ def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained, tmp_pa
     assert outcome["images"] == 2
     last = out[out.index("Fine-tune it") :]
     for text in (last, card):
-        assert f"{100 * outcome['same_top1']:.0f} %" in text
+        assert f"{outcome['same_top1'] * 2:.0f} of 2 have the same top-1 class" in text
         assert f"{outcome['output_error']:.3f}" in text
     plain = load_converted(tmp_path / "out")
     assert all(tensor.isfinite().all() for tensor in plain.state_dict().values())

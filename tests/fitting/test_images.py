@@ -1,5 +1,7 @@
 """Images of a calibration: which files are taken, which are held out, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import timm
 import torch
@@ -79,3 +81,11 @@ def test_files_that_are_no_images_are_named_and_the_model_is_left_alone(planned,
 def test_what_holds_no_images_is_refused(planned, tmp_path, make, message):
     with pytest.raises(DclsConvertError, match=message):
         calibrate(*planned, make(tmp_path))
+
+
+def test_a_folder_is_of_no_use_without_a_size_of_images(planned, tmp_path):
+    write_images(tmp_path, 2)
+    model, plan = planned
+    for size, message in {None: "state input_size", (4, 8, 8): "1 or 3 channels; the model takes .4, 8, 8."}.items():
+        with pytest.raises(DclsConvertError, match=message):
+            calibrate(model, replace(plan, input_size=size), tmp_path)
