@@ -85,6 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--cutmix", type=float, default=0.0)
     add("--aa", help="timm's augmentation policy, such as rand-m9-mstd0.5")
     add("--reprob", type=float, default=0.0, help="share of images of which a part is erased")
+    add("--freeze-statistics", action="store_true", help="BatchNorm goes by those that it has: for few images")
     add("--drop-path", type=float, default=0.0)
     add("--ema", type=float, default=0.99, help="decay of the averaged weights, which are evaluated; 0: no average")
     add("--repulsive", type=float, default=0.0, help="weight of the repulsive loss, which keeps elements apart")
@@ -226,6 +227,10 @@ def train_update(run: Run, batches: Iterator[Any], mixup: Any, criterion: nn.Mod
     """One update of the weights, from `accumulate` batches; its loss, over all processes."""
     args, accelerator = run.args, run.accelerator
     run.model.train()
+    if args.freeze_statistics:
+        for norm in run.plain.modules():
+            if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+                norm.eval()
     total = torch.zeros((), device=accelerator.device)
     for batch in range(args.accumulate):
         last = batch == args.accumulate - 1

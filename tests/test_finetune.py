@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import dcls_convert
 from dcls_convert import tuning
@@ -133,6 +133,19 @@ def test_a_network_agrees_with_itself(finetune, unlabelled, teacher, tmp_path, c
     history = json.loads(Path("run/history.json").read_text())
     assert history["agreement"] == [100, 100]
     assert max(map(abs, history["loss"])) < 1e-5  # float32
+
+
+def test_frozen_statistics_stay(finetune, unlabelled, tmp_path):
+    model = timm.create_model("test_resnet")
+    save_file(model.state_dict(), tmp_path / "teacher.safetensors")
+    named = ["--teacher", "test_resnet", "--teacher-checkpoint", "teacher.safetensors", "--data", unlabelled]
+    folder = converted(model, tmp_path / "student", budget=60)
+    for options in ([], ["--freeze-statistics"]):
+        finetune(folder, *named, *options, *SMALL, "--output", "".join(["run", *options]))
+    free, frozen = (load_file(f"run{option}/best/model.safetensors") for option in ("", "--freeze-statistics"))
+    statistics = [name for name in free if name.endswith("running_mean")]
+    assert all(torch.equal(frozen[name], tensor) for name, tensor in model.state_dict().items() if name in statistics)
+    assert any(not torch.equal(free[name], frozen[name]) for name in statistics)
 
 
 def test_a_killed_run_with_a_teacher_ends_as_one_that_was_not(finetune, unlabelled, teacher, tmp_path, monkeypatch):
