@@ -26,7 +26,7 @@ def like(example: Tensor, tensor: Tensor) -> Tensor:
 
 
 def joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
-    """torch.cat."""
+    """torch.cat, along an axis other than the first."""
     if not _is_innermost(tensors[0]):
         return torch.cat(list(tensors), axis)
     return torch.cat([tensor.movedim(0, -1) for tensor in tensors], axis - 1).movedim(-1, 0)

@@ -5,7 +5,7 @@ Levenberg-Marquardt steps: variable projection, doi:10.1137/0710036, with Kaufma
 doi:10.1007/BF01932995.
 Nothing here knows of networks: a line is one kernel of the group, seen in a box of cells.
 
-Axes: N lines, L layers, M metrics (1 for all layers, or L), E elements, A axes, S cells of the box, flat.
+Axes: N lines, L layers, E elements, A axes, S cells of the box, flat.
 """
 
 import functools
@@ -60,14 +60,14 @@ def fit_lines(
         starts: At least one; each (N, E, A), places in cells of the box.
         sides: The box, A integers with product S. Places stay inside it.
         profile: The interpolation.
-        roots: (N, L, S, S), where the error e of a layer counts as the squares of e @ root; without it, as its own.
+        roots: (N, S, S), where an error e counts as the squares of e @ root; without it, as its own.
 
     Returns:
         Places (N, E, A) and weights (N, L, E).
     """
     if roots is not None:
-        seen = (targets.unsqueeze(2) @ roots).flatten(1).norm(dim=1)
-        roots = roots / torch.where(seen > 0, seen, 1.0)[:, None, None, None]
+        seen = (targets @ roots).flatten(1).norm(dim=1)
+        roots = roots / torch.where(seen > 0, seen, 1.0)[:, None, None]
     problem = _Problem.of(targets, sides, profile, roots)
     runs = [_Run(problem, start) for start in starts]
     looks = MOST_LOOKS
@@ -83,41 +83,36 @@ def fit_lines(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Problem:
-    targets: Tensor
     sides: tuple[int, ...]
     profile: Profile
+    targets: Tensor  # with roots, these times them
     roots: Tensor | None
-    ridge: Tensor  # (N, M): in proportion to what an element in the middle of a cell is worth
+    ridge: Tensor  # (N, 1): in proportion to what an element in the middle of a cell is worth
 
     @classmethod
     def of(cls, targets: Tensor, sides: Sequence[int], profile: Profile, roots: Tensor | None) -> Self:
-        energy = torch.ones_like(targets[:, :1, 0])
+        ridge = torch.full_like(targets[:, :1, 0], RIDGE)
         if roots is not None:
-            energy = roots.square().sum(-1).mean(-1).clamp(min=1e-12)  # (N, L)
-        return cls(targets=targets, sides=tuple(sides), profile=profile, roots=roots, ridge=RIDGE * energy)
+            targets, ridge = targets @ roots, ridge * roots.square().sum(-1).mean(-1, keepdim=True).clamp(min=1e-12)
+        return cls(sides=tuple(sides), profile=profile, targets=targets, roots=roots, ridge=ridge)
 
-    def __getitem__(self, lines: Tensor) -> "_Problem":
+    def __getitem__(self, lines: Tensor) -> Self:
         return self._with(lambda tensor: tensor[lines])
 
-    def lines_innermost(self) -> "_Problem":
+    def lines_innermost(self) -> Self:
         return self._with(lines_innermost)
 
-    def _with(self, change: Callable[[Tensor], Tensor]) -> "_Problem":
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Self:
         roots = None if self.roots is None else change(self.roots)
         return replace(self, targets=change(self.targets), roots=roots, ridge=change(self.ridge))
 
     def at(self, places: Tensor) -> _State:
         """The best weights there, and what they leave."""
-        lines, elements, axes = places.shape
-        footprint, slopes = _footprint(places, self.sides, self.profile)
+        elements, axes = places.shape[1:]
         targets, ridge = self.targets, self.ridge
-        if self.roots is not None:  # every layer is a line of its own, up to the sums
-            footprint, slopes = (
-                joined([product(part, root) for root in self.roots.unbind(1)], 0) for part in (footprint, slopes)
-            )
-            each = zip(torch.split(targets, 1, 1), self.roots.unbind(1), strict=True)
-            targets = joined([product(target, root) for target, root in each], 0)
-            ridge = joined(torch.split(ridge, 1, 1), 0)
+        footprint, slopes = _footprint(places, self.sides, self.profile)
+        if self.roots is not None:
+            footprint, slopes = product(footprint, self.roots), product(slopes, self.roots)
         normal = product(footprint, footprint.mT)
         normal.diagonal(dim1=1, dim2=2).add_(ridge)
         inverse = solved(normal, footprint)  # (N, E, S): its product with a target is the weights
@@ -132,9 +127,6 @@ class _Problem:
         for rows in torch.split(curvature, elements, 1):
             for block in torch.split(rows, elements, 2):
                 block *= together
-        if self.roots is not None:
-            cost, downhill, curvature = (_by_layer(part, lines).sum(0) for part in (cost, downhill, curvature))
-            weights = _by_layer(weights, lines)[:, :, 0].movedim(0, 1)
         return _State(
             places=places,
             weights=weights,
@@ -189,11 +181,6 @@ class _Run:
         self.places[lines], self.weights[lines] = state.places, state.weights
         self.cost[lines], self.damping[lines] = state.cost, damping
         return state.cost < before * (1 - LEAST_GAIN)
-
-
-def _by_layer(tensor: Tensor, lines: int) -> Tensor:
-    """(L * N, ...) -> (L, N, ...)."""
-    return tensor.view(-1, lines, *tensor.shape[1:])
 
 
 def _where(lines: Tensor, one: Tensor, two: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ of the dense axes), S cells of the box in which a line is fitted, P places, E el
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,19 +93,23 @@ class Moments:
         least = energy.mean() * LEAST_ENERGY + 1e-12
         return DAMPING * energy.maximum(least).repeat_interleave(cells, dim=1)
 
-    def roots(self) -> Tensor:
-        """(in_channels, S, S): the mean square of error @ root is what an error of a line does to the outputs.
-
-        Where nothing was seen, an error counts by its own size.
-        """
-        if not self.sums:
-            cells = math.prod(self.box.sides)
-            return torch.eye(cells).expand(self.layer.in_channels, cells, cells)
+    def by_channel(self) -> Tensor:
+        """(in_channels, S, S): what an error of a line does to the outputs is error @ this @ error."""
         covariance = self.covariance()
         matrix = covariance + torch.diag_embed(self.penalty(covariance))
-        by_channel = matrix.reshape(self.layer.in_channels, -1, *matrix.shape[1:]).mean(1)
-        values, vectors = torch.linalg.eigh(by_channel)
-        return torch.mul(vectors, values.clamp(min=0).sqrt().unsqueeze(-2)).float()
+        return matrix.reshape(self.layer.in_channels, -1, *matrix.shape[1:]).mean(1)
+
+
+def shared_roots(moments: Sequence[Moments]) -> Tensor | None:
+    """What layers of the same form see, not joint, as roots for `fit_elements`; None where none of them sees anything.
+
+    The mean over layers: that of each alone would cost as many fits, and kept outputs no closer.
+    """
+    seen = [layer.by_channel() for layer in moments if layer.places]
+    if not seen:
+        return None
+    values, vectors = torch.linalg.eigh(torch.stack(seen).mean(0))
+    return torch.mul(vectors, values.clamp(min=0).sqrt().unsqueeze(-2)).float()
 
 
 def _sums(patches: Tensor, wanted: Tensor | None) -> list[Tensor]:

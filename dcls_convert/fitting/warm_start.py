@@ -21,7 +21,7 @@ STARTS = 4  # the last one beside merged cells, the others beside the largest on
 JITTER = 0.3  # cells; at a cell's middle the cost has a kink, where a step models it badly
 FLOATS_AT_ONCE = 60_000_000  # of memory for the lines that are fitted together
 
-Metric = Callable[[Tensor], Tensor]  # indices of lines -> (lines, L, S, S), by which their errors are multiplied
+Metric = Callable[[Tensor], Tensor]  # indices of lines -> (lines, S, S), by which their errors are multiplied
 
 
 def fit_elements(
@@ -32,7 +32,7 @@ def fit_elements(
     size: Sequence[int],
     interpolation: str = "bilinear",
     dense_axes: Sequence[int] = (),
-    roots: Sequence[Tensor] | None = None,
+    roots: Tensor | None = None,
     seed: int = 0,
 ) -> tuple[list[Tensor], Tensor]:
     """Elements whose constructed kernels have the least squared distance to the old ones, summed over the group.
@@ -43,8 +43,8 @@ def fit_elements(
     Args:
         kernels, kernel_count, dilation, size, dense_axes: As for `largest_elements`.
         interpolation: How an element spreads, with its sigma as it is initially.
-        roots: For each layer (in_channels, S, S): the error e of a line that sees that channel counts as the squares of
-            e @ root, instead of its own. S are the cells of the group's `box_of`.
+        roots: (in_channels, S, S): the error e of a line that sees that channel counts as the squares of e @ root,
+            instead of its own. S are the cells of the group's `box_of`.
         seed: Of the starts beside the grid.
 
     Returns:
@@ -60,7 +60,7 @@ def fit_elements(
     scale = lines.abs().amax(dim=(1, 2), keepdim=True)
     scale = torch.where(scale > 0, scale, 1.0)  # of each line, so that squares neither vanish nor overflow
     lines = lines / scale
-    metric = None if roots is None else _metric(roots, kernels[0], len(lines))
+    metric = _metric(roots, kernels[0], len(lines))
     fallback = _Elements(
         places=grid.flatten(1, -2).movedim(0, -1).to(lines) - lines.new_tensor(box.origin),
         weights=torch.stack([weight.flatten(0, -2) for weight in largest], dim=1).to(lines) / scale,
@@ -83,12 +83,12 @@ def relative_errors(
     size: Sequence[int],
     interpolation: str = "bilinear",
     dense_axes: Sequence[int] = (),
-    roots: Sequence[Tensor] | None = None,
+    roots: Tensor | None = None,
 ) -> list[float]:
     """|new - old| / |old| of each layer's kernels, or with `roots` of what they give; arguments as `fit_elements`."""
     box = box_of(kernels[0].shape[2:], dilation, size, interpolation, dense_axes)
     lines = torch.stack([box.lines_of(kernel) for kernel in kernels], dim=1)  # (N, L, S)
-    metric = None if roots is None else _metric(roots, kernels[0], len(lines))
+    metric = _metric(roots, kernels[0], len(lines))
     places = positions.flatten(1, -2).movedim(0, -1).to(lines) - lines.new_tensor(box.origin)
     found = torch.stack([weight.flatten(0, -2) for weight in weights], dim=1).to(lines)
     left, whole = (
@@ -104,23 +104,25 @@ class _Elements:
     weights: Tensor  # (N, L, E)
 
 
-def _metric(roots: Sequence[Tensor], kernel: Tensor, lines: int) -> Metric:
+def _metric(roots: Tensor | None, kernel: Tensor, lines: int) -> Metric | None:
     """The metric of a line's error, by the input channel that the line sees."""
+    if roots is None:
+        return None
     out_channels, per_group = kernel.shape[:2]
-    groups = len(roots[0]) // per_group
+    groups = len(roots) // per_group
     group = torch.arange(out_channels, device=kernel.device) // (out_channels // groups)
     channels = (group[:, None] * per_group + torch.arange(per_group, device=kernel.device)).flatten()
     # Cells of dense axes are lines of their own, and see the same channel.
     channels = channels.repeat_interleave(lines // len(channels))
-    stacked = torch.stack(list(roots), dim=1).to(kernel.device, torch.promote_types(kernel.dtype, torch.float32))
-    return lambda chosen: stacked[channels[chosen]]  # of (in_channels, L, S, S)
+    roots = roots.to(kernel.device, torch.promote_types(kernel.dtype, torch.float32))
+    return lambda chosen: roots[channels[chosen]]
 
 
 def _fitted(lines: Tensor, start: _Elements, box: Box, metric: Metric | None, generator: torch.Generator) -> _Elements:
     places, weights = torch.empty_like(start.places), torch.empty_like(start.weights)
     # Drawn on the CPU and for all lines, so that a seed means the same on every device, however lines are split.
     noise = JITTER * torch.randn(STARTS, *start.places.shape, generator=generator)
-    at_once = _lines_at_once(start, box, layers_differ=metric is not None)
+    at_once = _lines_at_once(start, box)
     for chunk in torch.split(torch.arange(len(lines), device=lines.device), at_once):
         grid = start.places[chunk]
         bases = [grid] * (STARTS - 1) + [_merged_neighbours(lines[chunk], grid, box)]
@@ -131,10 +133,10 @@ def _fitted(lines: Tensor, start: _Elements, box: Box, metric: Metric | None, ge
     return _Elements(places=places, weights=weights)
 
 
-def _lines_at_once(elements: _Elements, box: Box, *, layers_differ: bool) -> int:
+def _lines_at_once(elements: _Elements, box: Box) -> int:
     (_, count, axes), layers = elements.places.shape, elements.weights.shape[1]
     moving, cells = count * axes, math.prod(box.sides)
-    floats = (layers if layers_differ else 1) * (3 * moving * cells + 4 * moving**2) + 4 * layers * cells
+    floats = 3 * moving * cells + 4 * moving**2 + 4 * layers * cells + cells**2
     return max(1, FLOATS_AT_ONCE // (3 * floats))
 
 
@@ -202,10 +204,10 @@ def _no_layer_worse(
 def _errors(lines: Tensor, elements: _Elements, box: Box, metric: Metric | None) -> Tensor:
     """(N, L): squared distances, in float64."""
     parts = []
-    at_once = _lines_at_once(elements, box, layers_differ=True)
+    at_once = _lines_at_once(elements, box)
     for chunk in torch.split(torch.arange(len(lines), device=lines.device), at_once):
         error = (lines[chunk] - box.kernels(elements.places[chunk], elements.weights[chunk])).double()
         if metric is not None:
-            error = (error.unsqueeze(2) @ metric(chunk).double()).squeeze(2)
+            error = error @ metric(chunk).double()
         parts.append(error.square().sum(-1))
     return torch.cat(parts)

@@ -18,16 +18,14 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from ..errors import DclsConvertError, one_line
 from ..fitting.boxes import Box, box_of
 from ..fitting.images import Calibration
-from ..fitting.moments import Moments, best_weights
+from ..fitting.moments import Moments, best_weights, shared_roots
 from ..layers.conv_classes import PLAIN, find_form
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.running import evaluating, run
 from ..planning.plan import LayerPlan
 from .place import LayerGroup
 
-Fill = Callable[
-    [LayerGroup, Sequence[Tensor] | None], object
-]  # gives a group its elements; roots as for `fit_elements`
+Fill = Callable[[LayerGroup, Tensor | None], object]  # gives a group its elements; roots as for `fit_elements`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +93,7 @@ def fit_to_outputs_(
             for its, seen in zip(group.plans, alone.values(), strict=False):
                 seen.check(its.name)
             if alone:
-                fill(group, [seen.roots() for seen in alone.values()])
+                fill(group, shared_roots(list(alone.values())))
                 filled.add(id(group))
             offset = _solve_(plan, layer, conv, joint)
             offsets.append(Offset(name=plan.name, values=offset, bias=layer.bias, running_mean=relay.mean_behind(conv)))
@@ -112,8 +110,8 @@ def seen_by_layers(
     calibration: Calibration,
     *,
     step: Callable[[str], None] = lambda _: None,
-) -> dict[str, Tensor]:
-    """What an error of a kernel does to the outputs of a layer in the old network: roots as for `fit_elements`."""
+) -> list[Tensor | None]:
+    """What an error of a kernel does to the outputs in the old network: for each group, roots as for `fit_elements`."""
     step("looking at the images")
     convs = {conv: (group.plans[i], group.layers[i]) for group in groups for i, conv in enumerate(group.convs)}
     alone: dict[nn.Module, Moments] = {conv: _moments(*pair, joint=False) for conv, pair in convs.items()}
@@ -121,7 +119,7 @@ def seen_by_layers(
         relay.look(None, None, alone)
     for (plan, _), seen in zip(convs.values(), alone.values(), strict=True):
         seen.check(plan.name)
-    return {plan.name: alone[conv].roots() for conv, (plan, _) in convs.items()}
+    return [shared_roots([alone[conv] for conv in group.convs]) for group in groups]
 
 
 def _moments(plan: LayerPlan, layer: DclsConvNd, *, joint: bool) -> Moments:

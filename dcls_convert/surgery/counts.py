@@ -43,22 +43,22 @@ def counts_by_error(
     groups = make_layers(model, plans[0])
     if any(conv.weight.is_meta for group in groups for conv in group.convs):
         raise PlanError(f"scope {ERROR!r} measures what the kernels lose, and the model is on the meta device")
-    seen = None if calibration is None else seen_by_layers(model, groups, calibration, step=step)
+    none: list[Tensor | None] = [None] * len(groups)
+    seen = none if calibration is None else seen_by_layers(model, groups, calibration, step=step)
     count_of = [{layer.name: layer.kernel_count for layer in plan.layers} for plan in plans]
     shares = []
-    for number, group in enumerate(groups):
+    for number, (group, roots) in enumerate(zip(groups, seen, strict=True)):
         step(f"measuring errors of {group.plans[0].stage or group.plans[0].name}, {number + 1} of {len(groups)}")
-        shares.append(_share(group, {counts[group.plans[0].name] for counts in count_of}, seen, seed))
+        shares.append(_share(group, {counts[group.plans[0].name] for counts in count_of}, roots, seed))
     limit = sum(unit.limit for unit in plans[0].budget)
     chosen = least_error(shares, limit)
     counts = {layer.name: count for group, count in zip(groups, chosen, strict=True) for layer in group.plans}
     return LayerCounts(source=f"scope {ERROR}", counts=counts)
 
 
-def _share(group: LayerGroup, tried: set[int], seen: dict[str, Tensor] | None, seed: int) -> Share:
+def _share(group: LayerGroup, tried: set[int], roots: Tensor | None, seed: int) -> Share:
     first = group.plans[0]
     kernels, fitting = effective_kernels(group), fit_options(group)
-    roots = None if seen is None else [seen[plan.name] for plan in group.plans]
 
     def error(count: int) -> float:
         elements = fit_elements(kernels, kernel_count=count, roots=roots, seed=seed, **fitting)

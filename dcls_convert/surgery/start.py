@@ -123,7 +123,7 @@ def _random_elements(group: LayerGroup, generator: torch.Generator, *, uniform: 
     return weights, random_positions(weights[0], first.dilated_size, first.dense_axes, generator, uniform=uniform)
 
 
-def _fill_from_kernels_(group: LayerGroup, init: Init, seed: int, roots: Sequence[Tensor] | None = None) -> None:
+def _fill_from_kernels_(group: LayerGroup, init: Init, seed: int, roots: Tensor | None = None) -> None:
     count, effective, fitting = group.plans[0].kernel_count, effective_kernels(group), fit_options(group)
     kept = {name: value for name, value in fitting.items() if name != "interpolation"}
     old = [conv.weight.detach() for conv in group.convs]

@@ -7,7 +7,7 @@ from torch import nn
 from dcls_convert.fitting import moments
 from dcls_convert.fitting.boxes import box_of
 from dcls_convert.fitting.least_squares import spread
-from dcls_convert.fitting.moments import Moments, best_weights
+from dcls_convert.fitting.moments import Moments, best_weights, shared_roots
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 
 CASES = {
@@ -144,7 +144,7 @@ def test_the_root_measures_what_an_error_does_to_the_output(conv):
     images = nn.functional.avg_pool2d(torch.randn(6, 8, 44, 44), 5, stride=1)
     alone = Moments(layer, box_of((5, 5), (1, 1), (9, 9), "bilinear"), joint=False)
     alone.add(images)
-    roots = alone.roots()
+    roots = shared_roots([alone])
     assert roots.shape == (8, 25, 25)
     for channel in range(8):
         error = torch.randn(1, 1, 5, 5)
@@ -152,3 +152,15 @@ def test_the_root_measures_what_an_error_does_to_the_output(conv):
         leaving = nn.functional.conv2d(images[:, channel : channel + 1], error, padding=2)
         found = (error.flatten() @ roots[channel]).square().sum()
         assert abs(float(found / leaving.var()) - 1) < 0.05
+
+
+def test_the_root_that_layers_share_is_that_of_their_mean():
+    torch.manual_seed(0)
+    layer = DCLS_LAYERS[2].like(nn.Conv2d(4, 4, 3, groups=4, padding=1), 4, 7, "bilinear", ())
+    images = torch.randn(2, 4, 20, 20)
+    one, twice, unseen = (Moments(layer, box_of((3, 3), (1, 1), (7, 7), "bilinear"), joint=False) for _ in range(3))
+    one.add(images)
+    twice.add(2 * images)
+    alone, shared = (roots @ roots.mT for roots in (shared_roots([one]), shared_roots([one, unseen, twice])))
+    torch.testing.assert_close(shared, (1 + 4) / 2 * alone, rtol=1e-4, atol=1e-5)
+    assert shared_roots([unseen]) is None
