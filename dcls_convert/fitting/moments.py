@@ -103,12 +103,16 @@ class Moments:
 def shared_roots(moments: Sequence[Moments]) -> Tensor | None:
     """What layers of the same form see, not joint, as roots for `fit_elements`; None where none of them sees anything.
 
-    The mean over layers: that of each alone would cost as many fits, and kept outputs no closer.
+    The mean over layers, of which each counts alike: roots for each alone would cost as many fits, and kept outputs no
+    closer.
     """
     seen = [layer.by_channel() for layer in moments if layer.places]
     if not seen:
         return None
-    values, vectors = torch.linalg.eigh(torch.stack(seen).mean(0))
+    energies = [matrix.diagonal(dim1=1, dim2=2).mean() for matrix in seen]
+    values, vectors = torch.linalg.eigh(
+        torch.stack([matrix / energy for matrix, energy in zip(seen, energies, strict=True)]).mean(0)
+    )
     return torch.mul(vectors, values.clamp(min=0).sqrt().unsqueeze(-2)).float()
 
 

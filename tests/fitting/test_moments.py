@@ -144,7 +144,8 @@ def test_the_root_measures_what_an_error_does_to_the_output(conv):
     images = nn.functional.avg_pool2d(torch.randn(6, 8, 44, 44), 5, stride=1)
     alone = Moments(layer, box_of((5, 5), (1, 1), (9, 9), "bilinear"), joint=False)
     alone.add(images)
-    roots = shared_roots([alone])
+    energy = alone.by_channel().diagonal(dim1=1, dim2=2).mean().sqrt()
+    roots = shared_roots([alone]) * energy
     assert roots.shape == (8, 25, 25)
     for channel in range(8):
         error = torch.randn(1, 1, 5, 5)
@@ -154,13 +155,22 @@ def test_the_root_measures_what_an_error_does_to_the_output(conv):
         assert abs(float(found / leaving.var()) - 1) < 0.05
 
 
-def test_the_root_that_layers_share_is_that_of_their_mean():
+def test_in_the_root_that_layers_share_each_counts_alike():
     torch.manual_seed(0)
     layer = DCLS_LAYERS[2].like(nn.Conv2d(4, 4, 3, groups=4, padding=1), 4, 7, "bilinear", ())
-    images = torch.randn(2, 4, 20, 20)
-    one, twice, unseen = (Moments(layer, box_of((3, 3), (1, 1), (7, 7), "bilinear"), joint=False) for _ in range(3))
-    one.add(images)
-    twice.add(2 * images)
-    alone, shared = (roots @ roots.mT for roots in (shared_roots([one]), shared_roots([one, unseen, twice])))
-    torch.testing.assert_close(shared, (1 + 4) / 2 * alone, rtol=1e-4, atol=1e-5)
-    assert shared_roots([unseen]) is None
+    rough, smooth = torch.randn(2, 4, 20, 20), nn.functional.avg_pool2d(torch.randn(2, 4, 20, 20), 3, stride=1)
+
+    def seeing(*batches):
+        moments = Moments(layer, box_of((3, 3), (1, 1), (7, 7), "bilinear"), joint=False)
+        for images in batches:
+            moments.add(images)
+        return moments
+
+    one, other, both = (
+        (roots @ roots.mT)
+        for roots in map(
+            shared_roots, [[seeing(rough)], [seeing(smooth)], [seeing(rough), seeing(), seeing(9 * smooth)]]
+        )
+    )
+    torch.testing.assert_close(both, (one + other) / 2, rtol=1e-4, atol=1e-5)
+    assert shared_roots([seeing()]) is None
