@@ -157,7 +157,7 @@ def heal(fold: "Fold", model: "nn.Module", report: "ConversionReport", scratch: 
     }
     options["epochs"] = options.pop("steps") * options["batch-size"] // (len(images) * COPIES)
     converted = dcls_convert.save_converted(model, report.plan, scratch / "converted")
-    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value)) if text != "True"]
     subprocess.run([sys.executable, str(FINETUNE), str(converted), *arguments], check=True, stdout=sys.stderr)
     return dcls_convert.load_converted(scratch / "run" / "best").eval()
 
