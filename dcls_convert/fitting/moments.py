@@ -100,7 +100,7 @@ class Moments:
         """
         if not self.sums:
             cells = math.prod(self.box.sides)
-            return torch.eye(cells).expand(self.layer.in_channels, cells, cells)
+            return torch.eye(cells, device=self.layer.weight.device).expand(self.layer.in_channels, cells, cells)
         covariance = self.covariance()
         matrix = covariance + torch.diag_embed(self.penalty(covariance))
         by_channel = matrix.reshape(self.layer.in_channels, -1, *matrix.shape[1:]).mean(1)

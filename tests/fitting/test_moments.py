@@ -152,3 +152,10 @@ def test_the_root_measures_what_an_error_does_to_the_output(conv):
         leaving = nn.functional.conv2d(images[:, channel : channel + 1], error, padding=2)
         found = (error.flatten() @ roots[channel]).square().sum()
         assert abs(float(found / leaving.var()) - 1) < 0.05
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_roots_are_on_the_layers_device_also_where_nothing_was_seen(device):
+    _, layer, box, _ = layer_of("dense")
+    unseen = Moments(layer.to(device), box, joint=False)
+    assert unseen.roots().device.type == device
