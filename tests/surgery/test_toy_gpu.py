@@ -1,0 +1,54 @@
+"""A conversion mixes no tensors of the CPU with those of a model on a GPU, and gives what it gives on the CPU."""
+
+import pytest
+import torch
+
+from dcls_convert import convert_, fold_to_dense_
+from dcls_convert.checkpoints.fingerprint import deviation, take_fingerprint
+from dcls_convert.fitting import least_squares, warm_start
+
+from .test_calibrate import SMALL, network, photos
+from .toy_gpu import OnToyGpu, put_on_toy_gpu_, toy_gpu
+
+# torch compiles decompositions of its own where operations are looked at.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init": "random"},
+        {"init": "fit"},
+        {"calibration": [photos()]},
+    ],
+    ids=["random", "fit", "calibration"],
+)
+def test_a_model_on_a_gpu_stays_there_and_becomes_what_it_becomes_on_the_cpu(options, monkeypatch):
+    for module, number in (
+        (warm_start, "STARTS"),
+        (least_squares, "MOST_LOOKS"),
+        (least_squares, "STEPS_BETWEEN_LOOKS"),
+    ):
+        monkeypatch.setattr(module, number, 2)  # operations on the toy take long
+    ours, theirs = network(bias=True), network(bias=True)
+    put_on_toy_gpu_(theirs)
+    with toy_gpu():
+        for model in (ours, theirs):
+            convert_(model, dilated_size=9, budget=60, input_size=SMALL, **options)
+        for name, tensor in theirs.state_dict().items():
+            assert isinstance(tensor, OnToyGpu), name
+            torch.testing.assert_close(tensor.value, ours.state_dict()[name], rtol=0, atol=1e-5)
+        before = take_fingerprint(theirs, SMALL)
+        assert deviation(before, take_fingerprint(ours, SMALL)) < 1e-5
+        assert fold_to_dense_(theirs) == 3
+        assert deviation(take_fingerprint(theirs, SMALL), before) < 1e-5
+
+
+def test_the_toy_gpu_refuses_what_a_gpu_refuses():
+    there = OnToyGpu(torch.ones(2))
+    with toy_gpu():
+        assert torch.equal((there + 1).to("cpu"), torch.full((2,), 2.0))
+        with pytest.raises(AssertionError, match="of the CPU and of the GPU"):
+            there + torch.ones(2)
+        with pytest.raises(AssertionError, match="a generator of the CPU"):
+            torch.empty(2, device="cuda").normal_(generator=torch.Generator())
