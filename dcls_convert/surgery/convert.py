@@ -212,7 +212,7 @@ def _answers(model: nn.Module, plan: ConversionPlan, images: Calibration | None)
     random = None
     with evaluating(model):
         if plan.input_size is not None and not any(tensor.is_meta for tensor in model.parameters()):
-            noise = torch.randn(2, *plan.input_size, generator=torch.Generator().manual_seed(0))
+            noise = torch.randn(2, *plan.input_size, generator=torch.Generator().manual_seed(0), device="cpu")
             with contextlib.suppress(Exception):  # the model's own code, and a comparison to be spared
                 random = run(model, noise)
         held_out = [] if images is None else [run(model, batch) for batch in images.held_out]

@@ -145,7 +145,7 @@ def _fill_from_kernels_(group: LayerGroup, init: Init, seed: int, roots: Sequenc
 
 def fit_seed(generator: torch.Generator) -> int:
     """The seed of every fit of a conversion: one for all, so that none depends on the others."""
-    return int(torch.randint(2**62, (), generator=generator))
+    return int(torch.randint(2**62, (), generator=generator, device="cpu"))
 
 
 def effective_kernels(group: LayerGroup) -> list[Tensor]:

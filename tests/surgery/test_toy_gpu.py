@@ -14,6 +14,16 @@ from .toy_gpu import OnToyGpu, put_on_toy_gpu_, toy_gpu
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
+def hurry(monkeypatch):
+    """Operations on the toy take long."""
+    for module, number in (
+        (warm_start, "STARTS"),
+        (least_squares, "MOST_LOOKS"),
+        (least_squares, "STEPS_BETWEEN_LOOKS"),
+    ):
+        monkeypatch.setattr(module, number, 2)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -24,12 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
     ids=["random", "fit", "calibration"],
 )
 def test_a_model_on_a_gpu_stays_there_and_becomes_what_it_becomes_on_the_cpu(options, monkeypatch):
-    for module, number in (
-        (warm_start, "STARTS"),
-        (least_squares, "MOST_LOOKS"),
-        (least_squares, "STEPS_BETWEEN_LOOKS"),
-    ):
-        monkeypatch.setattr(module, number, 2)  # operations on the toy take long
+    hurry(monkeypatch)
     ours, theirs = network(bias=True), network(bias=True)
     put_on_toy_gpu_(theirs)
     with toy_gpu():
@@ -42,6 +47,18 @@ def test_a_model_on_a_gpu_stays_there_and_becomes_what_it_becomes_on_the_cpu(opt
         assert deviation(before, take_fingerprint(ours, SMALL)) < 1e-5
         assert fold_to_dense_(theirs) == 3
         assert deviation(take_fingerprint(theirs, SMALL), before) < 1e-5
+
+
+@pytest.mark.parametrize("init", ["random", "fit"])
+def test_seeds_mean_the_same_where_new_tensors_are_on_the_gpu_by_default(init, monkeypatch):
+    """`torch.set_default_device`: a generator of the CPU then needs the CPU to be named."""
+    hurry(monkeypatch)
+    ours, theirs = network(), network()
+    convert_(ours, dilated_size=9, budget=60, input_size=SMALL, init=init)
+    put_on_toy_gpu_(theirs)
+    with toy_gpu(), torch.device("cuda"):
+        convert_(theirs, dilated_size=9, budget=60, input_size=SMALL, init=init)
+        assert all(torch.equal(theirs.state_dict()[name].value, value) for name, value in ours.state_dict().items())
 
 
 def test_the_toy_gpu_refuses_what_a_gpu_refuses():
