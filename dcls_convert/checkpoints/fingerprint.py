@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import one_line
 from ..networks.quiet import seeded
-from ..networks.running import evaluating
+from ..networks.running import evaluating, full_precision
 from ..networks.tracing import image_dtype
 
 SEED = 0
@@ -73,7 +73,7 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
     device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
     image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(SEED), device="cpu")
     try:
-        with _undisturbed(model, device):
+        with _undisturbed(model):
             output = model(image.to(device, dtype))
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         outputs = tuple(map(_output_print, leaves))
@@ -116,29 +116,27 @@ def _rounded(value: float) -> float | None:
 
 
 @contextlib.contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode, one thread, full precision and seeded generators inside; everything as it was afterwards.
 
     Warnings are about the model; turned into errors they would change what is written.
     """
     buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    threads = torch.get_num_threads()
-    exact: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if device.type == "cuda":  # or its convolutions round to 11 bits
-        on = torch.backends.cudnn.enabled
-        exact = torch.backends.cudnn.flags(enabled=on, deterministic=True, allow_tf32=False)
+    threads, cudnn = torch.get_num_threads(), torch.backends.cudnn
+    choice = cudnn.deterministic, cudnn.benchmark
     try:
+        cudnn.deterministic, cudnn.benchmark = True, False
         torch.set_num_threads(1)
         with (
             warnings.catch_warnings(action="ignore"),
             evaluating(model),
-            torch.autocast(device.type, enabled=False),
+            full_precision(),
             seeded(SEED),
-            exact,
         ):
             yield
     finally:
         torch.set_num_threads(threads)
+        cudnn.deterministic, cudnn.benchmark = choice
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 module._buffers[name] = buffer

@@ -121,7 +121,7 @@ def _metric(roots: Tensor | None, kernel: Tensor, lines: int) -> Metric | None:
 def _fitted(lines: Tensor, start: _Elements, box: Box, metric: Metric | None, generator: torch.Generator) -> _Elements:
     places, weights = torch.empty_like(start.places), torch.empty_like(start.weights)
     # Drawn on the CPU and for all lines, so that a seed means the same on every device, however lines are split.
-    noise = JITTER * torch.randn(STARTS, *start.places.shape, generator=generator)
+    noise = JITTER * torch.randn(STARTS, *start.places.shape, generator=generator, device="cpu")
     at_once = _lines_at_once(start, box)
     for chunk in torch.split(torch.arange(len(lines), device=lines.device), at_once):
         grid = start.places[chunk]

@@ -4,8 +4,10 @@ Axes: C channels of any number (a kernel each), E kernel elements, A learnt axes
 `cells` are positions counted from the first cell of the window.
 
 An element's weight goes to the 2^A cells around it. A cell's part is a product over the axes of 1 - f or f, where f is
-the fraction of the element's coordinate. There are two forms with equal results: one of plain operations, for
-compilers and for derivatives of any kind, and one that writes block by block with the first derivative in closed form.
+the fraction of the element's coordinate. There are three forms with equal results: one of plain operations, for
+compilers and for derivatives of any kind; one that writes block by block with the first derivative in closed form; and,
+elsewhere than on a CPU, one that multiplies and sums over the whole window. On a GPU, scattered additions to one cell
+collide: they are atomic, and their order, so the rounding too, differs from run to run.
 """
 
 import functools
@@ -18,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .eager import is_eager
+from .eager import is_eager, on_cpu
 
 # On a CPU, elements per thread and block: temporary tensors stay small and in the cache. torch gives a thread at least
 # as many.
 BLOCK_ELEMENTS = 32768
 MOST_THREADS = 8  # Cap on threads when sizing blocks; bounds memory.
+MOST_PRODUCTS = 1 << 26  # Elsewhere, elements x cells of the window in a block: 256 MiB in float32.
 
 Size = tuple[int, ...]  # of the window along the learnt axes, in cells
 
@@ -49,12 +52,14 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
     if not wide:
         return weight.sum(-1).reshape(*weight.shape[:-1], *size)
     if len(wide) < len(size):
-        cells = cells[wide]
+        cells = torch.stack([cells[axis] for axis in wide])  # cells[wide] would copy its index from the host
     wide_size = tuple(size[axis] for axis in wide)
     if is_eager(weight, cells):
-        kernel: Tensor = _Scatter.apply(weight, cells, wide_size)
-    else:
+        kernel: Tensor = _Construct.apply(weight, cells, wide_size)
+    elif on_cpu(weight):
         kernel = of_plain_operations(weight, cells, wide_size)
+    else:
+        kernel = of_products(weight, cells, wide_size)
     return kernel.reshape(*weight.shape[:-1], *size)
 
 
@@ -63,7 +68,16 @@ def _halves(positions: Tensor, size: Sequence[int]) -> Tensor | int:
     halves = [length // 2 for length in size]
     if len(set(halves)) == 1:
         return halves[0]
-    return positions.new_tensor(halves).reshape(-1, *[1] * (positions.dim() - 1))
+    return per_axis(halves, positions)
+
+
+def per_axis(values: Sequence[float], like: Tensor) -> Tensor:
+    """One number for each learnt axis, in the dtype and on the device of positions, to be broadcast with them.
+
+    Filled in there: a copy from the host would wait for the device, and cannot be part of a CUDA graph.
+    """
+    filled = [torch.full((1,), value, dtype=like.dtype, device=like.device) for value in values]
+    return torch.cat(filled).reshape(-1, *[1] * (like.dim() - 1))
 
 
 def clamped(value: Tensor, low: float, high: float) -> Tensor:
@@ -91,14 +105,39 @@ def of_plain_operations(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
     return flat.reshape(*weight.shape[:-1], *size)
 
 
-class _Scatter(Function):
+def of_products(weight: Tensor, cells: Tensor, size: Size, *, differentiable: bool = True) -> Tensor:
+    """weight (*C, E), cells (A, *C, E) -> (*C, *size): for each cell, a sum over all elements. Sides above 1.
+
+    With derivatives, weights and coordinates are expanded over the window before anything else, so that each gradient
+    is one sum over the window of products: a compiler fuses all of them into one loop.
+    """
+    rest = [1] * len(size)
+    whole = (*weight.shape, *size)
+    kernel = weight.reshape(*weight.shape, *rest)
+    if differentiable:
+        kernel = kernel.expand(whole)
+    for axis, (coordinate, length) in enumerate(zip(torch.split(cells, 1), size, strict=True)):
+        grid = torch.arange(length, dtype=weight.dtype, device=weight.device).reshape(length, *rest[axis + 1 :])
+        inside = coordinate.detach().clamp(0, length - 1).reshape(*weight.shape, *rest)
+        part = (1 - (grid - inside).abs()).relu()  # (*C, E, length, 1, ...)
+        if differentiable:
+            # Right-hand at cells, and inward at the upper border, unlike those of relu and abs.
+            beyond = grid - inside.floor().clamp(max=length - 2)
+            slope = (beyond == 1).to(part.dtype) - (beyond == 0).to(part.dtype)
+            moved = (coordinate - coordinate.detach()).reshape(*weight.shape, *rest)  # zero, with a gradient
+            part = part + slope * moved.expand(whole)
+        kernel = kernel * part
+    return kernel.sum(-1 - len(size))
+
+
+class _Construct(Function):
     """weight (*C, E), cells (A, *C, E) -> kernel (*C, *size)."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, cells: Tensor, size: Size) -> Tensor:
         ctx.size = size
         ctx.save_for_backward(weight, cells)
-        return _scatter(weight, cells, size)
+        return _construct(weight, cells, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -113,13 +152,16 @@ class _Scatter(Function):
         return next(found) if needs[0] else None, next(found) if needs[1] else None, None
 
 
-def _scatter(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
+def _construct(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
     """Algorithm 1: weight (*C, E), cells (A, *C, E) -> (*C, *size)."""
     weights, coordinates = _rows(weight), _rows(cells, 1)  # (N, E), (A, N, E)
     kernel = weight.new_empty(weights.shape[0], math.prod(size))  # (N, cells of the window)
     # On meta there are no values, and operations take longer than on the CPU.
     blocks = [] if kernel.is_meta else _blocks(kernel, weights, coordinates)
     for some_kernel, some_weight, some_cells in blocks:
+        if not on_cpu(weight):
+            some_kernel.copy_(of_products(some_weight, some_cells, size, differentiable=False).flatten(1))
+            continue
         index, fractions = _corners(some_cells, size)
         shares = _shares(some_weight, fractions)
         for corner, share in zip(_shifted(some_kernel.zero_(), size), shares, strict=True):
@@ -169,15 +211,16 @@ def _rows(tensor: Tensor, first: int = 0) -> Tensor:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Parts of N: some elements at a time on a CPU, all at once elsewhere.
+    """Parts of N, so that memory stays bounded.
 
-    The tensors are (N, any) or (A, N, E), the last one with E elements.
+    The tensors are (N, any) or (A, N, E), the first one with the cells of the window, the last one with E elements.
     """
     count, elements = tensors[-1].shape[-2:]
-    step = max(count, 1)
-    if tensors[-1].device.type == "cpu":
-        threads = min(torch.get_num_threads(), MOST_THREADS)
-        step = max(1, BLOCK_ELEMENTS * threads // max(elements, 1))
+    if on_cpu(tensors[-1]):
+        most = BLOCK_ELEMENTS * min(torch.get_num_threads(), MOST_THREADS)
+    else:
+        most = MOST_PRODUCTS // tensors[0].shape[-1]
+    step = max(1, most // max(elements, 1))
     if count <= step:
         return iter([tensors])
     return zip(*(torch.split(tensor, step, tensor.dim() - 2) for tensor in tensors), strict=True)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .bilinear import per_axis
+
 
 def clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
     """Bring `tensor[i]` into [low[i], high[i]], in place; one limit alone is for all.
@@ -20,7 +22,7 @@ def clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
         tensor.clamp_(low[0], high[0])
     else:
         # On the whole tensor at once: FSDP2 may have spread its first axis over ranks.
-        limits = (tensor.new_tensor(side).reshape(-1, *[1] * (tensor.dim() - 1)) for side in (low, high))
+        limits = (per_axis(side, tensor) for side in (low, high))
         least, most = (_spread_like(limit, tensor) for limit in limits)
         tensor.copy_(tensor.maximum(least).minimum(most))
 

@@ -24,3 +24,8 @@ def is_eager(*tensors: Tensor) -> bool:
         return False
     unpack: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual
     return all(unpack(tensor).tangent is None for tensor in tensors)
+
+
+def on_cpu(tensor: Tensor) -> bool:
+    """Whether to take the forms for CPUs, which add in a loop, or those for GPUs, which do so in parallel."""
+    return tensor.is_cpu

@@ -80,7 +80,9 @@ def random_positions(
     axes = learnt_axes(len(size), dense_axes)
     if weight.is_meta:
         return torch.empty(len(axes), *weight.shape, device="meta")
-    drawn = torch.empty(len(axes), *weight.shape)  # float32 on the CPU, so that a seed means the same everywhere
+    drawn = torch.empty(
+        len(axes), *weight.shape, device="cpu"
+    )  # float32 on the CPU, so that a seed means the same everywhere
     for index, axis in enumerate(axes):
         low, high = position_limits(size[axis])
         if uniform:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .bilinear import bilinear_kernel, clamped
+from .eager import on_cpu
 
 MIN_GAUSSIAN_SIGMA = 0.27  # cells; below it, an element between cells loses its gradient. DCLS 0.1.1
 INITIAL_GAUSSIAN_SIGMA = 0.5  # cells; 0.23 + 0.27 in DCLS 0.1.1
@@ -143,8 +144,8 @@ def _gaussian_slope(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
 def _separable(weight: Tensor, profiles: Sequence[Tensor]) -> Tensor:
     """Sum over elements of weight times the outer product of the normalised profiles of all axes.
 
-    weight (*C, E), profiles (*C, E, length) each -> (*C, *lengths). A matrix product per kernel, so that no tensor of
-    elements x window is made in 1-D and 2-D.
+    weight (*C, E), profiles (*C, E, length) each -> (*C, *lengths). On a CPU, a matrix product per kernel, so that no
+    tensor of elements x window is made in 1-D and 2-D. A GPU might round the factors of one to 11 bits (TF32).
     """
     first, *rest = [profile / profile.sum(-1, keepdim=True) for profile in profiles]
     spread = weight.unsqueeze(-1) * first  # (*C, E, length)
@@ -152,7 +153,10 @@ def _separable(weight: Tensor, profiles: Sequence[Tensor]) -> Tensor:
         return spread.sum(-2)
     for profile in rest[:-1]:
         spread = (spread.unsqueeze(-1) * profile.unsqueeze(-2)).flatten(-2)  # (*C, E, product of lengths)
-    kernel = spread.transpose(-1, -2) @ rest[-1]
+    if on_cpu(weight):
+        kernel = spread.transpose(-1, -2) @ rest[-1]
+    else:
+        kernel = (spread.unsqueeze(-1) * rest[-1].unsqueeze(-2)).sum(-3)
     return kernel.reshape(*weight.shape[:-1], *[profile.shape[-1] for profile in profiles])
 
 

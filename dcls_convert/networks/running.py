@@ -2,10 +2,15 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+AUTOCASTING = ("cpu", "cuda", "xpu", "mps")  # the types of device for which torch has autocast
+CPU_PRODUCTS = ("mkldnn.matmul", "mkldnn.conv")  # what has an `fp32_precision` of its own in torch.backends
+CUDA_PRODUCTS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 
 
 @contextlib.contextmanager
@@ -24,6 +29,31 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Inside, what is float32 is computed in float32: no autocast, and no products in TF32 or bfloat16."""
+    backends: Any = torch.backends
+    with contextlib.ExitStack() as back:
+        for device in AUTOCASTING:
+            if torch.is_autocast_enabled(device):
+                back.enter_context(torch.autocast(device, enabled=False))
+        parts = CPU_PRODUCTS if hasattr(backends.mkldnn, "matmul") else ()
+        try:
+            precision, in_cudnn = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+        except RuntimeError:  # torch's newer interface, of 2.9, is in use; both together make torch.compile fail
+            parts, precision, in_cudnn = (*parts, *CUDA_PRODUCTS), "highest", False
+        for part in (attrgetter(name)(backends) for name in parts):
+            back.callback(setattr, part, "fp32_precision", part.fp32_precision)
+            part.fp32_precision = "ieee"
+        if precision != "highest":
+            back.callback(torch.set_float32_matmul_precision, precision)  # and the CPU's, which go back after it
+            torch.set_float32_matmul_precision("highest")
+        if in_cudnn:
+            back.callback(setattr, backends.cudnn, "allow_tf32", True)
+            backends.cudnn.allow_tf32 = False
+        yield
 
 
 def run(model: nn.Module, batch: Tensor) -> Any:

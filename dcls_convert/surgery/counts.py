@@ -9,6 +9,7 @@ from ..errors import PlanError
 from ..fitting.allocation import Share, least_error
 from ..fitting.images import Calibration
 from ..fitting.warm_start import fit_elements, relative_errors
+from ..networks.running import full_precision
 from ..networks.sites import ModelConvs
 from ..options import ERROR, SCOPES, PlanOptions
 from ..planning.plan import LayerCounts
@@ -18,6 +19,7 @@ from .place import LayerGroup, make_layers
 from .start import effective_kernels, fit_options
 
 
+@full_precision()
 def counts_by_error(
     model: nn.Module,
     convs: ModelConvs,

@@ -16,7 +16,7 @@ from ..layers.conv_classes import PLAIN, find_form
 from ..layers.elements import Elements, first_cells, largest_elements, random_positions
 from ..layers.geometry import grid_positions
 from ..layers.interpolation import find_interpolation
-from ..networks.running import unchanged_on_failure
+from ..networks.running import full_precision, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
 from .calibrate import Offset, fit_to_outputs_
@@ -26,6 +26,7 @@ Say = Callable[[str], None]
 
 
 @torch.no_grad()
+@full_precision()
 def apply_plan_(
     model: nn.Module,
     plan: ConversionPlan,
@@ -144,7 +145,7 @@ def _fill_from_kernels_(group: LayerGroup, init: Init, seed: int, roots: Tensor 
 
 def fit_seed(generator: torch.Generator) -> int:
     """The seed of every fit of a conversion: one for all, so that none depends on the others."""
-    return int(torch.randint(2**62, (), generator=generator))
+    return int(torch.randint(2**62, (), generator=generator, device="cpu"))
 
 
 def effective_kernels(group: LayerGroup) -> list[Tensor]:

@@ -68,6 +68,25 @@ def test_the_model_stays_as_it_was():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_neither_autocast_nor_tf32_reaches_the_outputs():
+    class Reading(nn.Module):
+        def forward(self, x):
+            backends = torch.backends
+            seen.append((backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, backends.cudnn.deterministic))
+            return x.flatten(1)[:, :64] @ torch.linspace(-1, 1, 64).expand(8, 64).T
+
+    seen = []
+    plain = take_fingerprint(Reading(), IMAGE)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert take_fingerprint(Reading(), IMAGE) == plain
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == [(False, False, True)] * 2
+    assert not torch.backends.cudnn.deterministic
+
+
 def test_a_model_that_counts_its_calls_is_put_back():
     class Counting(nn.Module):
         def __init__(self):

@@ -166,11 +166,7 @@ def test_in_the_root_that_layers_share_each_counts_alike():
             moments.add(images)
         return moments
 
-    one, other, both = (
-        (roots @ roots.mT)
-        for roots in map(
-            shared_roots, [[seeing(rough)], [seeing(smooth)], [seeing(rough), seeing(), seeing(9 * smooth)]]
-        )
-    )
+    cases = [[seeing(rough)], [seeing(smooth)], [seeing(rough), seeing(), seeing(9 * smooth)]]
+    one, other, both = (roots @ roots.mT for roots in map(shared_roots, cases))
     torch.testing.assert_close(both, (one + other) / 2, rtol=1e-4, atol=1e-5)
     assert shared_roots([seeing()]) is None

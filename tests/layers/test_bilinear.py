@@ -4,6 +4,8 @@ Axes: C channels, E kernel elements, A learnt axes.
 """
 
 import itertools
+import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from dcls_convert.layers.bilinear import bilinear_kernel
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.eager import is_eager
 
+from .gpu_forms import FORMS, as_on_a_gpu
 from .memory import Sizes
 
 # torch compiles decompositions of its own with it when forward derivatives are first asked for.
@@ -74,6 +77,23 @@ def test_kernel_and_gradients_are_those_of_plain_operations(size, channels, coun
     close(found, kernel_and_gradients(of_plain_operations, *some, size))
 
 
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    size=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
+    channels=st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple),
+    count=st.integers(0, 5),
+    seed=st.integers(0, 2**16),
+    products=st.sampled_from([1, 500, 1 << 26]),
+    form=st.sampled_from(FORMS),
+)
+def test_forms_for_gpus_give_the_same_kernel_and_gradients(size, channels, count, seed, products, form):
+    some = inputs(size, channels, count, seed)
+    with as_on_a_gpu(form), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bilinear, "MOST_PRODUCTS", products)
+        found = kernel_and_gradients(bilinear_kernel, *some, size)
+    close(found, kernel_and_gradients(of_plain_operations, *some, size))
+
+
 def test_strided_inputs_and_gradients_give_the_same():
     size = (5, 8)
     weight, positions = inputs(size)
@@ -97,7 +117,8 @@ def test_windows_of_more_cells_than_float32_can_count():
 
 
 @every_size
-def test_derivatives_of_all_orders_and_modes_are_exact(size):
+@pytest.mark.parametrize("form", [None, *FORMS])
+def test_derivatives_of_all_orders_and_modes_are_exact(size, form):
     weight, positions = inputs(size, channels=(2,), count=2)
     lowest = [
         place.floor().clamp(-(length // 2), max(length - 2, 0) - length // 2)
@@ -109,8 +130,9 @@ def test_derivatives_of_all_orders_and_modes_are_exact(size):
     def kernel(*some):
         return bilinear_kernel(*some, size)
 
-    assert torch.autograd.gradcheck(kernel, some, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(kernel, some)
+    with as_on_a_gpu(form) if form else nullcontext():
+        assert torch.autograd.gradcheck(kernel, some, check_forward_ad=True, check_batched_grad=True)
+        assert torch.autograd.gradgradcheck(kernel, some)
 
 
 TRANSFORMS = {
@@ -165,6 +187,18 @@ def test_only_kernel_positions_and_gradients_grow_with_the_layer(size, monkeypat
     block = 64 * torch.get_num_threads() * len(size)
     large = sorted(pieces for pieces in sizes.pieces if pieces > block)
     assert large == sorted(one.numel() for one in (kernel, some[1], *gradients))
+
+
+@pytest.mark.parametrize("size", [(9,), (5, 8), (4, 3, 6)], ids=str)
+def test_on_a_gpu_products_over_the_window_are_made_in_blocks(size, monkeypatch):
+    monkeypatch.setattr(bilinear, "MOST_PRODUCTS", most := 100 * math.prod(size))
+    some = [tensor.requires_grad_() for tensor in inputs(size, channels=(40, 25))]
+    kernel_gradient = toward(torch.empty(40, 25, *size))
+    with as_on_a_gpu("eager"), Sizes([*some, kernel_gradient]) as sizes:
+        kernel = bilinear_kernel(*some, size)
+        gradients = torch.autograd.grad(kernel, some, kernel_gradient)
+    whole = {one.numel() for one in (kernel, some[1], *gradients)}
+    assert all(pieces <= most for pieces in sizes.pieces if pieces not in whole)
 
 
 def test_deterministic_algorithms_are_the_same_ones():

@@ -6,6 +6,7 @@ the authors' code can do no other, so that swapped axes are seen.
 
 import itertools
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import DCLS.construct.modules as authors
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from dcls_convert.fitting.boxes import box_of
 from dcls_convert.layers.construction import construct_kernel
-from dcls_convert.layers.dcls_conv import DclsConv2d
+from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d
 from dcls_convert.layers.interpolation import INTERPOLATIONS, MIN_TRIANGLE_SIGMA, Interpolation, position_limits
 
+from .gpu_forms import FORMS, Watch, as_on_a_gpu
 from .memory import Sizes
 
 FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
@@ -363,16 +365,18 @@ def test_position_limits_are_the_first_and_last_cell_from_the_centre(size, limit
 
 @every_interpolation
 @pytest.mark.parametrize("axis", [0, 1])
-def test_a_position_that_is_not_a_number_shows_in_its_kernel_alone(interpolation, axis):
+@pytest.mark.parametrize("form", [None, *FORMS])
+def test_a_position_that_is_not_a_number_shows_in_its_kernel_alone(interpolation, axis, form):
     old = elements((5, 7), interpolation)
     positions = old.positions.clone()
     positions[axis, 0, 0, 1] = math.nan
     broken = replace(old, positions=positions)
-    kernel, healthy = broken.kernel(), old.kernel()
-    assert kernel[0, 0].isnan().any()
-    kernel[0, 0] = healthy[0, 0]
-    assert torch.equal(kernel, healthy)
-    broken.gradients(random_like(kernel))  # does not crash
+    with as_on_a_gpu(form) if form else nullcontext():
+        kernel, healthy = broken.kernel(), old.kernel()
+        assert kernel[0, 0].isnan().any()
+        kernel[0, 0] = healthy[0, 0]
+        assert torch.equal(kernel, healthy)
+        broken.gradients(random_like(kernel))  # does not crash
 
 
 # The authors' package. Its import table: which of our axes P[0], P[1], ... and SIG[0], ... belong to.
@@ -547,6 +551,30 @@ def test_compiled_whole_it_gives_the_same_kernel_and_gradients(interpolation, si
         kernel = compiled(*inputs)
     close(kernel, some.kernel())
     close(list(torch.autograd.grad((toward * kernel).sum(), inputs)), some.gradients(toward))
+
+
+# Construction on a GPU, by its forms on the CPU.
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(some=elements_anywhere(), form=st.sampled_from(FORMS))
+def test_on_a_gpu_kernel_and_gradients_are_those_of_the_cpu(some, form):
+    toward = random_like(some.kernel())
+    with as_on_a_gpu(form):
+        kernel, gradients = some.kernel(), some.gradients(toward)
+    close(kernel, some.kernel())
+    close(gradients, some.gradients(toward), 10 * FLOAT64_ATOL)
+
+
+@every_interpolation
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [(5,), (7, 7), (4, 7), (8, 8), (1, 7), (1, 4, 5)], ids=str)
+def test_on_a_gpu_a_training_step_neither_waits_nor_adds_in_any_order_nor_rounds(interpolation, form, size):
+    layer = DCLS_LAYERS[len(size)](2, 3, kernel_count=4, dilated_kernel_size=size, interpolation=interpolation)
+    with as_on_a_gpu(form), Watch():
+        layer.clamp_positions_()
+        layer.kernel().square().sum().backward()
+    assert all(parameter.grad is not None for name, parameter in layer.named_parameters() if name != "bias")
 
 
 # Mistakes.

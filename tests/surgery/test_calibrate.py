@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dcls_convert import DclsConvertError, apply_plan_, calibrate, convert_, find_convs, plan_conversion
+from dcls_convert.fitting import warm_start
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.planning.rules import parse_rules
 
@@ -82,6 +83,31 @@ def test_layers_with_nowhere_to_put_their_means_are_named():
     apply_plan_(model, plan, calibration=calibrate(model, plan, [photos()]), note=notes.append)
     assert len(notes) == 1
     assert all(layer.name in notes[0] for layer in plan.layers)
+
+
+@pytest.mark.parametrize("scope", ["model", "error"])
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_neither_autocast_nor_tf32_reaches_the_fit(scope, calibrated, monkeypatch):
+    seen, fit_lines = set(), warm_start.fit_lines
+    monkeypatch.setattr(
+        warm_start,
+        "fit_lines",
+        lambda *given, **named: seen.add(torch.backends.cuda.matmul.allow_tf32) or fit_lines(*given, **named),
+    )
+    plain, other = network(), network()
+    options = {"dilated_size": 9, "budget": 60, "scope": scope, "input_size": SMALL}
+    options["calibration"] = [photos()] if calibrated else None
+    report = convert_(plain, **options)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert convert_(other, **options) == report
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == {False}
+    tensors = zip(plain.state_dict().values(), other.state_dict().values(), strict=True)
+    assert all(torch.equal(*pair) for pair in tensors)
 
 
 @pytest.mark.parametrize("budget", [60, 100])

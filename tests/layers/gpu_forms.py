@@ -1,0 +1,32 @@
+"""The forms of kernel construction that GPUs get, on the CPU, and a watch on what GPUs must not be asked for."""
+
+from contextlib import contextmanager
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dcls_convert.layers import bilinear, interpolation
+
+FORMS = ("eager", "compiled")
+
+HOST = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "lift_fresh", "index", "_unique2"}
+UNORDERED = {"scatter", "scatter_add", "scatter_add_", "index_put", "index_put_", "index_add", "index_add_"}
+ROUNDED = {"mm", "bmm", "addmm", "baddbmm"}  # to 11 bits, where TF32 is allowed
+
+
+@contextmanager
+def as_on_a_gpu(form):
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (bilinear, interpolation):
+            patch.setattr(module, "on_cpu", lambda _: False)
+        if form == "compiled":
+            patch.setattr(bilinear, "is_eager", lambda *_: False)
+        yield
+
+
+class Watch(TorchDispatchMode):
+    """Fails at operations that copy from the host or wait for it, that add in any order, or that TF32 may round."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert str(func).split(".")[1] not in HOST | UNORDERED | ROUNDED, func
+        return func(*args, **(kwargs or {}))

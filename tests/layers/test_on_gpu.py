@@ -1,0 +1,158 @@
+"""Construction on a GPU: as on the CPU, the same in every run, without waiting, and in CUDA graphs."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d
+from dcls_convert.layers.interpolation import INTERPOLATIONS
+from dcls_convert.tuning import repulsive_loss
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # compiling: that they are available, but not used
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # that it is a prototype
+]
+
+FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
+every_interpolation = pytest.mark.parametrize("interpolation", list(INTERPOLATIONS))
+
+
+def layer_of(size, interpolation="bilinear", *, dtype=torch.float32, count=9):
+    """A depthwise layer on the GPU, its elements on and between cells, inside the window, at its border and beyond."""
+    layer = DCLS_LAYERS[len(size)](
+        6, 6, groups=6, kernel_count=count, dilated_kernel_size=size, interpolation=interpolation, dtype=dtype
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator))
+        layer.positions.copy_(3 * torch.randn(layer.positions.shape, generator=generator))
+        layer.positions[..., ::2].round_()
+    return layer.cuda()
+
+
+def kernel_and_gradients(construct, parameters, toward):
+    kernel = construct()
+    return [kernel.detach(), *torch.autograd.grad(kernel, parameters, toward.to(kernel))]
+
+
+def elements_of(layer):
+    return [parameter for name, parameter in layer.named_parameters() if name != "bias"]
+
+
+def toward(layer):
+    return torch.randn(6, 1, *layer.kernel_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@every_interpolation
+@pytest.mark.parametrize("size", [(9,), (7, 7), (5, 8), (1, 7), (3, 4, 5)], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_kernel_and_gradients_are_those_of_the_cpu(size, interpolation, compiled):
+    torch.compiler.reset()
+    ours = layer_of(size, interpolation, dtype=torch.float64)
+    theirs = copy.deepcopy(ours).cpu()
+    construct = torch.compile(ours.kernel, fullgraph=True) if compiled else ours.kernel
+    found = kernel_and_gradients(construct, elements_of(ours), toward(ours))
+    expected = kernel_and_gradients(theirs.kernel, elements_of(theirs), toward(theirs))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=FLOAT64_ATOL)
+
+
+@every_interpolation
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_every_run_gives_the_same_bits_whether_tf32_is_allowed_or_not(interpolation, precision):
+    layer = layer_of((17, 17), interpolation, count=200)  # many in each cell
+    first = kernel_and_gradients(layer.kernel, elements_of(layer), toward(layer))
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(True)  # fails where an operation has no deterministic form
+    try:
+        with torch.autocast("cuda", torch.bfloat16):
+            again = kernel_and_gradients(layer.kernel, elements_of(layer), toward(layer))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo")  # that it is among the caches
+def test_compiled_it_is_few_kernels_without_atomic_additions():
+    torch.compiler.reset()
+    layer = layer_of((17, 17), count=34)
+    compiled = torch.compile(layer.kernel, fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(lambda: compiled().sum().backward())
+    assert len(codes) == 2  # forward and backward
+    assert all(code.count("async_compile.triton(") <= 2 for code in codes)
+    assert not any("tl.atomic_add" in code or "extern_kernels." in code for code in codes)
+
+
+def network():
+    sizes = zip([(7, 7), (5, 8), (1, 7)], INTERPOLATIONS, strict=True)
+    return nn.Sequential(*(layer_of(*options) for options in sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_training_step_never_waits_for_the_gpu(dtype):
+    model, images = network(), torch.randn(2, 6, 32, 32, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step():
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            loss = model(images).float().square().mean() + repulsive_loss(model) ** 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    step()  # libraries are set up at first use
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_construction_can_be_captured_in_a_cuda_graph():
+    model = network()
+    parameters = [parameter for layer in model for parameter in elements_of(layer)]
+
+    def step():
+        for layer in model:
+            layer.clamp_positions_()
+        return torch.autograd.grad(sum(layer.kernel().square().sum() for layer in model), parameters)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.9)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(*pair) for pair in zip(captured, step(), strict=True))
+
+
+def test_a_scaled_step_in_half_precision_moves_all_elements():
+    layer = layer_of((7, 7))
+    assert isinstance(layer, DclsConv2d)
+    before = [parameter.detach().clone() for parameter in layer.parameters()]
+    optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=0.1), torch.amp.GradScaler("cuda", init_scale=2.0**10)
+    with torch.autocast("cuda", torch.float16):
+        assert layer.kernel().dtype == torch.float32
+        loss = layer(torch.randn(2, 6, 16, 16, device="cuda")).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    for old, new in zip(before, layer.parameters(), strict=True):
+        assert new.isfinite().all()
+        assert not torch.equal(old, new)

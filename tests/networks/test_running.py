@@ -1,0 +1,82 @@
+"""What runs other people's networks leaves the process as it was."""
+
+from operator import attrgetter
+
+import pytest
+import torch
+
+from dcls_convert.networks.running import CPU_PRODUCTS, CUDA_PRODUCTS, full_precision
+
+BACKENDS = torch.backends
+NEWER = hasattr(BACKENDS.cuda.matmul, "fp32_precision")  # torch 2.9
+PARTS = (*CPU_PRODUCTS, *CUDA_PRODUCTS, "cudnn") if NEWER else ()
+newer = pytest.mark.skipif(not NEWER, reason="an interface of torch 2.9")
+
+
+def precisions():
+    """All settings that say how products of float32 are computed; None where torch refuses to tell."""
+
+    def told(read):
+        try:
+            return read()
+        except RuntimeError:
+            return None
+
+    older = [
+        told(torch.get_float32_matmul_precision),
+        told(lambda: BACKENDS.cuda.matmul.allow_tf32),
+        told(lambda: BACKENDS.cudnn.allow_tf32),
+    ]
+    return older, [attrgetter(part)(BACKENDS).fp32_precision for part in PARTS]
+
+
+@pytest.fixture
+def _precisions_as_they_were():
+    (precision, _, in_cudnn), before = precisions()
+    yield
+    if NEWER:
+        BACKENDS.fp32_precision = "none"
+    torch.set_float32_matmul_precision(precision)
+    BACKENDS.cudnn.allow_tf32 = in_cudnn
+    for part, value in zip(PARTS, before, strict=True):
+        attrgetter(part)(BACKENDS).fp32_precision = value
+    assert precisions() == ([precision, False, in_cudnn], before)
+
+
+@pytest.mark.usefixtures("_precisions_as_they_were")
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (None, None),
+        ("cuda.matmul.allow_tf32", True),
+        ("cudnn.allow_tf32", False),
+        *[pytest.param(f"{part}fp32_precision", "tf32", marks=newer) for part in ("", "cuda.matmul.", "cudnn.")],
+        *[pytest.param("cudnn.conv.fp32_precision", value, marks=newer) for value in ("ieee", "tf32")],
+        ("float32_matmul_precision", "high"),
+        ("float32_matmul_precision", "medium"),
+    ],
+)
+def test_float32_is_not_rounded_inside_however_the_process_allows_it(place, value):
+    if place == "float32_matmul_precision":
+        torch.set_float32_matmul_precision(value)
+    elif place is not None:
+        path, _, name = f".{place}".rpartition(".")
+        setattr(attrgetter(path[1:])(BACKENDS) if path else BACKENDS, name, value)
+    before = precisions()
+    with full_precision():
+        older, parts = precisions()
+        assert older[0] in ("highest", None)
+        assert not any(older[1:])
+        assert not {"tf32", "bf16"} & set(parts[: len(CPU_PRODUCTS) + len(CUDA_PRODUCTS)])
+    assert precisions() == before
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_is_off_inside_and_on_again_afterwards(device):
+    torch.set_autocast_enabled(device, True)
+    try:
+        with full_precision():
+            assert not torch.is_autocast_enabled(device)
+        assert torch.is_autocast_enabled(device)
+    finally:
+        torch.set_autocast_enabled(device, False)

@@ -1,0 +1,81 @@
+"""A model that lives on a GPU is converted, calibrated, folded and saved there, as on the CPU."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dcls_convert import convert_, fold_to_dense_, load_converted, save_converted
+from dcls_convert.checkpoints.fingerprint import deviation, take_fingerprint
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+IMAGE = (3, 64, 64)
+OPTIONS = {"dilated_size": 9, "input_size": IMAGE, "budget": 60}
+
+
+@pytest.fixture
+def trained(tiny):
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in tiny.named_parameters():
+            if name.endswith("gamma"):  # else the output hardly depends on the blocks
+                parameter.uniform_(0.5, 1, generator=generator)
+    return tiny
+
+
+def photos(seed):
+    return torch.randn(8, *IMAGE, generator=torch.Generator().manual_seed(seed))
+
+
+def devices(model: nn.Module):
+    return {tensor.device.type for tensor in model.state_dict().values()}
+
+
+@pytest.mark.parametrize(
+    ("scope", "calibrated", "interpolation"),
+    [("model", False, "gaussian"), ("model", True, "bilinear"), ("error", True, "bilinear")],
+)
+def test_a_conversion_on_a_gpu_is_as_good_as_on_the_cpu(trained, scope, calibrated, interpolation):
+    images, old, errors = photos(1), copy.deepcopy(trained), []
+    for device in ("cpu", "cuda"):
+        model = copy.deepcopy(trained).to(device)
+        calibration = [photos(0)] if calibrated else None
+        with torch.autocast(device, torch.bfloat16):
+            convert_(model, **OPTIONS, scope=scope, interpolation=interpolation, calibration=calibration)
+        assert devices(model) == {device}
+        with torch.no_grad():
+            errors.append(float((model.cpu()(images) - old(images)).norm() / old(images).norm()))
+    assert errors[1] == pytest.approx(errors[0], rel=0.1)  # rounding decides which of the fit's starts wins
+
+
+@pytest.mark.parametrize("init", ["random", "largest"])
+def test_what_is_not_fitted_is_the_same_on_both(trained, init):
+    other = copy.deepcopy(trained).cuda()
+    for model in (trained, other):
+        convert_(model, **OPTIONS, init=init)
+    pairs = zip(trained.state_dict().values(), other.state_dict().values(), strict=True)
+    assert all(torch.equal(one, two.cpu()) for one, two in pairs)
+
+
+def test_folding_and_saving_keep_the_outputs_and_tf32_leaves_no_trace(trained, tmp_path):
+    model = trained.cuda()
+    report = convert_(model, **OPTIONS)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast("cuda", torch.bfloat16):
+            there = take_fingerprint(model, IMAGE)
+            assert take_fingerprint(model, IMAGE) == there
+            save_converted(model, report.plan, tmp_path / "saved")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    loaded = load_converted(tmp_path / "saved").eval()
+    assert deviation(there, take_fingerprint(loaded, IMAGE)) < 1e-5
+    images = photos(0).cuda().double()
+    model.double()
+    with torch.no_grad():
+        before = model(images)
+        fold_to_dense_(model)
+        torch.testing.assert_close(model(images), before, rtol=0, atol=1e-9)
+    assert devices(model) == {"cuda"}
