@@ -24,3 +24,8 @@ def is_eager(*tensors: Tensor) -> bool:
         return False
     unpack: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual
     return all(unpack(tensor).tangent is None for tensor in tensors)
+
+
+def is_compiled() -> bool:
+    """Whether `torch.compile` is tracing this code. Programs that are exported are for other machines."""
+    return torch.compiler.is_dynamo_compiling()

@@ -1,6 +1,9 @@
-"""Triton's kernels without a GPU: the machine code that GPUs would get."""
+"""Triton's kernels without a GPU: what they compute, in its interpreter, and the machine code that GPUs would get."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,16 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
 ]
+
+
+def test_in_the_interpreter():
+    tests = Path(__file__).with_name("interpreted_depthwise.py")
+    # It decides as kernels are imported: in a process of its own.
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--durations=10", tests]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    print(run.stdout)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_machine_code(monkeypatch, tmp_path):
