@@ -64,7 +64,7 @@ class Launch:
 def launches(
     channels: int, side: int, window: int, batch: int, dtype: torch.dtype, memory_format: torch.memory_format
 ) -> list[Launch]:
-    """The launches of a forward and a backward pass, recorded on the meta device."""
+    """The different launches of a forward and a backward pass, recorded on the meta device."""
     found: list[Launch] = []
 
     def recorder(kernel: Any) -> mock.MagicMock:
@@ -79,7 +79,7 @@ def launches(
     with mock.patch.multiple(triton_kernels, **{name: recorder(getattr(triton_kernels, name)) for name in names}):
         depthwise_triton.depthwise._init_fn(maps, kernel, kernel[:, 0, 0, 0], padding)
         depthwise_triton.depthwise_kernel_gradient._init_fn(maps, maps, padding)
-    return found
+    return list({(launch.kernel, *launch.config.items()): launch for launch in found}.values())
 
 
 def code(launch: Launch, capability: int) -> Code:
