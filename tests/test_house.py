@@ -50,6 +50,7 @@ FOREIGN = {
     "safetensors": {"networks", "checkpoints"},
     "typer": {"cli"},
     "onnxruntime": {"export"},
+    "triton": {"layers"},
 }
 # A command line that answers at once imports these.
 LIGHT = ("dcls_convert.cli.app", "dcls_convert.options", "dcls_convert.planning.rules", "dcls_convert.planning.budget")
@@ -209,6 +210,13 @@ def test_timm_and_torchvision_are_imported_when_they_are_used_only():
         if found.module.partition(".")[0] in ("timm", "torchvision") and not found.deferred
     }
     assert eager == set()
+
+
+def test_triton_is_imported_when_its_kernels_run_only():
+    importers = {name for name, imports in IMPORTS.items() for found in imports if found.module.startswith("triton")}
+    assert importers == {"layers.triton_kernels"}
+    assert {target for _, target in edges(lambda found: True)} >= importers
+    assert not {target for _, target in edges(lambda found: not found.deferred)} & importers
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER if (PACKAGE / name).is_dir()])

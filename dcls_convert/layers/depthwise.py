@@ -1,6 +1,8 @@
-"""Depthwise convolution of two axes by oneDNN's fast kernels on the CPU: same outputs and gradients, sooner.
+"""Depthwise convolution of two axes in the fastest way known: same outputs and gradients as torch's, sooner.
 
 Axes: N batch, C channels, H x W a map, R x S the window.
+
+On GPUs, torch's own way or `depthwise_triton`. On CPUs, torch's oneDNN, made to take its fast kernels:
 
 Measured with ONEDNN_VERBOSE=1 (torch 2.15, oneDNN 3.13): oneDNN takes its fast kernel `jit_dw` for contiguous maps only
 if the padding on the left is at most 6 columns (4 with AVX2 alone) and less than the window's width; else it takes the
@@ -11,21 +13,26 @@ is itself a depthwise convolution, of every map with the gradient of its output 
 
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .eager import is_eager
+from .depthwise_triton import depthwise, is_channels_last
+from .eager import is_compiled, is_eager
 from .geometry import Padding
+from .measured import allows_tf32, measurements, preference, runs_triton, triton_is_faster
 
 MOST_COLUMNS = {"AVX512": 6, "AVX2": 4}  # of padding; on other processors nothing has been measured, or changes
 DTYPES = frozenset({torch.float32, torch.bfloat16})  # oneDNN convolves these; no other was faster in this way
 FEWEST_CELLS = 49  # in windows whose gradient is convolved; smaller ones may lose on channels_last maps
 PART = 2**22  # numbers held at once in the per-image gradients of a window
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST_WINDOW = 51  # cells of a side; Triton's kernel was not tested with larger ones
 
 Pair = tuple[int, int]
+Way = Literal["torch", "onednn", "triton"]
 
 
 def conv2d(
@@ -39,25 +46,86 @@ def conv2d(
 ) -> Tensor:
     """`torch.nn.functional.conv2d`, with the same values, memory format and gradients of any order.
 
-    Depthwise convolutions on the CPU are computed in a faster way, but not under torch.func's transforms, nor in
-    compiled, exported and traced programs, where the compiler chooses.
+    Depthwise convolutions go the way that `depthwise_way` says, but not under torch.func's transforms, nor in exported
+    and traced programs, which hold torch's convolution; on CPUs also in compiled ones, where the compiler chooses.
     """
-    limit = _limit(input, kernel, groups) if bias is None or is_eager(bias) else None
-    if limit is None or isinstance(padding, str) or tuple(dilation) != (1, 1):
-        return F.conv2d(input, kernel, bias, cast(Any, stride), cast(Any, padding), cast(Any, dilation), groups)
-    steps, sides = (stride[0], stride[1]), cast(Pair, (padding[0], padding[1]))
-    if _convolves_gradient(input, kernel):
-        return cast(Tensor, _DepthwiseConv.apply(input, kernel, bias, steps, sides, limit))
-    return _forward(input, kernel, bias, steps, sides, limit)
+    tensors = [input, kernel] if bias is None else [input, kernel, bias]
+    eager = is_eager(*tensors)
+    if input.dim() == 4 and (eager or (is_compiled() and runs_triton(input.device))):
+        dtype, cells = _computed_dtype(tensors), _cells(padding, kernel.shape)
+        geometry = (input.shape, kernel.shape, stride, padding, dilation, groups)
+        way = depthwise_way(input.device, dtype, is_channels_last(input), *geometry)
+        if way == "triton" and cells:
+            # What autocast does; torch.library.register_autocast knows one dtype, whichever was asked for.
+            input, kernel, *rest = (tensor.to(dtype) for tensor in tensors)
+            return cast(Tensor, depthwise(input, kernel, rest[0] if rest else None, cells))
+        if way == "onednn" and eager and cells and input.dtype == kernel.dtype:
+            return _by_onednn(input, kernel, bias, (stride[0], stride[1]), cells)
+    return F.conv2d(input, kernel, bias, cast(Any, stride), cast(Any, padding), cast(Any, dilation), groups)
 
 
-def _limit(input: Tensor, kernel: Tensor, groups: int) -> int | None:
-    """Columns of padding that the fast kernel takes; None where the convolution is better left to torch."""
-    if not is_eager(input, kernel) or input.device.type != "cpu" or input.dim() != 4 or input.dtype not in DTYPES:
-        return None
-    if kernel.shape[1] != 1 or groups != input.shape[1] or input.dtype != kernel.dtype or not len(input):
-        return None
-    return _most_columns()
+def depthwise_way(
+    device: torch.device,
+    dtype: torch.dtype | None,
+    channels_last: bool,
+    input_size: Sequence[int],
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Padding,
+    dilation: Sequence[int],
+    groups: int,
+) -> Way:
+    """The way that `conv2d` takes for input_size (N, C, H, W) and kernel_size (O, C / groups, R, S).
+
+    "triton" only where it was measured to be faster on this GPU; "onednn" on x86 CPUs; "torch" everywhere else, where a
+    convolution is not depthwise, and where it would fail. DCLS_CONVERT_DEPTHWISE=torch overrules, and so does =triton
+    where Triton's kernel can compute it.
+
+    Args:
+        dtype: In which it is computed: autocast's where that is on; None where tensors differ.
+
+    Raises:
+        DclsConvertError: The environment variable is set to something else.
+    """
+    preferred = preference()
+    is_depthwise = kernel_size[1] == 1 and groups == input_size[1] and tuple(dilation) == (1, 1)
+    if preferred == "torch" or not is_depthwise or not input_size[0] or dtype is None:
+        return "torch"
+    cells, window = _cells(padding, kernel_size), kernel_size[2:]
+    one_each = kernel_size[0] == groups and tuple(stride) == (1, 1)
+    if cells and one_each and max(window) <= LARGEST_WINDOW and _computes(device, dtype):
+        rows, columns = (input_size[axis + 2] + 2 * cells[axis] - window[axis] + 1 for axis in range(2))
+        size = (window[0] * window[1], rows * columns, input_size[0])
+        faster = preferred == "triton" or triton_is_faster(measurements(device, dtype, channels_last), *size)
+        if faster and rows > 0 and columns > 0:
+            return "triton"
+    if device.type == "cpu" and dtype in DTYPES and not isinstance(padding, str) and _most_columns() is not None:
+        return "onednn"
+    return "torch"
+
+
+def _cells(padding: Padding, kernel_size: Sequence[int]) -> Pair | None:
+    """Padding as cells on either side of rows and columns; None for 'same' with an even window, which is uneven."""
+    if padding == "valid":
+        return (0, 0)
+    if padding == "same":
+        rows, columns = kernel_size[2:]
+        return (rows // 2, columns // 2) if rows % 2 and columns % 2 else None
+    return cast(Pair, tuple(padding))
+
+
+def _computes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton's kernel does, with the precision that was asked for."""
+    exact = dtype == torch.float32 and device.type == "cuda" and not allows_tf32()
+    return dtype in TRITON_DTYPES and not exact and runs_triton(device)
+
+
+def _computed_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    """The dtype in which torch would convolve these; None where they differ."""
+    device, dtypes = tensors[0].device.type, {tensor.dtype for tensor in tensors}
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and torch.float64 not in dtypes:
+        return torch.get_autocast_dtype(device)
+    return tensors[0].dtype if len(dtypes) == 1 else None
 
 
 @functools.cache
@@ -69,6 +137,13 @@ def _convolves_gradient(input: Tensor, kernel: Tensor) -> bool:
     pays = kernel.shape[0] == input.shape[1] and kernel.shape[-2] * kernel.shape[-1] >= FEWEST_CELLS
     # Under autocast, F.conv2d casts its arguments, and autograd must see the casts.
     return pays and torch.is_grad_enabled() and kernel.requires_grad and not torch.is_autocast_enabled("cpu")
+
+
+def _by_onednn(input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+    limit = cast(int, _most_columns())
+    if _convolves_gradient(input, kernel):
+        return cast(Tensor, _DepthwiseConv.apply(input, kernel, bias, stride, padding, limit))
+    return _forward(input, kernel, bias, stride, padding, limit)
 
 
 def _forward(input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, limit: int) -> Tensor:

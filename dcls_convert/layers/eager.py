@@ -29,3 +29,8 @@ def is_eager(*tensors: Tensor) -> bool:
 def on_cpu(tensor: Tensor) -> bool:
     """Whether to take the forms for CPUs, which add in a loop, or those for GPUs, which do so in parallel."""
     return tensor.is_cpu
+
+
+def is_compiled() -> bool:
+    """Whether `torch.compile` is tracing this code. Programs that are exported are for other machines."""
+    return torch.compiler.is_dynamo_compiling()
