@@ -51,7 +51,7 @@ class Moments:
         for index, image in enumerate(padded):
             parts = [_sums(*pair) for pair in self._groups(image, None if targets is None else targets[index])]
             sums = [torch.cat(part) for part in zip(*parts, strict=True)]
-            self.sums = [old + new for old, new in zip(self.sums, sums, strict=True)] if self.sums else sums
+            self.sums = [old.add_(new) for old, new in zip(self.sums, sums, strict=True)] if self.sums else sums
 
     def _groups(self, image: Tensor, target: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Some groups at a time: their patches (G, R * S, P), and what is wanted of them (G, Q, P)."""
@@ -84,7 +84,7 @@ class Moments:
     def covariance(self) -> Tensor:
         """Of the patches, (G, R * S, R * S)."""
         mean = self.sums[0] / self.places
-        return self.sums[1] / self.places - mean.unsqueeze(2) * mean.unsqueeze(1)
+        return (self.sums[1] / self.places).baddbmm_(mean.unsqueeze(2), mean.unsqueeze(1), alpha=-1)
 
     def penalty(self, covariance: Tensor) -> Tensor:
         """(G, R * S): what is added to the covariance's diagonal, a share of the energy of each line's input."""
@@ -96,8 +96,8 @@ class Moments:
     def by_channel(self) -> Tensor:
         """(in_channels, S, S): what an error of a line does to the outputs is error @ this @ error."""
         covariance = self.covariance()
-        matrix = covariance + torch.diag_embed(self.penalty(covariance))
-        return matrix.reshape(self.layer.in_channels, -1, *matrix.shape[1:]).mean(1)
+        covariance.diagonal(dim1=1, dim2=2).add_(self.penalty(covariance))
+        return covariance.reshape(self.layer.in_channels, -1, *covariance.shape[1:]).mean(1)
 
 
 def shared_roots(moments: Sequence[Moments]) -> Tensor | None:
@@ -148,7 +148,8 @@ def best_weights(moments: Moments, places: Tensor, old: Tensor, start: Tensor, *
     penalty = moments.penalty(covariance)
     footprint = spread([box.profile(places[..., axis], side)[0] for axis, side in enumerate(box.sides)])  # (N, E, S)
     goal = cross + old.reshape(groups, -1, length) * penalty.unsqueeze(1)
-    weights = start if fixed else _solved(covariance + torch.diag_embed(penalty), footprint, goal, start)
+    damped = covariance.diagonal_scatter(covariance.diagonal(dim1=1, dim2=2) + penalty, dim1=1, dim2=2)
+    weights = start if fixed else _solved(damped, footprint, goal, start)
     kernel = (weights.unsqueeze(1) @ footprint).reshape(groups, -1, length)
     variance = (kernel @ covariance * kernel).sum(-1)  # (G, Q)
     wanted = (moments.sums[4] / moments.places - mean_y.square()).clamp(min=0)
@@ -179,9 +180,12 @@ def _solved(matrix: Tensor, footprint: Tensor, goal: Tensor, start: Tensor) -> T
     ridge = RIDGE * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)  # (N, 1)
     factor = torch.linalg.cholesky(normal + torch.diag_embed(ridge.expand(start.shape) + 1e-30))
 
+    multiplier = matrix.float() if inputs > 1 else matrix  # most of the time goes here; steps need no more digits
+
     def applied(weights: Tensor) -> Tensor:
         kernel = (weights.unsqueeze(1) @ footprint).reshape(groups, -1, length)
-        return (footprint @ (kernel @ matrix).reshape(lines, cells, 1)).squeeze(2) + ridge * weights
+        pulled = (kernel.to(multiplier) @ multiplier).to(kernel)
+        return (footprint @ pulled.reshape(lines, cells, 1)).squeeze(2) + ridge * weights
 
     def dot(one: Tensor, other: Tensor) -> Tensor:
         """Of each output channel, for each of its lines: (N, 1)."""
