@@ -13,21 +13,19 @@ from torch import Tensor, nn
 
 import dcls_convert
 from dcls_convert import DclsConvertError
-from dcls_convert.checkpoints.folder import read_plan
-from dcls_convert.checkpoints.save import tuned_plan
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.weights import read_weights
 from dcls_convert.surgery.convert import build_with_weights
 
 
 def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Module, Any]:
-    """The model and its plan, with a head for the classes; None: with the head that it has."""
+    """The model, with a head for the classes (None: with the head that it has), and its plan or the folder with it."""
     options = {name: value for name, value in [("num_classes", classes), ("drop_path_rate", args.drop_path)] if value}
     seed_all("model", args.seed)  # a new head draws from the global generator
     source = find_source(args.model)
     if source.kind == "local-dir":
         model = timm.create_model(source.name, pretrained=True, **options)
-        return model, tuned_plan(model, read_plan(args.model))
+        return model, args.model
     model = timm.create_model(args.model, pretrained=args.pretrained, **options)
     if args.dilated_size is None:
         return model, None

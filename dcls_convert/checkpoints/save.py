@@ -18,7 +18,7 @@ from ..reports.report import ConversionReport, measure_report, predict_report
 from ..reports.report_view import report_markdown
 from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
 from .fingerprint import take_fingerprint
-from .folder import CARD, CONFIG, REPORT, WEIGHTS, not_of_a_checkpoint
+from .folder import CARD, CONFIG, REPORT, WEIGHTS, not_of_a_checkpoint, read_plan
 from .load import place_, untied
 from .output import new_folder
 from .records import write_json
@@ -31,7 +31,7 @@ SOURCE_KEYS = {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "sou
 
 def save_converted(
     model: nn.Module,
-    plan: ConversionPlan,
+    plan: ConversionPlan | str | Path,
     folder: str | Path,
     *,
     report: ConversionReport | None = None,
@@ -42,7 +42,8 @@ def save_converted(
 
     Args:
         model: Converted by `apply_plan_(model, plan)`.
-        plan: The plan that was carried out.
+        plan: The plan that was carried out, or the checkpoint folder from which the model came. A model of timm may
+            have another number of classes than the folder's.
         folder: Must not exist, unless `force` is set: then a checkpoint folder there is replaced.
         report: Measured on the model where it is not given.
         force: Replace an existing checkpoint folder. Anything else that is in the way is never touched.
@@ -57,6 +58,8 @@ def save_converted(
             an old folder is then as it was.
     """
     folder = Path(folder)
+    if not isinstance(plan, ConversionPlan):
+        plan = _tuned(read_plan(plan), model)
     check_fits_plan(model, plan)
     report = report or measure_report(model, plan)
     files = f"The plan and its rules stand in `{CONFIG}`; `{REPORT}` says what each layer costs."
@@ -150,14 +153,12 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def tuned_plan(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
-    """The plan under which to save a converted model of timm that has another head than the plan's, after fine-tuning.
-
-    Args:
-        model: As `timm.create_model("local-dir:FOLDER", num_classes=10)` gives it.
-        plan: The folder's.
-    """
-    plan = replace(plan, model_args={**plan.model_args, "num_classes": model.num_classes})
+def _tuned(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:
+    """The plan of a model that may have another head by now, of `timm.create_model(..., num_classes=10)`."""
+    classes = getattr(model, "num_classes", None)
+    if ModelSource(name=plan.model or "").kind != "timm" or classes is None:
+        return plan
+    plan = replace(plan, model_args={**plan.model_args, "num_classes": classes})
     found, stated = measure_report(model, plan), predict_report(plan)
     return replace(
         plan,
@@ -219,3 +220,15 @@ def loading_code(model: str | None) -> str:
         )
     how = "" if kind in REGISTRIES else ", trust_code=True" if model else ", model=unconverted"
     return f'import dcls_convert\n\nmodel = dcls_convert.load_converted("{{folder}}"{how})\n'
+
+
+def training_code(model: str | None) -> str:
+    """The lines that load a folder, make an optimizer and save what was learnt; as `loading_code`."""
+    imports, _, loading = loading_code(model).partition("\n\n")
+    return (
+        f"import torch\n{imports}\n\n{loading}"
+        "parameters = dcls_convert.tuning.param_groups(model, lr=1e-3)  # as they are, positions would decay\n"
+        "optimizer = torch.optim.AdamW(parameters)\n"
+        "...  # train\n"
+        'dcls_convert.save_converted(model, "{folder}", "{folder}-tuned")\n'
+    )

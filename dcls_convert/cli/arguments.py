@@ -32,9 +32,17 @@ def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
 
 
 def number(
-    kind: type[int] | type[float], least: Any, most: int, panel: str, help: str, *, word: str = "", **settings: Any
+    kind: type[int] | type[float],
+    least: Any,
+    most: int,
+    panel: str,
+    help: str,
+    *,
+    word: str = "",
+    unit: str = "",
+    **settings: Any,
 ) -> Any:
-    """An option for a number in plain decimal digits, or for the one word that stands for it.
+    """An option for a number in plain decimal digits, with or without its unit, or for the one word that stands for it.
 
     int() and float() also take `1_000`, ` 17 `, `nan` and digits of other scripts, so typing mistakes would pass.
     """
@@ -44,7 +52,8 @@ def number(
     def parse(text: Any) -> Any:
         if word and text == word:
             return word
-        value = kind(str(text)) if re.fullmatch(digits, str(text)) else None
+        written = str(text).removesuffix(unit)
+        value = kind(written) if re.fullmatch(digits, written) else None
         if value is None or not least <= value <= most:
             raise typer.BadParameter(f"'{shown(text)}' is not {allowed}")
         return value
@@ -118,7 +127,9 @@ PLANNING: dict[str, Any] = {
     "rules": Annotated[str, option(WHAT, RULES_HELP, metavar="FILE|NAME|auto")],
     "scope": Annotated[Scope, option(HOW_MANY, "What one count is solved for.")],
     "tie": Annotated[Tie, option(HOW_MANY, "Which layers share their positions.")],
-    "budget": Annotated[float, number(float, LEAST_PERCENT, MOST_PERCENT, HOW_MANY, BUDGET_HELP, metavar="PERCENT")],
+    "budget": Annotated[
+        float, number(float, LEAST_PERCENT, MOST_PERCENT, HOW_MANY, BUDGET_HELP, unit="%", metavar="PERCENT")
+    ],
     "interpolation": Annotated[Interpolation | None, option(HOW_MANY, HOW_HELP, show_default=INTERPOLATIONS[0])],
     "strict": Annotated[bool, option(WHAT, STRICT_HELP, "--strict")],
 }

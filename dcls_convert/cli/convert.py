@@ -78,7 +78,9 @@ def convert(
     dry_run: Annotated[bool, option(OUTPUT, "Report only: no weights, no download.", "--dry-run")] = False,
     input_size: InputSize = None,
     json_: Json = False,
-    verbose: Annotated[bool, option(OUTPUT, "Report a row for every layer.", "--verbose", "-v")] = False,
+    verbose: Annotated[
+        int, option(OUTPUT, "Report every layer and why; -vv: name all others.", "--verbose", "-v", count=True)
+    ] = 0,
     quiet: Quiet = False,
 ) -> None:
     """Replace a model's convolutions, report, and write a checkpoint."""
@@ -145,14 +147,14 @@ def _refuse(conflicts: dict[str, bool]) -> None:
 
 
 def _refuse_output(
-    output: Path | None, *, force: bool, dry_run: bool, as_json: bool, verbose: bool, quiet: bool
+    output: Path | None, *, force: bool, dry_run: bool, as_json: bool, verbose: int, quiet: bool
 ) -> None:
     _refuse(
         {
             "--force has no effect with --dry-run": dry_run and force,
             "--output has no effect with --dry-run": dry_run and output is not None,
-            "--quiet and --verbose exclude each other": quiet and verbose,
-            "--json and --verbose exclude each other; the JSON has every layer": as_json and verbose,
+            "--quiet and --verbose exclude each other": quiet and verbose > 0,
+            "--json and --verbose exclude each other; the JSON has every layer": as_json and verbose > 0,
             "--quiet with --dry-run would print nothing": quiet and dry_run and not as_json,
         }
     )
@@ -295,15 +297,15 @@ def _carry_out(
 
 
 def _next_steps(report: "ConversionReport", output: Path, start: "Start", moved: float | None) -> list[str | Text]:
-    from ..checkpoints.save import loading_code
+    from ..checkpoints.save import training_code
     from ..reports.report_view import outcome_sentences
 
-    loading = loading_code(report.model).format(folder=output).splitlines()
+    training = training_code(report.model).format(folder=output).splitlines()
     return [
         "",
         f"Wrote {output}, from {_start_in_words(start)}.",
         Text("Fine-tune it:\n", style="bold"),
-        *[f"    {line}" if line else "" for line in loading],
+        *[f"    {line}" if line else "" for line in training],
         *(["", *outcome_sentences(report)] if report.outcome else []),
         *(
             []

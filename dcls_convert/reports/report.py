@@ -160,6 +160,18 @@ class ConversionReport:
 
         return report_view(self)
 
+    def __str__(self) -> str:
+        """The report at 80 columns."""
+        from .report_view import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        """The report in a notebook."""
+        from .report_view import as_html
+
+        return as_html(self)
+
 
 _ADAPTER: TypeAdapter[ConversionReport] = TypeAdapter(ConversionReport)
 

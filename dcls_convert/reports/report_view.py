@@ -1,11 +1,12 @@
 """How a report looks: rich tables for the terminal, Markdown for the model card. Formatting only."""
 
+import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +17,6 @@ from .report import Change, ConversionReport, LayerReport
 
 OUTSIDE = "(no stage)"
 NOT_COUNTED = "n/a"
-MOST_SKIPPED_KINDS = 6
 SMALL_ERROR = 1e-3  # of kernels; below, the outputs are the old ones as far as a user would ask
 MACS_SENTENCE = "every window cell is multiplied, empty or not."
 FOLDING_SENTENCE = (
@@ -25,18 +25,56 @@ FOLDING_SENTENCE = (
 )
 
 
-def report_view(report: ConversionReport, *, verbose: bool = False) -> RenderableType:
-    """The report for a terminal of 80 columns or more: a row a stage; verbose, a row a layer."""
-    size = f", input {size_text(report.input_size)}" if report.input_size else ""
-    title = Text(f"{printable(report.model or 'model')} to DCLS{', folded' * report.folded}", style="bold") + Text(
-        size, style="not bold dim"
-    )
-    parts: list[RenderableType] = [title, Text()]
-    parts += [_layer_table(report.layers) if verbose else _stage_table(report.layers), Text(), _totals(report), Text()]
-    parts += [Padding(Text(line), (0, 0, 0, 1), expand=False) for line in _sentences(report)]
+def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType:
+    """The report for a terminal of 80 columns or more: the verdict, and a row a stage.
+
+    Args:
+        verbose: From 1 on, a row a layer, sums, explanations, and by reason what is left alone; from 2 on by name, too.
+    """
+    if not verbose:
+        return Group(*_verdict(report), Text(), _stage_table(report.layers), Text(), _paragraph(_budget(report)))
+    parts: list[RenderableType] = [*_verdict(report), Text(), _layer_table(report.layers), Text(), _totals(report)]
+    parts += [Text(), *map(_paragraph, _sentences(report))]
     if report.skipped:
-        parts += [Text(), *_skipped(report, verbose)]
+        parts += [Text(), *_skipped(report, all_names=verbose > 1)]
     return Group(*parts)
+
+
+def as_text(part: RenderableType) -> str:
+    """What rich lays out, at 80 columns, without colours."""
+    return _recorded(part).export_text().rstrip("\n")
+
+
+def as_html(part: RenderableType) -> str:
+    """The same with colours, as a part of a page, such as a notebook."""
+    code = '<pre style="font-family:monospace;line-height:normal">{code}</pre>'
+    return _recorded(part).export_html(inline_styles=True, code_format=code)
+
+
+def _recorded(part: RenderableType) -> Console:
+    console = Console(record=True, file=io.StringIO(), width=80, force_jupyter=False)
+    console.print(part)
+    return console
+
+
+def _paragraph(line: str) -> Padding:
+    return Padding(Text(line), (0, 0, 0, 1), expand=False)
+
+
+def _verdict(report: ConversionReport) -> list[Text]:
+    """Two lines: the whole model's counts, and what it got."""
+    params, over = report.params, report.budget.slack < 0
+    # Colours repeat what the numbers and words say.
+    style = "bold red" if over else "bold" if not params.delta else "bold green" if params.delta < 0 else "bold yellow"
+    changes = [f"{_arrow(params)} parameters ({_percent(params)})"]
+    if report.macs.before is not None and report.macs.after is not None:
+        changes.append(f"{short_arrow(report.macs)} MACs ({_percent(report.macs, 1)})")
+    kernels = f"{span({layer.kernel_count for layer in report.layers})} elements in "
+    kernels += span({layer.dilated_size for layer in report.layers}, size_text)
+    name = f"{printable(report.model or 'model')}{', folded' * report.folded}"
+    size = f", input {size_text(report.input_size)}" if report.input_size else ""
+    lines = [Text(", ".join(changes), style=style), Text(kernels) + Text(f": {name}{size}", style="dim")]
+    return [line for line in lines if line]
 
 
 def report_markdown(report: ConversionReport) -> str:
@@ -55,30 +93,44 @@ def report_markdown(report: ConversionReport) -> str:
 
 
 def _stage_table(layers: Sequence[LayerReport]) -> Table:
-    fitted = _fitted(layers)
-    table = plain_table("Stage", "Layers", "Kernel", "Count", "Parameters", "MACs", *["Error"] * fitted)
-    for cells, macs, members in _stage_rows(layers):
-        table.add_row(*map(Text, cells), short_arrow(macs), *[_error(members)] * fitted)
+    fitted, (macs, unit) = _fitted(layers), _one_unit([macs for _, macs, _ in _stage_rows(layers)])
+    table = plain_table("Stage", "Layers", "Kernel", "Count", "Parameters", f"MACs{unit}", *["Error"] * fitted)
+    for (cells, _, members), change in zip(_stage_rows(layers), macs, strict=True):
+        table.add_row(*map(Text, cells), change, *[_error(members)] * fitted)
     return table
 
 
 def _layer_table(layers: Sequence[LayerReport]) -> Table:
-    fitted = _fitted(layers)
-    table = plain_table("Layer", "Kernel", "Count", "Parameters", "MACs", *["Error"] * fitted)
-    for layer in layers:
+    fitted, (macs, unit) = _fitted(layers), _one_unit([_total([layer], "macs") for layer in layers])
+    table = plain_table("Layer", "Kernel", "Count", "Parameters", f"MACs{unit}", *["Error"] * fitted)
+    for layer, change in zip(layers, macs, strict=True):
         first_of_group = layer.tie_group is not None and layer.position_params > 0
         table.add_row(
             Text(printable(layer.name)),
             _kernels([layer]).replace(" ", ""),
             str(layer.kernel_count),
             _arrow(_total([layer], "params")) + ("*" if first_of_group else " "),
-            short_arrow(_total([layer], "macs")),
+            change,
             *[_error([layer])] * fitted,
         )
     if any(layer.tie_group for layer in layers):
         table.caption = "* with the positions that the next layers of its tie group share"
         table.caption_justify = "left"
     return table
+
+
+def _one_unit(changes: Sequence[Change]) -> tuple[list[str], str]:
+    """What stands in a column, and its unit for the heading: that of the smallest count."""
+    counts = [count for change in changes for count in (change.before, change.after) if count]
+    unit, name = _unit(min(counts, default=1))
+    digits = 0 if unit == 1 else 2 if min(counts) < 10 * unit else 1 if min(counts) < 100 * unit else 0
+    texts = [
+        NOT_COUNTED
+        if change.before is None or change.after is None
+        else f"{change.before / unit:,.{digits}f} → {change.after / unit:,.{digits}f}"
+        for change in changes
+    ]
+    return texts, f",{name}" if name else ""
 
 
 def _totals(report: ConversionReport) -> Table:
@@ -90,24 +142,24 @@ def _totals(report: ConversionReport) -> Table:
         ("  everything else", untouched, "dim"),
         ("MACs", report.macs, "bold"),
     ]:
-        percent = "" if change.percent is None or style == "dim" else f"{change.percent:+.2f} %"
+        percent = "" if style == "dim" else _percent(change)
         counts = (_exact(change.before), _exact(change.after), _exact(change.delta, "+"))
         table.add_row(name, *counts, percent, style=style)
     return table
 
 
-def _sentences(report: ConversionReport) -> list[str]:
+def _budget(report: ConversionReport) -> str:
     budget = report.budget
     bound = ""
     if budget.exact_count is not None:
-        solved = f"{budget.units[0].kernel_count} of {budget.exact_count:.2f} elements"
-        bound = f"kernel count {solved} that it admits; "
+        bound = f"kernel count {budget.units[0].kernel_count} of {budget.exact_count:.2f} elements that it admits; "
     slack = f"{budget.slack:,} left" if budget.slack >= 0 else f"OVER BUDGET by {-budget.slack:,}"
-    lines = [
-        f"Budget ({budget.scope}){' before folding' * report.folded}: {bound}{budget.used:,} of {budget.limit:,} "
-        f"parameters used, {slack}.",
-        f"{_new_kernels(report)}; stages from {report.stages_from}.",
-    ]
+    folding = " before folding" * report.folded
+    return f"Budget ({budget.scope}){folding}: {bound}{budget.used:,} of {budget.limit:,} parameters used, {slack}."
+
+
+def _sentences(report: ConversionReport) -> list[str]:
+    lines = [_budget(report), f"{_new_kernels(report)}; stages from {report.stages_from}."]
     if report.macs.note:
         lines.append(f"MACs were not counted: {report.macs.note}.")
     else:
@@ -143,24 +195,22 @@ def _new_kernels(report: ConversionReport) -> str:
     return f"New kernels: {report.params.weights:,} weights and {report.params.positions:,} {positions}"
 
 
-def _skipped(report: ConversionReport, verbose: bool) -> list[RenderableType]:
-    if verbose:
+def _skipped(report: ConversionReport, *, all_names: bool) -> list[RenderableType]:
+    if all_names:
         rows = [f"{skip.name} ({skip.type}): {skip.reason}" for skip in report.skipped]
     else:
         kinds = Counter((skip.type, skip.reason) for skip in report.skipped).most_common()
-        rows = [f"{count} x {type_}: {reason}" for (type_, reason), count in kinds[:MOST_SKIPPED_KINDS]]
-        if len(kinds) > len(rows):
-            rows.append(f"and {len(kinds) - len(rows)} more kinds; --verbose lists them all")
-    head = Text(f" Kept as they are ({len(report.skipped)} convolutions):")
+        rows = [f"{count} x {type_}: {reason}" for (type_, reason), count in kinds]
+    head = Text(f" Kept as they are ({counted(len(report.skipped), 'convolution')}):")
     return [head, *[Padding(Text(printable(row), style="dim"), (0, 0, 0, 3), expand=False) for row in rows]]
 
 
 def plain_table(first: str, *headings: str) -> Table:
     """An empty table in this program's style: a column for names, then columns for numbers."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=True, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column(first, overflow="fold", min_width=len(first))
+    table.add_column(first, overflow="fold")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "Kernel" else "right", no_wrap=True, overflow="fold")
+        table.add_column(heading, justify="left" if heading == "Kernel" else "right", overflow="fold")
     return table
 
 
@@ -203,20 +253,35 @@ def span(values: Iterable[Any], text: Callable[[Any], str] = str) -> str:
     return "..".join(dict.fromkeys(text(value) for value in (*ordered[:1], *ordered[-1:])))
 
 
+def counted(count: int, noun: str) -> str:
+    """1 and "layer" -> "1 layer"; 1200 -> "1,200 layers"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def short_arrow(macs: Change) -> str:
-    """4455531264 and 4970337024 -> "4.456 → 4.97 G"."""
+    """4455531264 and 4970337024 -> "4.46 → 4.97 G"."""
     if macs.before is None or macs.after is None:
         return NOT_COUNTED
     unit, name = _unit(macs.before)
-    return f"{macs.before / unit:.4g} → {macs.after / unit:.4g}{name}"
+    return f"{_short(macs.before / unit)} → {_short(macs.after / unit)}{name}"
 
 
 def short_count(count: int | None) -> str:
-    """4455531264 -> "4.456 G"."""
+    """4455531264 -> "4.46 G"."""
     if count is None:
         return NOT_COUNTED
     unit, name = _unit(count)
-    return f"{count / unit:.4g}{name}"
+    return f"{_short(count / unit)}{name}"
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point: 4.46, 44.3, 15,900."""
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:,.{digits}f}" if value % 1 else f"{value:,.0f}"
+
+
+def _percent(change: Change, digits: int = 2) -> str:
+    return "" if change.percent is None else f"{change.percent:+.{digits}f} %"
 
 
 def _unit(count: int) -> tuple[float, str]:
@@ -229,7 +294,7 @@ def _exact(count: int | None, sign: str = "") -> str:
 
 
 def _delta(change: Change) -> str:
-    return _exact(change.delta, "+") + ("" if change.percent is None else f" ({change.percent:+.2f} %)")
+    return _exact(change.delta, "+") + (f" ({_percent(change)})" if change.percent is not None else "")
 
 
 def _arrow(change: Change) -> str:

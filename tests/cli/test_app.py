@@ -37,14 +37,19 @@ def build(num_classes=3):
 def test_main_job():
     out, err = run(TINY, "--dilated-size", 17)
     assert {path.name for path in Path(f"{TINY}-dcls17").iterdir()} == set(FILES)
-    assert f"timm:{TINY} to DCLS, input 3x160x160" in out
+    assert f"timm:{TINY}, input 3x160x160" in out
     assert "random initialisation (seed 0)" in out
     for step in ("planning", "building", "converting", f"writing {TINY}-dcls17"):
         assert f"{TINY}: {step}" in err
     snippet = re.search(r"Fine-tune it:\n\n(.*)", out, re.DOTALL)[1]
     names: dict[str, torch.nn.Module] = {}
     exec("\n".join(line[4:] for line in snippet.splitlines()), names)
-    assert names["model"].num_classes == 10
+    assert load_converted(f"{TINY}-dcls17-tuned").num_classes == names["model"].num_classes == 10
+
+
+def test_a_budget_may_have_its_unit():
+    with_unit, without = (run(TINY, "--budget", budget, "--dry-run", "--json")[0] for budget in ("90%", "90"))
+    assert with_unit == without != run(TINY, "--dry-run", "--json")[0]
 
 
 @pytest.mark.parametrize("arguments", [["--dilated-size", "9", TINY], ["convert", "--dilated-size", "9", TINY]])

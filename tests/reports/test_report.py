@@ -2,12 +2,15 @@
 
 import io
 import json
+import xml.etree.ElementTree
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import timm
 from rich.console import Console
+from rich.text import Text
 from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, measure_report, plan_conversion, predict_report
@@ -24,8 +27,8 @@ def report_of(name, **options):
     return predict_report(plan_conversion(convs, model=f"timm:{name}", **options))
 
 
-def printed(report, *, verbose=False, **console):
-    recorder = Console(width=80, file=io.StringIO(), **console)
+def printed(report, *, verbose=0, width=80, **console):
+    recorder = Console(width=width, file=io.StringIO(), **console)
     recorder.print(report_view(report, verbose=verbose))
     return recorder.file.getvalue()
 
@@ -57,22 +60,77 @@ def test_a_number_that_is_not_finite_is_never_written():
         report.with_fit_errors({report.layers[0].name: float("nan")}).to_json()
 
 
-@pytest.mark.parametrize("verbose", [False, True])
-@pytest.mark.parametrize("name", ["convnext_tiny", "resnet50", "mixnet_s", "mobilenetv3_large_100"])
+ZOO = ["convnext_tiny", "resnet50", "mixnet_s", "mobilenetv3_large_100"]
+
+
+@pytest.mark.parametrize("verbose", [0, 1, 2])
+@pytest.mark.parametrize("name", ZOO)
 def test_views_keep_to_80_columns_without_colour(name, verbose):
     report = report_of(name)
     text = printed(report, verbose=verbose)
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
-    for number in (report.params.before, report.params.after, report.macs.before, report.macs.after):
+    for number in (report.params.before, report.params.after):
         assert f"{number:,}" in text
+    if not verbose:
+        assert all(layer.stage in text for layer in report.layers)
+        return
+    assert f"{report.macs.before:,}" in text
+    assert f"{report.macs.after:,}" in text
     assert f"{report.params.delta:+,}" in text
     assert f"{report.macs.percent:+.2f} %" in text
     assert "MACs rise although parameters do not" in text
-    if verbose:
-        assert all(layer.name in text.replace("\n", "") for layer in report.layers)
-    else:
-        assert all(layer.stage in text for layer in report.layers)
+    together = text.replace("\n", "")
+    assert all(layer.name in together for layer in report.layers)
+    assert all(skip.name in together for skip in report.skipped) == (verbose == 2)
+
+
+def test_the_verdict_comes_first_in_twelve_lines():
+    lines = printed(report_of("convnext_tiny", dilated_size=17)).splitlines()
+    assert len(lines) <= 12
+    assert " ".join(lines[:2]) == (
+        "28,589,128 → 28,587,688 parameters (-0.01 %), 4.46 → 4.97 G MACs (+11.6 %) "
+        "34 elements in 17x17: timm:convnext_tiny, input 3x224x224"
+    )
+
+
+@pytest.mark.parametrize("width", [30, 45, 66, 80, 200])
+@pytest.mark.parametrize("name", ZOO)
+def test_no_digit_is_lost_at_any_width(name, width):
+    def digits(text):
+        return Counter(character for character in text if character.isdigit())
+
+    report = report_of(name)
+    for verbose in (0, 1):
+        narrow = printed(report, verbose=verbose, width=width)
+        assert digits(narrow) == digits(printed(report, verbose=verbose, width=400))
+        assert "…" not in narrow
+
+
+def test_a_column_has_one_unit():
+    report = report_of("convnext_tiny")
+    small = replace(report.layers[0], macs_before=1_230, macs_after=15_900_000_000)
+    text = printed(replace(report, layers=(small, *report.layers[5:])))
+    assert "MACs, k" in text
+    assert "1.23 → 15,900,000.00" in text
+
+
+def test_colours_say_what_words_say():
+    cases = {"32": report_of("convnext_tiny"), "31": report_of("convnext_tiny", kernel_count=40)}
+    for colour, report in cases.items():
+        text = printed(report, force_terminal=True, color_system="standard")
+        assert f"\x1b[1;{colour}m{report.params.before:,}" in text
+        assert Text.from_ansi(text).plain.rstrip() == printed(report).rstrip()
+    assert "\x1b[1;3" not in printed(report, force_terminal=True, no_color=True)
+
+
+def test_print_and_notebooks_show_the_report():
+    report = report_of("convnext_tiny")
+    assert str(report) == printed(report).rstrip("\n")
+    page = report._repr_html_()
+    assert "28,587,688" in page
+    assert "#008000" in page
+    xml.etree.ElementTree.fromstring(page)
 
 
 def counts(text):
@@ -91,7 +149,9 @@ def test_the_count_of_each_stage_stands_in_its_row():
 def test_an_exceeded_budget_is_said():
     over = " ".join(printed(report_of("convnext_tiny", kernel_count=40)).split())
     assert "OVER BUDGET by 55,584" in over
-    assert "MACs rise with the window" in over
+    assert "MACs rise with the window" in " ".join(
+        printed(report_of("convnext_tiny", kernel_count=40), verbose=1).split()
+    )
 
 
 def test_names_reach_the_terminal_as_text():
@@ -111,7 +171,7 @@ def test_missing_macs_are_said_and_not_made_up():
     model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4))
     report = predict_report(plan_conversion(find_convs(model), dilated_size=5))
     assert (report.macs.before, report.macs.after) == (None, None)
-    assert "MACs were not counted: no input size is known" in " ".join(printed(report).split())
+    assert "MACs were not counted: no input size is known" in " ".join(printed(report, verbose=1).split())
     assert json.loads(report.to_json())["macs"]["after"] is None
     assert "n/a" in report_markdown(report)
 

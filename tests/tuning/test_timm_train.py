@@ -12,8 +12,6 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 
 import dcls_convert
-from dcls_convert.checkpoints.folder import read_plan
-from dcls_convert.checkpoints.save import tuned_plan
 from dcls_convert.tuning import timm_train
 
 # What train.py of timm calls, in its manner: names imported at the top, the rest by keywords.
@@ -95,14 +93,13 @@ def test_the_script_trains_a_folder_and_its_checkpoint_becomes_a_folder(folder, 
     # After one of two epochs, cosine has halved the rate.
     rates = {round(group["lr"], 12): group for group in printed["groups"]}
     assert sorted({round(group["lr"], 12) for group in printed["groups"]}) == [0.0005, 0.0015]
-    plan = read_plan(str(folder))
     positions = sum(p.numel() for n, p in dcls_convert.load_converted(folder).named_parameters() if "positions" in n)
     assert rates[0.0015]["params"] == positions
     assert rates[0.0015]["decay"] == 0
     model = timm.create_model(
         f"local-dir:{folder}", num_classes=5, checkpoint_path=str(tmp_path / "out" / "model_best.pth.tar")
     )
-    tuned = dcls_convert.save_converted(model, tuned_plan(model, plan), tmp_path / "tuned-dcls9")
+    tuned = dcls_convert.save_converted(model, folder, tmp_path / "tuned-dcls9")
     loaded = timm.create_model(f"local-dir:{tuned}", pretrained=True)
     stored = torch.load(tmp_path / "out" / "model_best.pth.tar", weights_only=False)["state_dict_ema"]
     assert loaded.num_classes == 5
