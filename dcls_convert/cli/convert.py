@@ -72,7 +72,7 @@ def convert(
     ] = None,
     seed: Annotated[int, number(int, 0, MOST_SEED, WHERE, "Seed of all random values.", metavar="N")] = 0,
     output: Annotated[
-        Path | None, option(OUTPUT, "Checkpoint to write.", metavar="FOLDER", show_default="./MODEL-dclsSIZE")
+        Path | None, option(OUTPUT, "Checkpoint to write.", metavar="FOLDER", show_default="./MODEL-dclsSIZE[-INIT]")
     ] = None,
     force: Force = False,
     dry_run: Annotated[bool, option(OUTPUT, "Report only: no weights, no download.", "--dry-run")] = False,
@@ -115,7 +115,7 @@ def convert(
         made, start = _planned(network, plan, options, start, checkpoint, input_size, offline=dry_run, note=note)
         report, moved = predict_report(made), None
         if not dry_run:
-            output = output or _default_output(source, made)
+            output = output or _default_output(source, made, start)
             _check_files(None, output, None, force=force)
             converted, done = _carry_out(made, network, start, note=note)
             step(f"writing {output}")
@@ -131,13 +131,14 @@ def convert(
             console.show(*([] if output is None else _next_steps(report, output, start, moved)))
 
 
-def _default_output(source: "ModelSource", plan: "ConversionPlan") -> Path:
-    """convnext_tiny-dcls17; convnext_tiny-dcls17x9; without a size where the plan has several."""
+def _default_output(source: "ModelSource", plan: "ConversionPlan", start: "Start") -> Path:
+    """convnext_tiny-dcls17 or -dcls17x9, -dcls where the plan has several sizes; -dcls17-fit where kernels are kept."""
     from ..layers.geometry import size_text
 
     sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes} or {plan.layers[0].dilated_size}
     size = "" if len(sizes) > 1 else next(size_text(size) if len(set(size)) > 1 else str(size[0]) for size in sizes)
-    return Path(f"{source.short_name}-dcls{size}")
+    how = "" if start.how == "random" or start.elements is not None else f"-{start.how}"
+    return Path(f"{source.short_name}-dcls{size}{how}")
 
 
 def _refuse(conflicts: dict[str, bool]) -> None:

@@ -47,6 +47,12 @@ def test_main_job():
     assert load_converted(f"{TINY}-dcls17-tuned").num_classes == names["model"].num_classes == 10
 
 
+def test_runs_with_other_starts_do_not_collide():
+    for start in ([], ["--init", "exact"]):
+        run(TINY, "--dilated-size", 9, *start)
+    assert [path.name for path in sorted(Path().iterdir())] == [f"{TINY}-dcls9", f"{TINY}-dcls9-exact"]
+
+
 def test_a_budget_may_have_its_unit():
     with_unit, without = (run(TINY, "--budget", budget, "--dry-run", "--json")[0] for budget in ("90%", "90"))
     assert with_unit == without != run(TINY, "--dry-run", "--json")[0]

@@ -243,7 +243,7 @@ NEITHER = ["", "x", "1_0", " 17 ", "+17", "\u0663", "\uff11\uff17", "17.0.0", "-
         ("--dilated-size", ["0", "17x", "x17", "17x0", "17.0", "17*17", "17x17x17x17", "10000", "17x10000"], NO_SIZE),
         ("--input-size", ["3", "3x", "0x9x9", "3x-1x9", "3x1x1x1x1", "3,9,9", "3 x 9 x 9", "3x10000x9"], NO_INPUT),
         ("--kernel-count", ["0", "1.5", "AUTO", "auto ", "1000000001"], NO_COUNT),
-        ("--budget", ["0", "0.00001", "100%", "snan", "100001"], NO_PERCENT),
+        ("--budget", ["0", "0.00001", "100%%", "%", "snan", "100001"], NO_PERCENT),
         ("--seed", ["1.5", str(2**63)], NO_SEED),
         ("--num-classes", ["1.5"], "is not an integer from 0 to 1000000000"),
         ("--in-chans", ["0"], "is not an integer from 1 to 1000000000"),
