@@ -24,6 +24,7 @@ PACKAGE = Path(dcls_convert.__file__).parent
 # A folder (or a file beside the folders) imports from those before it, deferred imports included.
 ORDER = (
     "errors",
+    "files",
     "options",
     "layers",
     "networks",
@@ -251,6 +252,9 @@ def imported_by(*arguments):
         (["fold", "folder", "--format", "tflite"], 2, "tflite"),
         (["resnet18", "--dilated-sise", "7"], 2, "--dilated-sise"),
         (["resnet18", "--scope", "globe"], 2, "globe"),
+        (["resnet18", "--init", "fit"], 2, "--init fit"),
+        (["resnet18", "--checkpoint", "nowhere"], 2, "nowhere: there is no such file"),
+        (["resnet18", "--pretrained", "--calibrate", "nowhere"], 2, "nowhere: there is no such folder"),
     ],
 )
 def test_the_command_line_answers_without_torch(arguments, code, printed):

@@ -98,18 +98,18 @@ def convert(
             "--scope error is for --init fit": options.scope == ERROR and init not in (AUTO, "fit"),
         }
     )
-    from ..checkpoints.save import save_converted
-    from ..networks.source import resolve_model
-    from ..reports.report import predict_report
-    from ..reports.report_view import report_view
-    from ..surgery.convert import Start
-
     _check_files(checkpoint, output, calibrate, force=force)
-    start = Start(init=init, trained=trained, positions=positions, calibration=calibrate, seed=seed)
-    start = replace(start, authors_version=authors_version)
     note: Say = (lambda _: None) if quiet else _note
     with console.steps(model, quiet=quiet) as step:
-        step("planning")
+        step("planning")  # which begins with imports of some seconds
+        from ..checkpoints.save import save_converted
+        from ..networks.source import resolve_model
+        from ..reports.report import predict_report
+        from ..reports.report_view import report_view
+        from ..surgery.convert import Start
+
+        start = Start(init=init, trained=trained, positions=positions, calibration=calibrate, seed=seed)
+        start = replace(start, authors_version=authors_version)
         source = resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained)
         network = _Network(source, f"checkpoint {checkpoint}", pretrained=pretrained, step=step)
         made, start = _planned(network, plan, options, start, checkpoint, input_size, offline=dry_run, note=note)
@@ -178,16 +178,20 @@ def _refuse_start(init: Init, positions: Positions, calibrate: Path | None, *, t
 
 def _check_files(checkpoint: Path | None, output: Path | None, images: Path | None, *, force: bool) -> None:
     """Refuse files that cannot be read or written, before any work."""
-    from ..checkpoints.folder import not_of_a_checkpoint
-    from ..checkpoints.output import check_output
-    from ..fitting.images import check_images
-    from ..networks.weights import check_weights_file
+    from ..files import check_images, check_weights_file
+
+    def not_of_a_checkpoint(path: Path) -> str | None:
+        from ..checkpoints import folder  # imports torch, and is needed only where something is replaced
+
+        return folder.not_of_a_checkpoint(path)
 
     if checkpoint is not None:
         check_weights_file(checkpoint)
     if images is not None:
         check_images(images)
     if output is not None:
+        from ..checkpoints.output import check_output
+
         check_output(output, force=force, foreign=not_of_a_checkpoint)
 
 

@@ -1,6 +1,6 @@
 """The images of a calibration: read from a folder as the model takes them, some of them held out."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, one_line, shown
+from ..files import check_images, image_paths
 from ..planning.plan import ConversionPlan
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
 MOST_IMAGES = 80  # of a folder
 HELD_OUT = 5  # every fifth image of a folder is not fitted to, and shows what the conversion did to the outputs
 BATCH = 8  # images
@@ -66,19 +66,6 @@ def calibrate(
     return found
 
 
-def check_images(folder: Path) -> None:
-    """Refuse what is no folder of images, before any work."""
-    if not folder.is_dir():
-        missing = "is not a folder" if folder.exists() else "there is no such folder"
-        raise DclsConvertError(f"calibration images {shown(folder)}: {missing}")
-    if not any(_paths(folder)):
-        raise DclsConvertError(f"calibration images {shown(folder)}: no files there end in {', '.join(SUFFIXES)}")
-
-
-def _paths(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-
-
 def _batches(images: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(torch.stack(list(images[first : first + BATCH])) for first in range(0, len(images), BATCH))
 
@@ -91,7 +78,7 @@ def _read_folder(
         raise DclsConvertError("calibration: the size of the model's images is not known; state input_size")
     if len(size) != 3 or size[0] not in (1, 3):
         raise DclsConvertError(f"calibration: files are images of 1 or 3 channels; the model takes {tuple(size)}")
-    paths = sorted(_paths(folder))
+    paths = sorted(image_paths(folder))
     most = min(len(paths), MOST_IMAGES)
     chosen = [paths[index * len(paths) // most] for index in range(most)]  # a folder of classes gives some of each
     return [image for path in chosen if (image := _read_image(path, size, model, note)) is not None]

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import CheckpointError, listed, one_line, shown
+from ..errors import CheckpointError, listed, one_line
+from ..files import check_weights_file
 
 # Where training scripts put a state dict, in the order of preference: averaged weights first, as timm does.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
@@ -51,16 +52,6 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             raise CheckpointError(f"{where}: {name} is there twice, with and without the prefix of a wrapper")
         state[stripped] = value
     return state
-
-
-def check_weights_file(path: Path) -> None:
-    """Refuse what cannot be a file of weights; CheckpointError says why."""
-    try:
-        if not path.is_file():
-            missing = "there is no such file" if not path.exists() else "is not a file"
-            raise CheckpointError(f"checkpoint {path}: {missing}")
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {shown(path)}: {error.strerror}") from error
 
 
 def load_weights_(

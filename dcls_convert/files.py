@@ -1,0 +1,32 @@
+"""Files that are given: what can be refused by their paths alone, before anything is loaded. Imports no torch."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import CheckpointError, DclsConvertError, shown
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")  # of images
+
+
+def check_weights_file(path: Path) -> None:
+    """Refuse what cannot be a file of weights; CheckpointError says why."""
+    try:
+        if not path.is_file():
+            missing = "there is no such file" if not path.exists() else "is not a file"
+            raise CheckpointError(f"checkpoint {path}: {missing}")
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {shown(path)}: {error.strerror}") from error
+
+
+def check_images(folder: Path) -> None:
+    """Refuse what is no folder of images, before any work."""
+    if not folder.is_dir():
+        missing = "is not a folder" if folder.exists() else "there is no such folder"
+        raise DclsConvertError(f"calibration images {shown(folder)}: {missing}")
+    if not any(image_paths(folder)):
+        raise DclsConvertError(f"calibration images {shown(folder)}: no files there end in {', '.join(SUFFIXES)}")
+
+
+def image_paths(folder: Path) -> Iterator[Path]:
+    """Files there, however deep, that are named as images."""
+    return (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
