@@ -92,7 +92,10 @@ def _output_size(input: Tensor, kernel: Tensor, padding: Sequence[int]) -> tuple
 
 def is_channels_last(maps: Tensor) -> bool:
     """Whether maps (N, C, H, W), or slices of them, have that memory format and no other."""
-    return maps.stride(1) == 1 and not maps.is_contiguous()
+    # Asked one by one: for torch.compile, both at once would be a symbol, and no argument for functions of constants.
+    if maps.stride(1) != 1:
+        return False
+    return not maps.is_contiguous()
 
 
 @torch.library.custom_op("dcls_convert::depthwise", mutates_args=())
