@@ -176,6 +176,22 @@ def test_exported_and_transformed_programs_hold_torchs_convolution():
     torch.testing.assert_close(torch.compile(tangent, backend="aot_eager")(images), tangent(images))
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_what_would_be_read_beyond_its_end_is_refused(backend):
+    maps, kernel, bias = (tensor.detach() for tensor in tensors(side=(4, 4), window=(3, 3)))
+    function = torch.compile(depthwise, backend=backend) if backend else depthwise
+    for wrong in ((maps, kernel[:2], bias), (maps, kernel, bias[:1]), (maps, kernel, bias.to("meta"))):
+        with pytest.raises(RuntimeError, match=r"each channel|one device"):
+            function(*wrong, (1, 1))
+
+
+def test_strides_of_more_than_32_bits():
+    far = torch.empty(8 * 2**28 + 1, dtype=torch.float16)  # 4 GiB, of which hardly any is touched
+    maps = far.as_strided((1, 1, 1, 9), (1, 1, 1, 2**28)).normal_()
+    one = torch.ones(1, 1, 1, 1, dtype=torch.float16)
+    torch.testing.assert_close(depthwise(maps, one, None, (0, 0)), maps.contiguous(), rtol=0, atol=0)
+
+
 def test_other_convolutions_go_torchs_way():
     maps, kernel, bias = (tensor.detach() for tensor in tensors(side=(9, 9), window=(3, 3)))
     for stride, padding, dilation, dtype in (
