@@ -51,7 +51,7 @@ def conv2d(
     """
     tensors = [input, kernel] if bias is None else [input, kernel, bias]
     eager = is_eager(*tensors)
-    if input.dim() == 4 and (eager or (is_compiled() and runs_triton(input.device))):
+    if input.dim() == 4 and (eager or (is_compiled(*tensors) and runs_triton(input.device))):
         dtype, cells = _computed_dtype(tensors), _cells(padding, kernel.shape)
         geometry = (input.shape, kernel.shape, stride, padding, dilation, groups)
         way = depthwise_way(input.device, dtype, is_channels_last(input), *geometry)
@@ -89,7 +89,7 @@ def depthwise_way(
     """
     preferred = preference()
     is_depthwise = kernel_size[1] == 1 and groups == input_size[1] and tuple(dilation) == (1, 1)
-    if preferred == "torch" or not is_depthwise or not input_size[0] or dtype is None:
+    if preferred == "torch" or not is_depthwise or not all(input_size) or dtype is None:
         return "torch"
     cells, window = _cells(padding, kernel_size), kernel_size[2:]
     one_each = kernel_size[0] == groups and tuple(stride) == (1, 1)

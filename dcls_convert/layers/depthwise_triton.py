@@ -83,7 +83,12 @@ def _power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _output_size(input: Tensor, kernel: Tensor, padding: Sequence[int]) -> tuple[int, int]:
+def _output_size(input: Tensor, kernel: Tensor, bias: Tensor | None, padding: Sequence[int]) -> tuple[int, int]:
+    """Also refuses what would make the kernels read beyond their tensors, or on another GPU."""
+    channels, given = input.shape[1:2], [input, kernel] if bias is None else [input, kernel, bias]
+    fits = kernel.shape[:2] == (*channels, 1) and (bias is None or bias.shape == channels)
+    torch._check(fits, lambda: "kernel and bias must have one window and one number for each channel of the input")
+    torch._check(len({tensor.device for tensor in given}) == 1, lambda: "all tensors must be on one device")
     sizes = zip(input.shape[2:], padding, kernel.shape[2:], strict=True)
     rows, columns = (side + 2 * pad - size + 1 for side, pad, size in sizes)
     torch._check(rows > 0 and columns > 0, lambda: "the window is larger than the padded input")
@@ -92,7 +97,10 @@ def _output_size(input: Tensor, kernel: Tensor, padding: Sequence[int]) -> tuple
 
 def is_channels_last(maps: Tensor) -> bool:
     """Whether maps (N, C, H, W), or slices of them, have that memory format and no other."""
-    return maps.stride(1) == 1 and not maps.is_contiguous()
+    # Asked one by one: for torch.compile, both at once would be a symbol, and no argument for functions of constants.
+    if maps.stride(1) != 1:
+        return False
+    return not maps.is_contiguous()
 
 
 @torch.library.custom_op("dcls_convert::depthwise", mutates_args=())
@@ -101,7 +109,7 @@ def depthwise(input: Tensor, kernel: Tensor, bias: Tensor | None, padding: Seque
     from .triton_kernels import convolve
 
     batch, channels, height, _ = input.shape
-    rows, columns = _output_size(input, kernel, padding)
+    rows, columns = _output_size(input, kernel, bias, padding)
     config = convolve_config(input.dtype, batch, columns, kernel.shape[-1], padding[1])
     maps, bank = _aligned(input), _bank(kernel, padding[1], config)
     output = input.new_empty(batch, channels, rows, columns)
@@ -199,7 +207,7 @@ def _launch(kernel: Any, programs: int, *arguments: Any, **config: Any) -> None:
 
 @depthwise.register_fake
 def _(input: Tensor, kernel: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
-    output = input.new_empty(*input.shape[:2], *_output_size(input, kernel, padding))
+    output = input.new_empty(*input.shape[:2], *_output_size(input, kernel, bias, padding))
     return torch.empty_like(output, memory_format=torch.channels_last) if is_channels_last(input) else output
 
 

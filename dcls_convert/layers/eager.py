@@ -1,10 +1,11 @@
 """When the fast forms of this package may be used: they have a first derivative in closed form, and nothing else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.compiler import assume_constant_result
 
 # Private API; torch has no public one that tells whether torch.func (vmap, grad, jvp, ...) is transforming this code.
 # Where it is missing, assume a transform is active: the plain forms are right everywhere.
@@ -20,10 +21,12 @@ def is_eager(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors) or _transforms_active():
-        return False
     unpack: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual
-    return all(unpack(tensor).tangent is None for tensor in tensors)
+    return _are_ordinary(tensors) and all(unpack(tensor).tangent is None for tensor in tensors)
+
+
+def _are_ordinary(tensors: Sequence[Tensor]) -> bool:
+    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors) and not _transforms_active()
 
 
 def on_cpu(tensor: Tensor) -> bool:
@@ -31,6 +34,15 @@ def on_cpu(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
-def is_compiled() -> bool:
-    """Whether `torch.compile` is tracing this code. Programs that are exported are for other machines."""
-    return torch.compiler.is_dynamo_compiling()
+def is_compiled(*tensors: Tensor) -> bool:
+    """Whether `torch.compile` is tracing this code, on ordinary tensors with derivatives by `backward` alone.
+
+    False for programs that are exported: they are for other machines.
+    """
+    return torch.compiler.is_dynamo_compiling() and not _is_exporting() and _are_ordinary(tensors)
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
+def _is_exporting() -> bool:
+    """As torch says outside of tracing; inside, torch 2.8 says yes under torch.compile too."""
+    return torch.compiler.is_exporting()

@@ -31,7 +31,7 @@ def copy_maps(
     block, n = tl.program_id(0) % (cell_blocks * channel_blocks), tl.program_id(0) // (cell_blocks * channel_blocks)
     c = ((block // cell_blocks) * CHANNELS + tl.arange(0, CHANNELS)).to(tl.int64)[:, None]
     cell = ((block % cell_blocks) * CELLS + tl.arange(0, CELLS))[None, :]
-    row, column = (cell // width).to(tl.int64), cell % width
+    row, column = (cell // width).to(tl.int64), (cell % width).to(tl.int64)
     inside = (c < C) & (row < H)
     value = tl.load(
         x_ptr + n.to(tl.int64) * xn + c * xc + row * xh + column * xw, mask=inside & (column < W), other=0.0
@@ -126,12 +126,13 @@ def correlate(
     patches = max(0, end_down - first_down) * across
     steps = patches * tl.cdiv(N, IMAGES)
     share = tl.cdiv(steps, splits)
+    divisor = max(1, patches)  # the compiler divides once before it asks whether there is a step
     plane = image.to(tl.int64) * C + c
     maps = x_ptr + plane[None, :] * (H * width) + ((i - pad_rows) * width + k - shift8 * 8)[:, None]
     grads = g_ptr + plane[:, None] * (out_rows * out_width) + (y * out_width + j)[None, :]
     total = tl.zeros((SEEN_ROWS * SEEN, ROWS * COLUMNS), tl.float32)
     for step in range(split * share, min(steps, split * share + share)):
-        n, patch = (step // patches) * IMAGES, step % patches
+        n, patch = (step // divisor) * IMAGES, step % divisor
         top, left = (first_down + patch // across) * ROWS, (patch % across) * COLUMNS
         first_plane = n.to(tl.int64) * C
         row, column = top + i - pad_rows, left - shift8 * 8 + k

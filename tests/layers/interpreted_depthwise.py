@@ -3,6 +3,7 @@
 Maps, windows and batches are small, since the interpreter takes its time. It does not multiply bfloat16.
 """
 
+import itertools
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dcls_convert.layers import depthwise_triton
@@ -147,6 +149,49 @@ def test_a_layer_takes_the_way_also_in_a_compiled_program_and_under_autocast():
                 torch.testing.assert_close(mine, wanted, rtol=0, atol=20 * atol)
 
 
+def test_what_was_measured_decides_in_a_program_of_any_sizes(monkeypatch):
+    monkeypatch.delenv("DCLS_CONVERT_DEPTHWISE")
+    from_4_images = torch.compiler.assume_constant_result(lambda *_: ((1, 1, 4, True),))
+    monkeypatch.setattr("dcls_convert.layers.depthwise.measurements", from_4_images)
+    monkeypatch.setattr("dcls_convert.layers.depthwise._most_columns", lambda: None)
+    kernel, graphs = torch.ones(2, 1, 3, 3), []
+    compiled = torch.compile(conv2d, fullgraph=True, dynamic=True, backend=counting(graphs))
+    for batch, memory_format in itertools.product((3, 4), (torch.contiguous_format, torch.channels_last)):
+        images = torch.randn(batch, 2, 4, 5).to(memory_format=memory_format)
+        compiled(images, kernel, None, (1, 1), (1, 1), (1, 1), 2)
+        assert graphs[-1].count(OURS) == (batch == 4)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch, for forward derivatives
+def test_exported_and_transformed_programs_hold_torchs_convolution():
+    layer = DclsConv2d(2, 2, kernel_count=3, dilated_kernel_size=3, padding=1, groups=2).eval()
+    images = torch.randn(1, 2, 4, 5)
+    for strict in (True, False):
+        nodes = torch.export.export(layer, (images,), strict=strict).graph.nodes
+        assert OURS not in [node.target for node in nodes]
+
+    def tangent(images):
+        return torch.func.jvp(layer, (images,), (images,))[1]
+
+    torch.testing.assert_close(torch.compile(tangent, backend="aot_eager")(images), tangent(images))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_what_would_be_read_beyond_its_end_is_refused(backend):
+    maps, kernel, bias = (tensor.detach() for tensor in tensors(side=(4, 4), window=(3, 3)))
+    function = torch.compile(depthwise, backend=backend) if backend else depthwise
+    for wrong in ((maps, kernel[:2], bias), (maps, kernel, bias[:1]), (maps, kernel, bias.to("meta"))):
+        with pytest.raises(RuntimeError, match=r"each channel|one device"):
+            function(*wrong, (1, 1))
+
+
+def test_strides_of_more_than_32_bits():
+    far = torch.empty(8 * 2**28 + 1, dtype=torch.float16)  # 4 GiB, of which hardly any is touched
+    maps = far.as_strided((1, 1, 1, 9), (1, 1, 1, 2**28)).normal_()
+    one = torch.ones(1, 1, 1, 1, dtype=torch.float16)
+    torch.testing.assert_close(depthwise(maps, one, None, (0, 0)), maps.contiguous(), rtol=0, atol=0)
+
+
 def test_other_convolutions_go_torchs_way():
     maps, kernel, bias = (tensor.detach() for tensor in tensors(side=(9, 9), window=(3, 3)))
     for stride, padding, dilation, dtype in (
@@ -163,6 +208,14 @@ def process_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_spread_tensors_go_torchs_way(process_group):
+    mesh = init_device_mesh("cpu", (1,))
+    given = [distribute_tensor(tensor.detach(), mesh, [Replicate()]) for tensor in tensors(side=(4, 4), window=(3, 3))]
+    compiled = torch.compile(conv2d, backend="aot_eager")
+    found, wanted = (function(*given, (1, 1), (1, 1), (1, 1), 3).full_tensor() for function in (compiled, conv2d))
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,9 @@ from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d
 from dcls_convert.layers.interpolation import INTERPOLATIONS
 from dcls_convert.tuning import repulsive_loss
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # compiling: that they are available, but not used
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # that it is a prototype
-]
+from .on_gpu import MARKS, captured, never_waiting
+
+pytestmark = MARKS
 
 FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
 every_interpolation = pytest.mark.parametrize("interpolation", list(INTERPOLATIONS))
@@ -108,12 +105,8 @@ def test_a_training_step_never_waits_for_the_gpu(dtype):
         optimizer.step()
 
     step()  # libraries are set up at first use
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_construction_can_be_captured_in_a_cuda_graph():
@@ -125,21 +118,13 @@ def test_construction_can_be_captured_in_a_cuda_graph():
             layer.clamp_positions_()
         return torch.autograd.grad(sum(layer.kernel().square().sum() for layer in model), parameters)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     with torch.no_grad():
         for parameter in parameters:
             parameter.mul_(0.9)
     graph.replay()
     torch.cuda.synchronize()
-    assert all(torch.equal(*pair) for pair in zip(captured, step(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(results, step(), strict=True))
 
 
 def test_a_scaled_step_in_half_precision_moves_all_elements():
