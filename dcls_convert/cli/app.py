@@ -14,6 +14,7 @@ from ..errors import DclsConvertError, one_line, shown
 from . import console
 from .arguments import CommandGroup
 from .convert import convert
+from .diff import diff
 from .fold import fold
 from .inspect import inspect
 from .models import models
@@ -71,7 +72,7 @@ def _main(
     pass
 
 
-for _command in (convert, models, inspect, fold, verify):
+for _command in (convert, models, inspect, diff, fold, verify):
     app.command()(_command)
 app.add_typer(rules_app, name="rules")
 

@@ -20,6 +20,12 @@ from .budget import BudgetUnit
 
 PLAN_FORMAT = 1
 _STRICT = ConfigDict(strict=True, extra="forbid")
+_FOLLOWING = (
+    "layers",
+    "tie_groups",
+    "budget",
+    "skipped",
+)  # fields that layers and options imply, or are compared alone
 
 
 def taken_from(record: object, kind: type) -> dict[str, Any]:
@@ -128,6 +134,16 @@ class TieGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One thing in which a plan differs from another; values are as in their JSON."""
+
+    what: str  # a field of the plan or of a layer; "layers" for layers that one of them lacks
+    one: Any
+    other: Any
+    layers: tuple[str, ...] = ()  # in which it differs so; none for the plan as a whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionPlan:
     """Everything that the conversion decides; enough to rebuild the converted model from its source."""
 
@@ -168,6 +184,29 @@ class ConversionPlan:
     def hash(self) -> str:
         """SHA-256 over the canonical JSON."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def diff(self, other: "ConversionPlan") -> tuple[Difference, ...]:
+        """What differs between this plan and another: first as a whole, then in layers, equal differences together."""
+        mine, theirs = self.to_dict(), other.to_dict()
+        found = [
+            Difference(what=name, one=mine[name], other=theirs[name])
+            for name in mine
+            if name not in _FOLLOWING and mine[name] != theirs[name]
+        ]
+        ours, others = ({layer["names"][0]: layer for layer in plan["layers"]} for plan in (mine, theirs))
+        for there, lacking in ((True, others), (False, ours)):
+            missing = tuple(name for name in (ours if there else others) if name not in lacking)
+            if missing:
+                found.append(Difference(what="layers", one=there, other=not there, layers=missing))
+        alike: dict[str, list[str]] = {}
+        for name, layer in ours.items():
+            for what, value in layer.items() if name in others else ():
+                if value != others[name][what]:
+                    alike.setdefault(json.dumps([what, value, others[name][what]]), []).append(name)
+        for key, names in alike.items():
+            what, one, other_value = json.loads(key)
+            found.append(Difference(what=what, one=one, other=other_value, layers=tuple(names)))
+        return tuple(found)
 
     def group(self, name: str) -> TieGroup:
         return next(group for group in self.tie_groups if group.name == name)

@@ -53,6 +53,20 @@ def test_runs_with_other_starts_do_not_collide():
     assert [path.name for path in sorted(Path().iterdir())] == [f"{TINY}-dcls9", f"{TINY}-dcls9-exact"]
 
 
+def test_two_checkpoints_are_compared():
+    for folder, options in {"a": [], "b": ["--seed", 1], "c": ["--scope", "stage", "--budget", 90]}.items():
+        run(TINY, "--dilated-size", 9, "--output", folder, *options)
+    assert run("diff", "a", "a")[0] == "plans: the same\nweights: the same\n"
+    assert run("diff", "a", "b")[0] == "plans: the same\nweights: other values\n"
+    out = run("diff", "a", "c")[0]
+    assert "scope: model → stage\nshare: 1 → 9/10\n" in out
+    (row, *_) = [row for row in json.loads(run("diff", "a", "c", "--json")[0])["differences"] if row["layers"]]
+    names = row["layers"]
+    more = f" ({len(names) - 1} more like it)" if names[1:] else ""
+    assert f"kernel_count: {row['one']} → {row['other']} in {len(names)} layer" in out
+    assert f": {names[0]}{more}\n" in out
+
+
 def test_a_budget_may_have_its_unit():
     with_unit, without = (run(TINY, "--budget", budget, "--dry-run", "--json")[0] for budget in ("90%", "90"))
     assert with_unit == without != run(TINY, "--dry-run", "--json")[0]

@@ -149,3 +149,29 @@ def test_a_plan_that_contradicts_itself_is_refused(path, value):
     with pytest.raises(PlanError) as error:
         check_plan(plan_from_json(json.dumps(changed(path, value)), "plan.json"))
     assert str(error.value).isprintable()
+
+
+# Differences.
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_does_not_differ_from_itself(name):
+    assert PLANS[name]().diff(PLANS[name]()) == ()
+
+
+def test_every_change_is_a_difference_and_the_other_way_round():
+    plan = plan_of(Net())
+    first, *rest = plan.layers
+    assert len(rest) > 1
+    wider = tuple(replace(layer, dilated_size=(9, 9)) for layer in plan.layers)
+    cases = {
+        "share": (replace(plan, share=Fraction(1, 3)), ()),
+        "kernel_count": (replace(plan, layers=(replace(first, kernel_count=2), *rest)), (first.name,)),
+        "dilated_size": (replace(plan, layers=wider), tuple(layer.name for layer in plan.layers)),
+        "layers": (replace(plan, layers=tuple(rest)), (first.name,)),
+    }
+    for what, (other, layers) in cases.items():
+        (found,), (back,) = plan.diff(other), other.diff(plan)
+        assert (found.what, found.layers) == (back.what, back.layers) == (what, layers)
+        assert (found.one, found.other) == (back.other, back.one)
+        assert found.one != found.other
