@@ -329,7 +329,7 @@ def train(run: Run, train_images: Any, valid_images: Any, classes: int | None) -
                 f"{time.monotonic() - started:.0f} s",
                 flush=True,
             )
-            if measured[-1] > max(measured[:-1], default=-1.0):
+            if measured[-1] >= max(measured):  # of equal ones, the one that has learnt longest
                 save_best(run)
         if done == 0 or (args.save_every and run.update % args.save_every == 0):
             save_state(run)

@@ -32,7 +32,9 @@ def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType
         verbose: From 1 on, a row a layer, sums, explanations, and by reason what is left alone; from 2 on by name, too.
     """
     if not verbose:
-        return Group(*_verdict(report), Text(), _stage_table(report.layers), Text(), _paragraph(_budget(report)))
+        kept = f"{counted(len(report.skipped), 'convolution')} kept; -v says why." if report.skipped else ""
+        notes = [_paragraph(line) for line in (_budget(report), kept) if line]
+        return Group(*_verdict(report), Text(), _stage_table(report.layers), Text(), *notes)
     parts: list[RenderableType] = [*_verdict(report), Text(), _layer_table(report.layers), Text(), _totals(report)]
     parts += [Text(), *map(_paragraph, _sentences(report))]
     if report.skipped:
@@ -150,12 +152,11 @@ def _totals(report: ConversionReport) -> Table:
 
 def _budget(report: ConversionReport) -> str:
     budget = report.budget
-    bound = ""
-    if budget.exact_count is not None:
-        bound = f"kernel count {budget.units[0].kernel_count} of {budget.exact_count:.2f} elements that it admits; "
+    exact = budget.exact_count
+    bound = "" if exact is None else f"{budget.units[0].kernel_count} of {exact:.2f} elements; "
     slack = f"{budget.slack:,} left" if budget.slack >= 0 else f"OVER BUDGET by {-budget.slack:,}"
     folding = " before folding" * report.folded
-    return f"Budget ({budget.scope}){folding}: {bound}{budget.used:,} of {budget.limit:,} parameters used, {slack}."
+    return f"Budget ({budget.scope}){folding}: {bound}{budget.used:,} of {budget.limit:,} used, {slack}."
 
 
 def _sentences(report: ConversionReport) -> list[str]:
