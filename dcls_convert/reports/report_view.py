@@ -181,8 +181,8 @@ def outcome_sentences(report: ConversionReport) -> list[str]:
         return [kernels + better * (outcome.kernel_error >= SMALL_ERROR)]
     found = []
     if outcome.same_top1 is not None:
-        same = round(outcome.same_top1 * outcome.images)
-        found.append(f"{same} of {outcome.images} have the same top-1 class as before ({outcome.same_top1:.0%})")
+        same, share = round(outcome.same_top1 * outcome.images), 100 * outcome.same_top1
+        found.append(f"{same} of {outcome.images} have the same top-1 class as before ({share:.0f} %)")
     if outcome.output_error is not None:
         found.append(f"the outputs' relative error is {outcome.output_error:.3f}")
     return [kernels, f"Images held out of the calibration: {', and '.join(found) or f'{outcome.images}'}."]
