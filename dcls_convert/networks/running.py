@@ -40,9 +40,14 @@ def full_precision() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 back.enter_context(torch.autocast(device, enabled=False))
         parts = CPU_PRODUCTS if hasattr(backends.mkldnn, "matmul") else ()
+        # Whether torch's newer interface, of 2.9, is in use. Both together make torch.compile fail; and what the older
+        # one turns off would inherit from the newer.
+        newer = any(getattr(part, "fp32_precision", "none") != "none" for part in (backends, backends.cudnn))
         try:
             precision, in_cudnn = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
-        except RuntimeError:  # torch's newer interface, of 2.9, is in use; both together make torch.compile fail
+        except RuntimeError:
+            newer = True
+        if newer:
             parts, precision, in_cudnn = (*parts, *CUDA_PRODUCTS), "highest", False
         for part in (attrgetter(name)(backends) for name in parts):
             back.callback(setattr, part, "fp32_precision", part.fp32_precision)

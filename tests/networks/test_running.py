@@ -56,7 +56,11 @@ def _precisions_as_they_were():
         ("float32_matmul_precision", "medium"),
     ],
 )
-def test_float32_is_not_rounded_inside_however_the_process_allows_it(place, value):
+@pytest.mark.parametrize("older_before", [False, True])
+def test_float32_is_not_rounded_inside_however_the_process_allows_it(place, value, older_before):
+    if older_before:
+        torch.set_float32_matmul_precision("highest")
+        BACKENDS.cudnn.allow_tf32 = True
     if place == "float32_matmul_precision":
         torch.set_float32_matmul_precision(value)
     elif place is not None:

@@ -1,5 +1,6 @@
 """The report is data first; its views read well at 80 columns, without colour, and in a pipe."""
 
+import functools
 import io
 import json
 import xml.etree.ElementTree
@@ -22,6 +23,7 @@ from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
 DOCUMENTED = Path(__file__).with_name("convnext_tiny.json")
 
 
+@functools.cache
 def report_of(name, **options):
     convs = find_convs(on_meta(timm.create_model, name))
     return predict_report(plan_conversion(convs, model=f"timm:{name}", **options))
