@@ -21,17 +21,18 @@ def diff(
     json_: Json = False,
 ) -> None:
     """Show what differs between two checkpoints: their plans, layer by layer, and whether their weights are equal."""
-    from ..checkpoints.folder import read_folder, the_plan
+    from ..checkpoints.folder import WEIGHTS, read_plan
+    from ..checkpoints.stamp import read_tensors, tensors_hash
 
-    one, two = (read_folder(folder) for folder in (checkpoint, other))
-    found = the_plan(one, checkpoint).diff(the_plan(two, other))
-    equal = None if None in (one.tensors, two.tensors) else one.tensors == two.tensors
+    found = read_plan(checkpoint).diff(read_plan(other))
+    # What the files hold, not what folders state of them: one may be damaged.
+    one, two = (tensors_hash(read_tensors(folder / WEIGHTS)) for folder in (checkpoint, other))
     if json_:
         rows = [asdict(difference) for difference in found]
-        console.write(json.dumps({"format": 1, "differences": rows, "equal_weights": equal}, indent=2) + "\n")
+        console.write(json.dumps({"format": 1, "differences": rows, "equal_weights": one == two}, indent=2) + "\n")
         return
-    weights = {True: "the same", False: "other values", None: "not known, since a folder does not state their hash"}
-    console.show(*map(_line, found), *([] if found else ["plans: the same"]), f"weights: {weights[equal]}")
+    weights = "the same" if one == two else "other values"
+    console.show(*map(_line, found), *([] if found else ["plans: the same"]), f"weights: {weights}")
 
 
 def _line(difference: "Difference") -> str:

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -58,6 +59,11 @@ def test_two_checkpoints_are_compared():
         run(TINY, "--dilated-size", 9, "--output", folder, *options)
     assert run("diff", "a", "a")[0] == "plans: the same\nweights: the same\n"
     assert run("diff", "a", "b")[0] == "plans: the same\nweights: other values\n"
+    damaged = bytearray(Path("b/model.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    shutil.copytree("b", "damaged")
+    Path("damaged/model.safetensors").write_bytes(damaged)
+    assert run("diff", "b", "damaged")[0] == "plans: the same\nweights: other values\n"
     out = run("diff", "a", "c")[0]
     assert "scope: model → stage\nshare: 1 → 9/10\n" in out
     (row, *_) = [row for row in json.loads(run("diff", "a", "c", "--json")[0])["differences"] if row["layers"]]
