@@ -15,14 +15,23 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import DclsConvertError, shown
-from ..options import AUTO, DEFAULT_BUDGET, INTERPOLATIONS, PLAN_PARAMETERS, Interpolation, PlanOptions, Scope, Tie
+from ..options import (
+    AUTO,
+    DEFAULT_BUDGET,
+    INTERPOLATIONS,
+    MOST_COUNT,
+    MOST_SIDE,
+    PLAN_PARAMETERS,
+    Interpolation,
+    PlanOptions,
+    Scope,
+    Tie,
+)
 from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
 
 # Groups of options in --help.
 WHAT, HOW_MANY, WHERE, OUTPUT = "What to convert", "How many elements", "Where they start", "Output"
 
-MOST_SIDE = 9_999  # cells or pixels, four digits; a larger kernel or image is a typing mistake
-MOST_COUNT = 10**9  # elements, classes or channels
 MOST_SEED = 2**63 - 1  # of torch.Generator
 
 

@@ -9,10 +9,9 @@ import typer
 from rich.text import Text
 
 from ..errors import CheckpointError, DclsConvertError, PlanError
-from ..options import AUTO, ERROR, EXACT, AuthorsVersion, Init, PlanOptions, Positions
+from ..options import AUTO, ERROR, EXACT, MOST_COUNT, AuthorsVersion, Init, PlanOptions, Positions
 from . import console
 from .arguments import (
-    MOST_COUNT,
     MOST_SEED,
     OUTPUT,
     WHAT,

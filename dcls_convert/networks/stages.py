@@ -64,23 +64,6 @@ def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> Outp
     )
 
 
-def stage_by_pattern(pattern: str, name: str) -> str | None:
-    """The stage that a rule's pattern gives a module.
-
-    The name of the named group that matches; without one, what the groups find, else what the whole pattern finds.
-
-    >>> stage_by_pattern(r"blocks\\.(?:(?P<early>[0-3])|(?P<late>[4-9]))\\.", "blocks.5.conv")
-    'late'
-    >>> stage_by_pattern(r"(stage\\d)", "net.stage2.unit1.conv")
-    'stage2'
-    """
-    found = re.search(pattern, name)
-    if found is None:
-        return None
-    named = [group for group, text in found.groupdict().items() if text is not None]
-    return named[0] if named else ".".join(filter(None, found.groups())) or found.group(0) or None
-
-
 def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
     """Patterns of the stages, none where the model names only blocks, and patterns of the stem."""
     try:

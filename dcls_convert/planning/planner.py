@@ -11,11 +11,11 @@ from ..errors import NothingMatchesError, PlanError, RuleError, one_line, shown
 from ..layers.geometry import check_window, grown_padding, padded_cells, size_text
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
-from ..networks.stages import stage_by_pattern
 from ..options import AUTO, ERROR, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, takes_plan_options
 from .budget import parse_percent
 from .plan import ConversionPlan, LayerCounts, LayerPlan, taken_from
 from .rules import AUTO_RULES, Claims, Rule, RuleSet, choose_rules, claim_sites, load_rules
+from .stage_pattern import stage_by_pattern
 from .tie_groups import UNSOLVED, group_layers, named_owners, with_counts, with_given_counts
 
 

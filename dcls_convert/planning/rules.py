@@ -1,7 +1,6 @@
 """YAML to a strict, frozen rule set; which rule claims a convolution, and why none does."""
 
 import fnmatch
-import re
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ from pydantic_core import PydanticCustomError
 
 from ..errors import RuleError, did_you_mean, one_line, printable, shown
 from ..layers.geometry import size_text
-from ..options import AUTO, INTERPOLATIONS, Interpolation
+from ..options import AUTO, INTERPOLATIONS, MOST_COUNT, MOST_SIDE, Interpolation
+from .stage_pattern import PatternError, compiled
+from .strict_yaml import MOST_CHARACTERS, load_yaml
 
 if TYPE_CHECKING:
     from ..networks.sites import ConvSite  # which imports torch
@@ -23,7 +24,7 @@ RULES_FORMAT = 1
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
 Kind = Literal["depthwise", "grouped", "dense"]
 Positive = Annotated[int, Field(ge=1)]
-MOST_DIGITS = 18  # of an integer; Python refuses to print those of more than 4300
+MOST_PATTERN = 1_000  # characters
 MOST_SHOWN = 200  # characters of a text from the file, in a message
 _SHIPPED = Path(__file__).parents[1] / "rules"  # in a wheel
 _CHECKOUT = Path(__file__).parents[2] / "rules"
@@ -59,8 +60,10 @@ class Range(_Strict):
         return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
 
 
-Size = Positive | Annotated[list[Positive], Field(min_length=1, max_length=3)]
-Globs = str | Annotated[list[str], Field(min_length=1)]
+Side = Annotated[int, Field(ge=1, le=MOST_SIDE)]
+Size = Side | Annotated[list[Side], Field(min_length=1, max_length=3)]
+Pattern = Annotated[str, Field(max_length=MOST_PATTERN)]
+Globs = Pattern | Annotated[list[Pattern], Field(min_length=1)]
 
 
 def _holds(wanted: Any, found: Any) -> bool:
@@ -77,9 +80,10 @@ def _holds(wanted: Any, found: Any) -> bool:
     return bool(wanted == found)
 
 
-_GLOB = "a pattern with * and ?, or a list of such patterns"
+_GLOB = f"a pattern with * and ?, of at most {MOST_PATTERN:,} characters, or a list of such patterns"
+_SIDE = f"an integer from 1 to {MOST_SIDE}"
 _NUMBER = "a positive integer, or {min: N, max: N}"
-_AXES = "a positive integer for all axes, or a list with one for each"
+_AXES = f"{_SIDE} for all axes, or a list with one for each"
 
 
 class Match(_Strict):
@@ -97,7 +101,7 @@ class Match(_Strict):
     dims: Annotated[int, Field(ge=1, le=3)] | None = Field(None, description="1, 2 or 3 spatial dimensions")
     kernel_size: Size | Range | None = Field(
         None,
-        description="a positive integer for all sides, a list with one for each, or {min: N, max: N}, largest side",
+        description=f"{_SIDE} for all sides, a list with one for each, or {{min: N, max: N}}, largest side",
     )
     stride: Size | None = Field(None, description=_AXES)
     dilation: Size | None = Field(None, description=_AXES)
@@ -117,14 +121,16 @@ class Defaults(_Strict):
     """What holds where neither the rule nor the command line says anything."""
 
     dilated_kernel_size: Size | None = Field(
-        None, description="a positive integer for all sides, or a list with one for each side"
+        None, description=f"{_SIDE} for all sides, or a list with one for each side"
     )
 
 
 class Layer(Defaults):
     """How convolutions are replaced."""
 
-    kernel_count: Positive | Literal["auto"] | None = Field(None, description="a positive integer, or auto")
+    kernel_count: Annotated[int, Field(ge=1, le=MOST_COUNT)] | Literal["auto"] | None = Field(
+        None, description=f"an integer from 1 to {MOST_COUNT}, or auto"
+    )
     interpolation: Interpolation | None = Field(None, description=" or ".join(INTERPOLATIONS))
     dense_axes: list[Annotated[int, Field(ge=0, le=2)]] | None = Field(
         None, description="a list of spatial axes (0 is the first) along which nothing is learnt"
@@ -136,10 +142,11 @@ class Rule(Layer):
 
     name: str | None = Field(None, description="a text")
     match: Match = Field(Match(), description="a mapping of predicates; without it, the rule claims everything")
-    stage_pattern: Annotated[str, Field(min_length=1)] | None = Field(
+    stage_pattern: Annotated[str, Field(min_length=1, max_length=MOST_PATTERN)] | None = Field(
         None,
-        description="a regular expression for module names; those in which it finds the same are one stage, which "
-        "bears the name of the named group that matches, else what the groups or the whole pattern find",
+        description=f"a regular expression of RE2 for module names, of at most {MOST_PATTERN:,} characters; those in "
+        "which it finds the same are one stage, which bears the name of the named group that matches, else what the "
+        "groups or the whole pattern find",
     )
     skip: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="a text with the reason; the convolution stays as it is"
@@ -149,9 +156,9 @@ class Rule(Layer):
     @classmethod
     def _compiles(cls, value: str) -> str:
         try:
-            re.compile(value)
-        except re.error as error:
-            raise ValueError(f"{shown(value)!r} is not a regular expression: {one_line(error)}") from error
+            compiled(value)
+        except PatternError as error:
+            raise ValueError(f"{shown(value)!r} is not a regular expression: {error}") from error
         return value
 
     @model_validator(mode="after")
@@ -219,6 +226,8 @@ def load_rules(source: str | Path) -> RuleSet:
         near = did_you_mean(str(source), known)
         raise RuleError(f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}")
     try:
+        if path.stat().st_size > 4 * MOST_CHARACTERS:
+            raise RuleError(f"{printable(source)}: has more than {MOST_CHARACTERS:,} characters")
         text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark before the text
     except OSError as error:
         raise RuleError(f"{printable(source)}: cannot be read: {error.strerror}") from error
@@ -231,7 +240,7 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
     """As `load_rules`, from the YAML text itself; `source` is what messages and the plan call it."""
     source = printable(source)
     try:
-        data = yaml.load(text, Loader=_StrictLoader)
+        data = load_yaml(text)
     except Exception as error:  # PyYAML's constructors raise whatever Python does: KeyError, AttributeError, ...
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}:" if mark else ""
@@ -319,30 +328,3 @@ def _explain(error: ValidationError) -> str:
 
 
 _NESTED: dict[str, type[BaseModel]] = {"rules": Rule, "match": Match, "defaults": Defaults}
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML without what would be wrong in silence, or could not be written again."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Of two equal keys, YAML lets the last one win; here this is an error."""
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            if isinstance(key_node, yaml.ScalarNode):
-                if key_node.value in seen:
-                    raise _at(key_node, f"key {shown(key_node.value)!r} stands twice")
-                seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        if not isinstance(node, yaml.ScalarNode):
-            return super().construct_scalar(node)
-        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
-            raise _at(node, f"an integer of {len(node.value)} digits; {MOST_DIGITS} are the most")
-        if any("\ud800" <= character <= "\udfff" for character in node.value):
-            raise _at(node, f"{shown(node.value)!r} has half a surrogate pair, which is no character")
-        return super().construct_scalar(node)
-
-
-def _at(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
-    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)

@@ -8,9 +8,8 @@ import torch
 import torchvision
 from torch import nn
 
-from dcls_convert import RuleError, convert_, find_convs, plan_conversion
-from dcls_convert.networks.stages import output_stride, stage_by_pattern
-from dcls_convert.planning.rules import parse_rules
+from dcls_convert import find_convs, plan_conversion
+from dcls_convert.networks.stages import output_stride
 
 from ..planning.nets import convs_of
 
@@ -85,47 +84,3 @@ def test_the_output_stride_is_what_the_strides_multiply_to(size):
         while image.shape[-1] >= 16:
             assert output_stride((size, size), tuple(image.shape[-2:])) == (strides, strides)
             image, strides = nn.Conv2d(1, 1, 3, 2, padding, device="meta")(image), 2 * strides
-
-
-@pytest.mark.parametrize(
-    ("pattern", "name", "stage"),
-    [
-        (r"blocks\.\d+", "body.blocks.12.conv", "blocks.12"),
-        (r"(\w+)\.(\d+)", "body.blocks.12.conv", "blocks.12"),
-        (r"blocks\.(?:(?P<early>[0-3])|(?P<late>\d+))\.", "blocks.3.conv", "early"),
-        (r"blocks\.(?:(?P<early>[0-3])|(?P<late>\d+))\.", "blocks.12.conv", "late"),
-        (r"x*", "body", None),
-    ],
-)
-def test_what_a_pattern_finds_is_the_stage(pattern, name, stage):
-    assert stage_by_pattern(pattern, name) == stage
-
-
-PATTERN = """
-format: 1
-rules:
-  - name: halves
-    match: {kind: depthwise}
-    stage_pattern: 'blocks\\.(?:(?P<first>\\d)|(?P<second>\\d\\d))\\.'
-"""
-
-
-def test_a_rule_says_what_a_stage_is():
-    model = timm.models.ConvMixer(dim=8, depth=12, kernel_size=5)
-    report = convert_(model, rules=parse_rules(PATTERN), dilated_size=9, input_size=(3, 64, 64))
-    assert report.stages_from == f"{STRUCTURE}, the pattern of rule 'halves'"
-    assert [layer.stage for layer in report.layers] == ["first"] * 10 + ["second"] * 2
-    assert [group.name for group in report.plan.tie_groups] == ["first", "second"]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("stage_pattern: '('", r"rules\[0\].stage_pattern: '\(' is not a regular expression: "),
-        ("stage_pattern: ''", r"rules\[0\].stage_pattern: found ''; allowed is a regular expression"),
-        ("stage_pattern: x\n    skip: not now", "a rule that skips cannot also state stage_pattern"),
-    ],
-)
-def test_a_pattern_that_cannot_be_is_refused(text, message):
-    with pytest.raises(RuleError, match=message):
-        parse_rules(f"format: 1\nrules:\n  - match: {{kind: depthwise}}\n    {text}\n")

@@ -294,6 +294,15 @@ def rule(text):
     return f"format: 1\nrules: [{{{text}}}]"
 
 
+def laughs(value, times):
+    """A YAML text of some hundred bytes in which each line holds the one before several times over."""
+    lines = ["a0: &a0 {b0: 1, c0: 2}"]
+    for line in range(1, 30):
+        inner = value.format(", ".join([f"*a{line - 1}"] * times))
+        lines.append(f"a{line}: &a{line} " + (inner if value.startswith("[") else f"{{{inner}}}"))
+    return "\n".join(lines)
+
+
 WRONG_FILES = {
     # a misspelt or unknown key, at every level
     "defualts: {}\nformat: 1\nrules: [{}]": "unknown key 'defualts' (did you mean 'defaults'?)",
@@ -316,7 +325,7 @@ WRONG_FILES = {
     rule("match: {kernel_size: {min: 5, max: 3}}"): "rules[0].match.kernel_size: min 5 is above max 3",
     rule("match: {kernel_size: {}}"): "rules[0].match.kernel_size: a range needs min, max or both",
     rule("dilated_kernel_size: 17x17"): "rules[0].dilated_kernel_size: found '17x17'; allowed is",
-    rule("kernel_count: true"): "rules[0].kernel_count: found True; allowed is a positive integer, or auto",
+    rule("kernel_count: true"): "rules[0].kernel_count: found True; allowed is an integer from 1 to 1000000000",
     rule("interpolation: cubic"): "rules[0].interpolation: found 'cubic'; allowed is bilinear or triangle or gaussian",
     rule("dense_axes: 0"): "rules[0].dense_axes: found 0; allowed is a list",
     rule("skip: x, kernel_count: 3"): "rules[0]: a rule that skips cannot also state kernel_count",
@@ -328,7 +337,18 @@ WRONG_FILES = {
     "!!python/object/apply:os.getcwd []": "line 1: not valid YAML",
     "{[format]: 1}": "",  # a list as a key
     "format: 1\nrules: &again [*again]": "rules[0]: found",  # holds itself
-    "[" * 2000: "not valid YAML",
+    "[" * 2000: "line 1: not valid YAML: more than 20 mappings and lists inside each other",
+    "[" * 90_000: "line 1: not valid YAML: more than 20",
+    "- " * 45_000: "line 1: not valid YAML: more than 20",
+    "[0, " * 20 + "]" * 20 + " - " * 100_000: "not valid YAML: YAMLError: ",  # longer than any rule file
+    rule("kernel_count: " + ":".join(["59"] * 3000)): "line 2: not valid YAML: an integer of ",
+    rule("kernel_count: 0x" + "f" * 6000): "line 2: not valid YAML: an integer of 6002 digits; ",
+    rule("kernel_count: !!int '0b" + "1" * 20_000 + "'"): "line 2: not valid YAML: an integer of ",
+    rule("dilated_kernel_size: 10001"): "rules[0].dilated_kernel_size: found 10001; allowed is an integer",
+    rule("kernel_count: 1000000001"): "rules[0].kernel_count: found 1000000001; allowed is",
+    laughs("[{}]", 9): "line 5: not valid YAML: more than 10,000 values, with aliases written out",
+    laughs("<<: [{}]", 9): "line 5: not valid YAML: more than 10,000 values",
+    "rules: [" + "{}," * 12_000 + "]": "line 1: not valid YAML: more than 10,000 values",
     "1: 2\nformat: 1\nrules: [{}]": "unknown key '1'; known: format",
     rule("match: {1: 2}"): "rules[0].match",
     # what could not be written or shown again
@@ -338,7 +358,9 @@ WRONG_FILES = {
     f"format: {'x' * 5000}": "format: found 'xxxx",
     rule(r'kernel_count: "\e]0;title\a"'): "rules[0].kernel_count: found '",
     rule(r'"\e[2J": 1'): "rules[0]: unknown key '",
-    rule(f"stage_pattern: '({'x' * 5000}'"): "rules[0].stage_pattern: '(xxxx",
+    rule(f"stage_pattern: '({'x' * 900}'"): "rules[0].stage_pattern: '(xxxx",
+    rule(f"stage_pattern: '{'x' * 5000}'"): "rules[0].stage_pattern: found 'xxxx",
+    rule(f"match: {{path: '{'*a' * 5000}'}}"): "rules[0].match.path: found '*a*a",
 }
 
 
@@ -379,8 +401,16 @@ def test_a_file_is_read_as_utf_8_with_or_without_its_mark(tmp_path):
         load_rules(path)
 
 
+def test_a_file_that_is_too_long_is_not_read(tmp_path):
+    path = tmp_path / "rules.yaml"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse
+    with pytest.raises(RuleError, match=r"rules.yaml: has more than 100,000 characters"):
+        load_rules(path)
+
+
 def test_names_from_a_file_are_shown_cut_and_without_control_characters():
-    name, long = "\x1b]0;title\x07", "x" * 5000
+    name, long = "\x1b]0;title\x07", "x" * 980
     rules = parse_rules(yaml.safe_dump({"format": 1, "rules": [{"name": name + long, "match": {"path": name + long}}]}))
     (reason,) = claim_sites(rules, [SITE]).reasons.values()
     with pytest.raises(NothingMatchesError) as error:
