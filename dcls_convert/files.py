@@ -1,11 +1,30 @@
 """Files that are given: what can be refused by their paths alone, before anything is loaded. Imports no torch."""
 
+import errno
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import CheckpointError, DclsConvertError, shown
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")  # of images
+
+MOST_TEXT = 64 << 20  # bytes; the report of timm's largest model has half a megabyte
+
+
+def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
+    """The bytes of a regular file; a pipe or a device might never end.
+
+    Raises:
+        OSError: It is no file, has more bytes than `most`, or cannot be read.
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "is not a file")
+    if found.st_size > most:
+        raise OSError(errno.EFBIG, f"has {found.st_size:,} bytes; {most:,} are the most")
+    return path.read_bytes()
 
 
 def check_weights_file(path: Path) -> None:
@@ -29,4 +48,4 @@ def check_images(folder: Path) -> None:
 
 def image_paths(folder: Path) -> Iterator[Path]:
     """Files there, however deep, that are named as images."""
-    return (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    return (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())

@@ -19,6 +19,7 @@ from ..networks.tracing import image_dtype
 
 SEED = 0
 SAMPLES = 16  # values of each output
+MOST_PIXELS = 2048 * 2048  # or voxels, of the image
 DIGITS = 6  # significant; float32 has seven
 TOLERANCES = {  # of the stored norm
     "float64": 1e-3,
@@ -68,6 +69,8 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
     name: Any = str(dtype).removeprefix("torch.")
     if input_size is None:
         return Fingerprint(dtype=name, outputs=None, reason="the plan has no input size")
+    if math.prod(input_size[1:]) > MOST_PIXELS:
+        return Fingerprint(dtype=name, outputs=None, reason=f"images of more than {MOST_PIXELS:,} pixels are not run")
     if any(tensor.is_meta for tensor in model.parameters()):
         return Fingerprint(dtype=name, outputs=None, reason="the model is on the meta device")
     device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))

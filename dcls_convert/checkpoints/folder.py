@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, PlanError, one_line, shown
+from ..files import read_bytes
 from ..networks.source import ModelSource
 from ..planning.plan import ConversionPlan, check_plan, plan_from_json
 from ..surgery.place import TIMM_ARCHITECTURE
@@ -98,6 +99,11 @@ def read_checked_stamp(path: Path, config: FolderConfig) -> Stamp | None:
     """
     stamp = read_stamp(path)
     if stamp is None:
+        if config.tensors is not None:
+            raise CheckpointError(
+                f"{path}: has no metadata of dcls-convert, but {CONFIG} states its tensors; was it overwritten? "
+                "save_converted(model, FOLDER, NEW) saves a tuned model"
+            )
         return None
     if config.plan is not None and stamp.plan != config.plan.hash:
         raise CheckpointError(f"{path}: was not written with the plan in {CONFIG}")
@@ -111,9 +117,7 @@ def read_checked_stamp(path: Path, config: FolderConfig) -> Stamp | None:
 def read_text(path: Path) -> str:
     """A text of a checkpoint folder; CheckpointError where it cannot be read."""
     try:
-        if path.exists() and not path.is_file():
-            raise CheckpointError(f"{path}: is not a file")
-        return path.read_bytes().decode("utf-8")  # with its line ends, unlike Path.read_text
+        return read_bytes(path).decode("utf-8")  # with its line ends, unlike Path.read_text
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else one_line(error)
         raise CheckpointError(f"{path}: cannot be read: {reason}") from error

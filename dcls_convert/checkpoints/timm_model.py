@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ModelError, listed, one_line
 from ..networks.source import ModelSource, build_model, check_source
-from ..networks.weights import alias_names
+from ..networks.weights import alias_names, misfits
 from ..planning.plan import ConversionPlan
 from ..planning.tie_groups import common_parent
 from ..surgery.place import TIMM_ARCHITECTURE, note_for_timm
@@ -161,6 +161,11 @@ def _check_complete(state: Mapping[str, Tensor], model: nn.Module, config: Mappi
     heads = tuple(f"{name}." for name in ([classifiers] if isinstance(classifiers, str) else classifiers))
     if missing := [name for name in model.state_dict() if name not in state and not name.startswith(heads)]:
         raise CheckpointError(f"{WEIGHTS}: lacks {listed(missing, 1)} of the model that {CONFIG} describes")
+    first = config.get("first_conv") or ()
+    adapted = heads + tuple(f"{name}." for name in ([first] if isinstance(first, str) else first))
+    same = {name: tensor for name, tensor in state.items() if not name.startswith(adapted)}
+    if problem := next(misfits(model, same, lacking=model.state_dict()), None):
+        raise CheckpointError(f"{WEIGHTS}: {problem}")
 
 
 def _flat(name: str) -> str:

@@ -200,11 +200,14 @@ def _rebuilt(
 ) -> nn.Module | None:
     """The model with its weights, in their precision; None where they do not fit."""
     source = buildable(config.source, folder, trust_code=trust_code)
-    model = build_model(source, trust_code=True)  # allowed above
+    twin = build_model(source, device="meta", trust_code=True)  # allowed above; sizes are checked before they cost
+    if config.plan is not None:
+        place_(twin, config.plan)
+    if not checks.add("model", misfits(twin, state), f"{shown(source.name)} rebuilt; all {len(state)} tensors fit"):
+        return None
+    model = build_model(source, trust_code=True)
     if config.plan is not None:
         place_(model, config.plan)
-    if not checks.add("model", misfits(model, state), f"{shown(source.name)} rebuilt; all {len(state)} tensors fit"):
-        return None
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in state and tensor.is_floating_point():
             tensor.data = tensor.data.to(state[name].dtype)  # the precision in which the outputs were stored

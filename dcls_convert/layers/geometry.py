@@ -7,6 +7,7 @@ from typing import TypeGuard, cast
 from ..errors import PlanError
 
 # TensorFlow's SAME padding, which depends on the input's size: the rule of timm's Conv2dSame and related classes.
+MOST_CELLS = 1 << 28  # of one layer's constructed kernels: a gigabyte in float32
 DYNAMIC_SAME = "dynamic_same"
 Uneven = tuple[tuple[int, int], ...]  # cells before and after each axis
 Padding = str | tuple[int, ...] | Uneven  # "same", "valid", DYNAMIC_SAME, or cells on either side of each axis
@@ -49,6 +50,15 @@ def check_window(kernel_size: Sequence[int], dilation: Sequence[int], window: Se
                 f"window {size}{where} must be {parity} as the {spanning} is, or the output would shift; "
                 f"use {' or '.join(near)}"
             )
+
+
+def check_cells(kernels: int, window: Sequence[int]) -> None:
+    """Refuse (PlanError) a window whose constructed kernels alone would fill memory."""
+    cells = kernels * math.prod(window)
+    if cells > MOST_CELLS:
+        raise PlanError(
+            f"window {size_text(window)} for {kernels:,} kernels has {cells:,} cells; {MOST_CELLS:,} are the most"
+        )
 
 
 def grown_padding(

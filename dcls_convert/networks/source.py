@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DclsConvertError, ModelError, did_you_mean, one_line, shown
+from ..files import read_bytes
 from .quiet import seeded
 
 REGISTRIES = ("timm", "torchvision")
@@ -327,7 +328,7 @@ def _check_cached(repository: str) -> None:
 def _check_folder(folder: Path) -> None:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_bytes(path))
     except (OSError, ValueError) as error:
         problem = (
             f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is not JSON: {one_line(error)}"

@@ -37,6 +37,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     check_weights_file(path)
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     where = f"checkpoint {path}"
+    _check_keys(content, where)
     if (unwrapped := _unwrapped(content)) is None:
         kind = f"a mapping with {listed(content)}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise CheckpointError(f"{where}: holds {kind}, not a state dict (names to tensors)")
@@ -47,7 +48,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
             kind = "without data (meta)" if value.is_meta else "quantized" if value.is_quantized else str(value.layout)
             raise CheckpointError(f"{where}: {name} is {kind}; weights must be ordinary dense tensors")
-        stripped = _stripped(str(name))
+        stripped = _stripped(name)
         if stripped in state:
             raise CheckpointError(f"{where}: {name} is there twice, with and without the prefix of a wrapper")
         state[stripped] = value
@@ -223,7 +224,16 @@ def _read_torch(path: Path) -> Any:
         ) from error
 
 
-def _unwrapped(content: Any, depth: int = 0) -> Mapping[Any, Any] | None:
+def _check_keys(content: Any, where: str, depth: int = 0) -> None:
+    """Refuse keys that are no texts, and show none: a small file can hold a tuple that takes gigabytes in words."""
+    if isinstance(content, Mapping) and depth <= MOST_WRAPPERS:
+        if odd := {type(key).__name__ for key in content if not isinstance(key, str)}:
+            raise CheckpointError(f"{where}: has keys of type {listed(sorted(odd))}; weights have names")
+        for key in WRAPPERS:
+            _check_keys(content.get(key), where, depth + 1)
+
+
+def _unwrapped(content: Any, depth: int = 0) -> Mapping[str, Any] | None:
     """The state dict inside the mappings of a training script; None where there are no tensors anywhere."""
     if not isinstance(content, Mapping) or depth > MOST_WRAPPERS:
         return None

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..errors import CheckpointError, PlanError, listed, newer_format, one_line, shown
-from ..layers.geometry import check_window, conv_macs
+from ..layers.geometry import check_cells, check_window, conv_macs
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import Skipped
 from ..options import Scope, Tie
@@ -255,6 +255,7 @@ def _check_layer(layer: LayerPlan) -> None:
                 f"dense axes {layer.dense_axes} are not axes of a {dims}-D kernel, or leave none to be learnt"
             )
         check_window(layer.kernel_size, layer.dilation, layer.dilated_size)
+        check_cells(layer.out_channels * layer.in_channels // layer.groups, layer.dilated_size)
         for axis in layer.dense_axes:
             if layer.dilated_size[axis] != layer.kernel_size[axis]:
                 raise PlanError(f"dense axis {axis} must keep its size {layer.kernel_size[axis]}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NothingMatchesError, PlanError, RuleError, one_line, shown
-from ..layers.geometry import check_window, grown_padding, padded_cells, size_text
+from ..layers.geometry import check_cells, check_window, grown_padding, padded_cells, size_text
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
 from ..options import AUTO, ERROR, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, takes_plan_options
@@ -254,6 +254,7 @@ def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tup
         if sides[axis] != site.kernel_size[axis] or dilated:
             raise PlanError(f"dense axis {axis} must keep its size {site.kernel_size[axis]}, undilated")
     check_window(site.kernel_size, site.dilation, sides)
+    check_cells(site.out_channels * site.in_channels // site.groups, sides)
     padding = grown_padding(site.padding, site.kernel_size, site.dilation, sides, site.stride)
     if site.padding_mode in ("reflect", "circular") and site.input_extent is not None:
         cells = padded_cells(padding, site.input_extent, sides, site.stride)

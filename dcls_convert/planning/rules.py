@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticCustomError
 
 from ..errors import RuleError, did_you_mean, one_line, printable, shown
+from ..files import read_bytes
 from ..layers.geometry import size_text
 from ..options import AUTO, INTERPOLATIONS, MOST_COUNT, MOST_SIDE, Interpolation
 from .stage_pattern import PatternError, compiled
@@ -226,9 +227,9 @@ def load_rules(source: str | Path) -> RuleSet:
         near = did_you_mean(str(source), known)
         raise RuleError(f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}")
     try:
-        if path.stat().st_size > 4 * MOST_CHARACTERS:
-            raise RuleError(f"{printable(source)}: has more than {MOST_CHARACTERS:,} characters")
-        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark before the text
+        text = read_bytes(path, 4 * MOST_CHARACTERS).decode(
+            "utf-8-sig"
+        )  # some editors put a byte order mark before the text
     except OSError as error:
         raise RuleError(f"{printable(source)}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

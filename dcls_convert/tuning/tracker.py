@@ -14,6 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, DclsConvertError, newer_format, one_line, shown
+from ..files import read_bytes
 from ..layers.interpolation import position_limits
 from ..layers.position_statistics import border_share, mean_distance, overlap_share, spread
 from ..layers.positions import PositionParameter, position_parameters, unwrapped, whole
@@ -152,7 +153,7 @@ def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:
         CheckpointError: No such file, or a line that is no record; names the line.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        lines = read_bytes(Path(path)).split(b"\n")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
     return tuple(_parse(line, f"{path}: line {number}") for number, line in enumerate(lines[:-1], start=1))

@@ -6,6 +6,7 @@ right model or must refuse.
 
 import contextlib
 import json
+import os
 import shutil
 import struct
 import sys
@@ -150,7 +151,11 @@ CASES = {
         for name, uses in NEEDED.items()
         for what, damage, says in [
             ("no", gone, "there is no" if name == WEIGHTS else "cannot"),
-            ("a folder for", lambda name: instead(name, Path.mkdir), "is not a file"),
+            (
+                "a folder for",
+                lambda name: instead(name, Path.mkdir),
+                "is not a file" if name == WEIGHTS else "cannot be read: is not a file",
+            ),
             ("a link in a circle for", lambda name: instead(name, lambda path: path.symlink_to(path.name)), ""),
             ("not UTF-8 in", lambda name: write(name, b"\xff\xfe{\x00"), ""),
         ]
@@ -189,7 +194,7 @@ CASES = {
     "a tensor of integers": case(
         tensors(lambda t: t.update({WEIGHT: t[WEIGHT].int()})), CHANGED, f"{WEIGHT} is torch.int32"
     ),
-    "no metadata": case(stamp(lambda _: None), "has no metadata of dcls-convert", **BOTH),
+    "no metadata": case(stamp(lambda _: None), "has no metadata of dcls-convert, but config.json states its tensors"),
     "metadata not JSON": case(stamp(lambda _: "{"), "metadata 'dcls_convert': is not JSON"),
     "metadata without hash": case(
         stamp(lambda s: {k: v for k, v in s.items() if k != "tensors"}), "metadata 'dcls_convert': tensors: "
@@ -208,6 +213,14 @@ CASES = {
     ),
     # The config, and the plan in it
     "config not JSON": case(write(CONFIG, b'{"architecture": '), "config.json: is not JSON"),
+    "a huge config": case(
+        lambda folder, _: os.truncate(folder / CONFIG, 100 << 20), "cannot be read: has 104,857,600 bytes"
+    ),
+    "a pipe for the config": case(instead(CONFIG, os.mkfifo), "config.json: cannot be read: is not a file"),
+    "a device for the report": case(
+        instead(REPORT, lambda path: path.symlink_to("/dev/zero")), "is not a file", **BOTH
+    ),
+    "a pipe for the weights": case(instead(WEIGHTS, os.mkfifo), "model.safetensors: is not a file"),
     "config a list": case(write(CONFIG, b"[1]"), "config.json: is a list, not an object"),
     "config of deep lists": case(write(CONFIG, b"[" * 100_000), "config.json: is not JSON"),
     "config of another plan": case(swapped(CONFIG, "size"), OTHER_PLAN, OTHER_TEXT),
@@ -312,6 +325,38 @@ def test_values_are_looked_at_where_the_folder_says_that_they_were_written_so(fo
     found = verify(folder)
     assert next(check for check in found.checks if check.name == WEIGHTS).ok
     assert any(says in line for line in lines(found)), lines(found)
+
+
+def classes(count):
+    def change(data):
+        for args in (data["model_args"], data["model_args"]["plan"]["model_args"]):
+            args["num_classes"] = count
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda data: data["model_args"]["plan"]["layers"][0].update(dilated_size=[9001, 9001]),
+            "window 9001x9001 for ",
+        ),
+        (classes(20_000_000), "the model needs (20000000, "),
+        (lambda data: data["model_args"]["plan"].update(input_size=[3, 20001, 20001]), "images of more than 4,194,304"),
+    ],
+)
+def test_sizes_are_checked_before_they_take_memory(folder, change, says):
+    edit_json(folder / CONFIG, change)
+    seal(folder)
+    assert any(says in line for line in lines(verify(folder))), lines(verify(folder))
+
+
+def test_a_misfit_is_one_line_through_timm_too(folder):
+    edit_tensors(folder, lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].reshape(-1)}))
+    seal(folder)
+    with pytest.raises(CheckpointError, match=r"^model.safetensors: [^\n]* has shape \(832,\), the model needs"):
+        timm.create_model(f"local-dir:{folder}", pretrained=True)
 
 
 def test_all_problems_are_listed(folder, folders):

@@ -1,5 +1,6 @@
 """Images of a calibration: which files are taken, which are held out, and what is refused."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -59,6 +60,7 @@ def test_files_that_are_no_images_are_named_and_the_model_is_left_alone(planned,
     write_images(tmp_path / "cats", 3)
     (tmp_path / "broken.jpg").write_bytes(b"no image")
     (tmp_path / "notes.txt").write_text("no image either")
+    os.mkfifo(tmp_path / "endless.png")
     model, plan = planned
     before, notes = snapshot(model), []
     found = calibrate(model, plan, tmp_path, note=notes.append)

@@ -144,6 +144,19 @@ def test_weights_that_are_not_finite_or_no_fractions_are_refused(tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == [f"weights.{suffix}"]
 
 
+def tuples(depth):
+    """A tuple that holds one tuple twice, and so on: some bytes in a file, 2**depth in words."""
+    return () if depth == 0 else (tuples(depth - 1),) * 2
+
+
+@pytest.mark.parametrize("key", [tuples(20), 0, b"weight", None], ids=["tuple", "integer", "bytes", "none"])
+@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"model": state}, lambda state: {"a": 1, **state}])
+def test_keys_that_are_no_names_are_refused_unseen(tmp_path, key, wrap):
+    torch.save(wrap({key: torch.ones(2), "b": torch.ones(2)}), tmp_path / "weights.pth")
+    with pytest.raises(CheckpointError, match=rf"weights.pth: has keys of type {type(key).__name__}; "):
+        read_weights(tmp_path / "weights.pth")
+
+
 def test_masks_and_counters_of_a_model_are_loaded():
     model = torch.nn.BatchNorm2d(2)
     model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
