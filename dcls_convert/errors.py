@@ -4,6 +4,7 @@ A message says where, what was found and what is allowed. The command line print
 """
 
 import difflib
+import json
 from collections.abc import Iterable
 
 
@@ -58,6 +59,12 @@ def shown(text: object, limit: int = 60) -> str:
     """What a message shows of a text from outside, which may be long or hold anything."""
     text = printable(str(text)[: limit + 1])
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def filled(code: str, folder: object) -> str:
+    """Lines of Python in which "{folder}" stands for a name; they are valid, whatever characters the name has."""
+    text = str(folder)
+    return code.format(folder=json.dumps(text, ensure_ascii=not text.isprintable())[1:-1])
 
 
 def listed(names: Iterable[object], most: int = 3) -> str:

@@ -266,6 +266,14 @@ def test_the_command_line_answers_without_torch(arguments, code, printed):
     assert printed in (done.stdout if code == 0 else done.stderr)
 
 
+def test_a_missing_torch_is_one_line_that_says_what_to_install():
+    program = "import sys; sys.modules['torch'] = None; from dcls_convert.cli.app import main; main(['resnet18'])"
+    done, _ = imported_by("-c", program)
+    assert done.returncode == 2
+    assert done.stderr.endswith("\nerror: torch is not installed: pip install torch torchvision timm\n")
+    assert "Traceback" not in done.stderr
+
+
 def test_importing_the_light_modules_imports_no_torch():
     check = f"import sys, {', '.join(LIGHT)}; sys.exit('torch' in sys.modules)"
     done, modules = imported_by("-c", check)

@@ -26,6 +26,8 @@ RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # flags of Linux's renameat2
 AT_FDCWD = -100
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # renameat2's errors if kernel or file system lack it
 TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of renaming to a name that is in use
+PARTIAL = ".{name}.{random}.partial"
+MOST_NAME = 255 - len(PARTIAL.format(name="", random="12345678"))  # bytes, where file systems take 255
 EXISTS = "already exists; --force replaces it, --output names another"
 
 Foreign = Callable[[Path], str | None]  # why an existing path must not be replaced; None where it may be
@@ -45,6 +47,8 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
     try:
         if path.name in ("", ".."):
             raise CheckpointError(f"output {path}: name a new folder, not one that is there already")
+        if len(os.fsencode(path.name)) > MOST_NAME:
+            raise CheckpointError(f"output {shown(path)}: File name too long; {MOST_NAME} bytes are the most")
         if path.is_symlink() or path.exists():  # which raise OSError for a name that is too long
             if not force:
                 raise CheckpointError(f"output {path} {EXISTS}")
@@ -105,7 +109,7 @@ def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
     check_output(output, force=force, foreign=foreign)
     parent = output.absolute().parent
     missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-    partial = parent / f".{output.name}.{secrets.token_hex(4)}.partial"
+    partial = parent / PARTIAL.format(name=output.name, random=secrets.token_hex(4))
     lock: list[int] = []
     try:
         try:

@@ -28,6 +28,7 @@ EXIT_CODES = (
     "Exit codes: 0 done; 1 a bug, or stdout could not be written; 2 a mistake in what was given; 3 nothing in the "
     "model matches the rules; 130 interrupted."
 )
+NETWORKS = ("torch", "torchvision", "timm")  # which some install by themselves, and pip may have left out
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 SECONDS_TO_CLEAN = 5.0  # after a signal; the next one in this time is ignored
@@ -106,6 +107,8 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
         about = f"'{shown(error.filename)}': " if error.filename else ""
         return EXIT_MISTAKE, f"{about}{error.strerror or one_line(error)}"
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in NETWORKS:
+            return EXIT_MISTAKE, f"{error.name} is not installed: pip install {' '.join(NETWORKS)}"
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
         bug = error.__cause__ or error if isinstance(error, typer.Abort) else error  # typer's, of an EOFError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from ..errors import CheckpointError, DclsConvertError, PlanError
+from ..errors import CheckpointError, DclsConvertError, PlanError, filled
 from ..options import AUTO, ERROR, EXACT, MOST_COUNT, AuthorsVersion, Init, PlanOptions, Positions
 from . import console
 from .arguments import (
@@ -304,7 +304,7 @@ def _next_steps(report: "ConversionReport", output: Path, start: "Start", moved:
     from ..checkpoints.save import training_code
     from ..reports.report_view import outcome_sentences
 
-    training = training_code(report.model).format(folder=output).splitlines()
+    training = filled(training_code(report.model), output).splitlines()
     return [
         "",
         f"Wrote {output}, from {_start_in_words(start)}.",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.output import new_file
-from ..errors import DclsConvertError, ModelError, one_line, shown
+from ..errors import DclsConvertError, ModelError, filled, one_line, shown
 from ..networks.outputs import check_equal
 from ..networks.quiet import quietly
 from ..planning.plan import ConversionPlan
@@ -74,7 +74,7 @@ class Job:
             output=str(self.output),
             kind=kind,
             relative_error=max(error, self.error),
-            loading=loading.format(folder=self.output),
+            loading=filled(loading, self.output),
             layers=len(self.plan.layers),
             params_before=self.params_before,
             params_after=sum(p.numel() for p in self.model.parameters()),

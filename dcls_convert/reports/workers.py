@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -122,12 +123,25 @@ def _outcome(index: int, future: Future[Any], timeout: float | None) -> Outcome:
 def _start_worker(set_up: Callable[[], None] | None) -> None:
     """In the worker, before its first job."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends at once, also inside a long call into C
+    if hasattr(os, "fork"):
+        _guard_descendants()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
     if set_up is not None:
         set_up()
+
+
+def _guard_descendants() -> None:
+    """Let no process that a job starts outlive its worker: a guard kills the worker's process group when it is gone."""
+    os.setpgid(0, 0)
+    worker = os.getpid()
+    if os.fork() == 0:
+        os.closerange(0, os.sysconf("SC_OPEN_MAX"))
+        while os.getppid() == worker:
+            time.sleep(SECONDS_TO_LOOK)
+        os.killpg(worker, signal.SIGKILL)
 
 
 def _end_with_parent() -> None:

@@ -48,6 +48,14 @@ def test_main_job():
     assert load_converted(f"{TINY}-dcls17-tuned").num_classes == names["model"].num_classes == 10
 
 
+@pytest.mark.parametrize("name", ["it's", 'a "b"', "two\nlines", "back\\slash\\", "{brace}", "é\x1b[0m"])
+def test_what_is_to_be_pasted_is_python_whatever_the_folder_is_called(name):
+    out, _ = run(TINY, "--dilated-size", 9, "--output", name)
+    snippet = re.search(r"Fine-tune it:\n\n(.*)", out, re.DOTALL)[1]
+    exec("\n".join(line[4:] for line in snippet.splitlines()), {})
+    assert load_converted(f"{name}-tuned").num_classes == 10
+
+
 def test_runs_with_other_starts_do_not_collide():
     for start in ([], ["--init", "exact"]):
         run(TINY, "--dilated-size", 9, *start)

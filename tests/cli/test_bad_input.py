@@ -528,6 +528,7 @@ NEW = "name a new folder, not one that is there already"
         "link to nothing": ((link("o", "x"), "--output o"), f"output o {EXISTS}"),
         "parent a file": ((files("f"), "--output f/o"), "output f/o: ", "f is not a folder"),
         "too long": ((files(), f"--output {TOO_LONG}"), f"output {TOO_LONG[:57]}...: ", "File name too long"),
+        "too long for its partial": ((files(), f"--output {'é' * 119}"), "File name too long; 237 bytes are the most"),
         "no name": ((files(), "--output ''"), f"output .: {NEW}"),
         "under a device": ((files(), "--output /dev/null/x"), "output /dev/null/x: /dev/null is not a folder"),
     }

@@ -113,6 +113,18 @@ def test_closing_the_iterator_ends_the_workers_in_the_middle_of_their_jobs():
     assert time.monotonic() - started < 5
 
 
+def start_and_hang(path):
+    path.write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+    time.sleep(60)
+
+
+def test_what_a_job_started_ends_with_it(tmp_path):
+    path = tmp_path / "pid"
+    (outcome,) = run_jobs(start_and_hang, [path], workers=1, timeout=TIMEOUT)
+    assert outcome.failure == FAILURES["hang"]
+    assert gone({int(path.read_text())})
+
+
 PROGRAM = """
 import signal, sys
 from dcls_convert.reports.workers import run_jobs
