@@ -15,6 +15,11 @@ TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
 torch.set_num_threads(1)  # the tensors are small, and on a busy machine two threads wait for one another
 
 
+def pytest_addoption(parser):
+    parser.addoption("--seconds", type=float, default=20.0, help="of each campaign (pytest -m campaign)")
+    parser.addoption("--seed", type=int, default=0, help="of the campaigns' inputs")
+
+
 @pytest.fixture
 def tiny() -> nn.Module:
     with torch.random.fork_rng():
