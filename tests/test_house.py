@@ -26,6 +26,7 @@ ORDER = (
     "errors",
     "files",
     "options",
+    "tables",
     "layers",
     "networks",
     "planning",

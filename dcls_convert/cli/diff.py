@@ -36,7 +36,7 @@ def diff(
 
 
 def _line(difference: "Difference") -> str:
-    from ..reports.report_view import counted
+    from ..tables import counted
 
     what, names = difference.what, difference.layers
     where = shown(names[0]) + (f" ({len(names) - 1:,} more like it)" if len(names) > 1 else "") if names else ""

@@ -36,7 +36,7 @@ def inspect(
 
 def _view(inspection: "Inspection") -> RenderableType:
     """A row for each positions tensor, and what the columns mean; for a terminal of 80 columns or more."""
-    from ..reports.report_view import plain_table
+    from ..tables import plain_table
 
     has_sigma = any(row.mean_sigma is not None for row in inspection.positions)
     headings = ["Layers", "Elements", "Border", "Overlap", "Spread", "Distance"]
@@ -56,12 +56,13 @@ def _view(inspection: "Inspection") -> RenderableType:
     return Group(title, Text(), table, Text(), *notes)
 
 
-def _cells(row: "PositionRow", has_sigma: bool) -> Sequence[str | Text]:
+def _cells(row: "PositionRow", has_sigma: bool) -> Sequence[RenderableType]:
     from ..layers.geometry import size_text
+    from ..tables import Name
 
     sigma = "" if row.mean_sigma is None else f"{row.mean_sigma:.2f}"
     return [
-        Text(printable(row.name)),
+        Name(row.name),
         str(len(row.layers)),
         f"{row.kernel_count} in {size_text(row.dilated_size)}",
         _percent(row.border_share),
