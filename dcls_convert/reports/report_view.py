@@ -10,10 +10,10 @@ from rich.text import Text
 
 from ..errors import printable, shown
 from ..layers.geometry import size_text
+from ..planning.plan_view import OUTSIDE
 from ..tables import Name, counted, plain_table, span
 from .report import Change, ConversionReport, LayerReport
 
-OUTSIDE = "(no stage)"
 NOT_COUNTED = "n/a"
 SMALL_ERROR = 1e-3  # of kernels; below, the outputs are the old ones as far as a user would ask
 MACS_SENTENCE = "every window cell is multiplied, empty or not."
