@@ -18,6 +18,13 @@ def check_weights_file(path: Path) -> None:
         raise CheckpointError(f"checkpoint {shown(path)}: {error.strerror}") from error
 
 
+def check_folder(path: Path) -> Path:
+    """The path; CheckpointError where it is no folder."""
+    if not path.is_dir():
+        raise CheckpointError(f"{shown(path, 200)}: is not a folder")
+    return path
+
+
 def check_images(folder: Path) -> None:
     """Refuse what is no folder of images, before any work."""
     if not folder.is_dir():

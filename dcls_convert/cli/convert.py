@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from ..errors import CheckpointError, DclsConvertError, PlanError
+from ..files import check_folder, check_images, check_weights_file
 from ..options import AUTO, ERROR, EXACT, AuthorsVersion, Init, PlanOptions, Positions
 from . import console
 from .arguments import (
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from ..networks.source import ModelSource
     from ..planning.plan import ConversionPlan
+    from ..progress import Step
     from ..reports.report import ConversionReport
     from ..surgery.convert import Conversion, Start
 
@@ -99,6 +101,8 @@ def convert(
         }
     )
     _check_files(checkpoint, output, calibrate, force=force)
+    if plan is not None:
+        check_folder(plan)
     note: Say = (lambda _: None) if quiet else _note
     with console.steps(model, quiet=quiet) as step:
         step("planning")  # which begins with imports of some seconds
@@ -178,7 +182,6 @@ def _refuse_start(init: Init, positions: Positions, calibrate: Path | None, *, t
 
 def _check_files(checkpoint: Path | None, output: Path | None, images: Path | None, *, force: bool) -> None:
     """Refuse files that cannot be read or written, before any work."""
-    from ..files import check_images, check_weights_file
 
     def not_of_a_checkpoint(path: Path) -> str | None:
         from ..checkpoints import folder  # imports torch, and is needed only where something is replaced
@@ -202,7 +205,7 @@ class _Network:
     source: "ModelSource"
     where: str  # its weights come from, for messages
     pretrained: bool
-    step: Say
+    step: "Step"
     state: "dict[str, Tensor] | None" = None  # its weights from a file
     built: "tuple[nn.Module, list[str]] | None" = None  # with the names that kept their initial values
     seed: int = 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import shown
+from ..files import check_folder
 from . import console
 from .arguments import Checkpoint, Json
 
@@ -21,12 +22,16 @@ def diff(
     json_: Json = False,
 ) -> None:
     """Show what differs between two checkpoints: their plans, layer by layer, and whether their weights are equal."""
-    from ..checkpoints.folder import WEIGHTS, read_plan
-    from ..checkpoints.stamp import read_tensors, tensors_hash
+    for folder in (checkpoint, other):
+        check_folder(folder)
+    with console.steps("diff", lines=False) as step:
+        step("reading")  # which begins with imports of some seconds
+        from ..checkpoints.folder import WEIGHTS, read_plan
+        from ..checkpoints.stamp import read_tensors, tensors_hash
 
-    found = read_plan(checkpoint).diff(read_plan(other))
-    # What the files hold, not what folders state of them: one may be damaged.
-    one, two = (tensors_hash(read_tensors(folder / WEIGHTS)) for folder in (checkpoint, other))
+        found = read_plan(checkpoint).diff(read_plan(other))
+        # What the files hold, not what folders state of them: one may be damaged.
+        one, two = (tensors_hash(read_tensors(folder / WEIGHTS)) for folder in (checkpoint, other))
     if json_:
         rows = [asdict(difference) for difference in found]
         console.write(json.dumps({"format": 1, "differences": rows, "equal_weights": one == two}, indent=2) + "\n")

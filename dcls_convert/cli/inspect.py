@@ -1,13 +1,14 @@
 """`dcls-convert inspect`: where a checkpoint's elements are."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from ..errors import DclsConvertError, printable
+from ..files import check_folder
 from . import console
 from .arguments import OUTPUT, Checkpoint, Json, option
 
@@ -23,15 +24,17 @@ def inspect(
     """Show where a checkpoint's elements are: at the window's border, overlapping, how far from the centre."""
     if plan and json_:
         raise DclsConvertError("--plan and --json exclude each other; the plan is JSON")
-    from ..checkpoints.folder import read_plan
-    from ..checkpoints.inspection import inspect_folder
+    check_folder(checkpoint)
+    with console.steps(checkpoint, lines=False) as step:
+        step("reading")  # which begins with imports of some seconds
+        from ..checkpoints.folder import read_plan
+        from ..checkpoints.inspection import inspect_folder
 
-    if plan:
-        console.write(read_plan(checkpoint).to_json())
-    elif json_:
-        console.write(inspect_folder(checkpoint).to_json())
+        found = read_plan(checkpoint) if plan else inspect_folder(checkpoint)
+    if plan or json_:
+        console.write(found.to_json())
     else:
-        console.show(_view(inspect_folder(checkpoint)))
+        console.show(_view(cast("Inspection", found)))
 
 
 def _view(inspection: "Inspection") -> RenderableType:

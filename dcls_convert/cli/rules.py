@@ -56,12 +56,14 @@ def rules_schema() -> None:
 
 def _claims(rules: "RuleSet", model_name: str) -> list[str]:
     """A line for every rule, and one for the rest."""
-    from ..networks.sites import find_convs
-    from ..networks.source import build_model, resolve_model
-    from ..planning.rules import claim_sites
+    with console.steps(model_name, lines=False) as step:
+        step("reading")  # which begins with imports of some seconds
+        from ..networks.sites import find_convs
+        from ..networks.source import build_model, resolve_model
+        from ..planning.rules import claim_sites
 
-    convs = find_convs(build_model(resolve_model(model_name), device="meta", offline=True, trust_code=True))
-    claims = claim_sites(rules, convs.sites)
+        convs = find_convs(build_model(resolve_model(model_name), device="meta", offline=True, trust_code=True))
+        claims = claim_sites(rules, convs.sites)
     counts = Counter(claims.rule_of.values())
     lines = [
         f"  {rules.label(index)}: {'converts' if rule.skip is None else 'skips'} {counts[index]} "

@@ -30,6 +30,6 @@ def plan_view(plan: "ConversionPlan") -> RenderableType:
         table.add_row(Name(stage), str(len(layers)), " → ".join(sizes), counts, str(len(ties)))
     used, limit = (sum(getattr(unit, name) for unit in plan.budget) for name in ("used", "limit"))
     title = f"{counted(len(plan.layers), 'layer')} of {plan.model or 'the model'}{', folded' * plan.folded}"
-    new = f"{used:,} parameters in new kernels and positions; the budget admits {limit:,} ({plan.scope})."
+    new = f"Budget ({plan.scope}): {used:,} of {limit:,} parameters used."
     kept = f"{counted(len(plan.skipped), 'convolution')} kept." if plan.skipped else ""
     return Group(Text(printable(title), style="bold"), Text(), table, Text(), *map(Text, filter(None, (new, kept))))

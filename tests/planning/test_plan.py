@@ -44,7 +44,7 @@ def test_a_notebook_shows_the_counts_of_each_stage(name):
     page = replace(plan, layers=tuple(layers), model=odd)._repr_html_()
     assert all(character.isprintable() or character == "\n" for character in page)
     text = "".join(xml.etree.ElementTree.fromstring(page).itertext())
-    assert f"{sum(unit.used for unit in plan.budget):,} parameters" in text
+    assert f"{sum(unit.used for unit in plan.budget):,} of {sum(unit.limit for unit in plan.budget):,}" in text
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if "→" in line}
     for stage in {layer.stage for layer in plan.layers} - {None}:
         members = [layer for layer in plan.layers if layer.stage == stage]
