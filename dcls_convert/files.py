@@ -1,11 +1,27 @@
-"""Files that are given: what can be refused by their paths alone, before anything is loaded. Imports no torch."""
+"""Files that are given or shipped: what their paths alone tell, before anything is loaded. Imports no torch."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import CheckpointError, DclsConvertError, shown
 
+SHIPPED_RULES = Path(__file__).parent / "rules"  # in a wheel
+CHECKOUT_RULES = Path(__file__).parents[1] / "rules"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")  # of images
+
+
+def builtin_rules() -> dict[str, Path]:
+    """The rule sets that come with the package, by name."""
+    folder = SHIPPED_RULES if SHIPPED_RULES.is_dir() else CHECKOUT_RULES
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder looks like one of this program."""
+    try:
+        return all((path / name).is_file() for name in ("config.json", "model.safetensors"))
+    except OSError:
+        return False
 
 
 def check_weights_file(path: Path) -> None:

@@ -26,6 +26,7 @@ from .arguments import (
     option,
     with_plan_options,
 )
+from .completion import complete_checkpoints, complete_models
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,13 +53,13 @@ VERSION_HELP = "Version of the authors' layers in a checkpoint of theirs without
 
 @with_plan_options
 def convert(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_models)],
     *,
     pretrained: Annotated[
         bool, option(WHAT, "Start from timm's or torchvision's trained weights.", "--pretrained")
     ] = False,
     checkpoint: Annotated[Path | None, option(WHAT, WEIGHTS_HELP, metavar="FILE")] = None,
-    plan: Annotated[Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER")] = None,
+    plan: Annotated[Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER", autocompletion=complete_checkpoints)] = None,
     num_classes: Annotated[
         int | None, number(int, 0, MOST_COUNT, WHAT, "Classes of the model's head.", metavar="N")
     ] = None,

@@ -5,12 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import shown
 from ..files import check_folder
 from . import console
-from .arguments import Checkpoint, Json
+from .arguments import Checkpoint, Json, checkpoint_argument
 
 if TYPE_CHECKING:
     from ..planning.plan import Difference
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
 def diff(
     checkpoint: Checkpoint,
-    other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another such folder.")],
+    other: Annotated[Path, checkpoint_argument("OTHER", "Another such folder.")],
     json_: Json = False,
 ) -> None:
     """Show what differs between two checkpoints: their plans, layer by layer, and whether their weights are equal."""

@@ -9,6 +9,7 @@ from ..errors import DclsConvertError
 from ..options import AUTO, PlanOptions
 from . import console
 from .arguments import OUTPUT, InputSize, Json, number, option, with_plan_options
+from .completion import complete_models
 
 if TYPE_CHECKING:
     from ..reports.survey import ModelRow
@@ -25,11 +26,13 @@ PATTERN_HELP = (
     "or else a part of names. Without a pattern, all models of both registries."
 )
 
+PATTERN = typer.Argument(metavar="PATTERN", help=PATTERN_HELP, show_default=False, autocompletion=complete_models)
+
 
 @with_plan_options
 def models(
     options: PlanOptions,
-    pattern: Annotated[str | None, typer.Argument(metavar="PATTERN", help=PATTERN_HELP, show_default=False)] = None,
+    pattern: Annotated[str | None, PATTERN] = None,
     input_size: InputSize = None,
     jobs: Annotated[
         int | None, number(int, 1, MOST_JOBS, RUNNING, "Processes; one a processor without it.", metavar="N")

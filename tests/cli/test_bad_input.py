@@ -559,7 +559,7 @@ def as_nobody(monkeypatch):
     with tempfile.TemporaryDirectory() as name:  # others may enter it, unlike pytest's and perhaps the checkout
         outer, folder = Path(name), Path(name, "here")
         shutil.copytree(builtin_rules()["depthwise"].parent, outer / "rules")
-        monkeypatch.setattr("dcls_convert.planning.rules._SHIPPED", outer / "rules")
+        monkeypatch.setattr("dcls_convert.files.SHIPPED_RULES", outer / "rules")
         (folder / "shut").mkdir(parents=True)
         for file in ("c.pth", "my.yaml", "shut"):
             (folder / file).touch()
