@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, PlanError, one_line, shown
-from ..files import read_bytes
+from ..files import check_folder, read_bytes
 from ..networks.source import ModelSource
 from ..planning.plan import ConversionPlan, check_plan, plan_from_json
 from ..surgery.place import TIMM_ARCHITECTURE
@@ -37,9 +37,7 @@ class FolderConfig:
 
 def read_folder(folder: str | Path) -> FolderConfig:
     """What the folder's config.json says; CheckpointError where there is no folder, or no valid config in it."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"{shown(folder, 200)}: is not a folder")
+    folder = check_folder(Path(folder))
     return parse_config(read_text(folder / CONFIG), str(folder / CONFIG))
 
 

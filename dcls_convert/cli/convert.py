@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from ..errors import CheckpointError, DclsConvertError, PlanError, filled
+from ..files import check_folder, check_images, check_weights_file
 from ..options import AUTO, ERROR, EXACT, MOST_COUNT, AuthorsVersion, Init, PlanOptions, Positions
 from . import console
 from .arguments import (
@@ -24,12 +25,14 @@ from .arguments import (
     option,
     with_plan_options,
 )
+from .completion import complete_checkpoints, complete_models
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..networks.source import ModelSource
     from ..planning.plan import ConversionPlan
+    from ..progress import Step
     from ..reports.report import ConversionReport
     from ..surgery.convert import Conversion, Start
 
@@ -49,13 +52,13 @@ VERSION_HELP = "Version of the authors' layers in a checkpoint of theirs without
 
 @with_plan_options
 def convert(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_models)],
     *,
     pretrained: Annotated[
         bool, option(WHAT, "Start from timm's or torchvision's trained weights.", "--pretrained")
     ] = False,
     checkpoint: Annotated[Path | None, option(WHAT, WEIGHTS_HELP, metavar="FILE")] = None,
-    plan: Annotated[Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER")] = None,
+    plan: Annotated[Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER", autocompletion=complete_checkpoints)] = None,
     num_classes: Annotated[
         int | None, number(int, 0, MOST_COUNT, WHAT, "Classes of the model's head.", metavar="N")
     ] = None,
@@ -98,6 +101,8 @@ def convert(
         }
     )
     _check_files(checkpoint, output, calibrate, force=force)
+    if plan is not None:
+        check_folder(plan)
     note: Say = (lambda _: None) if quiet else _note
     with console.steps(model, quiet=quiet) as step:
         step("planning")  # which begins with imports of some seconds
@@ -177,7 +182,6 @@ def _refuse_start(init: Init, positions: Positions, calibrate: Path | None, *, t
 
 def _check_files(checkpoint: Path | None, output: Path | None, images: Path | None, *, force: bool) -> None:
     """Refuse files that cannot be read or written, before any work."""
-    from ..files import check_images, check_weights_file
 
     def not_of_a_checkpoint(path: Path) -> str | None:
         from ..checkpoints import folder  # imports torch, and is needed only where something is replaced
@@ -201,7 +205,7 @@ class _Network:
     source: "ModelSource"
     where: str  # its weights come from, for messages
     pretrained: bool
-    step: Say
+    step: "Step"
     state: "dict[str, Tensor] | None" = None  # its weights from a file
     built: "tuple[nn.Module, list[str]] | None" = None  # with the names that kept their initial values
     seed: int = 0

@@ -16,7 +16,9 @@ from ..layers.geometry import check_cells, check_window, conv_macs
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import Skipped
 from ..options import Scope, Tie
+from ..tables import as_html
 from .budget import BudgetUnit
+from .plan_view import plan_view
 
 PLAN_FORMAT = 1
 _STRICT = ConfigDict(strict=True, extra="forbid")
@@ -207,6 +209,10 @@ class ConversionPlan:
             what, one, other_value = json.loads(key)
             found.append(Difference(what=what, one=one, other=other_value, layers=tuple(names)))
         return tuple(found)
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook: a row a stage, and the budget in a sentence."""
+        return as_html(plan_view(self))
 
     def group(self, name: str) -> TieGroup:
         return next(group for group in self.tie_groups if group.name == name)
