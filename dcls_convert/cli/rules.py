@@ -14,7 +14,7 @@ from .completion import complete_models, complete_rules
 if TYPE_CHECKING:
     from ..planning.rules import RuleSet
 
-CLAIMS_HELP = "Also say what each rule claims in this model."
+CLAIMS_HELP = "Also check that every rule claims something in this model."
 
 
 def rules_argument(metavar: str, help: str) -> Any:
@@ -49,12 +49,15 @@ def rules_check(
         str | None, typer.Option(metavar="MODEL", help=CLAIMS_HELP, autocompletion=complete_models)
     ] = None,
 ) -> None:
-    """Check a rule file."""
+    """Check a rule file, and with --model whether it fits the model, as a conversion would."""
     from ..planning.rules import load_rules
 
     rules = load_rules(file)
-    claims = [] if model is None else _claims(rules, model)
-    console.show(f"{file}: ok, {len(rules.rules)} rule{'s' * (len(rules.rules) != 1)}", *claims)
+    count = f"{file}: valid, {len(rules.rules)} rule{'s' * (len(rules.rules) != 1)}"
+    if model is None:
+        console.show(f"{count}; whether they fit a model, --model MODEL tells")
+    else:
+        console.show(f"{count}; in {model}:", *_claims(rules, model))
 
 
 @rules_app.command("schema")
@@ -66,14 +69,22 @@ def rules_schema() -> None:
 
 
 def _claims(rules: "RuleSet", model_name: str) -> list[str]:
-    """A line for every rule, and one for the rest."""
+    """A line for every rule, and one for the rest.
+
+    Raises:
+        DclsConvertError: The rules do not fit the model.
+    """
     with console.steps(model_name, lines=False) as step:
         step("reading")  # which begins with imports of some seconds
         from ..networks.sites import find_convs
         from ..networks.source import build_model, resolve_model
+        from ..planning.planner import claim_convs, plan_conversion
         from ..planning.rules import claim_sites
 
         convs = find_convs(build_model(resolve_model(model_name), device="meta", offline=True, trust_code=True))
+        default = rules.defaults.dilated_kernel_size
+        sized = all(rule.skip or rule.dilated_kernel_size or default for rule in rules.rules)
+        _ = plan_conversion(convs, rules) if sized else claim_convs(rules, convs)
         claims = claim_sites(rules, convs.sites)
     counts = Counter(claims.rule_of.values())
     lines = [
@@ -81,4 +92,5 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
         f"of {len(convs.sites)} convolutions"
         for index, rule in enumerate(rules.rules)
     ]
-    return [*lines, f"  no rule: {len(claims.reasons)}, cannot be converted: {len(convs.skipped)}"]
+    lines.append(f"  no rule: {len(claims.reasons)}, cannot be converted: {len(convs.skipped)}")
+    return lines if sized else [*lines, "  a rule states no size: give --dilated-size when you convert"]

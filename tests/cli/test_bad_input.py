@@ -345,6 +345,8 @@ def test_rule_files(given, says):
 def test_rules_that_do_not_fit_the_model(given, says):
     Path("my.yaml").write_text(in_rule(given))
     refused(TINY, *SMALL, "--rules", "my.yaml", says=says)
+    if given != DEPTHWISE:  # its size can be stated later
+        refused("rules", "check", "my.yaml", "--model", TINY, says=says)
 
 
 def test_strict_refuses_what_would_be_skipped():
@@ -365,6 +367,8 @@ def test_strict_refuses_what_would_be_skipped():
 )
 def test_models_in_which_nothing_matches(given, says):
     refused(*given.split(), says=says, code=NOTHING_MATCHES)
+    model, _, rules = given.partition(" --rules ")
+    refused("rules", "check", rules or "conv3x3", "--model", model, says=says, code=NOTHING_MATCHES)
 
 
 @table(
