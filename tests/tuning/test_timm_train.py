@@ -153,8 +153,12 @@ def test_what_is_grouped_already_and_plain_models_pass_through(tiny, converted):
     ("arguments", "message"),
     [
         ([], "name the script to run"),
-        (["--position-lr-scale"], "'' must be a number"),
+        (["--position-lr-scale"], "--position-lr-scale"),
         (["--position-lr-scale=x", "train.py"], "'x' must be a number"),
+        (["--repulsive-loss-from", "-1", "train.py"], "--repulsive-loss-from"),
+        (["--repulsive-loss-from", "1.5", "train.py"], "'1.5' must be the number of an epoch"),
+        (["--repulsive-los", "1", "train.py"], "--repulsive-los"),
+        (["--auto-resume", __file__], "--auto-resume needs the script's --experiment NAME"),
         (["nowhere/train.py"], "nowhere/train.py: no such script"),
     ],
 )
