@@ -103,9 +103,8 @@ class _Run:
         self.tracker = None if techniques.track is None else PositionTracker(model, techniques.track)
 
     def attach_(self, optimizer: Any) -> None:
-        inner = getattr(optimizer, "_base_optimizer", optimizer)  # timm's Lookahead calls no hooks itself
-        inner.register_step_pre_hook(lambda stepping, *_: self._repel(stepping))
-        inner.register_step_post_hook(lambda *_: clamp_positions_(self.model))
+        optimizer.register_step_pre_hook(lambda stepping, *_: self._repel(stepping))
+        optimizer.register_step_post_hook(lambda *_: clamp_positions_(self.model))
         if self.repulsive_from is not None or self.tracker is not None:
             script = sys.modules["__main__"]
             train = getattr(script, "train_one_epoch", None)
@@ -151,8 +150,7 @@ def add_repulsion_(model: nn.Module, scale: float | torch.Tensor = 1.0) -> None:
     found = [one.tensor for one in position_parameters(model) if one.kind == "positions" and one.tensor.requires_grad]
     if not found:
         return
-    with torch.enable_grad():
-        gradients = torch.autograd.grad(repulsive_loss(model) ** 2, found)
+    gradients = torch.autograd.grad(repulsive_loss(model) ** 2, found)
     for tensor, gradient in zip(found, gradients, strict=True):
         gradient = gradient * scale
         tensor.grad = gradient if tensor.grad is None else tensor.grad.add_(gradient)
@@ -231,6 +229,8 @@ def run_script(arguments: list[str]) -> None:
     script = Path(given.script)
     if not script.is_file():
         raise DclsConvertError(f"{script}: no such script; timm's train.py is in its repository, not in its wheel")
+    if given.track is not None and not Path(given.track).absolute().parent.is_dir():
+        raise DclsConvertError(f"--track {given.track}: there is no folder for this file")
     sys.argv = [str(script), *(resumed(given.arguments) if given.auto_resume else given.arguments)]
     sys.path[0] = os.fspath(script.resolve().parent)  # the folder that Python searches first when it runs a script
     techniques = Techniques(
