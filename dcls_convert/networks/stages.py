@@ -193,6 +193,6 @@ def _stage_from_path(common: str, name: str) -> str | None:
     """The path up to its first number, less that of a network ("convnextv2") which holds all convolutions."""
     parts = name.split(".")
     numbered = [index for index, part in enumerate(parts[:-1], start=1) if part[-1:].isdigit()]
-    depth = len(common.split("."))
+    depth = len(common.split(".")) if common else 0
     first = [index for index in numbered if index > depth or parts[index - 1].isdigit()] or numbered
     return ".".join(parts[: next(iter(first), 0)]) or None
