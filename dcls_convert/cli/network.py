@@ -1,6 +1,6 @@
 """The network that MODEL and its options name: the arguments, its weights, and the network itself, built once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,7 +33,8 @@ InChans = Annotated[int | None, number(int, 1, MOST_COUNT, WHAT, "Input channels
 Images = Annotated[Path | None, option(WHERE, "Images: fit outputs for them, not kernels.", metavar="FOLDER")]
 
 
-def refuse(conflicts: dict[str, bool]) -> None:
+def refuse(conflicts: Mapping[str, object]) -> None:
+    """Raise the first message whose conflict there is."""
     for message, conflict in conflicts.items():
         if conflict:
             raise DclsConvertError(message)

@@ -5,14 +5,15 @@ import importlib.util
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DclsConvertError, PlanError, shown
+from ..errors import CheckpointError, DclsConvertError, PlanError, shown
 from ..files import check_images, check_weights_file
-from ..options import ERROR, PlanOptions
+from ..options import ERROR, SCOPES, PlanOptions
 from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
 from . import console
 from .arguments import (
@@ -28,12 +29,24 @@ from .arguments import (
     parse_size,
     with_plan_options,
 )
-from .network import Images, InChans, Model, Network, NumClasses, Pretrained, WeightsFile, hollow_network, refuse
-from .network import show_note as note
+from .network import (
+    Images,
+    InChans,
+    Model,
+    Network,
+    NumClasses,
+    Pretrained,
+    WeightsFile,
+    hollow_network,
+    refuse,
+    show_note,
+)
 
 if TYPE_CHECKING:
     import torch
 
+    from ..surgery.convert import Start
+    from ..sweeps.candidates import Planner
     from ..sweeps.rows import Asked, Sweep, TimingSettings
 
 TIMES = "Times"
@@ -50,7 +63,9 @@ WIDTH_IN_A_FILE = 160  # columns
 
 def parse_range(text: str, step: int, most: int, what: str) -> list[int]:
     """ "7..11" -> [7, 9, 11] for a step of 2; "7..11..4" -> [7, 11]."""
-    numbers = [int(number) for number in text.split("..")] if re.fullmatch(r"\d{1,10}(\.\.\d{1,10}){1,2}", text) else []
+    numbers = (
+        [int(number) for number in text.split("..")] if re.fullmatch(r"[0-9]{1,10}(\.\.[0-9]{1,10}){1,2}", text) else []
+    )
     first, last, step = (*numbers, step)[:3] if numbers else (0, 0, 0)
     if not 1 <= first <= most or not 1 <= last <= most or not step:
         raise typer.BadParameter(f"'{shown(text)}' is not {what}")
@@ -90,7 +105,7 @@ def parse_budgets(text: str) -> list[float]:
     budgets = []
     for part in text.split(","):
         digits = part.removesuffix("%")
-        if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", digits) or not LEAST_PERCENT <= float(digits) <= MOST_PERCENT:
+        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", digits) or not LEAST_PERCENT <= float(digits) <= MOST_PERCENT:
             allowed = f"percentages from {LEAST_PERCENT} to {MOST_PERCENT}, such as 60%,80%,100%"
             raise typer.BadParameter(f"'{shown(part)}' is not a list of {allowed}")
         budgets.append(float(digits))
@@ -138,28 +153,24 @@ def sweep(
 ) -> None:
     """Compare windows, and counts or budgets: parameters, MACs, times, and what trained kernels and outputs keep.
 
-    A row each; the last line is the command of the row to take. Without --time and weights, nothing is downloaded.
+    A row each; the last line is the command of the row to take.
     """
     trained = pretrained or checkpoint is not None
-    timed = {"--device": device, "--batch-size": batch_size, "--amp": amp, "--seconds": seconds}
-    idle = [name for name, value in timed.items() if value]
+    number_of_rows = len(sizes) * len(counts or budgets or [None])
+    idle = {"--device": device, "--batch-size": batch_size, "--amp": amp, "--seconds": seconds}
     refuse(
         {
             "--json and --csv exclude each other": json_ and csv,
             "--counts and --budgets exclude each other": counts is not None and budgets is not None,
-            "--counts states the counts, so --scope would have no effect": bool(counts) and options.scope != "model",
+            "--counts states the counts, so --scope would have no effect": counts and options.scope != SCOPES[0],
             "--pretrained and --checkpoint exclude each other": pretrained and checkpoint is not None,
             "--calibrate needs trained kernels: --pretrained or --checkpoint": calibrate is not None and not trained,
             "--scope error needs trained kernels: --pretrained or --checkpoint": options.scope == ERROR and not trained,
-            f"{', '.join(idle)}: for --time": bool(idle) and not time,
-            "--force is for --picture": force and picture is None,
+            "--force replaces the file of --picture": force and picture is None,
+            f"{number_of_rows:,} rows are asked for; {MOST_ROWS:,} are allowed": number_of_rows > MOST_ROWS,
+            **{f"{name} is for --time": bool(value) and not time for name, value in idle.items()},
         }
     )
-    rows = len(sizes) * len(counts or budgets or [None])
-    if rows > MOST_ROWS:
-        raise DclsConvertError(
-            f"these sizes and {'counts' if counts else 'budgets'} make {rows:,} rows; {MOST_ROWS:,} are allowed"
-        )
     _check_files(checkpoint, calibrate, picture, force=force)
     given = {
         "pretrained": pretrained,
@@ -172,57 +183,58 @@ def sweep(
     with console.steps(model, quiet=False) as step:
         step("planning")  # which begins with imports of some seconds
         from ..networks.source import resolve_model
-        from ..surgery.convert import Start, convs_for
-        from ..sweeps.candidates import Planner, combinations
+        from ..surgery.convert import Start
+        from ..sweeps.candidates import combinations
         from ..sweeps.run import make_sweep
 
-        settings = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
+        timing = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
         source = resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained)
         network = Network(source, f"checkpoint {checkpoint}", pretrained=pretrained, step=step)
-        start, offline = Start(trained=trained, calibration=calibrate), not (time or trained)
-        twin, rebuilt, start = hollow_network(network, checkpoint, start, offline=offline, note=note)
-        if start.elements is not None:
-            raise DclsConvertError(f"checkpoint {checkpoint}: has elements of its own; there is nothing to compare")
-        build = functools.cache(lambda: _built(network))
-        basis = build() if options.scope == ERROR else twin
-        convs = convs_for(basis, rebuilt, input_size)
-        if convs.macs is None and (input_size is not None or (time and convs.input_size is None)):
-            raise PlanError(f"{model}: {convs.macs_note}")
-        planner = Planner(
-            model=basis,
-            convs=convs,
-            options=options,
-            start=start,
-            source=rebuilt,
-            command=_command(model, options, given),
-        )
+        start = Start(trained=trained, calibration=calibrate)
+        planner = _planner(network, checkpoint, options, start, input_size, _command(model, options, given))
+        if timing and planner.convs.input_size is None:
+            raise PlanError(f"{shown(model)}: {planner.convs.macs_note}")
+        asked, build = combinations(sizes, counts, budgets), functools.partial(_built, network)
         found = make_sweep(
-            planner,
-            combinations(sizes, counts, budgets),
-            build,
-            model=source.name,
-            timing=settings,
-            slower=slower,
-            note=note,
-            step=step,
+            planner, asked, build, model=source.name, timing=timing, slower=slower, note=show_note, step=step
         )
     _show(found, as_json=json_, as_csv=csv)
     if picture is not None:
         from ..sweeps.picture import draw
 
         draw(found, picture)
-        console.message(f"note: {picture} was written")
+        console.message(f"{model}: wrote {picture}")
     if found.interrupted:
         raise KeyboardInterrupt
     if not any(row.status == "done" for row in found.rows):
-        reason = next(row.reason for row in found.rows if row.reason)
-        raise PlanError(f"no row fits {model}: {reason}")
+        raise PlanError(f"no row is done; of the first: {found.rows[1].reason}")
+
+
+def _planner(
+    network: Network,
+    checkpoint: Path | None,
+    options: PlanOptions,
+    start: "Start",
+    input_size: tuple[int, ...] | None,
+    command: "Callable[[Asked], str]",
+) -> "Planner":
+    from ..surgery.convert import convs_for
+    from ..sweeps.candidates import Planner
+
+    twin, rebuilt, start = hollow_network(network, checkpoint, start, offline=False, note=show_note)
+    if start.elements is not None:
+        raise CheckpointError(f"checkpoint {checkpoint}: has elements of its own, so there is nothing to compare")
+    model = network.build()[0] if options.scope == ERROR else twin
+    convs = convs_for(model, rebuilt, input_size)
+    if convs.macs is None and input_size is not None:
+        raise PlanError(f"input size {'x'.join(map(str, input_size))}: {convs.macs_note}")
+    return Planner(model=model, convs=convs, options=options, start=start, source=rebuilt, command=command)
 
 
 def _built(network: Network) -> "torch.nn.Module":
     model, kept = network.build()
     for name in kept:
-        note(f"{name} has another shape in the checkpoint and starts from random values")
+        show_note(f"{name} has another shape in the checkpoint and starts from random values")
     return model
 
 
@@ -265,10 +277,8 @@ def _check_files(checkpoint: Path | None, images: Path | None, picture: Path | N
         raise DclsConvertError("--picture needs matplotlib: pip install 'dcls-convert[plot]'")
 
 
-def _command(model: str, options: PlanOptions, given: dict[str, object]) -> Callable[["Asked"], str]:
+def _command(model: str, options: PlanOptions, given: dict[str, object]) -> "Callable[[Asked], str]":
     """The command that converts as a row."""
-    from dataclasses import fields
-
     planning = {
         field.name: getattr(options, field.name)
         for field in fields(options)

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -36,12 +36,11 @@ class Candidate:
 
 def combinations(
     sizes: Sequence[Size], counts: Sequence[int] | None = None, budgets: Sequence[float] | None = None
-) -> Iterator[Asked]:
+) -> list[Asked]:
     """Every size with every count, or with every budget."""
-    for size, count in itertools.product(sizes, counts or ()):
-        yield Asked(size=size, kernel_count=count)
-    for size, budget in itertools.product(sizes, () if counts else budgets or (None,)):
-        yield Asked(size=size, budget=budget)
+    if counts:
+        return [Asked(size=size, kernel_count=count) for size, count in itertools.product(sizes, counts)]
+    return [Asked(size=size, budget=budget) for size, budget in itertools.product(sizes, budgets or (None,))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

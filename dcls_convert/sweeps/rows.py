@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 from ..layers.geometry import size_text
 
 SWEEP_FORMAT = 1
+EQUAL_ERRORS = 0.005  # relative errors that differ less say little of what training will make of them
 Status = Literal["original", "done", "does not fit", "failed"]
 Size = int | tuple[int, ...]
 
@@ -82,8 +83,9 @@ class TimingSettings:
 class Choice:
     """The row to take."""
 
-    row: int | None  # its index; None where there is none
+    row: int | None = None  # its index; None where there is none
     why: str
+    command: str | None = None  # which converts so
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,14 +109,22 @@ _ADAPTER: TypeAdapter[Sweep] = TypeAdapter(Sweep)
 _Value = Callable[[SweepRow], float | None]
 
 
-def _sides(row: SweepRow) -> list[float]:
-    """The window along up to three axes, as it was asked for."""
-    size = row.asked.size if row.asked else 0
-    return [size] * 3 if isinstance(size, int) else [*size, *[1] * (3 - len(size))]
+def _sides(rows: Sequence[SweepRow]) -> dict[int, tuple[int, ...]]:
+    """Sides of the windows of the rows that are done, by index, all along as many axes."""
+    sizes = {index: row.asked.size for index, row in enumerate(rows) if row.asked and row.status == "done"}
+    axes = max((len(size) for size in sizes.values() if isinstance(size, tuple)), default=1)
+    return {
+        index: (size,) * axes if isinstance(size, int) else (*size, *[1] * (axes - len(size)))
+        for index, size in sizes.items()
+    }
 
 
 def step_ms(row: SweepRow) -> float | None:
     return row.step_ms.median if row.step_ms else None
+
+
+def _macs(row: SweepRow) -> float | None:
+    return row.macs
 
 
 def _forward_ms(row: SweepRow) -> float | None:
@@ -136,15 +146,14 @@ def compared(rows: Sequence[SweepRow]) -> dict[int, tuple[float, ...]]:
     The window and the parameters; MACs, or the times where they were measured; the number of elements, or the error
     where there are weights to keep. What is not known of all is left out.
     """
-    done = {index: row for index, row in enumerate(rows) if row.status == "done"}
-    members = [*done.values()]
+    members = [row for row in rows if row.status == "done"]
     costs: list[_Value] = [lambda row: row.params]
     timed = [value for value in (step_ms, _forward_ms) if _known(members, value)]
-    costs += timed or [lambda row: row.macs] * _known(members, lambda row: row.macs)
+    costs += timed or [_macs] * _known(members, _macs)
     costs.append(_error if _known(members, _error) else lambda row: -(row.elements or 0))
     return {
-        index: (*(-side for side in _sides(row)), *(float(value(row) or 0) for value in costs))
-        for index, row in done.items()
+        index: (*(-side for side in sides), *(float(value(rows[index]) or 0) for value in costs))
+        for index, sides in _sides(rows).items()
     }
 
 
@@ -162,57 +171,50 @@ def with_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
 
 
 def growth(row: SweepRow, original: SweepRow, value: _Value) -> float:
-    """In percent; of what is known of both."""
+    """In percent, of what is known of both."""
     return 100 * (float(value(row) or 0) / float(value(original) or 1) - 1)
 
 
 def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
     """The row to take, and why, in one sentence.
 
-    Among rows with no more parameters than the original whose cost grows by at most `slower` percent: the one with the
-    least error, where there are weights to keep, else the one with the largest window. Errors that are equal to three
-    digits are equal. The cost is the time of a training step where it was measured, else the MACs.
+    Among rows with no more parameters than the original (or the fewest, where all have more) whose cost grows by at
+    most `slower` percent: the largest window, and of equal windows the most elements; where there are weights to keep,
+    of the rows with the least error (EQUAL_ERRORS). The cost is the time of a training step where it was measured, else
+    the MACs. Where all cost more, the one that costs least.
 
     Args:
         rows: The dense original first.
     """
-    original, done = rows[0], [index for index, row in enumerate(rows) if row.status == "done"]
-    members = [rows[index] for index in done]
-    cost = next((value for value in (step_ms, lambda row: row.macs) if _known([original, *members], value)), None)
+    original, done = rows[0], {index: row for index, row in enumerate(rows) if row.status == "done"}
+    cost = next((value for value in (step_ms, _macs) if _known([original, *done.values()], value)), None)
     if not done or cost is None:
-        why = "no row fits" if not done else "neither MACs nor times are known; state --input-size"
-        return Choice(row=None, why=why)
-    least = max(original.params or 0, min(row.params or 0 for row in members))
-    pool = [index for index in done if (rows[index].params or 0) <= least]
-    within = [index for index in pool if growth(rows[index], original, cost) <= slower]
-    window = {index: math.prod(_sides(rows[index])) for index in pool}
-    fitted = _known(members, _error)
+        why = "no row is done" if not done else "neither MACs nor times are known; --input-size states a size"
+        return Choice(why=why)
+    most = max(original.params or 0, min(row.params or 0 for row in done.values()))
+    pool = {index: row for index, row in done.items() if (row.params or 0) <= most}
+    within = [index for index, row in pool.items() if growth(row, original, cost) <= slower]
+    fitted = _known([*done.values()], _error)
+    if fitted and within:
+        least = min(_error(rows[index]) or 0 for index in within)
+        within = [index for index in within if (_error(rows[index]) or 0) <= least + EQUAL_ERRORS]
 
-    def rank(index: int) -> tuple[float, ...]:
-        row = rows[index]
-        error = (round(_error(row) or 0, 3),) if fitted else ()
-        return (*error, -window[index], -(row.elements or 0))
+    sides = _sides(rows)
 
-    taken = min(within, key=rank) if within else min(pool, key=lambda index: cost(rows[index]) or 0)
-    held = "" if least == original.params else "the fewest parameters"
-    return Choice(row=taken, why=_why(rows[taken], original, cost, slower, fitted=fitted, fits=bool(within), held=held))
+    def merits(index: int) -> tuple[float, ...]:
+        return math.prod(sides[index]), rows[index].elements or 0, -index
+
+    taken = max(within, key=merits) if within else min(pool, key=lambda index: cost(rows[index]) or 0)
+    row, held = rows[taken], "no more parameters than the original" if most == original.params else "fewest parameters"
+    merit = _error_in_words(row) if fitted else "largest window"
+    limit = f"{slower:g} % more {'time for a training step' if cost is step_ms else 'MACs'}"
+    grown = f"{growth(row, original, cost):+.1f} %"
+    why = f"the {merit} with {held} and at most {limit} ({grown})"
+    if not within:
+        why = f"it costs the least ({grown}) of those with {held}; none has at most {limit}"
+    return Choice(row=taken, why=why, command=row.command)
 
 
-def _why(row: SweepRow, original: SweepRow, cost: _Value, slower: float, *, fitted: bool, fits: bool, held: str) -> str:
-    timed = cost is step_ms
-    what = "a training step that takes" if timed else "MACs that grow by"
-    grown = growth(row, original, cost)
-    parameters = held or "no more parameters than the original"
-    if not fits:
-        measure = "training step" if timed else "MACs"
-        return (
-            f"of the rows with {parameters} it costs least, though its {measure} "
-            f"{'takes' if timed else 'grow by'} {grown:+.1f} %; none stays within {slower:g} %"
-        )
-    limit = f"{what} at most {slower:g} %{' longer' * timed} ({grown:+.1f} %)"
-    if not fitted:
-        return f"the largest window with {parameters} and {limit}"
-    of = f"of outputs for {row.images} images held out" if row.images else "of kernels"
-    return (
-        f"the least error {of} ({_error(row):.3f}) with {parameters} and {limit}; of equal errors, the largest window"
-    )
+def _error_in_words(row: SweepRow) -> str:
+    of = "outputs for images held out" if row.images else "kernels"
+    return f"least error of {of} ({_error(row):.3f}; of those within {EQUAL_ERRORS:g}, the largest window)"

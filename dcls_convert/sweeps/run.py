@@ -1,6 +1,6 @@
 """The one way to a sweep: plan all combinations, fit those with weights, time all by turns, mark and choose."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from .timing import time_
 
 def make_sweep(
     planner: Planner,
-    combinations: Iterable[Asked],
+    combinations: Sequence[Asked],
     build: Callable[[], nn.Module],
     *,
     model: str,
@@ -24,7 +24,7 @@ def make_sweep(
     """All rows, the dense original first. KeyboardInterrupt ends it early, with what is known by then.
 
     Args:
-        build: The network with its weights; called where something is fitted or timed.
+        build: The network with its weights; called once, where something is fitted or timed.
         model: What the sweep calls it.
         timing, slower: How to measure times, and percent, for `choose`.
         note: Told what a user should know.
@@ -36,18 +36,20 @@ def make_sweep(
     candidates = [Candidate(planner.original())]
     interrupted = False
     try:
-        for asked in combinations:
+        for number, asked in enumerate(combinations, 1):
+            step(f"planning {number} of {len(combinations)}")
             candidates.append(planner.candidate(asked))
-            step(f"planned {candidates[-1].row.window}")
         planned = [candidate for candidate in candidates if candidate.plan]
-        if planner.start.trained and planned:
-            network = build()
-            start = with_images_read(planner.start, network, planned[0], note=note)
-            for number, candidate in enumerate(planned, 1):
-                step(f"fitting {candidate.row.window}, {number} of {len(planned)}")
-                fit_(candidate, network, start, note=note, step=step)
-        if timing is not None and planned:
-            time_(candidates, build(), *timing, step=step)
+        fitted = planned if planner.start.trained else []
+        network = build() if fitted or (timing and planned) else None
+        start = planner.start
+        for number, candidate in enumerate(fitted, 1):
+            assert network is not None
+            step(f"fitting {candidate.row.window}, {number} of {len(fitted)}")
+            start = with_images_read(start, network, candidate, note=note)
+            fit_(candidate, network, start, note=note, step=step)
+        if timing is not None and network is not None:
+            time_(candidates, network, *timing, step=step)
     except KeyboardInterrupt:
         interrupted = True
     rows = with_dominated([candidate.row for candidate in candidates])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import DclsConvertError
+from ..errors import DclsConvertError, shown
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.depthwise import depthwise_way
 from ..layers.depthwise_triton import is_channels_last
@@ -42,11 +42,14 @@ class _Timed:
 
 
 def check_device(name: str) -> torch.device:
-    """The device of this name, if torch has it here."""
+    """The device of this name; DclsConvertError where nothing can be timed on it."""
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise DclsConvertError(f"--device {name}: torch cannot use it here") from error
+        raise DclsConvertError(f"device {shown(name)}: torch cannot use it here") from error
+    if device.type == "meta":
+        raise DclsConvertError("device meta computes nothing")
+    return device
 
 
 def device_name(device: torch.device) -> str:
@@ -73,15 +76,13 @@ def time_(
     images = torch.randn(settings.batch, *size, generator=torch.Generator().manual_seed(0))
     clock = _Clock(images.to(device), device, settings.amp)
     try:
-        begun = time.perf_counter()
+        begun, least = time.perf_counter(), settings.seconds
         for count in range(-1, MOST_ROUNDS):  # a round for warmth first
-            left = settings.seconds - (time.perf_counter() - begun)
-            if (left <= 0 and count >= LEAST_ROUNDS) or not timed:
+            spent = time.perf_counter() - begun
+            if (spent >= least and count >= LEAST_ROUNDS) or not timed:
                 break
-            for one in list(timed):
-                step(f"{'warming up' if count < 0 else f'timing, round {count + 1}'}: {one.candidate.row.window}")
-                if not clock.measure(one, keep=count >= 0):
-                    timed.remove(one)
+            step("warming up" if count < 0 else f"timing, round {count + 1}, {spent:.0f} of {least:g} s")
+            timed = [one for one in timed if clock.measure(one, keep=count >= 0)]
     finally:
         for one in timed:
             one.candidate.row = replace(one.candidate.row, forward_ms=summary(one.forward), step_ms=summary(one.step))

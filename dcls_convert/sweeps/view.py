@@ -89,9 +89,9 @@ def _columns(sweep: Sweep) -> tuple[dict[str, _Cell], dict[str, _Cell], dict[str
     if any(row.step_ms for row in rows):
         measured["Step, ms"] = lambda row: _time(row.step_ms)
     if any(row.kernel_error is not None for row in rows):
-        measured["Kernel"] = lambda row: _number(row.kernel_error)
+        measured["Kernels"] = lambda row: _number(row.kernel_error)
     if any(row.output_error is not None for row in rows):
-        measured["Output"] = lambda row: _number(row.output_error)
+        measured["Outputs"] = lambda row: _number(row.output_error)
     if any(row.same_top1 is not None for row in rows):
         measured["Top-1"] = lambda row: "" if row.same_top1 is None else f"{100 * row.same_top1:.0f} %"
     return keys, costs, measured
@@ -127,26 +127,21 @@ def _number(value: float | None) -> str:
 
 
 def _notes(sweep: Sweep) -> Iterator[Text]:
-    rows = sweep.rows
-    for row in rows:
-        if row.reason:
-            yield Text(printable(f"{WITHOUT} {row.window} {row.status}: {row.reason}"), style="yellow")
+    rows, choice = sweep.rows, sweep.choice
+    reasons = dict.fromkeys(f"{WITHOUT} {row.window} {row.status}: {row.reason}" for row in rows if row.reason)
+    yield from (Text(printable(reason), style="yellow") for reason in reasons)
     if any(row.dominated for row in rows):
-        yield Text(
-            f"{DOMINATED} another row is no worse in window, parameters, {_compared_by(sweep)}, and better in one.",
-            style="dim",
-        )
-    for sentence in (*_timing_sentences(sweep), *_error_sentences(rows)):
-        yield Text(printable(sentence))
+        yield Text(f"{DOMINATED} another row is as good in {_compared_by(sweep)}, and better in one.", style="dim")
+    sentences = [*_timing_sentences(sweep), *_error_sentences(rows)]
+    yield from (Text(printable(sentence)) for sentence in sentences)
     if sweep.interrupted:
         yield Text("Interrupted: rows or measurements are missing.", style="bold yellow")
-    if sweep.choice.row is None:
-        yield Text(f"No row to take: {sweep.choice.why}.")
+    if choice.row is None:
+        yield Text(f"There is no row to take: {choice.why}.")
         return
-    taken = rows[sweep.choice.row]
-    count = span(taken.kernel_counts)
     yield Text(PAPER)
-    yield Text(f"{TAKEN} take {count} elements in {taken.window}: {sweep.choice.why}.", style="bold")
+    taken = rows[choice.row]
+    yield Text(f"{TAKEN} Take {taken.window} with {span(taken.kernel_counts)} elements: {choice.why}.", style="bold")
 
 
 def _compared_by(sweep: Sweep) -> str:
@@ -154,7 +149,7 @@ def _compared_by(sweep: Sweep) -> str:
     timed, fitted = (all(getattr(row, name) is not None for row in done) for name in ("step_ms", "kernel_error"))
     images = all(row.images for row in done)
     gain = ("error of outputs" if images else "error of kernels") if fitted else "number of elements"
-    return f"{'times' if timed else 'MACs'} and {gain}"
+    return f"window, parameters, {'times' if timed else 'MACs'} and {gain}"
 
 
 def _timing_sentences(sweep: Sweep) -> Iterator[str]:
@@ -180,7 +175,7 @@ def _error_sentences(rows: Sequence[SweepRow]) -> Iterator[str]:
         return
     compared = f"{counted(images, 'image')} held out of the calibration" if images else "random images"
     yield (
-        f"Kernel: mean relative error of the kernels. Output: relative error of the outputs for {compared}."
+        f"Kernels: mean relative error. Outputs: relative error for {compared}."
         + " Top-1: share of them with the same class as before." * any(row.same_top1 is not None for row in rows)
     )
 
