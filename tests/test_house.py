@@ -37,6 +37,7 @@ ORDER = (
     "checkpoints",
     "export",
     "tuning",
+    "sweeps",
     "cli",
     "timm_plugin",
     "__init__",
@@ -54,6 +55,7 @@ FOREIGN = {
     "typer": {"cli"},
     "onnxruntime": {"export"},
     "triton": {"layers"},
+    "matplotlib": {"sweeps"},
 }
 # A command line that answers at once imports these.
 LIGHT = ("dcls_convert.cli.app", "dcls_convert.options", "dcls_convert.planning.rules", "dcls_convert.planning.budget")

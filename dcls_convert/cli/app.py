@@ -19,6 +19,7 @@ from .fold import fold
 from .inspect import inspect
 from .models import models
 from .rules import rules_app
+from .sweep import sweep
 from .verify import verify
 
 EXIT_BUG = 1
@@ -78,7 +79,7 @@ def _main(
     pass
 
 
-for _command in (convert, models, inspect, diff, fold, verify):
+for _command in (convert, models, sweep, inspect, diff, fold, verify):
     app.command()(_command)
 app.add_typer(rules_app, name="rules")
 

@@ -6,7 +6,7 @@
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -159,12 +159,16 @@ PLANNING: dict[str, Any] = {
 }
 
 
-def with_plan_options(command: Callable[..., None]) -> Callable[..., None]:
+def with_plan_options(command: Callable[..., None], *, but: Container[str] = ()) -> Callable[..., None]:
     """Give a command an argument for each planning option, in the place of its parameter `options: PlanOptions`.
 
-    The rules are read here; an option that another one makes idle is refused.
+    The rules are read here; an option that another one makes idle is refused. Options in `but` keep their defaults.
     """
-    asked = [parameter.replace(annotation=PLANNING[parameter.name]) for parameter in PLAN_PARAMETERS]
+    asked = [
+        parameter.replace(annotation=PLANNING[parameter.name])
+        for parameter in PLAN_PARAMETERS
+        if parameter.name not in but
+    ]
     parameters = [
         new.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(command, eval_str=True).parameters.values()

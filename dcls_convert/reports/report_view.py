@@ -1,7 +1,7 @@
 """How a report looks: rich tables for the terminal, Markdown for the model card. Formatting only."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -103,17 +103,19 @@ def _layer_table(layers: Sequence[LayerReport]) -> Table:
 
 
 def _one_unit(changes: Sequence[Change]) -> tuple[list[str], str]:
-    """What stands in a column, and its unit for the heading: that of the smallest count."""
-    counts = [count for change in changes for count in (change.before, change.after) if count]
-    unit, name = _unit(min(counts, default=1))
-    digits = 0 if unit == 1 else 2 if min(counts) < 10 * unit else 1 if min(counts) < 100 * unit else 0
-    texts = [
-        NOT_COUNTED
-        if change.before is None or change.after is None
-        else f"{change.before / unit:,.{digits}f} → {change.after / unit:,.{digits}f}"
-        for change in changes
-    ]
-    return texts, f",{name}" if name else ""
+    """What stands in a column, and its unit for the heading."""
+    short, unit = in_one_unit([count for change in changes for count in (change.before, change.after)])
+    return [
+        NOT_COUNTED if None in (c.before, c.after) else f"{short(c.before)} → {short(c.after)}" for c in changes
+    ], unit
+
+
+def in_one_unit(counts: Sequence[int | None]) -> tuple[Callable[[int | None], str], str]:
+    """How a column states each of its counts, and its unit for the heading: that of the smallest count."""
+    least = min(filter(None, counts), default=1)
+    unit, name = _unit(least)
+    digits = 0 if unit == 1 else 2 if least < 10 * unit else 1 if least < 100 * unit else 0
+    return lambda count: NOT_COUNTED if count is None else f"{count / unit:,.{digits}f}", f",{name}" if name else ""
 
 
 def _totals(report: ConversionReport) -> Table:

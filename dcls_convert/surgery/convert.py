@@ -64,6 +64,7 @@ def plan_for(
     *,
     source: ModelSource | None = None,
     input_size: Sequence[int] | None = None,
+    convs: ModelConvs | None = None,
     step: Step = silent,
 ) -> ConversionPlan:
     """The plan for a model; DclsConvertError where it could not be carried out.
@@ -73,9 +74,10 @@ def plan_for(
         options, source: What is asked for, and how the model is built again.
         start: Its elements, or an exact start, decide the kernel counts.
         input_size: (channels, *spatial) for MACs; without it, the size that the source or a timm model states.
+        convs: What `convs_for` found, where it was asked before.
         step: Told about progress.
     """
-    convs = find_convs(model, input_size or (stated_input_size(source, model) if source else None))
+    convs = convs or convs_for(model, source, input_size)
     options = replace(options, kernel_count=_kernel_count(options, start))
     if options.scope == ERROR and options.kernel_count == AUTO:
         options = replace(options, kernel_count=_counts_by_error(model, convs, options, start, step))
@@ -84,6 +86,11 @@ def plan_for(
     if start.elements is not None:
         element_state(start.elements, plan, start.authors_version)
     return plan
+
+
+def convs_for(model: nn.Module, source: ModelSource | None, input_size: Sequence[int] | None = None) -> ModelConvs:
+    """What is planned from: the model's convolutions at this input size, or at the size that the source states."""
+    return find_convs(model, input_size or (stated_input_size(source, model) if source else None))
 
 
 def _counts_by_error(
