@@ -204,9 +204,12 @@ def _planned(
     """A new plan or the folder's, and the start, which the weights of the checkpoint may decide."""
     from ..checkpoints.folder import read_plan
     from ..layers.geometry import size_text
+    from ..networks.weights import check_weights
     from ..surgery.convert import plan_again, plan_for
 
     twin, rebuilt, start = hollow_network(network, checkpoint, start, offline=offline, note=note)
+    if offline and network.state is not None:  # a dry run, which refuses what the run would
+        check_weights(twin, network.state, network.where, new_classifier=network.new_classifier)
     if folder is not None:
         return plan_again(twin, read_plan(folder), rebuilt), start
     # Most plans need no weights, and one that cannot be made is refused before any are loaded.
