@@ -7,6 +7,8 @@ import difflib
 import json
 from collections.abc import Iterable
 
+from rich.cells import cell_len
+
 
 class DclsConvertError(ValueError):
     """A mistake in what the package was given; `str(error)` is one line that says how to mend it."""
@@ -56,9 +58,20 @@ def printable(text: object, keep: str = "") -> str:
 
 
 def shown(text: object, limit: int = 60) -> str:
-    """What a message shows of a text from outside, which may be long or hold anything."""
-    text = printable(str(text)[: limit + 1])
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    """What a message or table shows of a text from outside, in at most `limit` columns of a terminal.
+
+    A longer text loses its middle: names begin and end with what tells them apart.
+    """
+    text = str(text)
+    if len(text) <= limit and cell_len(escaped := printable(text)) <= limit:
+        return escaped
+    room = max(limit - 3, 0)
+    start, end = printable(text[: (room + 1) // 2]), printable(text[len(text) - room // 2 :])
+    while cell_len(start) > (room + 1) // 2:
+        start = start[:-1]
+    while cell_len(end) > room // 2:
+        end = end[1:]
+    return f"{start}{'...'[:limit]}{end}"
 
 
 def filled(code: str, folder: object) -> str:

@@ -1,4 +1,4 @@
-"""Files that are given: what can be refused by their paths alone, before anything is loaded. Imports no torch."""
+"""Files that are given or shipped: what their paths alone tell, before anything is loaded. Imports no torch."""
 
 import errno
 import os
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from .errors import CheckpointError, DclsConvertError, shown
 
+SHIPPED_RULES = Path(__file__).parent / "rules"  # in a wheel
+CHECKOUT_RULES = Path(__file__).parents[1] / "rules"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")  # of images
 
 MOST_TEXT = 64 << 20  # bytes; the report of timm's largest model has half a megabyte
@@ -27,6 +29,20 @@ def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
     return path.read_bytes()
 
 
+def builtin_rules() -> dict[str, Path]:
+    """The rule sets that come with the package, by name."""
+    folder = SHIPPED_RULES if SHIPPED_RULES.is_dir() else CHECKOUT_RULES
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder looks like one of this program."""
+    try:
+        return all((path / name).is_file() for name in ("config.json", "model.safetensors"))
+    except OSError:
+        return False
+
+
 def check_weights_file(path: Path) -> None:
     """Refuse what cannot be a file of weights; CheckpointError says why."""
     try:
@@ -35,6 +51,13 @@ def check_weights_file(path: Path) -> None:
             raise CheckpointError(f"checkpoint {path}: {missing}")
     except OSError as error:
         raise CheckpointError(f"checkpoint {shown(path)}: {error.strerror}") from error
+
+
+def check_folder(path: Path) -> Path:
+    """The path; CheckpointError where it is no folder."""
+    if not path.is_dir():
+        raise CheckpointError(f"{shown(path, 200)}: is not a folder")
+    return path
 
 
 def check_images(folder: Path) -> None:

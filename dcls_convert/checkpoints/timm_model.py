@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ModelError, listed, one_line
 from ..networks.source import ModelSource, build_model, check_source
+from ..networks.stages import common_parent
 from ..networks.weights import alias_names, misfits
 from ..planning.plan import ConversionPlan
-from ..planning.tie_groups import common_parent
 from ..surgery.place import TIMM_ARCHITECTURE, note_for_timm
-from .folder import CONFIG, PLAN_PLACE, WEIGHTS, parse_config, parse_plan, read_checked_stamp, read_text
+from .folder import CONFIG, PLAN_PLACE, WEIGHTS, parse_config, read_checked_stamp, read_text
 from .load import check_tensors, place_
 from .stamp import Stamp
 
@@ -58,7 +58,7 @@ def create_converted(
         raise ModelError(
             f'"{TIMM_ARCHITECTURE}" is not a model by itself; load a checkpoint: timm.create_model("local-dir:FOLDER")'
         )
-    conversion = parse_plan(plan, f"{CONFIG}: {PLAN_PLACE}")
+    conversion = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_PLACE}")
     base = conversion.model or ""
     stored = {name: value for name, value in (pretrained_model_args or kwargs).items() if name != "plan"}
     check_source(ModelSource(name=base, args=stored))

@@ -14,8 +14,10 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, DclsConvertError, listed, one_line, shown
+from ..files import check_folder
 from ..networks.source import build_model
 from ..networks.weights import load_weights_, misfits, not_finite
+from ..progress import Step, silent
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
 from .folder import CONFIG, FILES, WEIGHTS, FolderConfig, read_checked_stamp, read_folder, read_text
 from .inspection import position_sets
@@ -84,7 +86,9 @@ class Checks(list[Check]):
 Rebuild = Callable[[Path, bool], list[Check]]  # folder, and whether to trust its code
 
 
-def verify_folder(folder: str | Path, *, trust_code: bool = False, rebuild: Rebuild | None = None) -> Verification:
+def verify_folder(
+    folder: str | Path, *, trust_code: bool = False, rebuild: Rebuild | None = None, step: Step = silent
+) -> Verification:
     """Check a checkpoint folder: its files, that they belong together, and that the model they describe can be had.
 
     Args:
@@ -92,18 +96,18 @@ def verify_folder(folder: str | Path, *, trust_code: bool = False, rebuild: Rebu
         trust_code: Import and run whatever the folder names as its model's factory. Without it, only a model of timm
             or torchvision is rebuilt.
         rebuild: Rebuilds the model and checks it; `rebuild_in_fresh_process` without it.
+        step: Told what is being done.
 
     Raises:
         CheckpointError: There is no such folder.
     """
-    folder, checks = Path(folder), Checks()
-    if not folder.is_dir():
-        raise CheckpointError(f"{shown(folder, 200)}: is not a folder")
+    folder, checks = check_folder(Path(folder)), Checks()
     config = checks.attempt(CONFIG, folder / CONFIG, lambda: read_folder(folder))
     readable = checks.attempt(WEIGHTS, folder / WEIGHTS, lambda: (read_stamp(folder / WEIGHTS),))
     stamp = readable[0] if readable is not None else None
     _check_texts(checks, folder, config, stamp)
     if readable is not None:
+        step("checking the weights")
         _check_weights(checks, folder, config, stamp)
     try:
         if config is None or readable is None:
@@ -112,6 +116,7 @@ def verify_folder(folder: str | Path, *, trust_code: bool = False, rebuild: Rebu
     except DclsConvertError as error:
         checks.skip("model", one_line(error))
     else:
+        step("rebuilding the model in a fresh process")
         checks += (rebuild or rebuild_in_fresh_process)(folder, trust_code)
     return Verification(folder=str(folder), ok=all(check.ok is not False for check in checks), checks=tuple(checks))
 

@@ -19,6 +19,7 @@ from .fold import fold
 from .inspect import inspect
 from .models import models
 from .rules import rules_app
+from .sweep import sweep
 from .verify import verify
 
 EXIT_BUG = 1
@@ -40,8 +41,13 @@ class _Program(CommandGroup):
 
 def _completion_asked() -> bool:
     """Whether to add the options for completion; with them, typer imports pydantic for every command."""
+    if "_DCLS_CONVERT_COMPLETE" in os.environ:  # a shell asks what to complete, and has half the time of a command
+        from typer._completion_classes import completion_init
+
+        completion_init()  # which typer else does when it adds the options
+        return False
     first = sys.argv[1:2] or ["--help"]
-    return "_DCLS_CONVERT_COMPLETE" in os.environ or first[0].startswith(("--install", "--show", "--help", "-h"))
+    return first[0].startswith(("--install", "--show", "--help", "-h"))
 
 
 app = typer.Typer(
@@ -73,7 +79,7 @@ def _main(
     pass
 
 
-for _command in (convert, models, inspect, diff, fold, verify):
+for _command in (convert, models, sweep, inspect, diff, fold, verify):
     app.command()(_command)
 app.add_typer(rules_app, name="rules")
 

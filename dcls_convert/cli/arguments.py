@@ -6,7 +6,7 @@
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +28,7 @@ from ..options import (
     Tie,
 )
 from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
+from .completion import complete_checkpoints, complete_rules
 
 # Groups of options in --help.
 WHAT, HOW_MANY, WHERE, OUTPUT = "What to convert", "How many elements", "Where they start", "Output"
@@ -102,6 +103,16 @@ class CommandGroup(TyperGroup):
             args = [self.default_command, *args]
         return super().parse_args(ctx, args or ["--help"])
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Commands and options, and those of the default command; names of models are many, so not for nothing."""
+        found = super().shell_complete(ctx, incomplete)
+        if self.default_command and incomplete:
+            default = self.commands[self.default_command]
+            part: Any = default if incomplete.startswith("-") else default.params[0]
+            known = {item.value for item in found}
+            found += [item for item in part.shell_complete(ctx, incomplete) if item.value not in known]
+        return found
+
     def get_help_option(self, ctx: Any) -> Any:
         """As in typer, but False by default: typer imports pydantic to validate None, which doubles the time."""
         option = super().get_help_option(ctx)
@@ -111,7 +122,11 @@ class CommandGroup(TyperGroup):
 
 
 # What several commands take.
-Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder that dcls-convert wrote.")]
+def checkpoint_argument(metavar: str, help: str) -> Any:
+    return typer.Argument(metavar=metavar, help=help, autocompletion=complete_checkpoints)
+
+
+Checkpoint = Annotated[Path, checkpoint_argument("CHECKPOINT", "A folder that dcls-convert wrote.")]
 InputSize = Annotated[
     Any,
     option(
@@ -133,7 +148,7 @@ STRICT_HELP = "Fail where a layer cannot take the size, instead of skipping it."
 PLANNING: dict[str, Any] = {
     "dilated_size": Annotated[Any, option(HOW_MANY, SIZE_HELP, metavar="N|HxW", parser=parse_size)],
     "kernel_count": Annotated[Any, number(int, 1, MOST_COUNT, HOW_MANY, COUNT_HELP, word=AUTO, metavar=f"N|{AUTO}")],
-    "rules": Annotated[str, option(WHAT, RULES_HELP, metavar="FILE|NAME|auto")],
+    "rules": Annotated[str, option(WHAT, RULES_HELP, metavar="FILE|NAME|auto", autocompletion=complete_rules)],
     "scope": Annotated[Scope, option(HOW_MANY, "What one count is solved for.")],
     "tie": Annotated[Tie, option(HOW_MANY, "Which layers share their positions.")],
     "budget": Annotated[
@@ -144,12 +159,16 @@ PLANNING: dict[str, Any] = {
 }
 
 
-def with_plan_options(command: Callable[..., None]) -> Callable[..., None]:
+def with_plan_options(command: Callable[..., None], *, but: Container[str] = ()) -> Callable[..., None]:
     """Give a command an argument for each planning option, in the place of its parameter `options: PlanOptions`.
 
-    The rules are read here; an option that another one makes idle is refused.
+    The rules are read here; an option that another one makes idle is refused. Options in `but` keep their defaults.
     """
-    asked = [parameter.replace(annotation=PLANNING[parameter.name]) for parameter in PLAN_PARAMETERS]
+    asked = [
+        parameter.replace(annotation=PLANNING[parameter.name])
+        for parameter in PLAN_PARAMETERS
+        if parameter.name not in but
+    ]
     parameters = [
         new.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(command, eval_str=True).parameters.values()

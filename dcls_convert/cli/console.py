@@ -8,8 +8,8 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from typing import TextIO
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -17,6 +17,9 @@ from rich.segment import Segment
 from rich.text import Text
 
 from ..errors import DclsConvertError, printable, shown
+
+if TYPE_CHECKING:
+    from ..progress import Step
 
 EXIT_UNPRINTED = 1  # where stdout is closed or full
 LONGEST_WORD = 250  # characters in a message; paths may have about as many
@@ -63,23 +66,16 @@ def message(text: str, style: str = "") -> None:
 
 
 @contextlib.contextmanager
-def steps(name: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show what is being done, on stderr: beside a spinner on a terminal, a line a step elsewhere, nothing when quiet.
+def steps(name: object, *, quiet: bool = False, lines: bool = True, every: float = 0.0) -> Iterator["Step"]:
+    """Show what is being done, as `show_progress`; nothing when quiet, and on terminals alone without `lines`.
 
     What models and their loaders print meanwhile is progress too, and goes to stderr, away from the results.
     """
-    name, console = shown(name), Console(stderr=True, highlight=False)
-    if quiet or not console.is_terminal:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield lambda text: None if quiet else message(f"{name}: {text}")
-        return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from ..progress import show_progress, silent
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(name, total=None)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield lambda text: progress.update(task, description=f"{name}: {shown(text)}")
+    loud = show_progress(str(name), every=every, line=message if lines else silent, redirect=True)
+    with contextlib.nullcontext(silent) if quiet else loud as step, contextlib.redirect_stdout(sys.stderr):
+        yield step
 
 
 @contextlib.contextmanager

@@ -1,15 +1,14 @@
 """`dcls-convert MODEL`: plan, convert, report, and write a checkpoint."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.text import Text
 
-from ..errors import CheckpointError, DclsConvertError, PlanError, filled
-from ..options import AUTO, ERROR, EXACT, MOST_COUNT, AuthorsVersion, Init, PlanOptions, Positions
+from ..errors import PlanError, filled
+from ..files import check_folder, check_images, check_weights_file
+from ..options import AUTO, ERROR, EXACT, AuthorsVersion, Init, PlanOptions, Positions
 from . import console
 from .arguments import (
     MOST_SEED,
@@ -24,21 +23,29 @@ from .arguments import (
     option,
     with_plan_options,
 )
+from .completion import complete_checkpoints
+from .network import (
+    Images,
+    InChans,
+    Model,
+    Network,
+    NumClasses,
+    Pretrained,
+    Say,
+    WeightsFile,
+    hollow_network,
+    refuse,
+    show_note,
+)
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from ..networks.source import ModelSource
     from ..planning.plan import ConversionPlan
     from ..reports.report import ConversionReport
     from ..surgery.convert import Conversion, Start
 
-Say = Callable[[str], None]
-MODEL_HELP = (
-    "convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, hf-hub:REPO, local-dir:FOLDER, or "
-    "package.module:factory, which imports and runs your own code."
-)
-WEIGHTS_HELP = "Start from the weights in a safetensors or torch file, also one of DCLS's authors."
 PLAN_HELP = "Carry out the plan of a checkpoint, on other weights of the same model."
 INIT_HELP = (
     "random; fit: closest to the old kernels; largest: at their largest cells; exact: at all cells, for the same "
@@ -49,22 +56,16 @@ VERSION_HELP = "Version of the authors' layers in a checkpoint of theirs without
 
 @with_plan_options
 def convert(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    model: Model,
     *,
-    pretrained: Annotated[
-        bool, option(WHAT, "Start from timm's or torchvision's trained weights.", "--pretrained")
-    ] = False,
-    checkpoint: Annotated[Path | None, option(WHAT, WEIGHTS_HELP, metavar="FILE")] = None,
-    plan: Annotated[Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER")] = None,
-    num_classes: Annotated[
-        int | None, number(int, 0, MOST_COUNT, WHAT, "Classes of the model's head.", metavar="N")
-    ] = None,
-    in_chans: Annotated[int | None, number(int, 1, MOST_COUNT, WHAT, "Input channels.", metavar="N")] = None,
+    pretrained: Pretrained = False,
+    checkpoint: WeightsFile = None,
+    plan: Annotated[Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER", autocompletion=complete_checkpoints)] = None,
+    num_classes: NumClasses = None,
+    in_chans: InChans = None,
     options: PlanOptions,
     init: Annotated[Init, option(WHERE, INIT_HELP)] = "auto",
-    calibrate: Annotated[
-        Path | None, option(WHERE, "Images: fit outputs for them, not kernels.", metavar="FOLDER")
-    ] = None,
+    calibrate: Images = None,
     positions: Annotated[Positions, option(WHERE, "Random positions: N(0, 0.5 cells), or uniform.")] = "normal",
     authors_version: Annotated[
         AuthorsVersion | None, option(WHERE, VERSION_HELP, show_default="v0, as released")
@@ -87,7 +88,7 @@ def convert(
     _refuse_output(output, force=force, dry_run=dry_run, as_json=json_, verbose=verbose, quiet=quiet)
     _refuse_start(init, positions, calibrate, trained=trained, dry_run=dry_run)
     made_anew = options != PlanOptions() or input_size is not None
-    _refuse(
+    refuse(
         {
             "--pretrained and --checkpoint exclude each other": pretrained and checkpoint is not None,
             "--authors-version describes the file of --checkpoint": authors_version is not None and checkpoint is None,
@@ -98,7 +99,9 @@ def convert(
         }
     )
     _check_files(checkpoint, output, calibrate, force=force)
-    note: Say = (lambda _: None) if quiet else _note
+    if plan is not None:
+        check_folder(plan)
+    note: Say = (lambda _: None) if quiet else show_note
     with console.steps(model, quiet=quiet) as step:
         step("planning")  # which begins with imports of some seconds
         from ..checkpoints.save import save_converted
@@ -110,7 +113,7 @@ def convert(
         start = Start(init=init, trained=trained, positions=positions, calibration=calibrate, seed=seed)
         start = replace(start, authors_version=authors_version)
         source = resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained)
-        network = _Network(source, f"checkpoint {checkpoint}", pretrained=pretrained, step=step)
+        network = Network(source, f"checkpoint {checkpoint}", pretrained=pretrained, step=step)
         made, start = _planned(network, plan, options, start, checkpoint, input_size, offline=dry_run, note=note)
         report, moved = predict_report(made), None
         if not dry_run:
@@ -140,16 +143,10 @@ def _default_output(source: "ModelSource", plan: "ConversionPlan", start: "Start
     return Path(f"{source.short_name}-dcls{size}{how}")
 
 
-def _refuse(conflicts: dict[str, bool]) -> None:
-    for message, conflict in conflicts.items():
-        if conflict:
-            raise DclsConvertError(message)
-
-
 def _refuse_output(
     output: Path | None, *, force: bool, dry_run: bool, as_json: bool, verbose: int, quiet: bool
 ) -> None:
-    _refuse(
+    refuse(
         {
             "--force has no effect with --dry-run": dry_run and force,
             "--output has no effect with --dry-run": dry_run and output is not None,
@@ -165,7 +162,7 @@ def _refuse_start(init: Init, positions: Positions, calibrate: Path | None, *, t
     keeps = init != "random" and (trained or init == EXACT)
     kept = "--init auto or exact keeps those of old kernels"
     needs = not trained and init in ("largest", "fit")
-    _refuse(
+    refuse(
         {
             f"--init {init} needs trained kernels: --pretrained or --checkpoint": needs,
             "--calibrate is for --init fit, with --pretrained or --checkpoint": calibrate is not None and not fits,
@@ -177,7 +174,6 @@ def _refuse_start(init: Init, positions: Positions, calibrate: Path | None, *, t
 
 def _check_files(checkpoint: Path | None, output: Path | None, images: Path | None, *, force: bool) -> None:
     """Refuse files that cannot be read or written, before any work."""
-    from ..files import check_images, check_weights_file
 
     def not_of_a_checkpoint(path: Path) -> str | None:
         from ..checkpoints import folder  # imports torch, and is needed only where something is replaced
@@ -194,41 +190,8 @@ def _check_files(checkpoint: Path | None, output: Path | None, images: Path | No
         check_output(output, force=force, foreign=not_of_a_checkpoint)
 
 
-@dataclass(kw_only=False, slots=True)
-class _Network:
-    """The network to convert; built when it is needed, and once."""
-
-    source: "ModelSource"
-    where: str  # its weights come from, for messages
-    pretrained: bool
-    step: Say
-    state: "dict[str, Tensor] | None" = None  # its weights from a file
-    built: "tuple[nn.Module, list[str]] | None" = None  # with the names that kept their initial values
-    seed: int = 0
-
-    @property
-    def new_classifier(self) -> bool:
-        return "num_classes" in self.source.args
-
-    def build(self) -> "tuple[nn.Module, list[str]]":
-        from ..surgery.convert import build_with_weights
-
-        if self.built is None:
-            self.step("building with pretrained weights" if self.pretrained else "building")
-            self.built = build_with_weights(
-                self.source,
-                self.state,
-                where=self.where,
-                pretrained=self.pretrained,
-                seed=self.seed,
-                new_classifier=self.new_classifier,
-            )
-            self.state = None
-        return self.built
-
-
 def _planned(
-    network: _Network,
+    network: Network,
     folder: Path | None,
     options: PlanOptions,
     start: "Start",
@@ -241,15 +204,12 @@ def _planned(
     """A new plan or the folder's, and the start, which the weights of the checkpoint may decide."""
     from ..checkpoints.folder import read_plan
     from ..layers.geometry import size_text
-    from ..networks.source import build_model, rebuildable_source
+    from ..networks.weights import check_weights
     from ..surgery.convert import plan_again, plan_for
 
-    network.seed = start.seed
-    twin = build_model(network.source, device="meta", seed=start.seed, offline=offline, trust_code=True)
-    if checkpoint is not None:
-        network.step("reading weights")
-        network.state, start = _read_weights(checkpoint, twin, start, note)
-    rebuilt = rebuildable_source(twin, network.source)
+    twin, rebuilt, start = hollow_network(network, checkpoint, start, offline=offline, note=note)
+    if offline and network.state is not None:  # a dry run, which refuses what the run would
+        check_weights(twin, network.state, network.where, new_classifier=network.new_classifier)
     if folder is not None:
         return plan_again(twin, read_plan(folder), rebuilt), start
     # Most plans need no weights, and one that cannot be made is refused before any are loaded.
@@ -260,35 +220,8 @@ def _planned(
     return plan, start
 
 
-def _read_weights(
-    checkpoint: Path, twin: "nn.Module", start: "Start", note: Say
-) -> tuple["dict[str, Tensor] | None", "Start"]:
-    """The file's weights under the model's names; or, with layers of the authors' package, the start that they are."""
-    from ..networks.source import with_names_of
-    from ..networks.weights import read_weights
-    from ..surgery.authors import RELEASED_VERSION, sort_weights
-
-    where = f"checkpoint {checkpoint}"
-    state = with_names_of(twin, read_weights(checkpoint))
-    elements = sort_weights(state, where)
-    if elements is None:
-        if start.authors_version is not None:
-            raise CheckpointError(f"{where}: has no layers of the authors' package; leave --authors-version")
-        return state, start
-    for name, given in [
-        (f"--init {start.init}", start.init != AUTO),
-        (f"--positions {start.positions}", start.positions != "normal"),
-        ("--calibrate", start.calibration is not None),
-    ]:
-        if given:
-            raise CheckpointError(f"{where}: has elements of its own, with positions; leave {name}")
-    if not elements.has_sigma and start.authors_version is None:
-        note(f"{where} is taken for version {RELEASED_VERSION} of the authors' layers; see --authors-version")
-    return None, replace(start, elements=elements)
-
-
 def _carry_out(
-    plan: "ConversionPlan", network: _Network, start: "Start", *, note: Say
+    plan: "ConversionPlan", network: Network, start: "Start", *, note: Say
 ) -> tuple["nn.Module", "Conversion"]:
     from ..surgery.convert import carry_out_
 
@@ -334,7 +267,3 @@ def _start_in_words(start: "Start") -> str:
         "with elements fitted to what they give for images" if start.calibration else "with elements fitted to them"
     )
     return f"the trained kernels, {'reduced to their largest cells' if start.how == 'largest' else fitted}"
-
-
-def _note(text: str) -> None:
-    console.message(f"note: {text}", style="yellow")

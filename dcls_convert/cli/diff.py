@@ -5,11 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import shown
+from ..files import check_folder
 from . import console
-from .arguments import Checkpoint, Json
+from .arguments import Checkpoint, Json, checkpoint_argument
 
 if TYPE_CHECKING:
     from ..planning.plan import Difference
@@ -17,16 +16,20 @@ if TYPE_CHECKING:
 
 def diff(
     checkpoint: Checkpoint,
-    other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another such folder.")],
+    other: Annotated[Path, checkpoint_argument("OTHER", "Another such folder.")],
     json_: Json = False,
 ) -> None:
     """Show what differs between two checkpoints: their plans, layer by layer, and whether their weights are equal."""
-    from ..checkpoints.folder import WEIGHTS, read_plan
-    from ..checkpoints.stamp import read_tensors, tensors_hash
+    for folder in (checkpoint, other):
+        check_folder(folder)
+    with console.steps("diff", lines=False) as step:
+        step("reading")  # which begins with imports of some seconds
+        from ..checkpoints.folder import WEIGHTS, read_plan
+        from ..checkpoints.stamp import read_tensors, tensors_hash
 
-    found = read_plan(checkpoint).diff(read_plan(other))
-    # What the files hold, not what folders state of them: one may be damaged.
-    one, two = (tensors_hash(read_tensors(folder / WEIGHTS)) for folder in (checkpoint, other))
+        found = read_plan(checkpoint).diff(read_plan(other))
+        # What the files hold, not what folders state of them: one may be damaged.
+        one, two = (tensors_hash(read_tensors(folder / WEIGHTS)) for folder in (checkpoint, other))
     if json_:
         rows = [asdict(difference) for difference in found]
         console.write(json.dumps({"format": 1, "differences": rows, "equal_weights": one == two}, indent=2) + "\n")
@@ -36,7 +39,7 @@ def diff(
 
 
 def _line(difference: "Difference") -> str:
-    from ..reports.report_view import counted
+    from ..tables import counted
 
     what, names = difference.what, difference.layers
     where = shown(names[0]) + (f" ({len(names) - 1:,} more like it)" if len(names) > 1 else "") if names else ""

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from ..files import check_folder
 from ..options import FoldFormat
 from . import console
 from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, option
@@ -34,6 +35,7 @@ def fold(
 
     Positions are no longer learnable then. Outputs stay the same, which is checked before anything is written.
     """
+    check_folder(checkpoint)
     from ..checkpoints.records import write_json
     from ..export.formats import fold_checkpoint
 

@@ -1,13 +1,14 @@
 """`dcls-convert inspect`: where a checkpoint's elements are."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from ..errors import DclsConvertError, printable
+from ..files import check_folder
 from . import console
 from .arguments import OUTPUT, Checkpoint, Json, option
 
@@ -23,20 +24,22 @@ def inspect(
     """Show where a checkpoint's elements are: at the window's border, overlapping, how far from the centre."""
     if plan and json_:
         raise DclsConvertError("--plan and --json exclude each other; the plan is JSON")
-    from ..checkpoints.folder import read_plan
-    from ..checkpoints.inspection import inspect_folder
+    check_folder(checkpoint)
+    with console.steps(checkpoint, lines=False) as step:
+        step("reading")  # which begins with imports of some seconds
+        from ..checkpoints.folder import read_plan
+        from ..checkpoints.inspection import inspect_folder
 
-    if plan:
-        console.write(read_plan(checkpoint).to_json())
-    elif json_:
-        console.write(inspect_folder(checkpoint).to_json())
+        found = read_plan(checkpoint) if plan else inspect_folder(checkpoint)
+    if plan or json_:
+        console.write(found.to_json())
     else:
-        console.show(_view(inspect_folder(checkpoint)))
+        console.show(_view(cast("Inspection", found)))
 
 
 def _view(inspection: "Inspection") -> RenderableType:
     """A row for each positions tensor, and what the columns mean; for a terminal of 80 columns or more."""
-    from ..reports.report_view import plain_table
+    from ..tables import plain_table
 
     has_sigma = any(row.mean_sigma is not None for row in inspection.positions)
     headings = ["Layers", "Elements", "Border", "Overlap", "Spread", "Distance"]
@@ -56,12 +59,13 @@ def _view(inspection: "Inspection") -> RenderableType:
     return Group(title, Text(), table, Text(), *notes)
 
 
-def _cells(row: "PositionRow", has_sigma: bool) -> Sequence[str | Text]:
+def _cells(row: "PositionRow", has_sigma: bool) -> Sequence[RenderableType]:
     from ..layers.geometry import size_text
+    from ..tables import Name
 
     sigma = "" if row.mean_sigma is None else f"{row.mean_sigma:.2f}"
     return [
-        Text(printable(row.name)),
+        Name(row.name),
         str(len(row.layers)),
         f"{row.kernel_count} in {size_text(row.dilated_size)}",
         _percent(row.border_share),

@@ -1,17 +1,15 @@
 """`dcls-convert models`: what would become of many models at once."""
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from ..errors import DclsConvertError, printable
+from ..errors import DclsConvertError
 from ..options import AUTO, PlanOptions
 from . import console
 from .arguments import OUTPUT, InputSize, Json, number, option, with_plan_options
+from .completion import complete_models
 
 if TYPE_CHECKING:
     from ..reports.survey import ModelRow
@@ -28,11 +26,13 @@ PATTERN_HELP = (
     "or else a part of names. Without a pattern, all models of both registries."
 )
 
+PATTERN = typer.Argument(metavar="PATTERN", help=PATTERN_HELP, show_default=False, autocompletion=complete_models)
+
 
 @with_plan_options
 def models(
     options: PlanOptions,
-    pattern: Annotated[str | None, typer.Argument(metavar="PATTERN", help=PATTERN_HELP, show_default=False)] = None,
+    pattern: Annotated[str | None, PATTERN] = None,
     input_size: InputSize = None,
     jobs: Annotated[
         int | None, number(int, 1, MOST_JOBS, RUNNING, "Processes; one a processor without it.", metavar="N")
@@ -46,14 +46,21 @@ def models(
     """Show what would convert, over the timm and torchvision registries. No weights, no download."""
     if json_ and csv:
         raise DclsConvertError("--json and --csv exclude each other")
-    from ..planning.planner import check_overruled
-    from ..reports.survey import names_matching, survey_models
-    from ..reports.survey_view import failure_lines, summary_line, survey_csv, survey_json, survey_view
+    with console.steps("models", every=SECONDS_A_LINE) as step:
+        from ..planning.planner import check_overruled
+        from ..reports.survey import names_matching, survey_models
+        from ..reports.survey_view import failure_lines, summary_line, survey_csv, survey_json, survey_view
 
-    if options.rules != AUTO:
-        check_overruled(options.rules, options)  # once, not in every model
-    names = names_matching(pattern)
-    with _progress(len(names)) as advance:
+        if options.rules != AUTO:
+            check_overruled(options.rules, options)  # once, not in every model
+        names = names_matching(pattern)
+        done: Counter[bool] = Counter()  # of models, by whether they failed
+
+        def advance(row: "ModelRow") -> None:
+            done[row.status == "failed"] += 1
+            failures = f", {done[True]} failed" if done[True] else ""
+            step(f"{row.name}, {done.total()} of {len(names)}{failures}", done.total(), len(names))
+
         rows = survey_models(
             names, options, input_size=input_size, workers=jobs, timeout=float(timeout), advance=advance
         )
@@ -66,28 +73,3 @@ def models(
         console.show(survey_view(rows), least_width=WIDTH_IN_A_FILE)
     if any(row.status == "failed" for row in rows):
         raise typer.Exit(EXIT_FAILED)
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[["ModelRow"], None]]:
-    """On stderr: a bar on a terminal, a line now and then elsewhere."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    done = failed = 0
-    printed = time.monotonic()
-    columns: list[Any] = [TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()]
-    terminal = Console(stderr=True, highlight=False)
-    bar = Progress(*columns, TimeRemainingColumn(), console=terminal, transient=True)
-    task = bar.add_task("starting", total=total)
-
-    def advance(row: "ModelRow") -> None:
-        nonlocal done, failed, printed
-        done, failed = done + 1, failed + (row.status == "failed")
-        failures = f", {failed} failed" if failed else ""
-        bar.update(task, description=f"{printable(row.name) + failures:40.40}", advance=1)
-        if not terminal.is_terminal and time.monotonic() - printed >= SECONDS_A_LINE:
-            printed = time.monotonic()
-            console.message(f"models: {done} of {total}{failures}")
-
-    with bar if terminal.is_terminal else contextlib.nullcontext():
-        yield advance

@@ -2,15 +2,24 @@
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..files import builtin_rules
 from . import console
 from .arguments import CommandGroup
+from .completion import complete_models, complete_rules
 
 if TYPE_CHECKING:
     from ..planning.rules import RuleSet
+
+CLAIMS_HELP = "Also check that every rule claims something in this model."
+
+
+def rules_argument(metavar: str, help: str) -> Any:
+    return typer.Argument(metavar=metavar, help=help, autocompletion=complete_rules)
+
 
 rules_app = typer.Typer(cls=CommandGroup, help="Show and check rule files, which say what is replaced, and how.")
 
@@ -18,13 +27,15 @@ rules_app = typer.Typer(cls=CommandGroup, help="Show and check rule files, which
 @rules_app.command("list")
 def rules_list() -> None:
     """List the built-in rule sets."""
-    from ..planning.rules import builtin_rules, load_rules
+    from ..planning.rules import load_rules
 
     console.show(*[f"{name:12} {load_rules(name).description}" for name in builtin_rules()])
 
 
 @rules_app.command("show")
-def rules_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A built-in set, or a file.")]) -> None:
+def rules_show(
+    name: Annotated[str, rules_argument("NAME|FILE", "A built-in set, or a file.")],
+) -> None:
     """Print a rule set as YAML."""
     from ..planning.rules import load_rules
 
@@ -33,17 +44,20 @@ def rules_show(name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A 
 
 @rules_app.command("check")
 def rules_check(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A rule file, or a built-in set.")],
+    file: Annotated[str, rules_argument("FILE", "A rule file, or a built-in set.")],
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Also say what each rule claims in this model.")
+        str | None, typer.Option(metavar="MODEL", help=CLAIMS_HELP, autocompletion=complete_models)
     ] = None,
 ) -> None:
-    """Check a rule file."""
+    """Check a rule file, and with --model whether it fits the model, as a conversion would."""
     from ..planning.rules import load_rules
 
     rules = load_rules(file)
-    claims = [] if model is None else _claims(rules, model)
-    console.show(f"{file}: ok, {len(rules.rules)} rule{'s' * (len(rules.rules) != 1)}", *claims)
+    count = f"{file}: valid, {len(rules.rules)} rule{'s' * (len(rules.rules) != 1)}"
+    if model is None:
+        console.show(f"{count}; whether they fit a model, --model MODEL tells")
+    else:
+        console.show(f"{count}; in {model}:", *_claims(rules, model))
 
 
 @rules_app.command("schema")
@@ -55,17 +69,28 @@ def rules_schema() -> None:
 
 
 def _claims(rules: "RuleSet", model_name: str) -> list[str]:
-    """A line for every rule, and one for the rest."""
-    from ..networks.sites import find_convs
-    from ..networks.source import build_model, resolve_model
-    from ..planning.rules import claim_sites
+    """A line for every rule, and one for the rest.
 
-    convs = find_convs(build_model(resolve_model(model_name), device="meta", offline=True, trust_code=True))
-    claims = claim_sites(rules, convs.sites)
+    Raises:
+        DclsConvertError: The rules do not fit the model.
+    """
+    with console.steps(model_name, lines=False) as step:
+        step("reading")  # which begins with imports of some seconds
+        from ..networks.sites import find_convs
+        from ..networks.source import build_model, resolve_model
+        from ..planning.planner import claim_convs, plan_conversion
+        from ..planning.rules import claim_sites
+
+        convs = find_convs(build_model(resolve_model(model_name), device="meta", offline=True, trust_code=True))
+        default = rules.defaults.dilated_kernel_size
+        sized = all(rule.skip or rule.dilated_kernel_size or default for rule in rules.rules)
+        _ = plan_conversion(convs, rules) if sized else claim_convs(rules, convs)
+        claims = claim_sites(rules, convs.sites)
     counts = Counter(claims.rule_of.values())
     lines = [
         f"  {rules.label(index)}: {'converts' if rule.skip is None else 'skips'} {counts[index]} "
         f"of {len(convs.sites)} convolutions"
         for index, rule in enumerate(rules.rules)
     ]
-    return [*lines, f"  no rule: {len(claims.reasons)}, cannot be converted: {len(convs.skipped)}"]
+    lines.append(f"  no rule: {len(claims.reasons)}, cannot be converted: {len(convs.skipped)}")
+    return lines if sized else [*lines, "  a rule states no size: give --dilated-size when you convert"]

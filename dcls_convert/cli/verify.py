@@ -3,6 +3,7 @@
 from rich.text import Text
 
 from ..errors import CheckpointError, printable
+from ..files import check_folder
 from . import console
 from .arguments import Checkpoint, Json, TrustCode
 
@@ -11,9 +12,12 @@ MARKS = {True: ("ok", "green"), False: ("problem", "red"), None: ("skipped", "ye
 
 def verify(checkpoint: Checkpoint, trust_code: TrustCode = False, json_: Json = False) -> None:
     """Check a checkpoint: rebuild it in a fresh process, and compare names, shapes, hash and outputs."""
-    from ..checkpoints.verify import verify_folder
+    check_folder(checkpoint)
+    with console.steps(checkpoint, lines=False) as step:
+        step("reading")  # which begins with imports of some seconds
+        from ..checkpoints.verify import verify_folder
 
-    found = verify_folder(checkpoint, trust_code=trust_code)
+        found = verify_folder(checkpoint, trust_code=trust_code, step=step)
     if json_:
         console.write(found.to_json())
     else:

@@ -15,9 +15,10 @@ from ..checkpoints.output import check_output, not_a_file
 from ..errors import CheckpointError, DclsConvertError, shown
 from ..networks.outputs import check_equal
 from ..options import FoldFormat
+from ..progress import Step, silent
 from ..surgery.fold import fold_to_dense_
 from . import onnx, pt2, stock_timm
-from .job import BATCHES, FOLDING_BOUND, ExportFormat, Folded, Job, Step, run_model
+from .job import BATCHES, FOLDING_BOUND, ExportFormat, Folded, Job, run_model
 
 FORMATS: dict[str, ExportFormat] = {"timm": stock_timm.FORMAT, "onnx": onnx.FORMAT, "pt2": pt2.FORMAT}
 SEED = 0  # of the images
@@ -30,7 +31,7 @@ def fold_checkpoint(
     *,
     force: bool = False,
     trust_code: bool = False,
-    step: Step | None = None,
+    step: Step = silent,
 ) -> Folded:
     """Fold a checkpoint's model, and write it for use without learnable positions.
 
@@ -50,7 +51,6 @@ def fold_checkpoint(
     _check_fold_output(checkpoint, format, output, force)
     if plan.input_size is None:
         raise CheckpointError(f"{checkpoint}: its plan states no input size, so its outputs cannot be compared")
-    step = step or (lambda text: None)
     step("loading")
     model = load_converted(checkpoint, trust_code=trust_code)
     params_before = sum(p.numel() for p in model.parameters())

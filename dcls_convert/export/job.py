@@ -14,13 +14,13 @@ from ..errors import DclsConvertError, ModelError, filled, one_line, shown
 from ..networks.outputs import check_equal
 from ..networks.quiet import quietly
 from ..planning.plan import ConversionPlan
+from ..progress import Step
 
 FOLDING_BOUND = 1e-4  # relative error in float32: the same sums in another order
 BATCHES = (1, 3)  # numbers of images for which outputs are compared
 
 ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
-Step = Callable[[str], None]
 Exported = Callable[[Tensor], Any]
 Export = Callable[[Path, Tensor, bool], Exported]  # file, images, whether the batch may have any size
 

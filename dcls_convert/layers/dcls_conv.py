@@ -19,6 +19,7 @@ from .depthwise import conv2d
 from .elements import POSITION_STD, largest_elements
 from .geometry import DYNAMIC_SAME, Padding, extent, grown_padding, is_uneven, padded_cells
 from .interpolation import find_interpolation, learnt_axes, position_limits
+from .layer_view import layer_html
 from .ties import Tied
 from .timm_conv_classes import same_padded_conv
 
@@ -325,6 +326,10 @@ class DclsConvNd(Tied):
         if self.is_tied:
             parts.append("positions=tied")
         return ", ".join(parts)
+
+    def _repr_html_(self) -> str:
+        """The layer in a notebook."""
+        return layer_html(self)
 
 
 class DclsConv1d(DclsConvNd):

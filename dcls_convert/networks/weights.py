@@ -74,10 +74,19 @@ def load_weights_(
         CheckpointError: Names, shapes or kinds of numbers do not fit, or a value is not finite; the model is then
             unchanged.
     """
+    kept = check_weights(model, state, where, new_classifier=new_classifier)
+    state = {name: tensor for name, tensor in state.items() if name not in kept}
+    model.load_state_dict(_versioned(model, state), strict=False)
+    return kept
+
+
+def check_weights(
+    model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
+) -> list[str]:
+    """What `load_weights_` would return or raise, without loading; the model may be on the meta device."""
     kept = _kept(model, state, new_classifier)
     state = {name: tensor for name, tensor in state.items() if name not in kept}
     check_state(model, state, where, lacking=kept)
-    model.load_state_dict(_versioned(model, state), strict=False)
     return kept
 
 

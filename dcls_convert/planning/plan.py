@@ -16,7 +16,9 @@ from ..layers.geometry import check_cells, check_window, conv_macs
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import Skipped
 from ..options import Scope, Tie
+from ..tables import as_html
 from .budget import BudgetUnit
+from .plan_view import plan_view
 
 PLAN_FORMAT = 1
 _STRICT = ConfigDict(strict=True, extra="forbid")
@@ -180,6 +182,16 @@ class ConversionPlan:
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
+    @classmethod
+    def from_dict(cls, data: object, where: str = "the plan") -> "ConversionPlan":
+        """The plan of `to_dict`; CheckpointError names `where` if it is damaged, newer, or contradicts itself."""
+        plan = plan_from_json(json.dumps(data), where)
+        try:
+            check_plan(plan)
+        except PlanError as error:
+            raise CheckpointError(f"{where}: {error}") from error
+        return plan
+
     @property
     def hash(self) -> str:
         """SHA-256 over the canonical JSON."""
@@ -207,6 +219,10 @@ class ConversionPlan:
             what, one, other_value = json.loads(key)
             found.append(Difference(what=what, one=one, other=other_value, layers=tuple(names)))
         return tuple(found)
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook: a row a stage, and the budget in a sentence."""
+        return as_html(plan_view(self))
 
     def group(self, name: str) -> TieGroup:
         return next(group for group in self.tie_groups if group.name == name)

@@ -66,7 +66,7 @@ def make_plan(
     share = parse_percent(options.budget)
     arguments = _json_arguments(model_args or {})
     ruleset = _rules(options.rules, convs)
-    rule_of, skipped = _claim(ruleset, convs)
+    rule_of, skipped = claim_convs(ruleset, convs)
     check_overruled(ruleset, options)
     if options.kernel_count == EXACT:
         _check_exact(ruleset, options.interpolation)
@@ -176,8 +176,13 @@ def _json_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         raise PlanError(f"model_args cannot be kept in a JSON file: {one_line(error)}") from error
 
 
-def _claim(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
-    """The rule of each site to convert, by name, and every convolution that stays, with the reason."""
+def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
+    """The rule of each site to convert, by name, and every convolution that stays, with the reason.
+
+    Raises:
+        RuleError: A rule that claims no convolution.
+        NothingMatchesError: No rule claims anything, or all skip.
+    """
     claims = claim_sites(rules, convs.sites)
     skipped = list(convs.skipped)
     rule_of: dict[str, int] = {}

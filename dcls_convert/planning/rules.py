@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticCustomError
 
 from ..errors import RuleError, did_you_mean, one_line, printable, shown
-from ..files import read_bytes
+from ..files import builtin_rules, read_bytes
 from ..layers.geometry import size_text
 from ..options import AUTO, INTERPOLATIONS, MOST_COUNT, MOST_SIDE, Interpolation
 from .stage_pattern import PatternError, compiled
@@ -27,8 +27,6 @@ Kind = Literal["depthwise", "grouped", "dense"]
 Positive = Annotated[int, Field(ge=1)]
 MOST_PATTERN = 1_000  # characters
 MOST_SHOWN = 200  # characters of a text from the file, in a message
-_SHIPPED = Path(__file__).parents[1] / "rules"  # in a wheel
-_CHECKOUT = Path(__file__).parents[2] / "rules"
 
 
 class _Strict(BaseModel):
@@ -203,12 +201,6 @@ class Claims:
 
     rule_of: dict[str, int]  # site name -> index of the rule
     reasons: dict[str, str]  # site name -> why no rule claims it
-
-
-def builtin_rules() -> dict[str, Path]:
-    """The rule sets that come with the package, by name."""
-    folder = _SHIPPED if _SHIPPED.is_dir() else _CHECKOUT
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def load_rules(source: str | Path) -> RuleSet:

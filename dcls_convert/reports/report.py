@@ -12,6 +12,7 @@ from torch import nn
 from ..networks.sites import Skipped
 from ..networks.tracing import trace
 from ..planning.plan import ConversionPlan, LayerPlan, taken_from
+from ..tables import as_html, as_text
 
 REPORT_FORMAT = 1
 
@@ -162,14 +163,10 @@ class ConversionReport:
 
     def __str__(self) -> str:
         """The report at 80 columns."""
-        from .report_view import as_text
-
         return as_text(self)
 
     def _repr_html_(self) -> str:
         """The report in a notebook."""
-        from .report_view import as_html
-
         return as_html(self)
 
 

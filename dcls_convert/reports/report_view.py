@@ -1,21 +1,19 @@
 """How a report looks: rich tables for the terminal, Markdown for the model card. Formatting only."""
 
-import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import printable
+from ..errors import printable, shown
 from ..layers.geometry import size_text
+from ..planning.plan_view import OUTSIDE
+from ..tables import Name, counted, plain_table, span
 from .report import Change, ConversionReport, LayerReport
 
-OUTSIDE = "(no stage)"
 NOT_COUNTED = "n/a"
 SMALL_ERROR = 1e-3  # of kernels; below, the outputs are the old ones as far as a user would ask
 MACS_SENTENCE = "every window cell is multiplied, empty or not."
@@ -40,23 +38,6 @@ def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType
     if report.skipped:
         parts += [Text(), *_skipped(report, all_names=verbose > 1)]
     return Group(*parts)
-
-
-def as_text(part: RenderableType) -> str:
-    """What rich lays out, at 80 columns, without colours."""
-    return _recorded(part).export_text().rstrip("\n")
-
-
-def as_html(part: RenderableType) -> str:
-    """The same with colours, as a part of a page, such as a notebook."""
-    code = '<pre style="font-family:monospace;line-height:normal">{code}</pre>'
-    return _recorded(part).export_html(inline_styles=True, code_format=code)
-
-
-def _recorded(part: RenderableType) -> Console:
-    console = Console(record=True, file=io.StringIO(), width=80, force_jupyter=False)
-    console.print(part)
-    return console
 
 
 def _paragraph(line: str) -> Padding:
@@ -98,7 +79,7 @@ def _stage_table(layers: Sequence[LayerReport]) -> Table:
     fitted, (macs, unit) = _fitted(layers), _one_unit([macs for _, macs, _ in _stage_rows(layers)])
     table = plain_table("Stage", "Layers", "Kernel", "Count", "Parameters", f"MACs{unit}", *["Error"] * fitted)
     for (cells, _, members), change in zip(_stage_rows(layers), macs, strict=True):
-        table.add_row(*map(Text, cells), change, *[_error(members)] * fitted)
+        table.add_row(Name(cells[0]), *cells[1:], change, *[_error(members)] * fitted)
     return table
 
 
@@ -108,7 +89,7 @@ def _layer_table(layers: Sequence[LayerReport]) -> Table:
     for layer, change in zip(layers, macs, strict=True):
         first_of_group = layer.tie_group is not None and layer.position_params > 0
         table.add_row(
-            Text(printable(layer.name)),
+            Name(layer.name),
             _kernels([layer]).replace(" ", ""),
             str(layer.kernel_count),
             _arrow(_total([layer], "params")) + ("*" if first_of_group else " "),
@@ -122,17 +103,19 @@ def _layer_table(layers: Sequence[LayerReport]) -> Table:
 
 
 def _one_unit(changes: Sequence[Change]) -> tuple[list[str], str]:
-    """What stands in a column, and its unit for the heading: that of the smallest count."""
-    counts = [count for change in changes for count in (change.before, change.after) if count]
-    unit, name = _unit(min(counts, default=1))
-    digits = 0 if unit == 1 else 2 if min(counts) < 10 * unit else 1 if min(counts) < 100 * unit else 0
-    texts = [
-        NOT_COUNTED
-        if change.before is None or change.after is None
-        else f"{change.before / unit:,.{digits}f} → {change.after / unit:,.{digits}f}"
-        for change in changes
-    ]
-    return texts, f",{name}" if name else ""
+    """What stands in a column, and its unit for the heading."""
+    short, unit = in_one_unit([count for change in changes for count in (change.before, change.after)])
+    return [
+        NOT_COUNTED if None in (c.before, c.after) else f"{short(c.before)} → {short(c.after)}" for c in changes
+    ], unit
+
+
+def in_one_unit(counts: Sequence[int | None]) -> tuple[Callable[[int | None], str], str]:
+    """How a column states each of its counts, and its unit for the heading: that of the smallest count."""
+    least = min(filter(None, counts), default=1)
+    unit, name = _unit(least)
+    digits = 0 if unit == 1 else 2 if least < 10 * unit else 1 if least < 100 * unit else 0
+    return lambda count: NOT_COUNTED if count is None else f"{count / unit:,.{digits}f}", f",{name}" if name else ""
 
 
 def _totals(report: ConversionReport) -> Table:
@@ -198,21 +181,12 @@ def _new_kernels(report: ConversionReport) -> str:
 
 def _skipped(report: ConversionReport, *, all_names: bool) -> list[RenderableType]:
     if all_names:
-        rows = [f"{skip.name} ({skip.type}): {skip.reason}" for skip in report.skipped]
+        rows = [f"{shown(skip.name)} ({skip.type}): {skip.reason}" for skip in report.skipped]
     else:
         kinds = Counter((skip.type, skip.reason) for skip in report.skipped).most_common()
         rows = [f"{count} x {type_}: {reason}" for (type_, reason), count in kinds]
     head = Text(f" Kept as they are ({counted(len(report.skipped), 'convolution')}):")
     return [head, *[Padding(Text(printable(row), style="dim"), (0, 0, 0, 3), expand=False) for row in rows]]
-
-
-def plain_table(first: str, *headings: str) -> Table:
-    """An empty table in this program's style: a column for names, then columns for numbers."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=True, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column(first, overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "Kernel" else "right", overflow="fold")
-    return table
 
 
 def _fitted(layers: Sequence[LayerReport]) -> bool:
@@ -246,17 +220,6 @@ def _total(layers: Sequence[LayerReport], unit: str) -> Change:
 def _kernels(layers: Sequence[LayerReport]) -> str:
     old, new = ({getattr(layer, size) for layer in layers} for size in ("kernel_size", "dilated_size"))
     return f"{span(old, size_text)} → {span(new, size_text)}"
-
-
-def span(values: Iterable[Any], text: Callable[[Any], str] = str) -> str:
-    """The least and the greatest value, "29..40"; a single value by itself, and nothing for none."""
-    ordered = sorted(values)
-    return "..".join(dict.fromkeys(text(value) for value in (*ordered[:1], *ordered[-1:])))
-
-
-def counted(count: int, noun: str) -> str:
-    """1 and "layer" -> "1 layer"; 1200 -> "1,200 layers"."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def short_arrow(macs: Change) -> str:

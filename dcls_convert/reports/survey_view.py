@@ -17,8 +17,9 @@ from ..errors import printable
 from ..layers.geometry import size_text
 from ..options import PlanOptions
 from ..planning.rules import RuleSet
+from ..tables import Name, span
 from .report import Change
-from .report_view import short_arrow, short_count, span
+from .report_view import short_arrow, short_count
 from .survey import ModelRow, Status, rows_to_dicts
 
 SURVEY_FORMAT = 1
@@ -51,8 +52,8 @@ def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
     for heading in ("Count", "Parameters", "MACs"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        cells = [row.name, _replaced(row), span(row.kernel_counts), _change(row.params), _change(row.macs)]
-        table.add_row(*(Text(printable(cell)) for cell in cells), style=_STYLES[row.status])
+        cells = [_replaced(row), span(row.kernel_counts), _change(row.params), _change(row.macs)]
+        table.add_row(Name(row.name), *(Text(printable(cell)) for cell in cells), style=_STYLES[row.status])
     failures = [Text(line, style="red") for line in failure_lines(rows)]
     return Group(table, Text(), *failures, Text(summary_line(rows), style="bold"))
 

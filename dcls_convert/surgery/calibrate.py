@@ -23,6 +23,7 @@ from ..layers.conv_classes import PLAIN, find_form
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.running import evaluating, run
 from ..planning.plan import LayerPlan
+from ..progress import Step, silent
 from .place import LayerGroup
 
 Fill = Callable[[LayerGroup, Tensor | None], object]  # gives a group its elements; roots as for `fit_elements`
@@ -54,7 +55,7 @@ def fit_to_outputs_(
     calibration: Calibration,
     fill: Fill,
     *,
-    step: Callable[[str], None] = lambda _: None,
+    step: Step = silent,
 ) -> list[Offset]:
     """Give new layers the elements by which the model keeps its outputs.
 
@@ -82,7 +83,7 @@ def fit_to_outputs_(
         for number, conv in enumerate(relay.calls):
             group, index = place_of[conv]
             plan, layer = group.plans[index], group.layers[index]
-            step(f"calibrating {plan.name}, {number + 1} of {len(relay.calls)}")
+            step(f"calibrating {plan.name}, layer {number + 1} of {len(relay.calls)}", number, len(relay.calls))
             joint = _moments(plan, layer, joint=True)
             alone: dict[nn.Module, Moments] = {}
             if id(group) not in filled:
@@ -109,7 +110,7 @@ def seen_by_layers(
     groups: Sequence[LayerGroup],
     calibration: Calibration,
     *,
-    step: Callable[[str], None] = lambda _: None,
+    step: Step = silent,
 ) -> list[Tensor | None]:
     """What an error of a kernel does to the outputs in the old network: for each group, roots as for `fit_elements`."""
     step("looking at the images")

@@ -22,6 +22,7 @@ from ..options import AUTO, ERROR, EXACT, SCOPES, AuthorsVersion, Init, PlanOpti
 from ..planning.budget import parse_percent
 from ..planning.plan import ConversionPlan, LayerCounts
 from ..planning.planner import make_plan
+from ..progress import SECONDS_UNSEEN, Step, is_watched, show_progress, silent
 from ..reports.report import ConversionReport, Outcome, measure_report, predict_report
 from .authors import AuthorsWeights, element_state, sort_weights, start_from_authors_
 from .counts import counts_by_error
@@ -63,7 +64,8 @@ def plan_for(
     *,
     source: ModelSource | None = None,
     input_size: Sequence[int] | None = None,
-    step: Callable[[str], None] = lambda _: None,
+    convs: ModelConvs | None = None,
+    step: Step = silent,
 ) -> ConversionPlan:
     """The plan for a model; DclsConvertError where it could not be carried out.
 
@@ -72,9 +74,10 @@ def plan_for(
         options, source: What is asked for, and how the model is built again.
         start: Its elements, or an exact start, decide the kernel counts.
         input_size: (channels, *spatial) for MACs; without it, the size that the source or a timm model states.
+        convs: What `convs_for` found, where it was asked before.
         step: Told about progress.
     """
-    convs = find_convs(model, input_size or (stated_input_size(source, model) if source else None))
+    convs = convs or convs_for(model, source, input_size)
     options = replace(options, kernel_count=_kernel_count(options, start))
     if options.scope == ERROR and options.kernel_count == AUTO:
         options = replace(options, kernel_count=_counts_by_error(model, convs, options, start, step))
@@ -85,8 +88,13 @@ def plan_for(
     return plan
 
 
+def convs_for(model: nn.Module, source: ModelSource | None, input_size: Sequence[int] | None = None) -> ModelConvs:
+    """What is planned from: the model's convolutions at this input size, or at the size that the source states."""
+    return find_convs(model, input_size or (stated_input_size(source, model) if source else None))
+
+
 def _counts_by_error(
-    model: nn.Module, convs: ModelConvs, options: PlanOptions, start: Start, step: Callable[[str], None]
+    model: nn.Module, convs: ModelConvs, options: PlanOptions, start: Start, step: Step
 ) -> LayerCounts:
     if start.how != "fit":
         raise PlanError(f"scope {ERROR!r} is for elements that are fitted to trained kernels, not for {start.how} ones")
@@ -146,7 +154,7 @@ def carry_out_(
     *,
     new_classifier: bool = False,
     note: Callable[[str], None] = lambda _: None,
-    step: Callable[[str], None] = lambda _: None,
+    step: Step = silent,
 ) -> Conversion:
     """Convert a model by its plan, and measure the result.
 
@@ -238,6 +246,7 @@ def convert_(
     calibration: Images | Calibration | None = None,
     input_size: Sequence[int] | None = None,
     seed: int = 0,
+    progress: bool | None = None,
     **planning: Any,
 ) -> ConversionReport:
     """Replace the matching convolutions of `model` by DCLS layers, in place, and report what it costs.
@@ -253,6 +262,8 @@ def convert_(
             kernels.
         input_size: (channels, rows, columns) for MACs; without it, the size that a timm model states.
         seed: For random positions. The global generator is not touched.
+        progress: Show on stderr what is being done, where it takes more than two seconds: a bar with the time left on
+            a terminal, else lines. None shows it on a terminal and in a notebook.
         planning: dilated_size, kernel_count, rules, scope, tie, budget, interpolation and strict, as in
             `plan_conversion`.
 
@@ -263,9 +274,17 @@ def convert_(
     Raises:
         DclsConvertError: With one line that says what does not fit; the model is then unchanged.
     """
+    options, source = PlanOptions(**planning), known_source(model)
     start = Start(init=init, positions=positions, calibration=calibration, seed=seed)
-    plan = plan_for(model, PlanOptions(**planning), start, source=known_source(model), input_size=input_size)
-    return carry_out_(model, plan, start).report
+    with _progress(model, progress) as step:
+        plan = plan_for(model, options, start, source=source, input_size=input_size, step=step)
+        return carry_out_(model, plan, start, step=step).report
+
+
+def _progress(model: nn.Module, wanted: bool | None) -> contextlib.AbstractContextManager[Step]:
+    if not (is_watched() if wanted is None else wanted):
+        return contextlib.nullcontext(silent)
+    return show_progress(type(model).__name__, wait=SECONDS_UNSEEN)
 
 
 @takes_plan_options

@@ -1,6 +1,5 @@
 """Scope "error": kernel counts by what the kernels of each tie group lose."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from ..networks.sites import ModelConvs
 from ..options import ERROR, SCOPES, PlanOptions
 from ..planning.plan import LayerCounts
 from ..planning.planner import make_plan
+from ..progress import Step, silent
 from .calibrate import seen_by_layers
 from .place import LayerGroup, make_layers
 from .start import effective_kernels, fit_options
@@ -27,7 +27,7 @@ def counts_by_error(
     *,
     seed: int,
     calibration: Calibration | None = None,
-    step: Callable[[str], None] = lambda _: None,
+    step: Step = silent,
 ) -> LayerCounts:
     """The counts by which the layers' relative errors have the least sum, within the budget of the whole model.
 
@@ -50,7 +50,8 @@ def counts_by_error(
     count_of = [{layer.name: layer.kernel_count for layer in plan.layers} for plan in plans]
     shares = []
     for number, (group, roots) in enumerate(zip(groups, seen, strict=True)):
-        step(f"measuring errors of {group.plans[0].stage or group.plans[0].name}, {number + 1} of {len(groups)}")
+        what = f"measuring errors of {group.plans[0].stage or group.plans[0].name}, {number + 1} of {len(groups)}"
+        step(what, number, len(groups))
         shares.append(_share(group, {counts[group.plans[0].name] for counts in count_of}, roots, seed))
     limit = sum(unit.limit for unit in plans[0].budget)
     chosen = least_error(shares, limit)

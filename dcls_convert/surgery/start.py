@@ -3,7 +3,7 @@
 Axes: O output channels, I input channels per group, D cells of the dense axes, E kernel elements, A learnt axes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..layers.interpolation import find_interpolation
 from ..networks.running import full_precision, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
+from ..progress import Step, silent
 from .calibrate import Offset, fit_to_outputs_
 from .place import LayerGroup, make_layers, put_layers_
 
@@ -36,7 +37,7 @@ def apply_plan_(
     generator: torch.Generator | None = None,
     calibration: Images | Calibration | None = None,
     note: Say = lambda _: None,
-    step: Say = lambda _: None,
+    step: Step = silent,
 ) -> dict[str, float]:
     """Replace every convolution of the plan by its DCLS layer, with values from the old kernels.
 
@@ -51,7 +52,7 @@ def apply_plan_(
         generator: Source of all randomness; seeded with 0 without it.
         calibration: For "fit": images, as in `convert_`.
         note: Told what a user should know.
-        step: Told about progress.
+        step: Told which layers are next.
 
     Returns:
         For every layer by name the relative error of its constructed kernel, |new - old| / |old|; nothing for "random"
@@ -74,7 +75,7 @@ def apply_plan_(
         for group in groups:
             _fill_(group, _random_elements(group, generator, uniform=positions == "uniform"))
     elif calibration is None:
-        for group in groups:
+        for group in _one_by_one(groups, step):
             _fill_from_kernels_(group, init, seed)
     else:
         images = calibrate(model, plan, calibration, note=note)
@@ -90,6 +91,21 @@ def apply_plan_(
         for offset in offsets:
             offset.apply_()
     return errors
+
+
+def _one_by_one(groups: Sequence[LayerGroup], step: Step) -> Iterator[LayerGroup]:
+    """The groups, each told as the next. Work is counted in kernel weights, which time goes with."""
+    total, layers = (
+        sum(layer.dense_weights for group in groups for layer in group.plans),
+        sum(map(len, (g.plans for g in groups))),
+    )
+    done = first = 0
+    for group in groups:
+        last = first + len(group.plans)
+        which = f"layer {last}" if last == first + 1 else f"layers {first + 1} to {last}"
+        step(f"fitting {group.plans[0].stage or group.plans[0].name}, {which} of {layers}", done, total)
+        yield group
+        first, done = last, done + sum(layer.dense_weights for layer in group.plans)
 
 
 def _say_what_is_lost(offsets: Sequence[Offset], note: Say) -> None:

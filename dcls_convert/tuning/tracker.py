@@ -113,7 +113,7 @@ class PositionTracker:
                 self._before[rows[-1].name] = now.clone()
         self._step = step
         record = TrackRecord(step=step, positions=tuple(rows))
-        if self.path is not None and _is_first_rank():
+        if self.path is not None and is_first_rank():
             _append(self.path, record)
         return record
 
@@ -195,7 +195,8 @@ def show_in_tensorboard(writer: Any, record: TrackRecord) -> None:
             writer.add_histogram_raw(f"positions/{row.name}/axis{axis}", **_raw(histogram), global_step=record.step)
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
+    """Whether this process is the one that writes files and lines for all."""
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0)
 

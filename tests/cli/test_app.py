@@ -204,7 +204,12 @@ def test_rules_commands():
     names = {line.split()[0] for line in run("rules", "list")[0].splitlines()}
     assert names == {"conv3x3", "dense3x3", "dense3x3x3", "depthwise"}
     Path("copy.yaml").write_text(run("rules", "show", "depthwise")[0])
-    assert "depthwise: converts 9 of 13 convolutions" in run("rules", "check", "copy.yaml", "--model", TINY)[0]
+    assert "whether they fit a model, --model MODEL tells" in run("rules", "check", "copy.yaml")[0]
+    out, _ = run("rules", "check", "copy.yaml", "--model", TINY)
+    assert "depthwise: converts 9 of 13 convolutions" in out
+    assert "states no size" not in out
+    Path("no_size.yaml").write_text("format: 1\nrules: [{match: {kind: depthwise}}]\n")
+    assert "a rule states no size" in run("rules", "check", "no_size.yaml", "--model", TINY)[0]
     assert json.loads(run("rules", "schema")[0])["title"] == "RuleSet"
 
 

@@ -266,7 +266,10 @@ def test_numbers_that_are_none(option, values, allowed):
         "--input-size 3x1x1": "input size 3x1x1: the model does not run on the meta device at (3, 1, 1): ",
         "--checkpoint gone.pth": "checkpoint gone.pth: there is no such file",
         "--checkpoint /": "checkpoint /: is not a file",
-        "checkpoint too long": (f"--checkpoint {TOO_LONG}", f"checkpoint {TOO_LONG[:57]}...: File name too long"),
+        "checkpoint too long": (
+            f"--checkpoint {TOO_LONG}",
+            f"checkpoint {TOO_LONG[:29]}...{TOO_LONG[:28]}: File name too long",
+        ),
         # options in conflict
         "--plan x --budget 90": "--plan carries out a plan as it is",
         "--pretrained --checkpoint x": "--pretrained and --checkpoint exclude each other",
@@ -342,6 +345,8 @@ def test_rule_files(given, says):
 def test_rules_that_do_not_fit_the_model(given, says):
     Path("my.yaml").write_text(in_rule(given))
     refused(TINY, *SMALL, "--rules", "my.yaml", says=says)
+    if given != DEPTHWISE:  # its size can be stated later
+        refused("rules", "check", "my.yaml", "--model", TINY, says=says)
 
 
 def test_strict_refuses_what_would_be_skipped():
@@ -362,6 +367,8 @@ def test_strict_refuses_what_would_be_skipped():
 )
 def test_models_in_which_nothing_matches(given, says):
     refused(*given.split(), says=says, code=NOTHING_MATCHES)
+    model, _, rules = given.partition(" --rules ")
+    refused("rules", "check", rules or "conv3x3", "--model", model, says=says, code=NOTHING_MATCHES)
 
 
 @table(
@@ -527,7 +534,11 @@ NEW = "name a new folder, not one that is there already"
         "link, force": ((link("o", "t"), "--output o --force"), "output o", "link", LEFT),
         "link to nothing": ((link("o", "x"), "--output o"), f"output o {EXISTS}"),
         "parent a file": ((files("f"), "--output f/o"), "output f/o: ", "f is not a folder"),
-        "too long": ((files(), f"--output {TOO_LONG}"), f"output {TOO_LONG[:57]}...: ", "File name too long"),
+        "too long": (
+            (files(), f"--output {TOO_LONG}"),
+            f"output {TOO_LONG[:29]}...{TOO_LONG[:28]}: ",
+            "File name too long",
+        ),
         "too long for its partial": ((files(), f"--output {'é' * 119}"), "File name too long; 237 bytes are the most"),
         "no name": ((files(), "--output ''"), f"output .: {NEW}"),
         "under a device": ((files(), "--output /dev/null/x"), "output /dev/null/x: /dev/null is not a folder"),
@@ -553,7 +564,7 @@ def as_nobody(monkeypatch):
     with tempfile.TemporaryDirectory() as name:  # others may enter it, unlike pytest's and perhaps the checkout
         outer, folder = Path(name), Path(name, "here")
         shutil.copytree(builtin_rules()["depthwise"].parent, outer / "rules")
-        monkeypatch.setattr("dcls_convert.planning.rules._SHIPPED", outer / "rules")
+        monkeypatch.setattr("dcls_convert.files.SHIPPED_RULES", outer / "rules")
         (folder / "shut").mkdir(parents=True)
         for file in ("c.pth", "my.yaml", "shut"):
             (folder / file).touch()

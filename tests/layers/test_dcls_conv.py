@@ -7,6 +7,7 @@ import copy
 import inspect
 import itertools
 import math
+import xml.etree.ElementTree
 from dataclasses import dataclass
 from typing import Any
 
@@ -501,3 +502,32 @@ def test_compiled_whole_and_exported_a_layer_gives_the_same_output(training):
     close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
     if training:
         assert_inside(layer.positions)
+
+
+@pytest.mark.parametrize("dims", DCLS_LAYERS)
+@pytest.mark.parametrize("dense_axes", [(), (0,)])
+def test_a_notebook_shows_sizes_and_where_the_elements_are(dims, dense_axes):
+    if len(dense_axes) == dims:
+        return
+    layer = DCLS_LAYERS[dims](4, 6, kernel_count=5, dilated_kernel_size=[7, 9, 11][:dims], dense_axes=dense_axes)
+    page = xml.etree.ElementTree.fromstring(layer._repr_html_())
+    text = "".join(page.itertext())
+    assert all(part in text for part in (type(layer).__name__, "4 → 6", "x".join(["7", "9", "11"][:dims]), "its own"))
+    squares = [int(title.text) for title in page.iter("{http://www.w3.org/2000/svg}title")]
+    learnt = len(layer.learnt_axes)
+    cells = math.prod(layer.dilated_kernel_size[axis] for axis in layer.learnt_axes)
+    assert (len(squares), sum(squares)) == ((cells, layer.weight.numel()) if learnt < 3 else (0, 0))
+
+
+def test_the_map_of_a_layer_has_rows_and_columns():
+    layer = DclsConv2d(1, 1, kernel_count=2, dilated_kernel_size=(5, 8))
+    with torch.no_grad():
+        layer.positions.copy_(torch.tensor([[-2.0, 1.4], [3.0, -4.0]]).view(2, 1, 1, 2))  # limits -2..2 and -4..3
+    page = xml.etree.ElementTree.fromstring(layer._repr_html_())
+    found = {
+        (int(square.get("y")) // 10, int(square.get("x")) // 10)
+        for square in page.iter("{http://www.w3.org/2000/svg}rect")
+        if square.get("fill-opacity") == "1.00"
+    }
+    assert found == {(0, 7), (3, 0)}
+    assert "svg" not in copy.deepcopy(layer).to("meta")._repr_html_()

@@ -99,6 +99,7 @@ def test_with_every_cell_kept_the_network_is_the_old_one(trained):
 def test_another_head_starts_afresh_and_says_so(tmp_path, monkeypatch, trained):
     monkeypatch.chdir(tmp_path)
     save_file(trained.state_dict(), "weights.safetensors")
+    run(TINY, "--checkpoint", "weights.safetensors", "--num-classes", "5", "--dry-run")
     _, err = run(TINY, "--checkpoint", "weights.safetensors", "--num-classes", "5", *LARGEST)
     assert "note: head.fc.weight has another shape in the checkpoint" in err
     converted = load_converted("out")
@@ -139,8 +140,9 @@ def test_weights_that_are_not_finite_or_no_fractions_are_refused(tmp_path, monke
     with pytest.raises(CheckpointError, match=rf"stem\.0\.bias {says}"):
         load_weights_(trained, state, "file")
     assert equal(trained.state_dict(), before)
-    _, err = run(TINY, "--checkpoint", f"weights.{suffix}", "--output", "out", code=2)
-    assert re.search(rf"stem\.0\.bias {says}", err)
+    for option in ("--force", "--dry-run"):
+        _, err = run(TINY, "--checkpoint", f"weights.{suffix}", option, code=2)
+        assert re.search(rf"stem\.0\.bias {says}", err)
     assert [path.name for path in tmp_path.iterdir()] == [f"weights.{suffix}"]
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import xml.etree.ElementTree
 from dataclasses import replace
 from fractions import Fraction
 from functools import reduce
@@ -11,7 +12,8 @@ from operator import getitem
 import pytest
 
 from dcls_convert.errors import CheckpointError, PlanError
-from dcls_convert.planning.plan import check_plan, plan_from_json
+from dcls_convert.planning.plan import ConversionPlan, check_plan, plan_from_json
+from dcls_convert.tables import span
 
 from .nets import Net, Shared, plan_of
 
@@ -32,6 +34,23 @@ def test_a_plan_survives_json(name):
     assert again == plan
     assert (again.hash, again.to_json()) == (plan.hash, plan.to_json())
     check_plan(again)
+    assert ConversionPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_notebook_shows_the_counts_of_each_stage(name):
+    plan = PLANS[name]()
+    odd = "<script>\x1b]0;x\x07"
+    layers = [replace(layer, stage=odd if layer.stage is None else layer.stage) for layer in plan.layers]
+    page = replace(plan, layers=tuple(layers), model=odd)._repr_html_()
+    assert all(character.isprintable() or character == "\n" for character in page)
+    text = "".join(xml.etree.ElementTree.fromstring(page).itertext())
+    assert f"{sum(unit.used for unit in plan.budget):,} of {sum(unit.limit for unit in plan.budget):,}" in text
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if "→" in line}
+    for stage in {layer.stage for layer in plan.layers} - {None}:
+        members = [layer for layer in plan.layers if layer.stage == stage]
+        assert rows[stage][0] == str(len(members))
+        assert rows[stage][-2] == span({layer.kernel_count for layer in members})
 
 
 def test_the_hash_is_that_of_the_content():
@@ -148,6 +167,8 @@ def test_what_is_no_plan_is_refused_in_one_line(text):
 def test_a_plan_that_contradicts_itself_is_refused(path, value):
     with pytest.raises(PlanError) as error:
         check_plan(plan_from_json(json.dumps(changed(path, value)), "plan.json"))
+    with pytest.raises(CheckpointError, match=r"^the plan: "):
+        ConversionPlan.from_dict(changed(path, value))
     assert str(error.value).isprintable()
 
 

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import types
 from functools import partial
+from pathlib import Path
 
 import pytest
 import timm
@@ -12,7 +14,12 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 
 import dcls_convert
+from dcls_convert import tuning
+from dcls_convert.errors import DclsConvertError
+from dcls_convert.layers.positions import position_parameters
 from dcls_convert.tuning import timm_train
+
+from ..conftest import TINY
 
 # What train.py of timm calls, in its manner: names imported at the top, the rest by keywords.
 TRAIN_SCRIPT = """
@@ -68,7 +75,7 @@ def folder(tiny, tmp_path):
 
 
 @pytest.fixture
-def script(tmp_path):
+def script_file(tmp_path):
     path = tmp_path / "scripts" / "train.py"
     path.parent.mkdir()
     path.write_text(TRAIN_SCRIPT)
@@ -82,14 +89,14 @@ def start(*arguments, cwd):
 
 
 @pytest.mark.processes
-def test_the_script_trains_a_folder_and_its_checkpoint_becomes_a_folder(folder, script, tmp_path):
+def test_the_script_trains_a_folder_and_its_checkpoint_becomes_a_folder(folder, script_file, tmp_path):
 
     (tmp_path / "out").mkdir()
     arguments = ["--model", f"local-dir:{folder}", "--pretrained", "--num-classes", "5", "--output", "out"]
-    done = start("--position-lr-scale", "3", script, *arguments, cwd=tmp_path)
+    done = start("--position-lr-scale", "3", script_file, *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout.splitlines()[-1])
-    assert printed["argv"] == [str(script), *arguments]
+    assert printed["argv"] == [str(script_file), *arguments]
     # After one of two epochs, cosine has halved the rate.
     rates = {round(group["lr"], 12): group for group in printed["groups"]}
     assert sorted({round(group["lr"], 12) for group in printed["groups"]}) == [0.0005, 0.0015]
@@ -149,12 +156,128 @@ def test_what_is_grouped_already_and_plain_models_pass_through(tiny, converted):
         assert groups_of(call(create), tiny) == groups_of(call(create_optimizer_v2), tiny)
 
 
+# The repulsive loss, clamping and the record.
+
+FLOAT64_ATOL = 1e-9  # Adam divides by roots of small gradients, which amplifies rounding (1e-16)
+LIMIT = 4  # cells, of a window of 9
+
+
+def at_the_border():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = timm.create_model(TINY, num_classes=3, ls_init_value=0.5)
+        dcls_convert.convert_(model, dilated_size=9, init="random")
+    with torch.no_grad():
+        for one in position_parameters(model):
+            one.tensor.mul_(4)
+    return model.double().train()
+
+
+def train_one_epoch(epoch, model, optimizer, scaler, step=lambda loss, epoch: loss, after=lambda: None):
+    """Two batches, one step."""
+    images = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(epoch))
+    for batch in images.split(2):
+        loss = torch.nn.functional.cross_entropy(model(batch), torch.tensor([0, 1]))
+        scaler.scale(step(loss, epoch) / 2).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    after()
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """The module of the running script, with a `train_one_epoch`."""
+    module = types.ModuleType("__main__")
+    module.train_one_epoch = train_one_epoch
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("options", "scaled"),
+    [
+        ({"opt": "sgd"}, False),
+        ({"opt": "lamb"}, False),
+        ({"opt": "lookahead_adamw"}, False),
+        ({"opt": "adamw"}, True),
+        ({"opt": "adamw", "fused": True}, True),
+    ],
+)
+def test_steps_are_those_with_the_repulsive_loss_in_the_loss_and_clamping(options, scaled, script):
+    options = {"lr": 0.05, "weight_decay": 0.05, **options}
+    reference, model = at_the_border(), at_the_border()
+
+    def step(loss, epoch):
+        return loss + tuning.repulsive_loss(reference) ** 2 if epoch >= 1 else loss
+
+    groups = partial(tuning.param_groups, weight_decay=0.05)
+    plain = create_optimizer_v2(reference, **options, param_group_fn=groups)
+    techniques = timm_train.Techniques(repulsive_loss_from=1)
+    optimizer = timm_train.with_position_groups(create_optimizer_v2, techniques)(model, **options)
+    start = [one.tensor.detach().clone() for one in position_parameters(model)]
+    scalers = [torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0) for _ in range(2)]
+    for epoch in range(3):
+        clamp = partial(tuning.clamp_positions_, reference)
+        train_one_epoch(epoch, reference, plain, scalers[0], step, clamp)
+        script.train_one_epoch(epoch, model, optimizer=optimizer, scaler=scalers[1])
+        assert all(one.tensor.abs().max() <= LIMIT for one in position_parameters(model))
+    for (name, found), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=FLOAT64_ATOL, msg=lambda m, n=name: f"{n}: {m}")
+    assert any(
+        (one.tensor - before).abs().max() > 0.1 for one, before in zip(position_parameters(model), start, strict=True)
+    )
+
+
+def test_a_record_is_taken_after_every_epoch(script, tmp_path, caplog):
+    model, track = at_the_border(), tmp_path / "positions.jsonl"
+    techniques = timm_train.Techniques(track=str(track), repulsive_loss_from=7)
+    optimizer = timm_train.with_position_groups(create_optimizer_v2, techniques)(model, "sgd", lr=0.05)
+    caplog.set_level("INFO")
+    for epoch in (6, 7):
+        script.train_one_epoch(epoch, model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    now = tuning.PositionTracker(model).update(0).positions
+    *_, last = tuning.read_track(track)
+    assert (last.step, last.positions[0].histograms) == (7, now[0].histograms)
+    assert [message.rpartition(" ")[2] for message in caplog.messages] == ["off", "on"]
+
+
+@pytest.mark.parametrize(
+    "techniques", [timm_train.Techniques(repulsive_loss_from=0), timm_train.Techniques(track="positions.jsonl")]
+)
+def test_what_cannot_be_had_is_refused(techniques, tiny, script):
+    create = timm_train.with_position_groups(create_optimizer_v2, techniques)
+    with pytest.raises(DclsConvertError, match="no model with DCLS layers"):
+        create(tiny, "sgd", lr=0.1)
+    del script.train_one_epoch
+    with pytest.raises(DclsConvertError, match=r"train_one_epoch\(epoch"):
+        create(at_the_border(), "sgd", lr=0.1)
+
+
+@pytest.mark.parametrize("output", [[], ["--output", "runs"], ["--output=runs"]])
+def test_a_run_resumes_from_its_last_checkpoint_if_there_is_one(output, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model", "resnet18", *output, "--experiment", "mine", "--epochs", "3"]
+    assert timm_train.resumed(arguments) == arguments
+    last = Path("runs" if output else "output/train", "mine", "last.pth.tar")
+    last.parent.mkdir(parents=True)
+    last.touch()
+    assert timm_train.resumed(arguments) == [*arguments, "--resume", str(last)]
+    chosen = [*arguments, "--resume", "other.pth.tar"]
+    assert timm_train.resumed(chosen) == chosen
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "name the script to run"),
-        (["--position-lr-scale"], "'' must be a number"),
+        (["--position-lr-scale"], "--position-lr-scale"),
         (["--position-lr-scale=x", "train.py"], "'x' must be a number"),
+        (["--repulsive-loss-from", "-1", "train.py"], "--repulsive-loss-from"),
+        (["--repulsive-loss-from", "1.5", "train.py"], "'1.5' must be the number of an epoch"),
+        (["--repulsive-los", "1", "train.py"], "--repulsive-los"),
+        (["--auto-resume", __file__], "--auto-resume needs the script's --experiment NAME"),
+        (["--track", "nowhere/positions.jsonl", __file__], "nowhere/positions.jsonl: there is no folder"),
         (["nowhere/train.py"], "nowhere/train.py: no such script"),
     ],
 )

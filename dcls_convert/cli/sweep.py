@@ -1,0 +1,309 @@
+"""`dcls-convert sweep`: sizes and counts side by side, and the command of the row to take."""
+
+import functools
+import importlib.util
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import CheckpointError, DclsConvertError, PlanError, shown
+from ..files import check_images, check_weights_file
+from ..options import ERROR, MOST_COUNT, MOST_SIDE, SCOPES, PlanOptions
+from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
+from . import console
+from .arguments import (
+    HOW_MANY,
+    OUTPUT,
+    Force,
+    InputSize,
+    Json,
+    number,
+    option,
+    parse_size,
+    with_plan_options,
+)
+from .network import (
+    Images,
+    InChans,
+    Model,
+    Network,
+    NumClasses,
+    Pretrained,
+    WeightsFile,
+    hollow_network,
+    refuse,
+    show_note,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..surgery.convert import Start
+    from ..sweeps.candidates import Planner
+    from ..sweeps.rows import Asked, Sweep, TimingSettings
+
+TIMES = "Times"
+SWEPT = ("dilated_size", "kernel_count", "budget")
+SIZE_STEP, COUNT_STEP = 2, 1  # in a..b; the window and the old kernel must both be odd or both be even
+MOST_ROWS = 1000
+MOST_SECONDS, MOST_BATCH = 86_400, 65_536
+CPU_BATCH, GPU_BATCH = 1, 32
+SECONDS = 60
+SLOWER = 12  # percent; 17x17 windows in ConvNeXt-T, as in the paper, cost 11.6 % more MACs
+PICTURES = (".png", ".svg", ".pdf")
+WIDTH_IN_A_FILE = 160  # columns
+
+
+def parse_range(text: str, step: int, most: int, what: str) -> list[int]:
+    """ "7..11" -> [7, 9, 11] for a step of 2; "7..11..4" -> [7, 11]."""
+    numbers = (
+        [int(number) for number in text.split("..")] if re.fullmatch(r"[0-9]{1,10}(\.\.[0-9]{1,10}){1,2}", text) else []
+    )
+    first, last, step = (*numbers, step)[:3] if numbers else (0, 0, 0)
+    if not 1 <= first <= most or not 1 <= last <= most or not step:
+        raise typer.BadParameter(f"'{shown(text)}' is not {what}")
+    if last < first:
+        raise typer.BadParameter(f"'{text}' runs backwards; give {last}..{first}")
+    if (last - first) // step >= MOST_ROWS:
+        raise typer.BadParameter(f"'{text}' has {(last - first) // step + 1:,} values; {MOST_ROWS:,} are allowed")
+    return list(range(first, last + 1, step))
+
+
+def parse_sizes(text: str) -> list[Any]:
+    """ "7..11,17x9" -> [7, 9, 11, (17, 9)]."""
+    what = f"a list of sizes from 1 to {MOST_SIDE}: 7..23 (each second), 7..23..4 (each fourth), 7,9,13, or 17x9"
+    sizes: list[Any] = []
+    for part in text.split(","):
+        if ".." in part:
+            sizes += parse_range(part, SIZE_STEP, MOST_SIDE, what)
+            continue
+        try:
+            size = parse_size(part)
+        except typer.BadParameter:
+            raise typer.BadParameter(f"'{shown(part)}' is not {what}") from None
+        sizes.append(size[0] if isinstance(size, tuple) and len(set(size)) == 1 else size)
+    return list(dict.fromkeys(sizes))
+
+
+def parse_counts(text: str) -> list[int]:
+    """ "20,34" -> [20, 34]."""
+    what = f"a list of counts from 1 to {MOST_COUNT}, such as 20,34 or 20..40..5"
+    parts = [part if ".." in part else f"{part}..{part}" for part in text.split(",")]
+    counts = [parse_range(part, COUNT_STEP, MOST_COUNT, what) for part in parts]
+    return list(dict.fromkeys(count for part in counts for count in part))
+
+
+def parse_budgets(text: str) -> list[float]:
+    """ "60%,100" -> [60.0, 100.0]."""
+    budgets = []
+    for part in text.split(","):
+        digits = part.removesuffix("%")
+        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", digits) or not LEAST_PERCENT <= float(digits) <= MOST_PERCENT:
+            allowed = f"percentages from {LEAST_PERCENT} to {MOST_PERCENT}, such as 60%,80%,100%"
+            raise typer.BadParameter(f"'{shown(part)}' is not a list of {allowed}")
+        budgets.append(float(digits))
+    return list(dict.fromkeys(budgets))
+
+
+SIZES_HELP = "Windows: 7..23 is each second size (sizes are odd or even as the old kernels), 7..23..4 each fourth."
+COUNTS_HELP = "Elements in a kernel: 20,34 or 20..40..5. Without it, as many as the budget admits."
+BUDGETS_HELP = "Budgets in percent of the weights replaced: 60%,80%,100%."
+SLOWER_HELP = "Cost that the row to take may add, in percent: to the training step with --time, else to the MACs."
+TIME_HELP = "Measure a forward pass and a training step of every row and of the original, which take turns."
+BATCH_DEFAULT = f"{CPU_BATCH} on the CPU, else {GPU_BATCH}"
+SECONDS_HELP = "For all measurements together; three rounds at least."
+PICTURE_HELP = "Draw cost and gain; needs matplotlib, the extra plot."
+
+
+@functools.partial(with_plan_options, but=SWEPT)
+def sweep(
+    model: Model,
+    *,
+    sizes: Annotated[Any, option(HOW_MANY, SIZES_HELP, metavar="A..B|N,N", parser=parse_sizes)],
+    pretrained: Pretrained = False,
+    checkpoint: WeightsFile = None,
+    num_classes: NumClasses = None,
+    in_chans: InChans = None,
+    counts: Annotated[Any, option(HOW_MANY, COUNTS_HELP, metavar="N,N", parser=parse_counts)] = None,
+    budgets: Annotated[Any, option(HOW_MANY, BUDGETS_HELP, metavar="P,P", parser=parse_budgets)] = None,
+    options: PlanOptions,
+    calibrate: Images = None,
+    time: Annotated[bool, option(TIMES, TIME_HELP, "--time")] = False,
+    device: Annotated[str | None, option(TIMES, "As torch names it: cuda, cuda:1.", show_default="cpu")] = None,
+    batch_size: Annotated[
+        int | None, number(int, 1, MOST_BATCH, TIMES, "Images.", metavar="N", show_default=BATCH_DEFAULT)
+    ] = None,
+    amp: Annotated[bool, option(TIMES, "In bfloat16 autocast.", "--amp")] = False,
+    seconds: Annotated[
+        int | None, number(int, 1, MOST_SECONDS, TIMES, SECONDS_HELP, metavar="N", show_default=str(SECONDS))
+    ] = None,
+    input_size: InputSize = None,
+    slower: Annotated[float, number(float, 0, MOST_PERCENT, OUTPUT, SLOWER_HELP, unit="%", metavar="PERCENT")] = SLOWER,
+    picture: Annotated[Path | None, option(OUTPUT, PICTURE_HELP, metavar="FILE.png|svg|pdf")] = None,
+    force: Force = False,
+    json_: Json = False,
+    csv: Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")] = False,
+) -> None:
+    """Compare windows, and counts or budgets: parameters, MACs, times, and what trained kernels and outputs keep.
+
+    A row each; the last line is the command of the row to take.
+    """
+    trained = pretrained or checkpoint is not None
+    number_of_rows = len(sizes) * len(counts or budgets or [None])
+    idle = {"--device": device, "--batch-size": batch_size, "--amp": amp, "--seconds": seconds}
+    refuse(
+        {
+            "--json and --csv exclude each other": json_ and csv,
+            "--counts and --budgets exclude each other": counts is not None and budgets is not None,
+            "--counts states the counts, so --scope would have no effect": counts and options.scope != SCOPES[0],
+            "--pretrained and --checkpoint exclude each other": pretrained and checkpoint is not None,
+            "--calibrate needs trained kernels: --pretrained or --checkpoint": calibrate is not None and not trained,
+            "--scope error needs trained kernels: --pretrained or --checkpoint": options.scope == ERROR and not trained,
+            "--force replaces the file of --picture": force and picture is None,
+            f"{number_of_rows:,} rows are asked for; {MOST_ROWS:,} are allowed": number_of_rows > MOST_ROWS,
+            **{f"{name} is for --time": bool(value) and not time for name, value in idle.items()},
+        }
+    )
+    _check_files(checkpoint, calibrate, picture, force=force)
+    given = {
+        "pretrained": pretrained,
+        "checkpoint": checkpoint,
+        "num-classes": num_classes,
+        "in-chans": in_chans,
+        "calibrate": calibrate,
+        "input-size": input_size and "x".join(map(str, input_size)),
+    }
+    with console.steps(model, quiet=False) as step:
+        step("planning")  # which begins with imports of some seconds
+        from ..networks.source import resolve_model
+        from ..surgery.convert import Start
+        from ..sweeps.candidates import combinations
+        from ..sweeps.run import make_sweep
+
+        timing = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
+        source = resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained)
+        network = Network(source, f"checkpoint {checkpoint}", pretrained=pretrained, step=step)
+        start = Start(trained=trained, calibration=calibrate)
+        planner = _planner(network, checkpoint, options, start, input_size, _command(model, options, given))
+        if timing and planner.convs.input_size is None:
+            raise PlanError(f"{shown(model)}: {planner.convs.macs_note}")
+        asked, build = combinations(sizes, counts, budgets), functools.partial(_built, network)
+        found = make_sweep(
+            planner, asked, build, model=source.name, timing=timing, slower=slower, note=show_note, step=step
+        )
+    _show(found, as_json=json_, as_csv=csv)
+    if picture is not None:
+        from ..sweeps.picture import draw
+
+        draw(found, picture)
+        console.message(f"{model}: wrote {picture}")
+    if found.interrupted:
+        raise KeyboardInterrupt
+    if not any(row.status == "done" for row in found.rows):
+        raise PlanError(f"no row is done; of the first: {found.rows[1].reason}")
+
+
+def _planner(
+    network: Network,
+    checkpoint: Path | None,
+    options: PlanOptions,
+    start: "Start",
+    input_size: tuple[int, ...] | None,
+    command: "Callable[[Asked], str]",
+) -> "Planner":
+    from ..surgery.convert import convs_for
+    from ..sweeps.candidates import Planner
+
+    twin, rebuilt, start = hollow_network(network, checkpoint, start, offline=False, note=show_note)
+    if start.elements is not None:
+        raise CheckpointError(f"checkpoint {checkpoint}: has elements of its own, so there is nothing to compare")
+    model = network.build()[0] if options.scope == ERROR else twin
+    convs = convs_for(model, rebuilt, input_size)
+    if convs.macs is None and input_size is not None:
+        raise PlanError(f"input size {'x'.join(map(str, input_size))}: {convs.macs_note}")
+    return Planner(model=model, convs=convs, options=options, start=start, source=rebuilt, command=command)
+
+
+def _built(network: Network) -> "torch.nn.Module":
+    model, kept = network.build()
+    for name in kept:
+        show_note(f"{name} has another shape in the checkpoint and starts from random values")
+    return model
+
+
+def _timing(
+    device: str | None, batch: int | None, seconds: int, *, amp: bool
+) -> tuple["TimingSettings", "torch.device"]:
+    import torch
+
+    from ..sweeps.rows import TimingSettings
+    from ..sweeps.timing import check_device, device_name
+
+    found = check_device(device or "cpu")
+    on_cpu = found.type == "cpu"
+    settings = TimingSettings(
+        device=device_name(found),
+        batch=batch or (CPU_BATCH if on_cpu else GPU_BATCH),
+        seconds=seconds,
+        amp=amp,
+        threads=torch.get_num_threads() if on_cpu else None,
+        torch=torch.__version__,
+    )
+    return settings, found
+
+
+def _check_files(checkpoint: Path | None, images: Path | None, picture: Path | None, *, force: bool) -> None:
+    """Refuse what cannot be read or written, before any work."""
+    if checkpoint is not None:
+        check_weights_file(checkpoint)
+    if images is not None:
+        check_images(images)
+    if picture is None:
+        return
+    if picture.suffix.lower() not in PICTURES:
+        raise DclsConvertError(f"picture {shown(picture)}: its name must end in {', '.join(PICTURES)}")
+    if not picture.absolute().parent.is_dir():
+        raise DclsConvertError(f"picture {shown(picture)}: there is no such folder")
+    if picture.is_dir() or (picture.exists() and not force):
+        raise DclsConvertError(f"picture {shown(picture)}: already exists; --force replaces a file")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise DclsConvertError("--picture needs matplotlib: pip install 'dcls-convert[plot]'")
+
+
+def _command(model: str, options: PlanOptions, given: dict[str, object]) -> "Callable[[Asked], str]":
+    """The command that converts as a row."""
+    planning = {
+        field.name: getattr(options, field.name)
+        for field in fields(options)
+        if field.name not in SWEPT and getattr(options, field.name) != field.default
+    }
+    if "rules" in planning:
+        planning["rules"] = planning["rules"].source
+
+    def command(asked: "Asked") -> str:
+        size = asked.size if isinstance(asked.size, int) else "x".join(map(str, asked.size))
+        budget = None if asked.budget is None else f"{asked.budget:.12g}%"
+        swept = {"dilated-size": size, "kernel-count": asked.kernel_count, "budget": budget}
+        words = ["dcls-convert", model]
+        for name, value in (given | swept | planning).items():
+            if value is not None and value is not False:
+                words += [f"--{name}"] + [str(value)] * (value is not True)
+        return shlex.join(words)
+
+    return command
+
+
+def _show(found: "Sweep", *, as_json: bool, as_csv: bool) -> None:
+    from ..sweeps.view import SweepView, sweep_csv, sweep_json
+
+    if as_json or as_csv:
+        console.write(sweep_json(found) if as_json else sweep_csv(found))
+        return
+    console.show(SweepView(found), least_width=WIDTH_IN_A_FILE)
+    if found.choice.row is not None:
+        console.show("", f"    {found.rows[found.choice.row].command}")

@@ -1,0 +1,147 @@
+"""What is being done, on stderr: a bar with the time left on a terminal, a line a step elsewhere."""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from .errors import printable, shown
+
+SECONDS_UNSEEN = 2.0  # in Python; what takes less shows nothing
+BAR_WIDTH = 16  # columns
+TEXT_LEAST, BESIDE_TEXT = 20, BAR_WIDTH + 11  # columns: of the text, and of spinner, bar and time
+
+
+class Step(Protocol):
+    """Told what is done next, and how much of all that is to be done is done, in any unit; 0 of 0 is not known."""
+
+    def __call__(self, text: str, done: int = 0, total: int = 0, /) -> None: ...
+
+
+def silent(text: str, done: int = 0, total: int = 0, /) -> None:
+    """A `Step` that shows nothing."""
+
+
+@contextlib.contextmanager
+def show_progress(
+    name: str,
+    *,
+    wait: float = 0.0,
+    every: float = 0.0,
+    line: Callable[[str], None] | None = None,
+    redirect: bool = False,
+) -> Iterator[Step]:
+    """Show steps until the block ends.
+
+    Args:
+        name: What the steps belong to.
+        wait: Seconds in which nothing is shown.
+        every: Least seconds between two lines of counted steps, where stderr is no terminal.
+        line: Prints a line there; `print` to stderr without it.
+        redirect: Print above the bar what others print meanwhile, by replacing `sys.stdout` and `sys.stderr`.
+    """
+    console = Console(stderr=True, highlight=False, force_jupyter=False)
+    bar = console.is_terminal and not console.is_dumb_terminal
+    display = _Bar(shown(name), console, redirect) if bar else _Lines(shown(name), every, line or _print_line)
+    timer = threading.Timer(wait, display.start)
+    timer.daemon = True
+    if wait:
+        timer.start()
+    else:
+        display.start()
+    try:
+        yield display.step
+    finally:
+        timer.cancel()
+        if wait:
+            timer.join()
+        display.stop()
+
+
+def is_watched() -> bool:
+    """Whether somebody may be looking at stderr: on a terminal or in a notebook."""
+    return "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())
+
+
+def _print_line(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+class _WhenCounted(ProgressColumn):
+    """One column for steps that are counted, another for those that are not."""
+
+    def __init__(self, counted: ProgressColumn, other: ProgressColumn | None = None) -> None:
+        super().__init__()
+        self._counted, self._other = counted, other
+
+    def render(self, task: Task) -> RenderableType:
+        column = self._counted if task.total else self._other
+        return column(task) if column is not None else Text()
+
+
+class _Bar:
+    def __init__(self, name: str, console: Console, redirect: bool) -> None:
+        self._name = name
+        self._room = max(TEXT_LEAST, console.width - BESIDE_TEXT)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            _WhenCounted(BarColumn(BAR_WIDTH)),
+            _WhenCounted(TimeRemainingColumn(elapsed_when_finished=True), TimeElapsedColumn()),
+            console=console,
+            transient=True,
+            redirect_stdout=redirect,
+            redirect_stderr=redirect,
+            speed_estimate_period=600,
+        )
+        self._task = self._progress.add_task(name, total=None)
+
+    def start(self) -> None:
+        self._progress.start()
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def step(self, text: str, done: int = 0, total: int = 0, /) -> None:
+        if (total or None) != self._progress.tasks[0].total:
+            self._progress.remove_task(self._task)
+            self._task = self._progress.add_task("", total=total or None)
+        self._progress.update(self._task, description=shown(f"{self._name}: {text}", self._room), completed=done)
+
+
+class _Lines:
+    def __init__(self, name: str, every: float, line: Callable[[str], None]) -> None:
+        self._name, self._every, self._line = name, every, line
+        self._started, self._text, self._said = False, "", -every
+
+    def start(self) -> None:
+        self._started = True
+        if self._text:
+            self._say()
+
+    def stop(self) -> None:
+        self._started = False
+
+    def step(self, text: str, done: int = 0, total: int = 0, /) -> None:
+        self._text = text
+        if self._started and not (total and time.monotonic() - self._said < self._every):
+            self._say()
+
+    def _say(self) -> None:
+        self._said = time.monotonic()
+        self._line(f"{self._name}: {self._text}")

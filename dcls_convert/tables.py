@@ -1,0 +1,67 @@
+"""Tables in this program's style, and what rich lays out as plain text or HTML."""
+
+import io
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from .errors import printable, shown
+
+LEAST_NAME = 12  # columns; a name in fewer says little
+
+
+def plain_table(first: str, *headings: str) -> Table:
+    """An empty table: a column for names, then columns for numbers."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=True, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column(first, overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "Kernel" else "right", overflow="fold")
+    return table
+
+
+class Name:
+    """A cell with a name, which loses its middle where the column is narrower."""
+
+    def __init__(self, name: object) -> None:
+        self._name = printable(name)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        width = cell_len(self._name)
+        return Measurement(min(width, LEAST_NAME), width).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield Text(shown(self._name, options.max_width))
+
+
+def as_text(part: RenderableType) -> str:
+    """What rich lays out, at 80 columns, without colours."""
+    return _recorded(part).export_text().rstrip("\n")
+
+
+def as_html(part: RenderableType) -> str:
+    """The same with colours, as a part of a page, such as a notebook; text from outside is escaped."""
+    code = '<pre style="font-family:monospace;line-height:normal">{code}</pre>'
+    return _recorded(part).export_html(inline_styles=True, code_format=code)
+
+
+def _recorded(part: RenderableType) -> Console:
+    console = Console(record=True, file=io.StringIO(), width=80, force_jupyter=False)
+    console.print(part)
+    return console
+
+
+def span(values: Iterable[Any], text: Callable[[Any], str] = str) -> str:
+    """The least and the greatest value, "29..40"; a single value by itself, and nothing for none."""
+    ordered = sorted(values)
+    return "..".join(dict.fromkeys(text(value) for value in (*ordered[:1], *ordered[-1:])))
+
+
+def counted(count: int, noun: str) -> str:
+    """1 and "layer" -> "1 layer"; 1200 -> "1,200 layers"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -1,0 +1,51 @@
+"""Draw the program's own output, as a terminal of 80 columns shows it: python docs/draw_pictures.py [FOLDER]"""
+
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+COLUMNS = 80
+# Name of the picture -> command line; they run in this order in one folder.
+PICTURES = {
+    "report": "dcls-convert convnext_tiny --dilated-size 17",
+    "models": "dcls-convert models 'timm:convnext_[tsbl]*'",
+    "inspect": "dcls-convert inspect convnext_tiny-dcls17",
+    "help": "dcls-convert --help",
+}
+_ROOT = Path(__file__).resolve().parent.parent
+_TERMINAL = {"COLUMNS": str(COLUMNS), "FORCE_COLOR": "1", "TERM": "xterm-256color", "PYTHONPATH": str(_ROOT)}
+
+
+def output_of(command: str, folder: str) -> str:
+    """What the command line writes to stdout, with its colours."""
+    arguments = shlex.split(command)[1:]
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | _TERMINAL
+    done = subprocess.run(
+        [sys.executable, "-m", "dcls_convert", *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr}")
+    return done.stdout
+
+
+def main(target: str = str(Path(__file__).with_name("pictures"))) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, command in PICTURES.items():
+            console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+            lines = output_of(command, folder).rstrip().split("\n")
+            console.print(Text.from_ansi("\n".join(line.rstrip() for line in lines)))
+            svg = console.export_svg(title=command, unique_id=name)
+            # Rich names fonts on a server; the page's own monospace font does.
+            (Path(target) / f"{name}.svg").write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

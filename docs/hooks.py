@@ -1,0 +1,95 @@
+"""What MkDocs runs while it builds the site: pages from beside docs/, and references made from the package.
+
+A line `<!-- made: NAME -->` in a page becomes what REFERENCES[NAME] returns, in Markdown.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+BESIDE = ("benchmarks", "examples")  # folders whose files are in the site too, since pages link to them
+SHOWN = (".md", ".svg", ".py", ".json")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    for folder in BESIDE:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in SHOWN:
+                name = path.relative_to(ROOT).as_posix()
+                files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    markdown = re.sub(rf"\]\(\.\./({'|'.join(BESIDE)})/", r"](\1/", markdown)
+    return re.sub(r"^<!-- made: (\w+) -->$", lambda line: REFERENCES[line[1]](), markdown, flags=re.MULTILINE)
+
+
+def command_line() -> str:
+    """Every command with all its arguments and options, from the program itself."""
+    import typer
+
+    from dcls_convert.cli.app import app
+
+    return "\n".join(_commands(typer.main.get_command(app), "dcls-convert"))
+
+
+def _commands(command: Any, path: str) -> Iterator[str]:
+    context = command.context_class(command, info_name=path)
+    yield f"## {path}\n\n{_plain(command.help)}\n\n```text\n{command.get_usage(context)}\n```\n"
+    panels: dict[str, list[list[str]]] = {}
+    for parameter in command.get_params(context):
+        if (record := parameter.get_help_record(context)) is not None:
+            kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            panels.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(list(record))
+    for panel, rows in panels.items():
+        yield _table([panel, ""], [[f"`{name}`", _plain(text)] for name, text in rows])
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _commands(inner, f"{path} {name}")
+
+
+def rules() -> str:
+    """Every key of a rule file, from the schema that `dcls-convert rules schema` prints."""
+    from dcls_convert.planning.rules import rules_schema
+
+    schema = rules_schema()
+    parts = {"The file": schema, **{f"`{name}`": schema["$defs"][name] for name in ("Rule", "Match")}}
+    parts |= {f"`{name}`": part for name, part in schema["$defs"].items() if name not in ("Rule", "Match")}
+    made = []
+    for title, part in parts.items():
+        rows = [[f"`{key}`", _plain(about.get("description", ""))] for key, about in part["properties"].items()]
+        made += [f"### {title}\n", _plain(part["description"]) + "\n", _table(["key", "value"], rows)]
+    return "\n".join(made)
+
+
+def python_names() -> str:
+    """A heading for every public name, for mkdocstrings to fill from where the name is defined."""
+    import dcls_convert
+
+    public = [getattr(dcls_convert, name) for name in dcls_convert.__all__ if name not in ("__version__", "tuning")]
+    errors = [thing for thing in public if isinstance(thing, type) and issubclass(thing, Exception)]
+    classes = [thing for thing in public if isinstance(thing, type) and thing not in errors]
+    functions = [thing for thing in public if not isinstance(thing, type)]
+    tuning = [getattr(dcls_convert.tuning, name) for name in dcls_convert.tuning.__all__]
+    parts = {"Functions": functions, "Classes": classes, "dcls_convert.tuning": tuning, "Errors": errors}
+    return "\n".join(
+        f"## {title}\n\n" + "\n".join(f"::: {thing.__module__}.{thing.__name__}\n" for thing in things)
+        for title, things in parts.items()
+    )
+
+
+def _plain(text: str) -> str:
+    """A text for terminals as Markdown: nothing in it is a tag or a table's border."""
+    return (text or "").replace("<", "&lt;").replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *([cell.replace("\n", " ") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+REFERENCES = {"command_line": command_line, "rules": rules, "python_names": python_names}

@@ -1,0 +1,101 @@
+"""Shells complete names of models and rule sets, and checkpoint folders, without importing what knows them."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import timm
+import torchvision
+
+from dcls_convert.cli import completion
+from dcls_convert.cli.completion import complete_checkpoints, complete_models, complete_rules, registered_names
+
+from ..test_house import imported_by
+
+# What the shells' own scripts, as `--show-completion` prints them, set for what was typed.
+SHELLS = {
+    "bash": lambda typed: {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)},
+    "zsh": lambda typed: {"_TYPER_COMPLETE_ARGS": typed},
+    "fish": lambda typed: {"_TYPER_COMPLETE_ARGS": typed, "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+}
+
+
+def completed(monkeypatch, shell, typed):
+    monkeypatch.setenv("_DCLS_CONVERT_COMPLETE", f"complete_{shell}")
+    for name, value in SHELLS[shell](typed).items():
+        monkeypatch.setenv(name, value)
+    done, modules = imported_by("-m", "dcls_convert")
+    assert modules & {"torch", "timm", "torchvision", "safetensors", "numpy", "yaml"} == set()
+    assert done.returncode == 0
+    return done.stdout
+
+
+def test_the_names_are_those_of_the_registries():
+    assert registered_names("timm") == sorted(set(timm.list_models()) - {"dcls_convert"})
+    assert registered_names("torchvision") == sorted(torchvision.models.list_models())
+    assert registered_names("no_such_library") == []
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_completes_the_model_of_the_default_command(monkeypatch, shell):
+    out = completed(monkeypatch, shell, "dcls-convert convnext_ti")
+    assert "convnext_tiny" in out
+    assert "convnext_base" not in out
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    {
+        "m": {"models", "mixnet_s", "mobilenet_v2"},
+        "timm:convnext_ti": {"timm:convnext_tiny"},
+        "--dilated": {"--dilated-size"},
+        "convnext_tiny --rules dep": {"depthwise"},
+        "convnext_tiny --plan mo": {"models-dcls"},
+        "inspect mo": {"models-dcls"},
+        "diff models-dcls mo": {"models-dcls"},
+        "rules check c": {"conv3x3"},
+        "rules check depthwise --model torchvision:vgg11_": {"torchvision:vgg11_bn"},
+        "models mixnet_": {"mixnet_s"},
+    }.items(),
+)
+def test_what_is_completed_where(monkeypatch, typed, words):
+    Path("models-dcls").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        Path("models-dcls", name).touch()
+    Path("more").mkdir()
+    found = completed(monkeypatch, "bash", f"dcls-convert {typed}").split()
+    assert words <= set(found)
+    last = typed.split()[-1]
+    assert all(word.startswith(last) for word in found)
+    assert len(set(found)) == len(found)
+    assert "more" not in found
+
+
+def test_files_are_found_in_the_folder_that_was_typed():
+    for folder in ("runs/one", "runs/two"):
+        Path(folder).mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            Path(folder, name).touch()
+    Path("runs/rules.yaml").touch()
+    assert complete_checkpoints("runs/") == ["runs/one", "runs/two"]
+    assert complete_checkpoints("runs/o") == ["runs/one"]
+    assert complete_checkpoints("nowhere/o") == []
+    assert complete_rules("runs/") == ["runs/rules.yaml"]
+    assert complete_models("local-dir:runs") == []
+
+
+def test_the_scripts_are_shown_and_installed(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    done, _ = imported_by("-m", "dcls_convert", "--show-completion", "bash")
+    assert (done.returncode, "_DCLS_CONVERT_COMPLETE=complete_bash" in done.stdout) == (0, True)
+    done, _ = imported_by("-m", "dcls_convert", "--install-completion", "bash")
+    assert done.returncode == 0
+    assert "_DCLS_CONVERT_COMPLETE" in (tmp_path / ".bash_completions" / "dcls-convert.sh").read_text()
+
+
+def test_a_library_that_cannot_be_read_completes_nothing(monkeypatch):
+    monkeypatch.setattr(
+        completion.importlib.util, "find_spec", lambda name: importlib.util.spec_from_loader(name, None)
+    )
+    assert registered_names("timm") == []

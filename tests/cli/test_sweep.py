@@ -1,0 +1,302 @@
+"""`dcls-convert sweep`: rows that say what conversions would, whatever happens to some of them."""
+
+import csv
+import io
+import json
+import shlex
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+from dcls_convert import convert_, fold_to_dense_
+from dcls_convert.errors import PlanError
+from dcls_convert.sweeps import candidates, timing
+from dcls_convert.sweeps.candidates import Planner
+
+from ..command_line import run
+from ..conftest import TINY
+
+MODEL = "test_efficientnet"
+
+
+def sweep(*arguments, code=0):
+    """The JSON of a sweep, and stderr."""
+    out, err = run("sweep", *arguments, "--json", code=code)
+    return json.loads(out), err
+
+
+def report_of(command, *arguments):
+    """The JSON report of a row's command."""
+    program, *words = shlex.split(command)
+    assert program == "dcls-convert"
+    return json.loads(run(*words, *arguments, "--json")[0])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Weights, and a folder of smooth images."""
+    base = tmp_path_factory.mktemp("trained")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = timm.create_model(MODEL).eval()
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d) and module.groups > 1:
+                nn.init.normal_(module.weight, std=0.3)
+        save_file(model.state_dict(), base / "weights.safetensors")
+        (base / "images").mkdir()
+        for index in range(6):
+            pixels = torch.randint(256, (6, 6, 3), dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).resize((70, 70)).save(base / "images" / f"{index:02d}.png")
+    return base
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--sizes", "7..11"),
+        ("--sizes", "9,11x7", "--counts", "5,8..12..4"),
+        ("--sizes", "9", "--budgets", "60%,100,150.5%", "--tie", "none", "--interpolation", "gaussian"),
+        ("--sizes", "7,9", "--scope", "stage", "--rules", "depthwise", "--input-size", "3x64x64"),
+    ],
+)
+def test_rows_say_what_their_commands_do(options):
+    found, _ = sweep(TINY, *options)
+    original, *rows = found["rows"]
+    assert original["status"] == "original"
+    for row in rows:
+        report = report_of(row["command"], "--dry-run")
+        layers = report["layers"]
+        assert row["status"] == "done"
+        assert (row["params"], row["macs"]) == (report["params"]["after"], report["macs"]["after"])
+        assert (original["params"], original["macs"]) == (report["params"]["before"], report["macs"]["before"])
+        assert row["elements"] == report["params"]["weights"]
+        assert row["layers"] == len(layers)
+        assert row["kernel_counts"] == sorted({layer["kernel_count"] for layer in layers})
+        assert row["dilated_sizes"] == sorted(map(list, {tuple(layer["dilated_size"]) for layer in layers}))
+        assert found["input_size"] == report["input_size"]
+    table = run("sweep", TINY, *options)[0].splitlines()
+    assert table[-1].strip() == found["choice"]["command"] == rows[found["choice"]["row"] - 1]["command"]
+
+
+@pytest.mark.parametrize("size", [5, 7])
+def test_folded_bytes_are_those_of_the_folded_state_dict(size):
+    found, _ = sweep(MODEL, "--sizes", size)
+    model = timm.create_model(MODEL)
+    for row in found["rows"]:
+        if row["asked"]:
+            convert_(model, dilated_size=size, init="random")
+            fold_to_dense_(model)
+        state = model.state_dict()
+        assert row["folded_bytes"] == sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+
+
+def test_what_does_not_fit_or_fails_is_a_row_with_its_reason(monkeypatch):
+    plan_for = candidates.plan_for
+
+    def failing(model, options, *arguments, **keywords):
+        if options.dilated_size == 11:
+            raise RuntimeError("something [broke]\nhere")
+        return plan_for(model, options, *arguments, **keywords)
+
+    monkeypatch.setattr(candidates, "plan_for", failing)
+    found, _ = sweep(TINY, "--sizes", "8..11..1")
+    assert [row["status"] for row in found["rows"]] == ["original", "does not fit", "done", "does not fit", "failed"]
+    assert "must be odd as the kernel 7 is" in found["rows"][1]["reason"]
+    assert found["rows"][4]["reason"] == "planning: RuntimeError: something [broke] here"
+    out, _ = run("sweep", TINY, "--sizes", "8..11..1")
+    assert "! 11 failed: planning: RuntimeError: something [broke] here" in out
+    assert out.splitlines()[-1].strip() == f"dcls-convert {TINY} --dilated-size 9"
+
+
+def test_without_a_row_that_fits_the_rows_are_shown_and_it_is_a_mistake():
+    found, err = sweep(TINY, "--sizes", "8,10", code=2)
+    assert len(found["rows"]) == 3
+    assert found["choice"]["row"] is None
+    assert err.splitlines()[-1].startswith("error: no row is done; of the first: stages.0")
+
+
+def test_nothing_that_matches_ends_it():
+    out, err = run("sweep", "test_vit", "--sizes", "7..9", code=3)
+    assert out == ""
+    assert "nothing in the model matches" in err.splitlines()[-1]
+
+
+def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
+    candidate = Planner.candidate
+
+    def interrupted(self, asked):
+        if asked.size == 11:
+            raise KeyboardInterrupt
+        return candidate(self, asked)
+
+    monkeypatch.setattr(Planner, "candidate", interrupted)
+    found, err = sweep(TINY, "--sizes", "7..15", code=130)
+    assert found["interrupted"]
+    assert [row["asked"] and row["asked"]["size"] for row in found["rows"]] == [None, 7, 9]
+    assert err.splitlines()[-1] == "error: interrupted"
+    out, _ = run("sweep", TINY, "--sizes", "7..15", code=130)
+    assert "Interrupted" in out
+
+
+def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
+    measure, calls = timing._Clock.measure, []
+
+    def interrupted(self, timed, *, keep):
+        calls.append((timed.candidate.row.window, keep))
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return measure(self, timed, keep=keep)
+
+    monkeypatch.setattr(timing._Clock, "measure", interrupted)
+    found, _ = sweep(MODEL, "--sizes", "5,7", "--time", "--seconds", 1, code=130)
+    assert calls == [(window, bool(rounds)) for rounds in range(3) for window in ("original", "5x5", "7x7")][:8]
+    assert [row["forward_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
+    assert [row["step_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
+
+
+def test_times_are_measured_by_turns_and_ways_named(monkeypatch):
+    monkeypatch.setenv("DCLS_CONVERT_DEPTHWISE", "torch")
+    found, err = sweep(MODEL, "--sizes", "5,7", "--time", "--seconds", 1, "--batch-size", 2, "--amp")
+    for row in found["rows"]:
+        for part in (row["forward_ms"], row["step_ms"]):
+            assert 0 < part["first_quartile"] <= part["median"] <= part["third_quartile"]
+            assert part["runs"] >= 3
+        assert row["ways"] == ({"torch": row["layers"]} if row["asked"] else {})
+    assert found["timing"] == {
+        "device": "cpu",
+        "batch": 2,
+        "seconds": 1,
+        "amp": True,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    assert "timing, round 3" in err
+
+
+def test_json_and_csv_agree(trained):
+    options = ("sweep", MODEL, "--sizes", "4..7..1", "--checkpoint", trained / "weights.safetensors")
+    found = json.loads(run(*options, "--json")[0])
+    lines = list(csv.DictReader(io.StringIO(run(*options, "--csv")[0])))
+    assert len(lines) == len(found["rows"])
+    for line, (index, row) in zip(lines, enumerate(found["rows"]), strict=True):
+        same = (
+            "status",
+            "layers",
+            "elements",
+            "params",
+            "macs",
+            "folded_bytes",
+            "kernel_error",
+            "output_error",
+            "images",
+        )
+        for name in (*same, "same_top1", "reason", "command", "dominated"):
+            assert line[name] == ("" if row[name] is None else str(row[name])), name
+        assert line["kernel_counts"] == " ".join(map(str, row["kernel_counts"]))
+        assert line["taken"] == str(index == found["choice"]["row"])
+
+
+def test_errors_are_those_of_the_conversions(trained, tmp_path):
+    given = ("--checkpoint", trained / "weights.safetensors", "--calibrate", trained / "images")
+    found, _ = sweep(MODEL, "--sizes", "5", "--budgets", "80%,100%", *given)
+    for index, row in enumerate(found["rows"][1:]):
+        outcome = report_of(row["command"], "--output", tmp_path / str(index))["outcome"]
+        assert {name: row[name] for name in outcome} == outcome
+        assert row["images"] == 1
+    assert found["choice"]["row"] == 2
+    assert f"the least error of outputs for images held out ({row['output_error']:.3f};" in found["choice"]["why"]
+
+
+def test_without_images_outputs_are_compared_for_random_ones(trained, tmp_path):
+    found, _ = sweep(MODEL, "--sizes", "5", "--checkpoint", trained / "weights.safetensors")
+    row = found["rows"][1]
+    _, *words = shlex.split(row["command"])
+    out, _ = run(*words, "--output", tmp_path / "out")
+    assert f"Outputs for random images moved by {100 * row['output_error']:.2g} %." in out
+    assert row["images"] == 0
+    assert row["same_top1"] is None
+
+
+def test_signs_say_what_colours_say(trained):
+    """With the same error in more parameters, the larger of two counts is dominated; 9 cells hold 9 elements."""
+    options = (MODEL, "--sizes", "4..5..1", "--counts", "1,9,16", "--checkpoint", trained / "weights.safetensors")
+    found, _ = sweep(*options)
+    signs = {"does not fit": "!", "done": " ", "original": " "}
+    expected = [
+        ">" if index == found["choice"]["row"] else "-" if row["dominated"] else signs[row["status"]]
+        for index, row in enumerate(found["rows"])
+    ]
+    table = run("sweep", *options)[0].split("\n\n")[1].splitlines()[2:]
+    assert [line[0] for line in table] == expected
+    assert set(expected) == {">", "-", "!", " "}
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_a_picture_of_the_rows(tmp_path, suffix):
+    path = tmp_path / f"front.{suffix}"
+    sweep(TINY, "--sizes", "7..11", "--picture", path)
+    begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix]
+    assert path.read_bytes().startswith(begins)
+    if suffix == "svg":
+        assert all(text in path.read_text() for text in ("7x7: 26", "11x11: 26", "dense original", "MACs"))
+    _, err = run("sweep", TINY, "--sizes", "7", "--picture", path, code=2)
+    assert "already exists" in err
+    sweep(TINY, "--sizes", "7", "--picture", path, "--force")
+
+
+def test_without_matplotlib_a_picture_is_refused_at_once(monkeypatch):
+    from dcls_convert.cli import sweep as command
+
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    _, err = run("sweep", TINY, "--sizes", "7", "--picture", "front.png", code=2)
+    assert err == "error: --picture needs matplotlib: pip install 'dcls-convert[plot]'\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--sizes", "abc"), "'abc' is not a list of sizes"),
+        (("--sizes", "7.."), "is not a list of sizes"),
+        (("--sizes", "7,,9"), "is not a list of sizes"),
+        (("--sizes", "0..9"), "is not a list of sizes"),
+        (("--sizes", "7..9..0"), "is not a list of sizes"),
+        (("--sizes", "23..7"), "runs backwards; give 7..23"),
+        (("--sizes", "1..1000000000"), "is not a list of sizes"),
+        (("--sizes", "1..9999"), "has 5,000 values; 1,000 are allowed"),
+        (("--sizes", "1..999", "--counts", "3,4,5"), "1,500 rows are asked for; 1,000 are allowed"),
+        (("--sizes", "7", "--counts", "3-5"), "is not a list of counts"),
+        (("--sizes", "7", "--budgets", "0"), "is not a list of percentages"),
+        (("--sizes", "7", "--counts", "3", "--budgets", "50"), "--counts and --budgets exclude each other"),
+        (("--sizes", "7", "--counts", "3", "--scope", "stage"), "--counts states the counts"),
+        (("--sizes", "7", "--scope", "error"), "--scope error needs trained kernels"),
+        (("--sizes", "7", "--device", "cuda"), "--device is for --time"),
+        (("--sizes", "7", "--seconds", "3"), "--seconds is for --time"),
+        (("--sizes", "7", "--calibrate", "."), "--calibrate needs trained kernels"),
+        (("--sizes", "7", "--json", "--csv"), "--json and --csv exclude each other"),
+        (("--sizes", "7", "--picture", "front.gif"), "must end in .png, .svg, .pdf"),
+        (("--sizes", "7", "--picture", "nowhere/front.png"), "there is no such folder"),
+        (("--sizes", "7", "--force"), "--force replaces the file of --picture"),
+        (("--sizes", "7", "--time", "--device", "abc"), "device abc: torch cannot use it here"),
+        (("--sizes", "7", "--time", "--device", "meta"), "device meta computes nothing"),
+        (("--sizes", "7", "--checkpoint", "nowhere"), "nowhere: there is no such file"),
+        ((), "Missing option '--sizes'"),
+    ],
+)
+def test_mistakes_are_one_line(options, says):
+    out, err = run("sweep", TINY, *options, code=2)
+    assert out == ""
+    assert says in err.splitlines()[-1]
+
+
+def test_a_plan_error_of_all_rows_is_told_once():
+    """Rules that state every window leave nothing to compare."""
+    with open("own.yaml", "w") as file:
+        file.write("format: 1\nrules:\n  - match: {kind: depthwise}\n    dilated_kernel_size: 9\n")
+    out, err = run("sweep", TINY, "--sizes", "7..9", "--rules", "own.yaml", code=2)
+    assert out == ""
+    assert "so the dilated size given has no effect" in err.splitlines()[-1]
+    assert PlanError.exit_code == 2

@@ -1,0 +1,323 @@
+"""README and the pages of the site: every command and snippet in them runs, every picture and reference is today's.
+
+The blocks of a page run in their order in one empty folder: lines of `console` through the command line, `python` in
+one namespace; what has a title is the file of that name. Lines below a `$ ` are what the command prints.
+"""
+
+import contextlib
+import functools
+import importlib
+import io
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import xml.etree.ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from dcls_convert.checkpoints import verify
+from dcls_convert.cli.app import main
+
+from .conftest import TINY
+from .tuning.test_timm_train import TRAIN_SCRIPT
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+LANGUAGES = ("console", "python", "yaml")
+# Pages that do not run in the plain tests: what they need, or since they take long.
+MARKS = dict.fromkeys(("fsdp2.md", "timm.md", "starts.md", "training.md"), "processes")
+MARKS |= dict.fromkeys(("lightning.md", "trainer.md"), "thirdparty")
+# What stands in for names in a page: page -> text -> text.
+SMALL = {"convnext_tiny": TINY}  # where a network is written; README's test takes the real one
+STAND_INS = {
+    "checkpoints.md": SMALL | {"1, 3, 224, 224": "1, 3, 160, 160"},
+    "convert.md": SMALL,
+    "index.md": SMALL,
+    "python.md": SMALL,
+    "starts.md": {**SMALL, "tf_efficientnet_lite0": "test_efficientnet"},
+    "timm.md": {**SMALL, "--amp": "--output output/train/run", "path/to/train.py": "scripts/train.py"},
+    "training.md": {
+        **SMALL,
+        "examples/finetune.py": str(ROOT / "examples" / "finetune.py"),
+        "--data photographs": "--data photographs --epochs 1 --batch-size 4 --img-size 32",
+    },
+}
+# Lines that run elsewhere: README's test makes such an environment, in a shell; the pictures' test surveys models.
+ELSEWHERE = re.compile(r"python3 -m venv |\. \.venv/|pip install |dcls-convert models ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    language: str
+    title: str | None
+    text: str
+    line: int  # of its first line in the page
+
+
+def blocks_of(text: str) -> list[Block]:
+    found = re.finditer(r'^```(\w*)(?: title="(.+?)")?\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
+    return [
+        Block(language=one[1], title=one[2], text=one[3], line=text.count("\n", 0, one.start(3)) + 1) for one in found
+    ]
+
+
+def commands_of(text: str) -> list[tuple[str, str]]:
+    """Each command line of a console block, without its comment, and what it shall print."""
+    session = re.search(r"^\$ ", text, re.MULTILINE)
+    lines = re.split(r"^\$ ", text, flags=re.MULTILINE) if session else text.replace("\\\n", " ").splitlines()
+    return [(re.sub(r" +#.*", "", line), printed) for line, _, printed in (one.partition("\n") for one in lines if one)]
+
+
+# What the reader of a page has.
+
+
+def photographs(folder: Path) -> None:
+    for index in range(20):
+        split = "validation" if index % 5 == 4 else "train"
+        path = folder / split / ("dark" if index % 2 else "light") / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((64, 64), 20 + 5 * index).convert("RGB").save(path)
+
+
+def model_of_ones_own() -> None:
+    Path("mypackage").mkdir()
+    Path("mypackage/models.py").write_text(f"import timm\n\ndef build():\n    return timm.create_model('{TINY}')\n")
+    torch.save(timm.create_model(TINY).state_dict(), "weights.pt")
+    Path("rules.yaml").write_text("format: 1\nrules:\n  - match: {kind: depthwise}\n    dilated_kernel_size: 9\n")
+
+
+def trained_weights() -> None:
+    from safetensors.torch import save_model
+
+    save_model(timm.create_model(TINY), "weights.safetensors")
+    save_model(timm.create_model("test_efficientnet"), "lite0.safetensors")
+    photographs(Path("photos"))
+
+
+def timms_script() -> None:
+    Path("scripts").mkdir()
+    known = "parser.parse_known_args()[0]"  # the real one has the other arguments
+    Path("scripts/train.py").write_text(TRAIN_SCRIPT.replace("parser.parse_args()", known))
+    Path("scripts/helper_beside.py").write_text("STEPS = 1\n")
+    Path("output/train/run").mkdir(parents=True)
+
+
+GIVEN = {
+    "convert.md": model_of_ones_own,
+    "starts.md": trained_weights,
+    "timm.md": timms_script,
+    "training.md": lambda: photographs(Path("photographs")),
+}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """timm's trained weights without a network: seeded ones."""
+
+    def download(repo_id, filename, **_options):
+        folder = tmp_path / "hub" / repo_id
+        if not folder.exists():
+            name = repo_id.partition("/")[2].partition(".")[0]
+            timm.models.save_for_hf(timm.create_model(name), folder, safe_serialization=True)
+        return str(folder / filename)
+
+    monkeypatch.setattr("timm.models._hub.hf_hub_download", download)
+
+
+# Running.
+
+
+def run_program(arguments: list[str]) -> tuple[int, str]:
+    """The exit code of a command of ours or of Python, and all that it printed."""
+    printed = io.StringIO()
+    with (
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(sys, "argv", arguments[1:])
+        try:
+            if arguments[0] == "dcls-convert":
+                main(arguments[1:])
+            elif arguments[1] == "-m":
+                patch.setattr(sys, "argv", arguments[2:])
+                patch.syspath_prepend("")  # which such a program replaces
+                runpy.run_module(arguments[2], run_name="__main__", alter_sys=True)
+            else:
+                patch.syspath_prepend(str(Path(arguments[1]).parent))
+                runpy.run_path(arguments[1], run_name="__main__")
+        except SystemExit as stopped:
+            return int(stopped.code or 0), printed.getvalue()
+    return 0, printed.getvalue()
+
+
+def run_console(text: str) -> None:
+    for command, wanted in commands_of(text):
+        arguments = shlex.split(command)
+        if ELSEWHERE.match(command):
+            continue
+        if arguments[0] == "torchrun":
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
+            run = [sys.executable, "-m", "torch.distributed.run", *arguments[1:]]
+            done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120)
+            code, printed = done.returncode, done.stdout + done.stderr
+        else:
+            assert arguments[0] in ("dcls-convert", "python"), f"{command}: no test runs this"
+            code, printed = run_program(arguments)
+        assert (code == 0) == (not wanted.startswith("error: ")), f"{command}\n{printed}"
+        if wanted:
+            start, more, _ = wanted.rstrip().partition("...")
+            last = printed.rstrip().splitlines()[-1]
+            assert last.startswith(start) if more else last == start, f"{command}\n{last}\n{wanted}"
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves images open
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[getattr(pytest.mark, MARKS[page])] if page in MARKS else []) for page in PAGES]
+)
+def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, request):
+    for library in re.findall(r"`pip install (\w+)", PAGES[page]):
+        pytest.importorskip(library, reason=f"{library} is in the extra thirdparty")
+    in_this_process = functools.partial(verify.verify_folder, rebuild=verify.rebuild_here)
+    monkeypatch.setattr(verify, "verify_folder", in_this_process)  # a fresh one takes seconds
+    if page != "errors.md":  # which shows what happens without a network
+        request.getfixturevalue("hub")
+    (tmp_path / "reader").mkdir()
+    monkeypatch.chdir(tmp_path / "reader")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.syspath_prepend("")  # as in a shell
+    torch.manual_seed(0)
+    GIVEN.get(page, lambda: None)()
+    text = PAGES[page]
+    for name, stand_in in STAND_INS.get(page, {}).items():
+        assert name in PAGES[page], f"{name}: no longer in the page"
+        text = text.replace(name, stand_in)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks_of(text):
+        if block.title is not None:
+            Path(block.title).write_text(block.text)
+        elif block.language == "python":
+            exec(compile("\n" * (block.line - 1) + block.text, str(DOCS / page), "exec"), namespace)
+        elif block.language == "console":
+            run_console(block.text)
+        else:
+            raise AssertionError(f"{page}:{block.line}: a block of {block.language or 'no language'} that nothing runs")
+
+
+# README.
+
+
+@pytest.mark.processes
+def test_readme_runs_from_top_to_bottom_in_one_shell(tmp_path):
+    """As pasted, in a copy of the repository. The hub's cache and the libraries are those of this machine.
+
+    pip finds the libraries on PYTHONPATH and installs only this package; pytest's own program is then missing, and the
+    tests are collected, not run: .ci/run runs them by the same line.
+    """
+    copy, cache = tmp_path / "dcls-convert", tmp_path / "hub"
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in filter(None, files.split("\0")):
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    cache_of("convnext_tiny", cache)
+    program = copy / ".venv-test" / "bin" / "pytest"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\nexec "$(dirname "$0")/python" -m pytest "$@"\n')
+    program.chmod(0o755)
+    script = ""
+    for block in blocks_of(README):
+        assert block.language in ("console", "python"), block
+        script += block.text if block.language == "console" else f"python - <<'PYTHON'\n{block.text}PYTHON\n"
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(timm.__file__).parent.parent),
+        "PIP_NO_BUILD_ISOLATION": "1" if importlib.util.find_spec("hatchling") else "0",
+        "PYTEST_ADDOPTS": "--collect-only",
+        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_OFFLINE": "1",
+    }
+    shell = ["bash", "-e"]
+    done = subprocess.run(shell, input=script, cwd=copy, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "28,589,128 → 28,587,688 parameters" in done.stdout
+    assert {path.name for path in copy.glob("*-dcls17*")} >= {"convnext_tiny-dcls17", "convnext_tiny-dcls17-fit"}
+    assert re.search(r"\d+/\d+ tests collected", done.stdout)
+
+
+def cache_of(name: str, cache: Path) -> None:
+    """The hub's cache as it is after a download of the model's weights."""
+    model = timm.create_model(name)
+    repository = cache / f"models--{model.pretrained_cfg['hf_hub_id'].replace('/', '--')}"
+    revision = "0" * 40
+    timm.models.save_for_hf(model, repository / "snapshots" / revision, safe_serialization=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+
+
+def test_readme_has_one_command_for_the_main_job_and_one_for_the_tests():
+    commands = [line for line in README.splitlines() if "pip install" in line and line.startswith("python3")]
+    assert len(commands) == 2
+    assert commands[0].endswith("&& dcls-convert convnext_tiny --dilated-size 17")
+    assert commands[1].endswith(".venv-test/bin/pytest -q")
+    assert len(README.splitlines()) <= 67
+
+
+# The site.
+
+
+@pytest.mark.parametrize("page", ["../README.md", *PAGES])
+def test_links_of_the_pages_exist(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (DOCS / page).parent.joinpath(target).exists(), target
+    for picture in re.findall(r"!\[([^]]*)\]", text):
+        assert len(picture) > 10, f"{picture!r} does not say what is seen"
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    pytest.importorskip("mkdocs", reason="mkdocs is in the extra docs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DOCS))
+        yield importlib.import_module("hooks")
+
+
+def test_the_reference_has_every_command_option_rule_and_name(hooks):
+    command_line = hooks.command_line()
+    helps = ["--help"], *([name, "--help"] for name in ("convert", "models", "inspect", "fold", "verify", "rules"))
+    for arguments in helps:
+        _, printed = run_program(["dcls-convert", *arguments])
+        for option in re.findall(r"--[a-z][a-z-]+", printed):
+            assert option in command_line, option
+    for key in ("dilated_kernel_size", "stage_pattern", "skip", "dense_axes", "kernel_size", "defaults", "min"):
+        assert f"`{key}`" in hooks.rules()
+    names = hooks.python_names()
+    assert all(f".{name}\n" in names for name in ("convert_", "DclsConv2d", "param_groups", "PlanError"))
+
+
+@pytest.mark.processes
+def test_the_pictures_are_the_programs_own_output(tmp_path):
+    def words(path: Path) -> list[str]:
+        texts = xml.etree.ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
+        return " ".join("".join(text.itertext()) for text in texts).replace("\xa0", " ").split()
+
+    script = DOCS / "draw_pictures.py"
+    for command in re.findall(r"^dcls-convert models .*", "\n".join(PAGES.values()), re.MULTILINE):
+        assert command in script.read_text(encoding="utf-8"), command
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
+    names = sorted(path.name for path in tmp_path.glob("*.svg"))
+    assert names
+    for name in names:
+        assert words(tmp_path / name) == words(DOCS / "pictures" / name), f"{name}: python docs/draw_pictures.py"
+        assert "http" not in re.sub(r'xmlns="[^"]*"|<!--.*?-->', "", (tmp_path / name).read_text())
+    assert "28,587,688" in words(DOCS / "pictures" / "report.svg")

@@ -1,0 +1,113 @@
+"""Progress is told layer by layer, and shown where somebody may be looking and only if it takes a while."""
+
+import io
+import re
+import sys
+import time
+
+import pytest
+
+from dcls_convert import apply_plan_, convert_, find_convs, plan_conversion, progress
+from dcls_convert.progress import is_watched, show_progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """stderr; colours and cursor movements are left out of what is seen."""
+    for variable in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def become():
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        return sys.stderr
+
+    return become
+
+
+def seen(stream):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_fit_tells_of_every_layer_in_order(tiny, calibrated):
+    import torch
+
+    plan = plan_conversion(find_convs(tiny, (3, 32, 32)), dilated_size=9)
+    told = []
+    images = [torch.randn(2, 3, 32, 32)] if calibrated else None
+    apply_plan_(tiny, plan, init="fit", calibration=images, step=lambda *step: told.append(step))
+    texts, done, totals = zip(*told, strict=True)
+    numbers = [re.search(r", layers? (\d+)(?: to (\d+))? of (\d+)$", text).groups() for text in texts]
+    covered = [number for first, last, _ in numbers for number in range(int(first), int(last or first) + 1)]
+    assert covered == list(range(1, len(plan.layers) + 1))
+    assert {int(of) for *_, of in numbers} == {len(plan.layers)}
+    assert done[0] == 0
+    assert sorted(set(done)) == list(done)
+    assert set(totals) == {totals[0]}
+    assert done[-1] < totals[0]
+
+
+def test_python_is_silent_in_a_pipe_and_where_it_is_quick(tiny, capfd, terminal):
+    convert_(tiny, dilated_size=9, input_size=(3, 32, 32), init="random")
+    assert capfd.readouterr() == ("", "")
+    stream = terminal()
+    with show_progress("quick", wait=30) as step:
+        step("nothing to see")
+    assert stream.getvalue() == ""
+
+
+def test_python_shows_what_takes_long(tiny, capsys, monkeypatch):
+    monkeypatch.setattr("dcls_convert.surgery.convert.SECONDS_UNSEEN", 0)
+    convert_(tiny, dilated_size=9, input_size=(3, 32, 32), progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "ConvNeXt: fitting stages.2, layers 4 to 7 of 9\n" in err
+
+
+def test_somebody_may_be_looking_on_a_terminal_or_in_a_notebook(monkeypatch, terminal):
+    terminal()
+    assert is_watched()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert not is_watched()
+    monkeypatch.setattr(sys, "stderr", None)
+    assert not is_watched()
+    monkeypatch.setitem(sys.modules, "ipykernel", progress)
+    assert is_watched()
+
+
+def test_a_terminal_gets_a_bar_with_the_time_left_that_vanishes(terminal):
+    stream = terminal()
+    with show_progress("net") as step:
+        step("reading")
+        time.sleep(0.15)
+        for number in range(3):
+            step(f"fitting, layer {number + 1} of 4", number, 4)
+            time.sleep(0.3)
+    assert "net: reading" in seen(stream)
+    assert re.search(r"net: fitting, layer 3 of 4 .*━.* 0:00:0\d", seen(stream))
+    assert stream.getvalue().endswith("\x1b[2K")  # the line is erased
+
+
+def test_a_step_that_is_slow_is_shown_when_the_wait_is_over(capsys):
+    with show_progress("net", wait=0.1) as step:
+        step("fast")
+        step("slow")
+        time.sleep(0.3)
+        step("next")
+    assert capsys.readouterr().err == "net: slow\nnet: next\n"
+
+
+def test_a_dumb_terminal_and_a_pipe_get_lines(terminal, monkeypatch):
+    stream = terminal()
+    monkeypatch.setenv("TERM", "dumb")
+    with show_progress("\x1b]0;x\x07", every=60) as step:
+        for number in range(3):
+            step(f"layer {number}", number, 3)
+        step("writing")
+    assert stream.getvalue() == "\\x1b]0;x\\x07: layer 0\n\\x1b]0;x\\x07: writing\n"

@@ -1,0 +1,123 @@
+"""Stands in for timm's train.py, which is not in timm's wheel: its options, the same calls of timm, and the same order.
+
+Only what the recipes of examples/imagenet.md ask for, and on CPUs. Where TIMM_TRAIN_SCRIPT names timm's own script,
+test_imagenet runs that instead.
+"""
+
+import argparse
+import contextlib
+import logging
+from functools import partial
+from pathlib import Path
+
+import torch
+from timm import create_model
+from timm.data import FastCollateMixup, create_dataset, create_loader, resolve_data_config
+from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
+from timm.models import load_checkpoint, resume_checkpoint
+from timm.optim import create_optimizer_v2, optimizer_kwargs
+from timm.scheduler import create_scheduler_v2, scheduler_kwargs
+from timm.utils import CheckpointSaver, ModelEmaV3, init_distributed_device, random_seed, setup_default_logging
+from torch.nn.parallel import DistributedDataParallel
+
+# The defaults of train.py.
+TEXTS = {"model": "resnet50", "data-dir": None, "dataset": "", "output": "output/train", "experiment": "", "resume": ""}
+TEXTS |= {"opt": "sgd", "sched": "cosine", "aa": None, "remode": "pixel", "train-interpolation": "random"}
+TEXTS |= {"amp-dtype": "float16", "device": "cuda"}
+WHOLE = {
+    "batch-size": 128,
+    "grad-accum-steps": 1,
+    "epochs": 300,
+    "warmup-epochs": 5,
+    "cooldown-epochs": 0,
+    "workers": 4,
+}
+WHOLE |= {"patience-epochs": 10, "recount": 1}
+NUMBERS = {"lr": 0.05, "weight-decay": 2e-5, "momentum": 0.9, "warmup-lr": 1e-5, "min-lr": 0.0, "decay-epochs": 90.0}
+NUMBERS |= {"decay-rate": 0.1, "mixup": 0.0, "cutmix": 0.0, "smoothing": 0.1, "reprob": 0.0, "crop-pct": None}
+NUMBERS |= {"drop-path": None, "bce-target-thresh": None, "model-ema-decay": 0.9998}
+FLAGS = ("pretrained", "sched-on-updates", "warmup-prefix", "amp", "bce-loss", "model-ema", "pin-mem")
+
+
+def parse():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for kind, defaults in ((str, TEXTS), (int, WHOLE), (float, NUMBERS)):
+        for name, default in defaults.items():
+            parser.add_argument(f"--{name}", type=kind, default=default)
+    for name in FLAGS:
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--input-size", type=int, nargs=3)
+    parser.add_argument("--opt-betas", type=float, nargs="+")
+    return parser.parse_args()
+
+
+def main():
+    setup_default_logging()
+    args = parse()
+    args.opt_eps = args.layer_decay = None
+    device = init_distributed_device(args)
+    random_seed(42, args.rank)
+    model = create_model(args.model, pretrained=args.pretrained, drop_path_rate=args.drop_path, num_classes=None)
+    config = resolve_data_config(vars(args), model=model)
+    shared = {"mean": config["mean"], "std": config["std"], "device": device, "distributed": args.distributed}
+    data = partial(create_dataset, args.dataset, root=args.data_dir, batch_size=args.batch_size)
+    mixup = {"label_smoothing": args.smoothing, "num_classes": model.num_classes}
+    loader = create_loader(
+        data(split="train", is_training=True, seed=42),
+        input_size=config["input_size"],
+        batch_size=args.batch_size,
+        is_training=True,
+        re_prob=args.reprob,
+        re_mode=args.remode,
+        auto_augment=args.aa,
+        interpolation=args.train_interpolation,
+        num_workers=args.workers,
+        collate_fn=FastCollateMixup(args.mixup, args.cutmix, **mixup),
+        **shared,
+    )
+    bce = BinaryCrossEntropy(target_threshold=args.bce_target_thresh)
+    criterion = bce if args.bce_loss else SoftTargetCrossEntropy()
+    optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=args))
+    start = resume_checkpoint(model, args.resume, optimizer) if args.resume else 0
+    average = ModelEmaV3(model, decay=args.model_ema_decay) if args.model_ema else None
+    if average and args.resume:
+        load_checkpoint(average.module, args.resume, use_ema=True)
+    running = DistributedDataParallel(model)
+    folder = Path(args.output, args.experiment)
+    folder.mkdir(parents=True, exist_ok=True)
+    folder = str(folder)
+    saver = CheckpointSaver(
+        model, optimizer, args, average, checkpoint_dir=folder, recovery_dir=folder, decreasing=True
+    )
+    scheduler, epochs = create_scheduler_v2(optimizer, **scheduler_kwargs(args), updates_per_epoch=len(loader))
+    if start:
+        scheduler.step_update(start * len(loader)) if args.sched_on_updates else scheduler.step(start)
+    for epoch in range(start, epochs):
+        loader.dataset.set_epoch(epoch)
+        loss = train_one_epoch(epoch, running, loader, optimizer, criterion, args, scheduler, average)
+        if args.rank == 0:
+            saver.save_checkpoint(epoch, metric=loss)
+        scheduler.step(epoch + 1, loss)
+    torch.distributed.destroy_process_group()
+
+
+def train_one_epoch(epoch, model, loader, optimizer, criterion, args, scheduler, average):
+    model.train()
+    cast = torch.autocast("cpu", getattr(torch, args.amp_dtype)) if args.amp else contextlib.nullcontext()
+    for index, (images, targets) in enumerate(loader):
+        with cast:
+            loss = criterion(model(images), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if average:
+            average.update(model.module)
+        if args.rank == 0:
+            rates = sorted({group["lr"] for group in optimizer.param_groups})
+            logging.getLogger("train").info(f"Train: {epoch} [{index}/{len(loader)}] loss {loss.item():.3f} LR {rates}")
+        scheduler.step_update(epoch * len(loader) + index + 1)
+    return loss.item()
+
+
+if __name__ == "__main__":
+    main()

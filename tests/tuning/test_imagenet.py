@@ -1,0 +1,284 @@
+"""The commands of examples/imagenet.md run as they stand there, on shards and models that take seconds."""
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import dcls_convert
+from dcls_convert import tuning
+
+from ..command_line import run
+
+pytestmark = pytest.mark.distributed
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PAGE = (EXAMPLES / "imagenet.md").read_text()
+SHARDS, CONVERT, SLURM, TORCHRUN, CONVNEXT, RESNET = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+# All that the test changes in the page's commands.
+CHANGED = {
+    "--shards 1024 --validation-shards 64": "--shards 2 --validation-shards 2",
+    "convnext_tiny": "test_convnext",
+    "convnext_small": "test_convnext2",
+    "convnext_base": "test_convnext3",
+    "resnet50": "test_resnet",
+    "--nodes 4": "--nodes 1",
+    "--nnodes 4 --nproc-per-node 8": "--nnodes 1 --nproc-per-node 2",
+    "$HEAD:29500": "127.0.0.1:0",
+    "--workers 8 --pin-mem": "--workers 0 --device cpu",
+    "--input-size 3 224 224": "--input-size 3 32 32",
+    "--input-size 3 160 160": "--input-size 3 32 32",
+    "--batch-size 128": "--batch-size 4",
+    "--batch-size 64": "--batch-size 4",
+    "--warmup-epochs 20": "--warmup-epochs 1",
+    "--warmup-epochs 5": "--warmup-epochs 1",
+    "--repulsive-loss-from 21": "--repulsive-loss-from 1",
+    "--epochs 280": "--epochs {convnext}",  # after one of warmup
+    "--epochs 100": "--epochs {resnet}",
+}
+IMAGES = 8  # for training: one batch of each process, so an epoch is a step
+FIRST, RESUMED = {"convnext": 1, "resnet": 2}, {"convnext": 3, "resnet": 4}  # epochs; two steps, and four
+# What stands in for a cluster's programs.
+STUBS = {
+    "python": f'exec {sys.executable} "$@"',
+    "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    "sbatch": 'shift 2; exec bash "$@"',
+    "srun": 'shift; exec "$@"',
+    "scontrol": '[[ $1 == show ]] && echo 127.0.0.1 || echo "$@" >>requeued',
+}
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "node1"}
+
+
+def changed(block: str, epochs: dict[str, int]) -> str:
+    for ours, of_test in CHANGED.items():
+        block = block.replace(ours, of_test.format(**epochs))
+    return block
+
+
+def array_and_commands(block: str) -> tuple[str, list[str]]:
+    """The options that commands share, and the commands."""
+    array, *commands = re.split(r'^(?="\$\{launch)', block, flags=re.M)
+    return array, commands
+
+
+@contextlib.contextmanager
+def started(folder: Path, script: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a script of bash in the folder; what of it still runs at the end of the block is killed."""
+    environment = {**os.environ, **JOB, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(["bash", "-euc", script], cwd=folder, env=environment, text=True, **pipes) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+                    one.kill()
+
+
+def finished(folder: Path, script: str) -> str:
+    with started(folder, script) as process:
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, out
+        return out
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A folder with what the page wants in it."""
+    folder = tmp_path_factory.mktemp("cluster")
+    for name in ("imagenet_shards.py", "imagenet.slurm"):
+        shutil.copy(EXAMPLES / name, folder)
+    script = Path(os.environ.get("TIMM_TRAIN_SCRIPT") or Path(__file__).with_name("small_train.py"))
+    on_cpus = script.read_text().replace("device_ids=[device], ", "")  # which DDP refuses for a model on the CPU
+    (folder / "train.py").write_text(on_cpus)
+    (folder / "bin").mkdir()
+    for name, line in STUBS.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
+        (folder / "bin" / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(cluster):
+    pytest.importorskip("webdataset", reason="timm reads WebDataset shards by webdataset, of the extra train")
+    for split, images in (("train", IMAGES), ("val", 4)):
+        for index in range(images):
+            path = cluster / "imagenet" / split / f"n{index % 2}" / f"{index}.JPEG"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((40, 36), 80 + index).convert("RGB").save(path)
+    finished(cluster, changed(SHARDS, FIRST))
+    before = Path.cwd()
+    try:
+        os.chdir(cluster)
+        for line in changed(CONVERT, FIRST).splitlines():
+            run(*line.split()[1:])
+    finally:
+        os.chdir(before)
+    return cluster
+
+
+@dataclass(frozen=True)
+class Run:
+    printed: str
+    checkpoint: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def runs(prepared):
+    """ConvNeXt-T by SLURM, for two steps and then two more, and ResNet-50 by torchrun."""
+    shared, (tiny, *_) = array_and_commands(CONVNEXT)
+    blocks = {"first": (SLURM + shared + tiny, FIRST), "resumed": (SLURM + shared + tiny, RESUMED)}
+    blocks["resnet"] = (TORCHRUN + RESNET, FIRST)
+    found = {}
+    for name, (block, epochs) in blocks.items():
+        printed = finished(prepared, changed(block, epochs))
+        experiment = "test_resnet" if name == "resnet" else "test_convnext"
+        last = prepared / "output" / "train" / experiment / "last.pth.tar"
+        found[name] = Run(printed, torch.load(last, weights_only=False))
+    return found
+
+
+# run -> learning rate, weight decay, epochs that have passed
+RECIPES = {"first": (4e-3, 0.05, 2), "resumed": (4e-3, 0.05, 4), "resnet": (8e-3, 0.02, 2)}
+each_run = pytest.mark.parametrize("name", RECIPES)
+
+
+@each_run
+def test_positions_have_five_times_the_learning_rate_of_the_recipe_and_no_weight_decay(runs, name):
+    lr, decay, _ = RECIPES[name]
+    groups = runs[name].checkpoint["optimizer"]["param_groups"]
+    found = {(group["initial_lr"], group.get("lr_scale", 1), group["weight_decay"]) for group in groups}
+    assert found == {(lr, 1, decay), (lr, 1, 0), (lr, 5, 0)}
+    (now,) = {group["lr"] / group.get("lr_scale", 1) for group in groups}
+    # At its end, ConvNeXt's schedule is at its least; ResNet's, by epochs, is half way.
+    assert now == pytest.approx(1e-6 if name != "resnet" else (lr + 1e-6) / 2)
+
+
+@each_run
+def test_every_epoch_is_a_step_and_resuming_goes_on(runs, name):
+    state, epochs = runs[name].checkpoint, RECIPES[name][2]
+    assert state["epoch"] == epochs - 1
+    steps = [one["step"] for one in state["optimizer"]["state"].values() if "step" in one]
+    assert all(step == epochs for step in steps)
+    trained = [int(epoch) for epoch in re.findall(r"Train: (\d+) ", runs[name].printed)]
+    assert trained == [*range(epochs - 2, epochs)]
+
+
+@each_run
+def test_the_repulsive_loss_is_on_from_its_epoch_only(runs, name):
+    lines = re.findall(r"epoch (\d+): repulsive loss ([\d.]+), (on|off)", runs[name].printed)
+    epochs = RECIPES[name][2]
+    assert [(int(epoch), state) for epoch, _, state in lines] == [
+        (epoch, "on" if epoch >= 1 else "off") for epoch in range(epochs - 2, epochs)
+    ]
+    assert all(0 < float(value) < 1 for _, value, _ in lines)
+
+
+def test_positions_move_in_every_run_and_are_recorded(runs, prepared):
+    for names, folder in ((("first", "resumed"), "test_convnext-dcls17"), (("resnet",), "test_resnet-dcls7")):
+        states = [dcls_convert.load_converted(prepared / folder).state_dict()]
+        states += [runs[name].checkpoint["state_dict"] for name in names]
+        keys = [key for key in states[0] if "positions" in key]
+        for before, after in itertools.pairwise(states):
+            assert all(not torch.equal(before[key], after[key]) for key in keys)
+    assert [record.step for record in tuning.read_track(prepared / "test_convnext.jsonl")] == [0, 1, 2, 3]
+    assert [record.step for record in tuning.read_track(prepared / "test_resnet.jsonl")] == [0, 1]
+
+
+def test_the_average_loads_in_timm_and_becomes_a_folder(runs, prepared, tmp_path):
+    folder = f"local-dir:{prepared / 'test_convnext-dcls17'}"
+    last = prepared / "output" / "train" / "test_convnext" / "last.pth.tar"
+    model = timm.create_model(folder, checkpoint_path=str(last))
+    average = runs["resumed"].checkpoint["state_dict_ema"]
+    assert all(torch.equal(tensor, average[key]) for key, tensor in model.state_dict().items())
+    assert {
+        key for key, tensor in average.items() if not torch.equal(tensor, runs["resumed"].checkpoint["state_dict"][key])
+    }
+    saved = dcls_convert.save_converted(model, prepared / "test_convnext-dcls17", tmp_path / "trained")
+    assert timm.create_model(f"local-dir:{saved}", pretrained=True).stages[0].blocks[0].conv_dw.kernel_count > 1
+
+
+def test_small_and_base_differ_from_tiny_in_names_and_drop_path_alone():
+    _, (tiny, *others) = array_and_commands(CONVNEXT)
+    for command, name, drop_path in zip(others, ("small", "base"), ("0.4", "0.5"), strict=True):
+        assert command == tiny.replace("tiny", name).replace("--drop-path 0.1", f"--drop-path {drop_path}")
+
+
+def test_every_change_of_this_test_is_of_something_on_the_page():
+    assert [ours for ours in CHANGED if ours not in PAGE] == []
+
+
+# The page's numbers.
+
+
+@pytest.mark.parametrize("block", [CONVNEXT, RESNET], ids=["convnext", "resnet"])
+def test_every_number_of_a_recipe_has_its_source_beside_it(block):
+    section = PAGE[PAGE.index(block) :].partition("\n## ")[0]
+    told = " ".join(re.findall(r"`(--[^`]+)`", section.partition("| --- |")[2]))
+    words = block.replace("(--dataset", " --dataset").replace("\\\n", " ").replace(")", " ").split()
+    used = " ".join(words)
+    ours = {"--repulsive-loss-from", "--track", "--auto-resume", "--experiment", "--model", "--pretrained"}
+    ours |= {"--dataset", "--data-dir", "--workers", "--pin-mem"}
+    options = set(re.findall(r"--[a-z-]+(?: [\w.-]+)*", used))
+    missing = [option for option in options if option.split()[0] not in ours and option not in told]
+    assert missing == []
+
+
+def test_the_estimated_hours_follow_the_formula():
+    rows = re.findall(r"^\| (ConvNeXt-.|ResNet-50)[^|]*\| (\d+) \| ([\d.]+) \| (\d+) \| (\d+) \|$", PAGE, re.M)
+    assert [name for name, *_ in rows] == ["ConvNeXt-T", "ConvNeXt-S", "ConvNeXt-B", "ResNet-50"]
+    for name, epochs, throughput, hours, on_32 in rows:
+        pixels = (160 / 224) ** 2 if name == "ResNet-50" else 1
+        exact = int(epochs) * 1_281_167 * 3 * pixels / float(throughput) / 3600
+        assert (int(hours), int(on_32)) == (round(exact), round(exact / 32))
+
+
+# The SLURM file, with a srun that runs one node's task here.
+
+
+def test_a_job_that_is_told_its_time_is_up_asks_to_be_requeued(cluster):
+    subprocess.run(["bash", "-n", cluster / "imagenet.slurm"], check=True)
+    (cluster / "slow").mkdir()
+    (cluster / "slow" / "torchrun").write_text('#!/bin/bash\necho "$@" >started\nexec sleep 60\n')
+    (cluster / "slow" / "torchrun").chmod(0o755)
+    told, requeued = cluster / "started", cluster / "requeued"
+    with started(cluster, "PATH=slow:$PATH exec bash imagenet.slurm train.py --some option") as job:
+        wait_for(told)
+        rendezvous = "--rdzv-id 7 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:20007"
+        expected = f"--nnodes 1 --nproc-per-node 2 --max-restarts 3 {rendezvous} train.py --some option"
+        assert told.read_text().strip() == expected
+        job.send_signal(signal.SIGUSR1)
+        wait_for(requeued)
+        assert requeued.read_text() == "requeue 7\n"
+        assert job.poll() is None, "the nodes' work goes on until SLURM ends it"
+
+
+def test_a_job_ends_with_the_exit_code_of_its_nodes(cluster):
+    with started(
+        cluster, "mkdir bad; echo 'exit 3' >bad/torchrun; chmod +x bad/torchrun; PATH=bad:$PATH; bash imagenet.slurm x"
+    ) as job:
+        assert job.wait(timeout=20) == 3
+
+
+def wait_for(path: Path) -> None:
+    for _ in range(500):
+        if path.exists() and path.read_text().endswith("\n"):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{path.name} did not come")
