@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -109,7 +108,7 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
     try:
         program = typer.main.get_command(app)
         if not NEEDS_NO_DEFAULTS & set(arguments) and COMPLETION_VARIABLE not in os.environ:
-            defaults = find_defaults(program, Path.cwd())
+            defaults = find_defaults(program)
         if defaults is not None:
             settings = {"obj": defaults, "default_map": dict(defaults.values)}
         result = program.main(arguments, prog_name="dcls-convert", standalone_mode=False, **settings)

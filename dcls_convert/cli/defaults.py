@@ -32,17 +32,21 @@ class Defaults:
     values: Mapping[str, Any]  # command -> parameter -> value as text, or True or False; groups have commands inside
 
 
-def find_defaults(program: Any, start: Path) -> Defaults | None:
-    """The defaults of the nearest file, from a folder upwards to the first repository's root or the user's home.
+def find_defaults(program: Any) -> Defaults | None:
+    """The defaults of the nearest file, from the working directory up to a repository's root or the user's home.
 
     Args:
         program: The group of all commands.
-        start: Where to begin.
 
     Raises:
+        OSError: The program's own file cannot be read.
         DclsConvertError: The file is not valid, or names what is no option.
     """
-    for folder in (start, *start.parents):
+    try:
+        here = Path.cwd()
+    except OSError:  # it was removed
+        return None
+    for folder in (here, *here.parents):
         for path, table in _tables(folder):
             default = program.commands[program.default_command]
             own = {key: value for key, value in table.items() if not isinstance(value, dict)}
@@ -59,10 +63,15 @@ def _tables(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The tables for this program in a folder, its own file first."""
     for name in (OWN_FILE, PROJECT_FILE):
         path = folder / name
-        if not path.is_file():
+        try:
+            if not path.is_file():
+                continue
+            with path.open("rb") as file:
+                data = file.read(MOST_BYTES + 1)
+        except OSError:
+            if name == OWN_FILE and os.access(folder, os.X_OK):
+                raise
             continue
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
         if name == PROJECT_FILE and TABLE.encode() not in data:
             continue
         table: Any = _parsed(data, path)
