@@ -15,14 +15,13 @@ from pydantic_core import PydanticCustomError
 from ..errors import RuleError, did_you_mean, one_line, printable, shown
 from ..files import builtin_rules
 from ..layers.geometry import size_text
-from ..options import AUTO, INTERPOLATIONS, Interpolation
+from ..options import AUTO, INTERPOLATIONS, Interpolation, Kind
 
 if TYPE_CHECKING:
     from ..networks.sites import ConvSite  # which imports torch
 
 RULES_FORMAT = 1
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
-Kind = Literal["depthwise", "grouped", "dense"]
 Positive = Annotated[int, Field(ge=1)]
 MOST_DIGITS = 18  # of an integer; Python refuses to print those of more than 4300
 MOST_SHOWN = 200  # characters of a text from the file, in a message
