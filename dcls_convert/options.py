@@ -11,6 +11,8 @@ Tie = Literal["stage", "none"]
 Init = Literal["auto", "random", "largest", "fit", "exact"]
 Positions = Literal["normal", "uniform"]
 AuthorsVersion = Literal["v0", "v1"]  # of their package's layers without sigma; see authors.py
+Kind = Literal["depthwise", "grouped", "dense"]  # of a convolution, by its groups
+Sort = Literal["name", "params", "macs", "count", "layers"]  # of models
 FoldFormat = Literal["timm", "onnx", "pt2"]
 
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)

@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from ..errors import DclsConvertError, one_line, shown
 from . import console
 from .arguments import CommandGroup
 from .convert import convert
+from .defaults import Command, Defaults, find_defaults, place_of
 from .diff import diff
 from .fold import fold
 from .inspect import inspect
@@ -30,6 +31,8 @@ EXIT_CODES = (
     "model matches the rules; 130 interrupted."
 )
 NETWORKS = ("torch", "torchvision", "timm")  # which some install by themselves, and pip may have left out
+NEEDS_NO_DEFAULTS = {"-h", "--help", "--version"}
+COMPLETION_VARIABLE = "_DCLS_CONVERT_COMPLETE"
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 SECONDS_TO_CLEAN = 5.0  # after a signal; the next one in this time is ignored
@@ -41,7 +44,7 @@ class _Program(CommandGroup):
 
 def _completion_asked() -> bool:
     """Whether to add the options for completion; with them, typer imports pydantic for every command."""
-    if "_DCLS_CONVERT_COMPLETE" in os.environ:  # a shell asks what to complete, and has half the time of a command
+    if COMPLETION_VARIABLE in os.environ:  # a shell asks what to complete, and has half the time of a command
         from typer._completion_classes import completion_init
 
         completion_init()  # which typer else does when it adds the options
@@ -80,7 +83,7 @@ def _main(
 
 
 for _command in (convert, models, sweep, inspect, diff, fold, verify):
-    app.command()(_command)
+    app.command(cls=Command)(_command)
 app.add_typer(rules_app, name="rules")
 
 
@@ -102,11 +105,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(arguments: list[str]) -> tuple[int, str | None]:
     """The exit code, and what went wrong, in one line."""
+    defaults: Defaults | None = None
+    settings: dict[str, Any] = {}
     try:
-        result = typer.main.get_command(app).main(arguments, prog_name="dcls-convert", standalone_mode=False)
+        program = typer.main.get_command(app)
+        if not NEEDS_NO_DEFAULTS & set(arguments) and COMPLETION_VARIABLE not in os.environ:
+            defaults = find_defaults(program)
+        if defaults is not None:
+            settings = {"obj": defaults, "default_map": dict(defaults.values)}
+        result = program.main(arguments, prog_name="dcls-convert", standalone_mode=False, **settings)
     except typer.TyperException as error:  # the parser's
         message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
-        return EXIT_MISTAKE, f"{message}. Try 'dcls-convert --help'."
+        command = getattr(getattr(error, "ctx", None), "command_path", "dcls-convert")
+        return EXIT_MISTAKE, f"{place_of(error, arguments, defaults)}{message}. Try '{command} --help'."
     except DclsConvertError as error:
         return error.exit_code, one_line(error)
     except OSError as error:  # the disk, a permission, a name that no file system takes

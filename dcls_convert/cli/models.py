@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import DclsConvertError
-from ..options import AUTO, PlanOptions
+from ..options import AUTO, Kind, PlanOptions, Sort
 from . import console
 from .arguments import OUTPUT, InputSize, Json, number, option, with_plan_options
 from .completion import complete_models
@@ -20,11 +20,14 @@ MOST_SECONDS = 86_400
 SECONDS_A_MODEL = 120  # the slowest of all models takes two seconds on an idle core
 SECONDS_A_LINE = 10.0  # of progress, where stderr is no terminal
 WIDTH_IN_A_FILE = 160  # columns; most rows stay on one line
-RUNNING = "How to run"
+RUNNING, SHOW = "How to run", "What to show"
 PATTERN_HELP = (
     "Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. Without * ? or [ it is a name, "
     "or else a part of names. Without a pattern, all models of both registries."
 )
+
+KIND_HELP = "Only models of which such convolutions are replaced."
+SORT_HELP = "The least first: before conversion, or elements and layers of the new kernels."
 
 PATTERN = typer.Argument(metavar="PATTERN", help=PATTERN_HELP, show_default=False, autocompletion=complete_models)
 
@@ -34,6 +37,8 @@ def models(
     options: PlanOptions,
     pattern: Annotated[str | None, PATTERN] = None,
     input_size: InputSize = None,
+    kind: Annotated[Kind | None, option(SHOW, KIND_HELP)] = None,
+    sort: Annotated[Sort | None, option(SHOW, SORT_HELP, show_default="as in the registries")] = None,
     jobs: Annotated[
         int | None, number(int, 1, MOST_JOBS, RUNNING, "Processes; one a processor without it.", metavar="N")
     ] = None,
@@ -48,7 +53,7 @@ def models(
         raise DclsConvertError("--json and --csv exclude each other")
     with console.steps("models", every=SECONDS_A_LINE) as step:
         from ..planning.planner import check_overruled
-        from ..reports.survey import names_matching, survey_models
+        from ..reports.survey import chosen_rows, names_matching, survey_models
         from ..reports.survey_view import failure_lines, summary_line, survey_csv, survey_json, survey_view
 
         if options.rules != AUTO:
@@ -64,6 +69,7 @@ def models(
         rows = survey_models(
             names, options, input_size=input_size, workers=jobs, timeout=float(timeout), advance=advance
         )
+    rows = chosen_rows(rows, sort=sort, kind=kind)
     if json_ or csv:
         data = survey_json(rows, options, pattern=pattern, input_size=input_size) if json_ else survey_csv(rows)
         console.write(data)

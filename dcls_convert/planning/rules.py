@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from ..errors import RuleError, did_you_mean, one_line, printable, shown
 from ..files import builtin_rules, read_bytes
 from ..layers.geometry import size_text
-from ..options import AUTO, INTERPOLATIONS, MOST_COUNT, MOST_SIDE, Interpolation
+from ..options import AUTO, INTERPOLATIONS, MOST_COUNT, MOST_SIDE, Interpolation, Kind
 from .stage_pattern import PatternError, compiled
 from .strict_yaml import MOST_CHARACTERS, load_yaml
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 RULES_FORMAT = 1
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
-Kind = Literal["depthwise", "grouped", "dense"]
 Positive = Annotated[int, Field(ge=1)]
 MOST_PATTERN = 1_000  # characters
 MOST_SHOWN = 200  # characters of a text from the file, in a message

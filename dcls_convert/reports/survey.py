@@ -19,7 +19,7 @@ from ..layers.geometry import size_text
 from ..networks.sites import find_convs, kinds_of_convs
 from ..networks.source import ModelSource, build_model, registry_names, stated_input_size
 from ..networks.tracing import check_same_shapes
-from ..options import PlanOptions
+from ..options import Kind, PlanOptions, Sort
 from ..planning.planner import make_plan
 from .report import Change, MacsChange, predict_report
 from .workers import run_jobs
@@ -165,6 +165,33 @@ def survey_models(
         rows[outcome.index] = row
         advance(row)
     return [rows[index] for index in range(len(names))]
+
+
+def chosen_rows(rows: Sequence[ModelRow], *, sort: Sort | None = None, kind: Kind | None = None) -> list[ModelRow]:
+    """Rows in an order, or some of them.
+
+    Args:
+        rows: From `survey_models`.
+        sort: The least first, by what the models have before conversion, or by the count of elements or of layers
+            replaced; those of which it is not known come last. Equal ones stay in their order.
+        kind: Keep the models of which convolutions of this kind are replaced, and what failed.
+    """
+    kept = [
+        row
+        for row in rows
+        if kind is None or row.status == "failed" or any(name.split()[0] == kind for name in row.replaced)
+    ]
+    if sort is None:
+        return kept
+    value: Callable[[ModelRow], Any] = {
+        "name": lambda row: row.name.partition(":")[2],
+        "params": lambda row: row.params.before,
+        "macs": lambda row: row.macs.before,
+        "count": lambda row: max(row.kernel_counts, default=None),
+        "layers": lambda row: sum(row.replaced.values()) or None,
+    }[sort]
+    known = [row for row in kept if value(row) is not None]
+    return sorted(known, key=value) + [row for row in kept if value(row) is None]
 
 
 def suitable_workers(models: int) -> int:

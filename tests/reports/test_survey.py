@@ -22,7 +22,7 @@ from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.source import ModelSource, build_model, registry_names, stated_input_size
 from dcls_convert.options import PlanOptions
 from dcls_convert.reports.report import Change, MacsChange
-from dcls_convert.reports.survey import ModelRow, model_row, names_matching, rows_to_dicts, survey_models
+from dcls_convert.reports.survey import ModelRow, chosen_rows, model_row, names_matching, rows_to_dicts, survey_models
 from dcls_convert.reports.survey_view import CSV_COLUMNS, summary, summary_line, survey_csv, survey_json, survey_view
 
 from ..conftest import TINY
@@ -115,6 +115,40 @@ def test_macs_that_depend_on_the_image_are_not_counted():
     row = model_row("torchvision:maskrcnn_resnet50_fpn", PlanOptions())
     assert (row.status, row.macs.before, row.macs.after) == ("planned", None, None)
     assert "what a MaskRCNN computes depends on how many regions it finds" in row.macs.note
+
+
+# Which models, and in which order.
+
+SOME = [
+    ModelRow(
+        name="timm:b", status="planned", replaced={"depthwise 3x3": 9}, kernel_counts=(5, 7), params=Change(before=3)
+    ),
+    ModelRow(name="torchvision:a", status="planned", replaced={"dense 3x3": 2}, params=Change(before=1)),
+    ModelRow(name="timm:c", status="failed", reason="no"),
+    ModelRow(name="timm:d", status="nothing matches", reason="no", params=Change(before=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("sort", "order"),
+    {"name": "abcd", "params": "adbc", "macs": "bacd", "count": "bacd", "layers": "abcd", None: "bacd"}.items(),
+)
+def test_models_are_sorted_and_what_is_not_known_comes_last(sort, order):
+    assert "".join(row.name[-1] for row in chosen_rows(SOME, sort=sort)) == order
+
+
+@pytest.mark.parametrize(("kind", "kept"), {"depthwise": "bc", "dense": "ac", "grouped": "c", None: "bacd"}.items())
+def test_models_are_chosen_by_what_is_replaced_and_failures_stay(kind, kept):
+    assert "".join(row.name[-1] for row in chosen_rows(SOME, kind=kind)) == kept
+
+
+def test_the_command_sorts_and_chooses(capsys):
+    assert run("test_*net", "--kind", "depthwise", "--sort", "macs", "--json") == 0
+    models = json.loads(capsys.readouterr().out)["models"]
+    macs = [model["macs"]["before"] for model in models]
+    assert macs == sorted(macs)
+    assert len(models) >= 2
+    assert all(any(name.startswith("depthwise") for name in model["replaced"]) for model in models)
 
 
 # One model.

@@ -2,12 +2,16 @@
 
 import contextlib
 import itertools
+import json
+import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,11 +23,13 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
 import dcls_convert
 from dcls_convert import tuning
 
 from ..command_line import run
+from . import small_train
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
@@ -214,6 +220,40 @@ def test_the_average_loads_in_timm_and_becomes_a_folder(runs, prepared, tmp_path
     assert timm.create_model(f"local-dir:{saved}", pretrained=True).stages[0].blocks[0].conv_dw.kernel_count > 1
 
 
+def test_every_image_is_in_one_shard_with_its_class(prepared):
+    sources = sorted((prepared / "imagenet" / "train").glob("*/*"))
+    expected = sorted((path.read_bytes(), path.parent.name.removeprefix("n").encode()) for path in sources)
+    found = []
+    for name in json.loads((prepared / "shards" / "_info.json").read_text())["splits"]["train"]["filenames"]:
+        with tarfile.open(prepared / "shards" / name) as shard:
+            files = [shard.extractfile(entry).read() for entry in shard.getmembers()]
+        found += zip(files[::2], files[1::2], strict=True)
+    assert sorted(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "shards"], "nowhere/train: there is no such folder"),
+        (["empty", "shards"], "empty/train: no images"),
+        (["one", "shards", "--shards", "2"], "2 shards of train: must be from 1 to the number of images, 1"),
+        (["one", "shards", "--shards", "0"], "0 shards of train"),
+    ],
+)
+def test_mistakes_with_shards_are_one_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("empty/train", "empty/val", "one/train/cat", "one/val/cat"):
+        Path(path).mkdir(parents=True)
+    for path in Path("one").glob("*/cat"):
+        (path / "a.jpg").touch()
+    monkeypatch.setattr("sys.argv", ["imagenet_shards.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(EXAMPLES / "imagenet_shards.py"), run_name="__main__")
+    assert str(stopped.value).startswith("error: ")
+    assert message in str(stopped.value)
+    assert not Path("shards").exists()
+
+
 def test_small_and_base_differ_from_tiny_in_names_and_drop_path_alone():
     _, (tiny, *others) = array_and_commands(CONVNEXT)
     for command, name, drop_path in zip(others, ("small", "base"), ("0.4", "0.5"), strict=True):
@@ -227,17 +267,36 @@ def test_every_change_of_this_test_is_of_something_on_the_page():
 # The page's numbers.
 
 
+def test_convnexts_schedule_is_300_epochs_of_which_20_of_linear_warmup(monkeypatch):
+    words = array_and_commands(CONVNEXT)[0].partition("(")[2].rpartition(")")[0].split()
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    weight, position = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    args = small_train.parse()
+    optimizer = torch.optim.SGD([{"params": [weight]}, {"params": [position], "lr_scale": 5.0}], lr=args.lr)
+    updates = 313  # an epoch of 1,281,167 images in batches of 4096
+    scheduler, epochs = create_scheduler_v2(optimizer, **scheduler_kwargs(args), updates_per_epoch=updates)
+    assert epochs == 300
+    for step in range(0, 300 * updates, 100):
+        passed = (step / updates - 20) / 280
+        cosine = 1e-6 + (4e-3 - 1e-6) * (1 + math.cos(math.pi * passed)) / 2
+        expected = 4e-3 * step / (20 * updates) if passed < 0 else cosine
+        scheduler.step_update(step)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([expected, 5 * expected], abs=1e-15)
+
+
+# What is no setting of the recipe, or stands in the table of what both recipes share.
+WITHOUT_SOURCE = {"--dataset", "--data-dir", "--workers", "--pin-mem", "--experiment", "--model", "--pretrained"}
+WITHOUT_SOURCE |= {"--repulsive-loss-from", "--track", "--auto-resume"}
+
+
 @pytest.mark.parametrize("block", [CONVNEXT, RESNET], ids=["convnext", "resnet"])
-def test_every_number_of_a_recipe_has_its_source_beside_it(block):
-    section = PAGE[PAGE.index(block) :].partition("\n## ")[0]
-    told = " ".join(re.findall(r"`(--[^`]+)`", section.partition("| --- |")[2]))
-    words = block.replace("(--dataset", " --dataset").replace("\\\n", " ").replace(")", " ").split()
-    used = " ".join(words)
-    ours = {"--repulsive-loss-from", "--track", "--auto-resume", "--experiment", "--model", "--pretrained"}
-    ours |= {"--dataset", "--data-dir", "--workers", "--pin-mem"}
-    options = set(re.findall(r"--[a-z-]+(?: [\w.-]+)*", used))
-    missing = [option for option in options if option.split()[0] not in ours and option not in told]
-    assert missing == []
+def test_every_setting_of_a_recipe_and_no_other_has_its_source_in_the_table(block):
+    words = re.sub(r'[()"\\\s]+', " ", block.partition("=(")[2])
+    used = set(re.findall(r"--[a-z-]+(?: (?!-)[\w.:/-]+)*", words))
+    table = [line for line in PAGE[PAGE.index(block) :].partition("\n## ")[0].splitlines() if line.startswith("|")]
+    told = {option for line in table for option in re.findall(r"`(--[^`]+)`", line)}
+    assert told == {option for option in used if option.split()[0] not in WITHOUT_SOURCE}
 
 
 def test_the_estimated_hours_follow_the_formula():
