@@ -75,14 +75,19 @@ class Campaign:
         def batch(found: Any) -> None:
             if time.monotonic() > end and not self.findings:
                 return
-            last[:] = [found]
             self.tried += 1
-            with limits():
-                check(found)
+            try:
+                with limits():
+                    check(found)
+            except Exception:
+                last[:] = [found]  # the smallest one is tried last
+                raise
 
         try:
             batch()
         except Exception:
+            if not last:
+                raise
             self.findings.append((last[0], traceback.format_exc()))
 
 

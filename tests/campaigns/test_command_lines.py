@@ -1,0 +1,122 @@
+"""Random command lines, in this process: the documented exit codes, one line of error, and nothing left behind."""
+
+import contextlib
+import io
+import shutil
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+import typer
+from hypothesis import strategies as st
+
+from dcls_convert.cli.app import EXIT_INTERRUPTED, app, main
+
+from .campaign import Finding, check_line
+from .nets import build
+from .texts import numbers, texts
+
+pytestmark = pytest.mark.campaign
+
+OWN = f"{build.__module__}:build"
+FOLDERS = ["good", "folded", "empty", "nowhere", "file", "out"]
+PATHS = st.sampled_from([*FOLDERS, "weights.pth", "rules.yaml", "page.html", "picture.png"])
+WORDS = st.sampled_from(["7", "9", "9x9", "7..11", "auto", "depthwise", "conv3x3", "3x32x32", "60%,100%", "99.5"])
+NUMBERS = st.integers(-1, 40).map(str) | numbers.map(str)
+# Slow, of typer, or meant to run code.
+NEVER = {"--pretrained", "--jobs", "--time", "--install-completion", "--show-completion", "--help", "--trust-code"}
+
+
+def commands():
+    """Every command of the program, by its words."""
+    group = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        if name == "models":  # takes a minute for some patterns
+            continue
+        inner = getattr(command, "commands", None)
+        yield from [((name, word), each) for word, each in inner.items()] if inner else [((name,), command)]
+
+
+def values_of(parameter):
+    """Mostly ones that the parameter may take."""
+    choices = get_args(parameter.type_descriptor.annotation)
+    fitting = [choice for choice in choices if isinstance(choice, str)]
+    if fitting:
+        return st.sampled_from(fitting) | texts
+    return st.one_of(
+        *([PATHS] * 3 if Path in (parameter.type_descriptor.annotation, *choices) else [WORDS, NUMBERS]), texts
+    )
+
+
+@st.composite
+def command_lines(draw):
+    words, command = draw(st.sampled_from(list(commands())))
+    line = list(words)
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            model = parameter.name == "model"
+            line.append(draw(st.sampled_from([OWN] * 4 + ["nomodel"]) | texts if model else values_of(parameter)))
+    options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
+    for parameter in draw(st.lists(st.sampled_from(options), max_size=6)) if options else ():
+        if parameter.opts[0] not in NEVER:
+            line.append(draw(st.sampled_from(parameter.opts)))
+            if not parameter.is_flag and not parameter.count:
+                line.append(draw(values_of(parameter)))
+    if draw(st.integers(0, 9)) == 0:
+        line.insert(draw(st.integers(0, len(line))), draw(texts))
+    return [word.replace("\0", "") for word in line]
+
+
+def ended(line):
+    """Exit code, stdout and stderr."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main(line)
+        except SystemExit as stopped:
+            return stopped.code, out.getvalue(), err.getvalue()
+    raise Finding("main returned")
+
+
+def seen(folder):
+    return {path: path.stat().st_mtime_ns for path in Path(folder).rglob("*")}
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """Folders and files for the command lines to name."""
+    monkeypatch.chdir(tmp_path)
+    assert ended([OWN, "--dilated-size", "9", "--input-size", "3x32x32", "--output", "good"])[0] == 0
+    shutil.copytree("good", "out")
+    Path("empty").mkdir()
+    Path("file").write_text("the user's own")
+    Path("rules.yaml").write_text("format: 1\nrules: [{match: {kind: depthwise}, dilated_kernel_size: 7}]\n")
+    torch.save(build().state_dict(), "weights.pth")
+    return tmp_path
+
+
+def test_command_lines(campaign, workplace):
+    kept = {name: seen(workplace / name) for name in ("good", "empty", "file")}
+
+    def check(line):
+        before = seen(workplace)
+        code, out, err = ended(line)
+        if code not in (0, 2, 3) or "Traceback" in out + err:
+            raise Finding(f"ended with {code}: {err[-500:]}")
+        errors = [text for text in err.splitlines() if text.startswith("error: ")]
+        if code != 0:
+            if errors != err.splitlines()[-1:]:
+                raise Finding(f"not one line of error, the last: {err!r}")
+            check_line(errors[0])
+        left = {path for path in seen(workplace).keys() - before.keys() if path.parent == workplace}
+        if code != 0 and left:
+            raise Finding(f"left {left}")
+        if any(path.name.endswith(".partial") for path in left):
+            raise Finding(f"left {left}")
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        if any(seen(workplace / name) != files for name, files in kept.items() if "--force" not in line):
+            raise Finding("changed what it was not to")
+
+    assert EXIT_INTERRUPTED == 130
+    campaign.run(command_lines(), check)
