@@ -58,6 +58,7 @@ def make_sweep(
         input_size=planner.convs.input_size,
         rows=rows,
         timing=timing[0] if timing else None,
+        slower=slower,
         interrupted=interrupted,
         choice=choose(rows, slower),
     )

@@ -81,7 +81,7 @@ def _columns(sweep: Sweep) -> tuple[dict[str, _Cell], dict[str, _Cell], dict[str
         "Parameters": lambda row: row.status if row.params is None else f"{row.params:,}",
         f"MACs{macs_unit}": lambda row: _unless_unplanned(row, macs(row.macs)),
         "": grown,
-        f"Folded{size_unit}B": lambda row: _unless_unplanned(row, size(row.folded_bytes)),
+        f"Fold{size_unit}B": lambda row: _unless_unplanned(row, size(row.folded_bytes)),
     }
     measured: dict[str, _Cell] = {}
     if any(row.forward_ms for row in rows):
@@ -118,7 +118,7 @@ def _time(timing: Timing | None) -> str:
     if timing is None:
         return ""
     spread = (timing.third_quartile - timing.first_quartile) / 2
-    digits = 0 if timing.median >= 1000 else 1 if timing.median >= 10 else 2
+    digits = 0 if timing.median >= 99.95 else 1 if timing.median >= 9.995 else 2
     return f"{timing.median:,.{digits}f} ±{spread:,.{digits}f}"
 
 
@@ -132,7 +132,7 @@ def _notes(sweep: Sweep) -> Iterator[Text]:
     yield from (Text(printable(reason), style="yellow") for reason in reasons)
     if any(row.dominated for row in rows):
         yield Text(f"{DOMINATED} another row is as good in {_compared_by(sweep)}, and better in one.", style="dim")
-    sentences = [*_timing_sentences(sweep), *_error_sentences(rows)]
+    sentences = ["Fold: the model's weights when folded.", *_timing_sentences(sweep), *_error_sentences(rows)]
     yield from (Text(printable(sentence)) for sentence in sentences)
     if sweep.interrupted:
         yield Text("Interrupted: rows or measurements are missing.", style="bold yellow")
@@ -162,6 +162,9 @@ def _timing_sentences(sweep: Sweep) -> Iterator[str]:
         f"in {'bfloat16 autocast' if timing.amp else 'float32'}, {timing.device}{threads}, torch {timing.torch}. "
         "Step: forward, backward, SGD."
     )
+    widest = max(row.spread or 0 for row in sweep.rows)
+    if widest > sweep.slower:
+        yield f"Equal runs differ by {widest:.0f} %: measure longer (--seconds), on an idle machine."
     ways: Counter[str] = Counter()
     for row in sweep.rows:
         ways.update(row.ways)

@@ -153,7 +153,7 @@ def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
 
     monkeypatch.setattr(timing._Clock, "measure", interrupted)
     found, _ = sweep(MODEL, "--sizes", "5,7", "--time", "--seconds", 1, code=130)
-    assert calls == [(window, bool(rounds)) for rounds in range(3) for window in ("original", "5x5", "7x7")][:8]
+    assert calls == [(window, bool(rounds)) for rounds in range(3) for window in ("dense", "5x5", "7x7")][:8]
     assert [row["forward_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
     assert [row["step_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
 
