@@ -35,10 +35,10 @@ class SweepView:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         keys, costs, measured = _columns(self.sweep)
-        tables = [self._table(keys | costs | measured)]
+        tables = [self._table(keys, costs | measured)]
         width = Measurement.get(console, options.update(width=NATURAL_WIDTH), tables[0]).maximum
         if width > options.max_width and measured:
-            tables = [self._table(keys | columns) for columns in (costs, measured)]
+            tables = [self._table(keys, columns) for columns in (costs, measured)]
         title = Text(printable(self.sweep.model), style="bold")
         if self.sweep.input_size:
             title += Text(f", input {size_text(self.sweep.input_size)}", style="not bold dim")
@@ -50,13 +50,16 @@ class SweepView:
         for line in _notes(self.sweep):
             yield Padding(line, (0, 0, 0, 1), expand=False)
 
-    def _table(self, columns: dict[str, _Cell]) -> Table:
-        first, *headings = columns
+    def _table(self, keys: dict[str, _Cell], columns: dict[str, _Cell]) -> Table:
+        """With the rows of which there is something to say."""
+        first, *headings = keys | columns
         table = plain_table(f"  {first}", *headings)
         for index, row in enumerate(self.sweep.rows):
-            sign, style = _sign(row, taken=index == self.sweep.choice.row)
+            name, *named = [cell(row) for cell in keys.values()]
             cells = [cell(row) for cell in columns.values()]
-            table.add_row(f"{sign:1} {cells[0]}", *cells[1:], style=style)
+            sign, style = _sign(row, taken=index == self.sweep.choice.row)
+            if any(cells):
+                table.add_row(f"{sign:1} {name}", *named, *cells, style=style)
         return table
 
 
