@@ -101,6 +101,7 @@ class Sweep:
     format: int = SWEEP_FORMAT
     model: str
     input_size: tuple[int, ...] | None
+    macs_note: str | None = None  # why MACs are not known
     rows: tuple[SweepRow, ...]
     timing: TimingSettings | None = None
     slower: float  # percent by which the cost of the row to take may grow
@@ -197,7 +198,7 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
     original, done = rows[0], {index: row for index, row in enumerate(rows) if row.status == "done"}
     cost = next((value for value in (step_ms, _macs) if _known([original, *done.values()], value)), None)
     if not done or cost is None:
-        why = "no row is done" if not done else "neither MACs nor times are known; --input-size states a size"
+        why = "neither MACs nor times are known" if done else "no row is done"
         return Choice(why=why)
     grown = {index: row for index, row in done.items() if (row.folded_bytes or 0) > (original.folded_bytes or 0)}
     pool = grown or done

@@ -56,6 +56,7 @@ def make_sweep(
     return Sweep(
         model=model,
         input_size=planner.convs.input_size,
+        macs_note=planner.convs.macs_note,
         rows=rows,
         timing=timing[0] if timing else None,
         slower=slower,

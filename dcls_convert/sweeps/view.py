@@ -80,6 +80,8 @@ def _columns(sweep: Sweep) -> tuple[dict[str, _Cell], dict[str, _Cell], dict[str
     keys: dict[str, _Cell] = {"Window": lambda row: row.window, "Count": _count}
     if any(row.asked and row.asked.budget is not None for row in rows):
         keys["Budget"] = lambda row: "" if not row.asked or row.asked.budget is None else f"{row.asked.budget:g} %"
+    if len({row.layers for row in rows if row.status == "done"}) > 1:
+        keys["Layers"] = lambda row: str(row.layers or "")
     costs: dict[str, _Cell] = {
         "Parameters": lambda row: row.status if row.params is None else f"{row.params:,}",
         f"MACs{macs_unit}": lambda row: _unless_unplanned(row, macs(row.macs)),
@@ -135,7 +137,13 @@ def _notes(sweep: Sweep) -> Iterator[Text]:
     yield from (Text(printable(reason), style="yellow") for reason in reasons)
     if any(row.dominated for row in rows):
         yield Text(f"{DOMINATED} another row is as good in {_compared_by(sweep)}, and better in one.", style="dim")
-    sentences = ["Fold: the model's weights when folded.", *_timing_sentences(sweep), *_error_sentences(rows)]
+    uncounted = [f"MACs were not counted: {sweep.macs_note}."] if sweep.macs_note else []
+    sentences = [
+        "Fold: the model's weights when folded.",
+        *uncounted,
+        *_timing_sentences(sweep),
+        *_error_sentences(rows),
+    ]
     yield from (Text(printable(sentence)) for sentence in sentences)
     if sweep.interrupted:
         yield Text("Interrupted: rows or measurements are missing.", style="bold yellow")
