@@ -240,13 +240,14 @@ def test_readme_runs_from_top_to_bottom_in_one_shell(tmp_path):
         "HF_HUB_CACHE": str(cache),
         "HF_HUB_OFFLINE": "1",
     }
-    shell = ["bash", "-ex"]  # says on stderr what it runs, and at which second
-    environment["PS4"] = "+ $SECONDS s: "
+    script += "python -c 'import dcls_convert; print(dcls_convert.__file__)'\n"
+    shell = ["bash", "-ex"]  # says on stderr what it runs
     done = subprocess.run(shell, input=script, cwd=copy, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "28,589,128 → 28,587,688 parameters" in done.stdout
     assert {path.name for path in copy.glob("*-dcls17*")} >= {"convnext_tiny-dcls17", "convnext_tiny-dcls17-fit"}
     assert re.search(r"\d+/\d+ tests collected", done.stdout)
+    assert Path(done.stdout.splitlines()[-1]).is_relative_to(copy / ".venv")
 
 
 def cache_of(name: str, cache: Path) -> None:
