@@ -44,6 +44,7 @@ class Case:
 CASES = (
     Case(model="convnext_tiny", window=17, channels_last=True),
     Case(model="resnet50", window=7),
+    Case(model="resnet18", window=7),
     Case(model="mobilenetv3_large_100", window=13),
     Case(model="efficientnet_b0", window=13),
 )

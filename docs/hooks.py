@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from mkdocs.structure.files import File
 
@@ -33,23 +34,29 @@ def command_line() -> str:
     """Every command with all its arguments and options, from the program itself."""
     import typer
 
-    from dcls_convert.cli.app import app
+    with mock.patch("sys.argv", ["dcls-convert", "--help"]):  # only then has the program the options for completion
+        from dcls_convert.cli.app import EXIT_CODES, app
 
-    return "\n".join(_commands(typer.main.get_command(app), "dcls-convert"))
+    return "\n".join([*_commands(typer.main.get_command(app), "dcls-convert"), EXIT_CODES])
 
 
-def _commands(command: Any, path: str) -> Iterator[str]:
-    context = command.context_class(command, info_name=path)
-    yield f"## {path}\n\n{_plain(command.help)}\n\n```text\n{command.get_usage(context)}\n```\n"
+def _commands(command: Any, name: str, parent: Any = None) -> Iterator[str]:
+    context = command.context_class(command, info_name=name, parent=parent, **command.context_settings)
+    yield f"## {context.command_path}\n\n{_plain(command.help)}\n\n```text\n{command.get_usage(context)}\n```\n"
     panels: dict[str, list[list[str]]] = {}
     for parameter in command.get_params(context):
         if (record := parameter.get_help_record(context)) is not None:
             kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
-            panels.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(list(record))
+            name, text = record
+            short = [
+                option for option in parameter.opts if option.startswith("-") and option not in re.split("[ ,]+", name)
+            ]
+            row = [f"`{', '.join([*short, name])}`", _plain(text)]
+            panels.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(row)
     for panel, rows in panels.items():
-        yield _table([panel, ""], [[f"`{name}`", _plain(text)] for name, text in rows])
+        yield _table([panel, ""], rows)
     for name, inner in getattr(command, "commands", {}).items():
-        yield from _commands(inner, f"{path} {name}")
+        yield from _commands(inner, name, context)
 
 
 def rules() -> str:

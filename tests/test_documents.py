@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import io
+import json
 import os
 import re
 import runpy
@@ -23,6 +24,7 @@ import timm
 import torch
 from PIL import Image
 
+import dcls_convert
 from dcls_convert.checkpoints import verify
 from dcls_convert.cli.app import main
 
@@ -33,10 +35,11 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
-LANGUAGES = ("console", "python", "yaml")
 # Pages that do not run in the plain tests: what they need, or since they take long.
-MARKS = dict.fromkeys(("fsdp2.md", "timm.md", "starts.md", "training.md"), "processes")
-MARKS |= dict.fromkeys(("lightning.md", "trainer.md"), "thirdparty")
+SLOW = [pytest.mark.processes]
+OTHERS = [pytest.mark.thirdparty, pytest.mark.filterwarnings("ignore")]  # other libraries warn of what they like
+MARKS = dict.fromkeys(("fsdp2.md", "timm.md", "starts.md", "training.md"), SLOW)
+MARKS |= dict.fromkeys(("lightning.md", "trainer.md"), OTHERS)
 # What stands in for names in a page: page -> text -> text.
 SMALL = {"convnext_tiny": TINY}  # where a network is written; README's test takes the real one
 STAND_INS = {
@@ -138,7 +141,13 @@ def hub(tmp_path, monkeypatch):
 
 
 def run_program(arguments: list[str]) -> tuple[int, str]:
-    """The exit code of a command of ours or of Python, and all that it printed."""
+    """The exit code of a command, and all that it printed: in this process, or in its own if it starts others."""
+    if arguments[0] == "torchrun" or arguments[:2] == ["python", "-m"]:
+        command = ["-m", "torch.distributed.run", *arguments[1:]] if arguments[0] == "torchrun" else arguments[1:]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        run = [sys.executable, *command]
+        done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120, check=False)
+        return done.returncode, done.stdout + done.stderr
     printed = io.StringIO()
     with (
         contextlib.redirect_stdout(printed),
@@ -149,13 +158,9 @@ def run_program(arguments: list[str]) -> tuple[int, str]:
         try:
             if arguments[0] == "dcls-convert":
                 main(arguments[1:])
-            elif arguments[1] == "-m":
-                patch.setattr(sys, "argv", arguments[2:])
-                patch.syspath_prepend("")  # which such a program replaces
-                runpy.run_module(arguments[2], run_name="__main__", alter_sys=True)
-            else:
-                patch.syspath_prepend(str(Path(arguments[1]).parent))
-                runpy.run_path(arguments[1], run_name="__main__")
+            assert arguments[0] == "python", f"{arguments[0]}: no test runs this"
+            patch.syspath_prepend(str(Path(arguments[1]).parent))
+            runpy.run_path(arguments[1], run_name="__main__")
         except SystemExit as stopped:
             return int(stopped.code or 0), printed.getvalue()
     return 0, printed.getvalue()
@@ -163,17 +168,9 @@ def run_program(arguments: list[str]) -> tuple[int, str]:
 
 def run_console(text: str) -> None:
     for command, wanted in commands_of(text):
-        arguments = shlex.split(command)
         if ELSEWHERE.match(command):
             continue
-        if arguments[0] == "torchrun":
-            environment = os.environ | {"PYTHONPATH": str(ROOT)}
-            run = [sys.executable, "-m", "torch.distributed.run", *arguments[1:]]
-            done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120)
-            code, printed = done.returncode, done.stdout + done.stderr
-        else:
-            assert arguments[0] in ("dcls-convert", "python"), f"{command}: no test runs this"
-            code, printed = run_program(arguments)
+        code, printed = run_program(shlex.split(command))
         assert (code == 0) == (not wanted.startswith("error: ")), f"{command}\n{printed}"
         if wanted:
             start, more, _ = wanted.rstrip().partition("...")
@@ -182,9 +179,7 @@ def run_console(text: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves images open
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[getattr(pytest.mark, MARKS[page])] if page in MARKS else []) for page in PAGES]
-)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=MARKS.get(page, ())) for page in PAGES])
 def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, request):
     for library in re.findall(r"`pip install (\w+)", PAGES[page]):
         pytest.importorskip(library, reason=f"{library} is in the extra thirdparty")
@@ -219,10 +214,10 @@ def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monk
 
 @pytest.mark.processes
 def test_readme_runs_from_top_to_bottom_in_one_shell(tmp_path):
-    """As pasted, in a copy of the repository. The hub's cache and the libraries are those of this machine.
+    """As pasted, in a copy of the repository, with a cache of the hub that holds the weights.
 
-    pip finds the libraries on PYTHONPATH and installs only this package; pytest's own program is then missing, and the
-    tests are collected, not run: .ci/run runs them by the same line.
+    pip finds the libraries on PYTHONPATH, so it downloads what builds this package only, and installs this package.
+    pytest's own program is then missing; and the tests are collected, not run: .ci/run runs them by the same line.
     """
     copy, cache = tmp_path / "dcls-convert", tmp_path / "hub"
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
@@ -241,17 +236,18 @@ def test_readme_runs_from_top_to_bottom_in_one_shell(tmp_path):
         script += block.text if block.language == "console" else f"python - <<'PYTHON'\n{block.text}PYTHON\n"
     environment = os.environ | {
         "PYTHONPATH": str(Path(timm.__file__).parent.parent),
-        "PIP_NO_BUILD_ISOLATION": "1" if importlib.util.find_spec("hatchling") else "0",
         "PYTEST_ADDOPTS": "--collect-only",
         "HF_HUB_CACHE": str(cache),
         "HF_HUB_OFFLINE": "1",
     }
-    shell = ["bash", "-e"]
-    done = subprocess.run(shell, input=script, cwd=copy, env=environment, capture_output=True, text=True, timeout=600)
+    script += "python -c 'import dcls_convert; print(dcls_convert.__file__)'\n"
+    shell = ["bash", "-ex"]  # says on stderr what it runs
+    done = subprocess.run(shell, input=script, cwd=copy, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "28,589,128 → 28,587,688 parameters" in done.stdout
     assert {path.name for path in copy.glob("*-dcls17*")} >= {"convnext_tiny-dcls17", "convnext_tiny-dcls17-fit"}
     assert re.search(r"\d+/\d+ tests collected", done.stdout)
+    assert Path(done.stdout.splitlines()[-1]).is_relative_to(copy / ".venv")
 
 
 def cache_of(name: str, cache: Path) -> None:
@@ -293,16 +289,22 @@ def hooks():
 
 
 def test_the_reference_has_every_command_option_rule_and_name(hooks):
-    command_line = hooks.command_line()
-    helps = ["--help"], *([name, "--help"] for name in ("convert", "models", "inspect", "fold", "verify", "rules"))
-    for arguments in helps:
-        _, printed = run_program(["dcls-convert", *arguments])
-        for option in re.findall(r"--[a-z][a-z-]+", printed):
-            assert option in command_line, option
-    for key in ("dilated_kernel_size", "stage_pattern", "skip", "dense_axes", "kernel_size", "defaults", "min"):
-        assert f"`{key}`" in hooks.rules()
-    names = hooks.python_names()
-    assert all(f".{name}\n" in names for name in ("convert_", "DclsConv2d", "param_groups", "PlanError"))
+    """Held against what the program prints, the schema, and the public names."""
+    command_line, rules, names = hooks.command_line(), hooks.rules(), hooks.python_names()
+    commands = re.findall(r"^## dcls-convert ?(.*)$", command_line, re.MULTILINE)
+    assert {"", "convert", "rules check"} < set(commands)
+    for command, section in zip(commands, command_line.split("\n## "), strict=True):
+        _, printed = run_program(["dcls-convert", *command.split(), "--help"])
+        for options in re.findall(r"^│ ((?:[ *]*--?[a-z][a-z-]*)+)", printed, re.MULTILINE):
+            assert all(re.search(rf"[` ]{option}[` ,]", section) for option in options.split()), (command, options)
+        for inner in re.findall(r"^│ ([a-z]+)  ", printed.partition("─ Commands ─")[2], re.MULTILINE):
+            assert f"{command} {inner}".strip() in commands
+    schema = json.loads(run_program(["dcls-convert", "rules", "schema"])[1])
+    for part in (schema, *schema["$defs"].values()):
+        assert all(f"| `{key}` | " in rules for key in part["properties"])
+    public = [*dcls_convert.__all__, *dcls_convert.tuning.__all__]
+    listed = {line.rpartition(".")[2] for line in names.splitlines() if line.startswith("::: ")}
+    assert listed == {*public} - {"__version__", "tuning"}
 
 
 @pytest.mark.processes

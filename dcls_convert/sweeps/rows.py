@@ -59,10 +59,16 @@ class SweepRow:
     dominated: bool = False  # another row is no worse in anything, and better in something
 
     @property
+    def spread(self) -> float | None:
+        """Percent of the median step by which the middle half of its runs differ."""
+        step = self.step_ms
+        return 100 * (step.third_quartile - step.first_quartile) / step.median if step else None
+
+    @property
     def window(self) -> str:
         """ "17x17"; "7x7..9x9" where there are several; as it was asked for where nothing was planned."""
         if self.asked is None:
-            return "original"
+            return "dense"
         sizes = self.dilated_sizes or ((self.asked.size,) if isinstance(self.asked.size, int) else self.asked.size,)
         return "..".join(dict.fromkeys(size_text(size) for size in (sizes[0], sizes[-1])))
 
@@ -95,8 +101,10 @@ class Sweep:
     format: int = SWEEP_FORMAT
     model: str
     input_size: tuple[int, ...] | None
+    macs_note: str | None = None  # why MACs are not known
     rows: tuple[SweepRow, ...]
     timing: TimingSettings | None = None
+    slower: float  # percent by which the cost of the row to take may grow
     interrupted: bool = False  # rows are missing, or parts of them
     choice: Choice
 
@@ -178,8 +186,9 @@ def growth(row: SweepRow, original: SweepRow, value: _Value) -> float:
 def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
     """The row to take, and why, in one sentence.
 
-    Among rows with no more parameters than the original (or the fewest, where all have more) whose cost grows by at
-    most `slower` percent: the largest window, and of equal windows the most elements; where there are weights to keep,
+    Among rows with windows larger than the old kernels (if there are any: others give elements nowhere new to go) and
+    no more parameters than the original (or the fewest, where all have more), whose cost grows by at most `slower`
+    percent: the largest window, and of equal windows the most elements; where there are weights to keep,
     of the rows with the least error (EQUAL_ERRORS). The cost is the time of a training step where it was measured, else
     the MACs. Where all cost more, the one that costs least.
 
@@ -189,10 +198,12 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
     original, done = rows[0], {index: row for index, row in enumerate(rows) if row.status == "done"}
     cost = next((value for value in (step_ms, _macs) if _known([original, *done.values()], value)), None)
     if not done or cost is None:
-        why = "no row is done" if not done else "neither MACs nor times are known; --input-size states a size"
+        why = "neither MACs nor times are known" if done else "no row is done"
         return Choice(why=why)
-    most = max(original.params or 0, min(row.params or 0 for row in done.values()))
-    pool = {index: row for index, row in done.items() if (row.params or 0) <= most}
+    grown = {index: row for index, row in done.items() if (row.folded_bytes or 0) > (original.folded_bytes or 0)}
+    pool = grown or done
+    most = max(original.params or 0, min(row.params or 0 for row in pool.values()))
+    pool = {index: row for index, row in pool.items() if (row.params or 0) <= most}
     within = [index for index, row in pool.items() if growth(row, original, cost) <= slower]
     fitted = _known([*done.values()], _error)
     if fitted and within:
@@ -208,10 +219,13 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
     row, held = rows[taken], "no more parameters than the original" if most == original.params else "fewest parameters"
     merit = _error_in_words(row) if fitted else "largest window"
     limit = f"{slower:g} % more {'time for a training step' if cost is step_ms else 'MACs'}"
-    grown = f"{growth(row, original, cost):+.1f} %"
-    why = f"the {merit} with {held} and at most {limit} ({grown})"
+    percent, larger = (
+        f"{growth(row, original, cost):+.1f} %",
+        "windows larger than the old kernels" if grown else "those",
+    )
+    why = f"the {merit} with {held} and at most {limit} ({percent})"
     if not within:
-        why = f"it costs the least ({grown}) of those with {held}; none has at most {limit}"
+        why = f"it costs the least ({percent}) of {larger} with {held}; none has at most {limit}"
     return Choice(row=taken, why=why, command=row.command)
 
 

@@ -57,8 +57,10 @@ def make_sweep(
     return Sweep(
         model=model,
         input_size=planner.convs.input_size,
+        macs_note=planner.convs.macs_note,
         rows=rows,
         timing=timing[0] if timing else None,
+        slower=slower,
         interrupted=interrupted,
         choice=choose(rows, slower),
     )

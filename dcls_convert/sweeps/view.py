@@ -36,10 +36,10 @@ class SweepView:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         keys, costs, measured = _columns(self.sweep)
-        tables = [self._table(keys | costs | measured)]
+        tables = [self._table(keys, costs | measured)]
         width = Measurement.get(console, options.update(width=NATURAL_WIDTH), tables[0]).maximum
         if width > options.max_width and measured:
-            tables = [self._table(keys | columns) for columns in (costs, measured)]
+            tables = [self._table(keys, columns) for columns in (costs, measured)]
         title = Text(printable(self.sweep.model), style="bold")
         if self.sweep.input_size:
             title += Text(f", input {size_text(self.sweep.input_size)}", style="not bold dim")
@@ -51,13 +51,16 @@ class SweepView:
         for line in _notes(self.sweep):
             yield Padding(line, (0, 0, 0, 1), expand=False)
 
-    def _table(self, columns: dict[str, _Cell]) -> Table:
-        first, *headings = columns
+    def _table(self, keys: dict[str, _Cell], columns: dict[str, _Cell]) -> Table:
+        """With the rows of which there is something to say."""
+        first, *headings = keys | columns
         table = plain_table(f"  {first}", *headings)
         for index, row in enumerate(self.sweep.rows):
-            sign, style = _sign(row, taken=index == self.sweep.choice.row)
+            name, *named = [cell(row) for cell in keys.values()]
             cells = [cell(row) for cell in columns.values()]
-            table.add_row(f"{sign:1} {cells[0]}", *cells[1:], style=style)
+            sign, style = _sign(row, taken=index == self.sweep.choice.row)
+            if any(cells):
+                table.add_row(f"{sign:1} {name}", *named, *cells, style=style)
         return table
 
 
@@ -78,11 +81,13 @@ def _columns(sweep: Sweep) -> tuple[dict[str, _Cell], dict[str, _Cell], dict[str
     keys: dict[str, _Cell] = {"Window": lambda row: row.window, "Count": _count}
     if any(row.asked and row.asked.budget is not None for row in rows):
         keys["Budget"] = lambda row: "" if not row.asked or row.asked.budget is None else f"{row.asked.budget:g} %"
+    if len({row.layers for row in rows if row.status == "done"}) > 1:
+        keys["Layers"] = lambda row: str(row.layers or "")
     costs: dict[str, _Cell] = {
         "Parameters": lambda row: row.status if row.params is None else f"{row.params:,}",
         f"MACs{macs_unit}": lambda row: _unless_unplanned(row, macs(row.macs)),
         "": grown,
-        f"Folded{size_unit}B": lambda row: _unless_unplanned(row, size(row.folded_bytes)),
+        f"Fold{size_unit}B": lambda row: _unless_unplanned(row, size(row.folded_bytes)),
     }
     measured: dict[str, _Cell] = {}
     if any(row.forward_ms for row in rows):
@@ -119,7 +124,7 @@ def _time(timing: Timing | None) -> str:
     if timing is None:
         return ""
     spread = (timing.third_quartile - timing.first_quartile) / 2
-    digits = 0 if timing.median >= 1000 else 1 if timing.median >= 10 else 2
+    digits = 0 if timing.median >= 99.95 else 1 if timing.median >= 9.995 else 2
     return f"{timing.median:,.{digits}f} ±{spread:,.{digits}f}"
 
 
@@ -133,7 +138,13 @@ def _notes(sweep: Sweep) -> Iterator[Text]:
     yield from (Text(printable(reason), style="yellow") for reason in reasons)
     if any(row.dominated for row in rows):
         yield Text(f"{DOMINATED} another row is as good in {_compared_by(sweep)}, and better in one.", style="dim")
-    sentences = [*_timing_sentences(sweep), *_error_sentences(rows)]
+    uncounted = [f"MACs were not counted: {sweep.macs_note}."] if sweep.macs_note else []
+    sentences = [
+        "Fold: the model's weights when folded.",
+        *uncounted,
+        *_timing_sentences(sweep),
+        *_error_sentences(rows),
+    ]
     yield from (Text(printable(sentence)) for sentence in sentences)
     if sweep.interrupted:
         yield Text("Interrupted: rows or measurements are missing.", style="bold yellow")
@@ -163,6 +174,9 @@ def _timing_sentences(sweep: Sweep) -> Iterator[str]:
         f"in {'bfloat16 autocast' if timing.amp else 'float32'}, {timing.device}{threads}, torch {timing.torch}. "
         "Step: forward, backward, SGD."
     )
+    widest = max(row.spread or 0 for row in sweep.rows)
+    if widest > sweep.slower:
+        yield f"Equal runs differ by {widest:.0f} %: measure longer (--seconds), on an idle machine."
     ways: Counter[str] = Counter()
     for row in sweep.rows:
         ways.update(row.ways)

@@ -153,7 +153,7 @@ def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
 
     monkeypatch.setattr(timing._Clock, "measure", interrupted)
     found, _ = sweep(MODEL, "--sizes", "5,7", "--time", "--seconds", 1, code=130)
-    assert calls == [(window, bool(rounds)) for rounds in range(3) for window in ("original", "5x5", "7x7")][:8]
+    assert calls == [(window, bool(rounds)) for rounds in range(3) for window in ("dense", "5x5", "7x7")][:8]
     assert [row["forward_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
     assert [row["step_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
 
@@ -300,3 +300,35 @@ def test_a_plan_error_of_all_rows_is_told_once():
     assert out == ""
     assert "so the dilated size given has no effect" in err.splitlines()[-1]
     assert PlanError.exit_code == 2
+
+
+OWN = """
+from torch import nn
+def net():
+    return nn.Sequential(nn.Conv2d(3, 8, 1), *[nn.Conv2d(8, 8, size, groups=8) for size in SIZES])
+def unable():
+    class Net(nn.Sequential):
+        def forward(self, image):
+            raise ValueError("no [image]")
+    return Net(*net())
+"""
+
+
+def test_rows_that_replace_other_layers_say_how_many(tmp_path):
+    (tmp_path / "mymodel.py").write_text(OWN.replace("SIZES", "(3, 3, 4)"))
+    out, _ = run("sweep", "mymodel:net", "--sizes", "4,5", "--input-size", "3x32x32")
+    heading, _, _, *rows = out.split("\n\n")[1].splitlines()
+    assert "Layers" in heading
+    assert [row.split()[-6] for row in rows] == ["1", "2"]
+    assert "Layers" not in run("sweep", TINY, "--sizes", "7,9")[0]
+
+
+def test_a_model_that_does_not_run_has_rows_without_macs_and_no_row_to_take(tmp_path):
+    (tmp_path / "mymodel.py").write_text(OWN.replace("SIZES", "(3,)"))
+    out, _ = run("sweep", "mymodel:unable", "--sizes", "5")
+    assert "MACs were not counted: the model does not run on the meta device" in out
+    assert out.splitlines()[-1] == " There is no row to take: neither MACs nor times are known."
+    found, err = sweep("mymodel:unable", "--sizes", "5", "--time", code=2)
+    assert [row["reason"] for row in found["rows"]] == ["timing: ValueError: no [image]"] * 2
+    assert found["rows"][1]["params"]
+    assert err.splitlines()[-1] == "error: no row is done; of the first: timing: ValueError: no [image]"

@@ -1,10 +1,16 @@
 """Models that take turns share what is not converted, and are left as they were."""
 
+from dataclasses import replace
+
 import pytest
+import timm
 import torch
 
 from dcls_convert import find_convs, plan_conversion
+from dcls_convert.layers import depthwise
 from dcls_convert.layers.dcls_conv import DclsConvNd
+from dcls_convert.layers.depthwise import depthwise_way
+from dcls_convert.sweeps import timing
 from dcls_convert.sweeps.candidates import Candidate
 from dcls_convert.sweeps.rows import Asked, SweepRow, TimingSettings
 from dcls_convert.sweeps.timing import converted_twin, summary, time_
@@ -42,6 +48,29 @@ def test_training_steps_change_no_parameter(tiny, plan):
     assert all(tensor.grad is None for tensor in tiny.parameters())
     assert [candidate.row.step_ms.runs for candidate in found] == [3, 3]
     assert sum(found[1].row.ways.values()) == len(plan.layers)
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_the_ways_named_are_those_that_the_convolutions_ask_for(monkeypatch, amp):
+    asked = {"layers": set(), "sweeps": set()}
+
+    def spy(of):
+        def way(device, dtype, channels_last, input_size, *geometry):
+            asked[of].add(
+                (device, dtype, channels_last, *(tuple(x) for x in (input_size, *geometry[:-1])), geometry[-1])
+            )
+            return depthwise_way(device, dtype, channels_last, input_size, *geometry)
+
+        return way
+
+    monkeypatch.setattr(depthwise, "depthwise_way", spy("layers"))
+    monkeypatch.setattr(timing, "depthwise_way", spy("sweeps"))
+    model = timm.create_model("test_efficientnet").eval()
+    plan = plan_conversion(find_convs(model, (3, 64, 64)), dilated_size=5)
+    found = candidates(plan)
+    time_(found, model, replace(SETTINGS, amp=amp), torch.device("cpu"), step=lambda _: None)
+    assert asked["sweeps"]
+    assert asked["sweeps"] == asked["layers"]
 
 
 def test_a_model_that_fails_says_so_and_the_others_go_on(tiny, plan, monkeypatch):
