@@ -1,0 +1,149 @@
+"""Weights files, mutated and made to harm: refused in one line, or read as they are; no code of theirs runs."""
+
+import io
+import json
+import pickle
+import struct
+import zipfile
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from safetensors.torch import save
+from torch import nn
+
+from dcls_convert.networks.weights import load_weights_, read_weights
+
+from .campaign import Finding, refusal
+from .nets import build
+from .texts import plain, texts
+
+pytestmark = pytest.mark.campaign
+
+RAN = []  # what a pickle would call
+
+
+def ran(*_args):
+    RAN.append(_args)
+    return torch.zeros(1)
+
+
+class Payload:
+    def __reduce__(self):
+        return ran, ("payload",)
+
+
+def odd_tensors():
+    """Tensors that are not what a network's weights are."""
+    return {
+        "NaN": lambda t: t * torch.nan,
+        "integers": lambda t: t.int(),
+        "complex": lambda t: t.to(torch.complex64),
+        "empty": lambda t: t[:0],
+        "scalar": lambda t: t.sum(),
+        "transposed": lambda t: t.transpose(0, -1) if t.dim() else t,
+        "expanded": lambda t: t.reshape(-1)[:1].expand(t.numel()).view(t.shape) if t.numel() else t,
+        "sparse": lambda t: t.to_sparse(),
+        "meta": lambda t: t.to("meta"),
+        "quantised": lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
+        "half": lambda t: t.half(),
+        "parameter": nn.Parameter,
+        "one more row": lambda t: torch.cat([t, t[:1]]) if t.dim() else t,
+        "not a tensor": lambda t: t.tolist(),
+        "a payload": lambda t: Payload(),
+    }
+
+
+@st.composite
+def states(draw):
+    """A state dict of the network with some entries changed, gone or new."""
+    state = dict(build().state_dict())
+    for _ in range(draw(st.integers(0, 3))):
+        name = draw(st.sampled_from(sorted(state)))
+        change = draw(st.sampled_from(sorted(odd_tensors())))
+        value = state[name]
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided:
+            state[name] = odd_tensors()[change](value)
+        if draw(st.booleans()):
+            state[draw(texts)] = state.pop(name) if draw(st.booleans()) else state[name]
+    if draw(st.integers(0, 4)) == 0:
+        state[draw(st.integers() | st.none() | st.tuples(st.integers()) | st.binary(max_size=3))] = torch.ones(2)
+    for _ in range(draw(st.integers(0, 2))):
+        state = {draw(st.sampled_from(["state_dict", "model", "state_dict_ema", "epoch"])): state, "more": draw(plain)}
+    return state
+
+
+@st.composite
+def torch_files(draw):
+    buffer = io.BytesIO()
+    try:
+        torch.save(draw(states()), buffer, _use_new_zipfile_serialization=draw(st.booleans()))
+    except Exception:  # torch does not write it
+        return b""
+    return _damaged(draw, buffer.getvalue())
+
+
+@st.composite
+def pickles(draw):
+    """Pickles by themselves, and as the data of a zip file of torch's."""
+    data = pickle.dumps(draw(plain | st.just(Payload()) | st.just([Payload()] * 3)), protocol=draw(st.integers(0, 4)))
+    if draw(st.booleans()):
+        return _damaged(draw, data)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        for name, content in {"a/data.pkl": data, "a/version": b"3\n", "a/byteorder": b"little"}.items():
+            file.writestr(name, content)
+    return _damaged(draw, buffer.getvalue())
+
+
+@st.composite
+def safetensors_files(draw):
+    state = {name: tensor.contiguous() for name, tensor in build().state_dict().items()}
+    data = save(
+        state, metadata=draw(st.none() | st.dictionaries(st.text("abc", max_size=3), st.text("xyz", max_size=9)))
+    )
+    if draw(st.booleans()):  # another header, which may say anything
+        size = struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8 : 8 + size])
+        entry = header[draw(st.sampled_from(sorted(header)))]
+        key = draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))
+        odd = ["F64", "BF16", "I8", "F8_E4M3", [], [0], [2**40], [-1, 3], [0, 8], [8, 0], [2**63, 2**63]]
+        entry[key] = draw(st.sampled_from(odd) | plain)
+        text = json.dumps(header).encode()
+        data = struct.pack("<Q", len(text)) + text + data[8 + size :]
+    return _damaged(draw, data)
+
+
+def _damaged(draw, data):
+    data = bytearray(data)
+    for _ in range(draw(st.sampled_from([0, 0, 1, 3, 30]))):
+        if data:
+            data[draw(st.integers(0, min(len(data) - 1, 2000)))] = draw(st.integers(0, 255))
+    return bytes(data[: draw(st.none() | st.integers(0, len(data)))])
+
+
+def test_weights_files(campaign, tmp_path):
+    own = {name: tensor.clone() for name, tensor in build().state_dict().items()}
+
+    def check(given):
+        suffix, data = given
+        path = tmp_path / f"weights{suffix}"
+        path.write_bytes(data)
+        RAN.clear()
+        state, _ = refusal(lambda: read_weights(path))
+        if RAN:
+            raise Finding("code of the file was run")
+        if state is None:
+            return
+        if not all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()):
+            raise Finding("not names to tensors")
+        model = build()
+        model.load_state_dict(own)
+        _, refused = refusal(lambda: load_weights_(model, state, "the file"))
+        wanted = own if refused else state
+        for name, tensor in model.state_dict().items():
+            if not torch.equal(tensor, wanted[name].to(tensor.dtype)):
+                raise Finding(f"{name} has other values than the {'old model' if refused else 'file'}")
+
+    made = torch_files() | pickles()
+    campaign.run(st.tuples(st.just(".pth"), made) | st.tuples(st.just(".safetensors"), safetensors_files()), check)
