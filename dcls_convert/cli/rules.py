@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..files import builtin_rules
+from ..tables import counted
 from . import console
 from .arguments import CommandGroup
 from .completion import complete_models, complete_rules
@@ -55,7 +56,7 @@ def rules_check(
 
     rules = load_rules(file)
     claims = [] if model is None else _claims(rules, model)
-    console.show(f"{file}: ok, {len(rules.rules)} rule{'s' * (len(rules.rules) != 1)}", *claims)
+    console.show(f"{file}: ok, {counted(len(rules.rules), 'rule')}", *claims)
 
 
 @rules_app.command("schema", cls=Command)
@@ -79,7 +80,7 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
     counts = Counter(claims.rule_of.values())
     lines = [
         f"  {rules.label(index)}: {'converts' if rule.skip is None else 'skips'} {counts[index]} "
-        f"of {len(convs.sites)} convolutions"
+        f"of {counted(len(convs.sites), 'convolution')}"
         for index, rule in enumerate(rules.rules)
     ]
     return [*lines, f"  no rule: {len(claims.reasons)}, cannot be converted: {len(convs.skipped)}"]
