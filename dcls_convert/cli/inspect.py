@@ -9,8 +9,11 @@ from rich.text import Text
 
 from ..errors import DclsConvertError, printable
 from ..files import check_folder
+from ..tables import Name, counted, plain_table
 from . import console
 from .arguments import OUTPUT, Checkpoint, Json, option
+
+LEAST_NAME = 16  # columns; most rows are tie groups, whose names are short
 
 if TYPE_CHECKING:
     from ..checkpoints.inspection import Inspection, PositionRow
@@ -39,11 +42,9 @@ def inspect(
 
 def _view(inspection: "Inspection") -> RenderableType:
     """A row for each positions tensor, and what the columns mean; for a terminal of 80 columns or more."""
-    from ..tables import plain_table
-
     has_sigma = any(row.mean_sigma is not None for row in inspection.positions)
     headings = ["Layers", "Elements", "Border", "Overlap", "Spread", "Distance"]
-    table = plain_table("Positions", *headings, *["Sigma"] * has_sigma)
+    table = plain_table("Positions", *headings, *["Sigma"] * has_sigma, least_name=LEAST_NAME)
     for row in inspection.positions:
         table.add_row(*_cells(row, has_sigma))
     if len(inspection.positions) > 1:
@@ -61,7 +62,6 @@ def _view(inspection: "Inspection") -> RenderableType:
 
 def _cells(row: "PositionRow", has_sigma: bool) -> Sequence[RenderableType]:
     from ..layers.geometry import size_text
-    from ..tables import Name
 
     sigma = "" if row.mean_sigma is None else f"{row.mean_sigma:.2f}"
     return [
@@ -80,9 +80,9 @@ def _sentences(inspection: "Inspection", has_sigma: bool) -> list[str]:
     tied = sum(row.tied for row in inspection.positions)
     alone = len(inspection.positions) - tied
     kinds = [f"{tied} shared by the layers of a tie group"] * bool(tied) + [f"{alone} of one layer"] * bool(alone)
+    tensors = counted(len(inspection.positions), "positions tensor")
     lines = [
-        f"{len(inspection.positions)} positions tensors: {', '.join(kinds)}; {inspection.elements:,} elements in all, "
-        "shared ones once.",
+        f"{tensors}: {', '.join(kinds)}; {inspection.elements:,} elements in all, shared ones once.",
         "Elements: of one kernel, and the window in which they move.",
         f"Border: elements within {inspection.border_margin:g} cells of the window's limit; where they are many, the "
         "window is too small.",
