@@ -16,11 +16,12 @@ from ..networks.weights import alias_names, check_state, misfits
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport, measure_report, predict_report
 from ..reports.report_view import report_markdown
+from ..surgery.convert import convert_
 from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
 from .fingerprint import take_fingerprint
 from .folder import CARD, CONFIG, REPORT, WEIGHTS, not_of_a_checkpoint, read_plan
 from .load import place_, untied
-from .output import new_folder
+from .output import check_output, new_folder
 from .records import write_json
 from .stamp import METADATA_KEY, Stamp, stamp_text, tensors_hash, text_hash
 
@@ -70,6 +71,25 @@ def save_converted(
     with new_folder(folder, force=force, foreign=not_of_a_checkpoint) as partial:
         write_files(model, plan, partial, timm_config(model, plan), texts, fingerprint=fingerprint)
     return folder
+
+
+def convert_and_save_(model: nn.Module, folder: str | Path, *, force: bool = False, **options: Any) -> ConversionReport:
+    """`convert_`, then `save_converted`: a folder that could not be written is refused before any kernel is fitted.
+
+    Args:
+        model: Converted in place.
+        folder: To write.
+        force: Replace a checkpoint folder that is there.
+        options: Those of `convert_`.
+
+    Raises:
+        DclsConvertError: As both.
+    """
+    folder = Path(folder)
+    check_output(folder, force=force, foreign=not_of_a_checkpoint)
+    report = convert_(model, **options)
+    save_converted(model, report.plan, folder, report=report, force=force)
+    return report
 
 
 def check_fits_plan(model: nn.Module, plan: ConversionPlan) -> None:
