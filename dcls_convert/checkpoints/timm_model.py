@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ModelError, listed, one_line
 from ..networks.source import ModelSource, build_model, check_source
+from ..networks.stages import common_parent
 from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
-from ..planning.tie_groups import common_parent
 from ..surgery.place import TIMM_ARCHITECTURE, note_for_timm
 from .folder import CONFIG, PLAN_PLACE, WEIGHTS, parse_config, parse_plan, read_checked_stamp, read_text
 from .load import check_tensors, place_

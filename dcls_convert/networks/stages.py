@@ -6,14 +6,17 @@ Layers of one stage and one shape share their positions, so all convolutions of 
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from torch import nn
 
 # The deepest stems have this many spatial convolutions. A "stem" with more is a backbone (hybrids of ResNet and ViT).
 MOST_STEM_CONVS = 8
+MOST_STRIDES_OF_A_STAGE = 2  # its own, and that of its input
 
 OutputStride = tuple[int, ...]  # input cells for one output cell, per axis
 
@@ -50,7 +53,8 @@ def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: 
     if strides:
         found = _stages_from_structure({name: stride for name, stride in strides.items() if not in_stem(name)}, spatial)
         return Stages(source="output stride and module path", stage_of=found.get, in_stem=in_stem)
-    return Stages(source="module path", stage_of=_stage_from_path, in_stem=in_stem)
+    by_path = functools.partial(_stage_from_path, common_parent(spatial))
+    return Stages(source="module path", stage_of=by_path, in_stem=in_stem)
 
 
 def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> OutputStride:
@@ -79,6 +83,12 @@ def stage_by_pattern(pattern: str, name: str) -> str | None:
         return None
     named = [group for group, text in found.groupdict().items() if text is not None]
     return named[0] if named else ".".join(filter(None, found.groups())) or found.group(0) or None
+
+
+def common_parent(names: Iterable[str]) -> str:
+    """The lowest module that holds all of these modules."""
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, levels))
 
 
 def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
@@ -116,8 +126,9 @@ def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str
     """
     stages: dict[str, str] = {}
     counted: dict[tuple[str, OutputStride], list[str]] = {}
+    networks = _networks(strides)
     for name, stride in strides.items():
-        container, counts = _container(name)
+        container, counts = _container(name, networks)
         if container is not None and not counts:
             stages[name] = container
         elif container is not None:
@@ -137,10 +148,31 @@ def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str
     return stages
 
 
-def _container(name: str) -> tuple[str | None, bool]:
+def _networks(strides: Mapping[str, OutputStride]) -> set[str]:
+    """Modules whose number is a version ("convnextv2"): of three output strides and more, and not one of a series."""
+    inside: dict[str, set[OutputStride]] = {}
+    for name, stride in strides.items():
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            inside.setdefault(".".join(parts[:end]), set()).add(stride)
+    series = Counter(map(_series, inside))
+    return {
+        path for path, found in inside.items() if len(found) > MOST_STRIDES_OF_A_STAGE and series[_series(path)] == 1
+    }
+
+
+def _series(path: str) -> str:
+    """("net.layer12") -> "net.layer#", the same for all modules of a series."""
+    parent, dot, name = path.rpartition(".")
+    return parent + dot + re.sub(r"\d+", "#", name)
+
+
+def _container(name: str, networks: Set[str]) -> tuple[str | None, bool]:
     """The outermost module with a number in its name, or that counts its children, and whether it is the latter."""
     parts = name.split(".")
     for index, part in enumerate(parts):
+        if ".".join(parts[: index + 1]) in networks:
+            continue
         if part.isdigit():
             return ".".join(parts[:index]), True
         if index + 1 < len(parts) and any(character.isdigit() for character in part):
@@ -157,7 +189,14 @@ def _stride_text(stride: OutputStride) -> str:
     return "x".join(map(str, stride if len(set(stride)) > 1 else stride[:1]))
 
 
-def _stage_from_path(name: str) -> str | None:
+def _stage_from_path(common: str, name: str) -> str | None:
+    """The path up to its first number.
+
+    The number of a module that holds all convolutions, and does not count its children, is a version ("convnextv2").
+    """
     parts = name.split(".")
-    numbered = (index for index, part in enumerate(parts[:-1], start=1) if part[-1:].isdigit())
-    return ".".join(parts[: next(numbered, 0)]) or None
+    numbered = [index for index, part in enumerate(parts[:-1], start=1) if part[-1:].isdigit()]
+    depth = len(common.split(".")) if common else 0
+    counts = {index for index in numbered if parts[index - 1].isdigit() or parts[index].isdigit()}
+    first = [index for index in numbered if index > depth or index in counts] or numbered
+    return ".".join(parts[: next(iter(first), 0)]) or None

@@ -3,6 +3,7 @@
 The model itself is never run, so neither its tensors nor anything that it caches or counts can change.
 """
 
+import contextlib
 import copy
 import functools
 import math
@@ -70,9 +71,17 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
     Raises:
         Exception: Whatever the model's own code raises; there are models that do not run on the meta device.
     """
+    try:
+        return _trace(_hollow_twin(model), input_size)
+    except Exception:
+        with contextlib.suppress(Exception):
+            return _trace(_hollow_twin(model, hollow_attributes=False), input_size)
+        raise
+
+
+def _trace(twin: nn.Module, input_size: Sequence[int]) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
-    twin = _hollow_twin(model)
     image, calls = _watched(twin, input_size)
     with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
         outputs = _way_of(twin)(image)
@@ -108,15 +117,11 @@ def check_same_shapes(
     """
     if input_size is None or not before:
         return
-    twin = _with_windows(_hollow_twin(model), windows)
-    image, calls = _watched(twin, input_size)
-    shapes: list[tuple[int, ...]] = []
-    failure = None
-    try:
-        with torch.no_grad(), torch.device("meta"):
-            shapes = _shapes(_way_of(twin)(image))
-    except Exception as error:  # any model code may run here
-        failure = error
+    calls, shapes, failure = _with_windows(_hollow_twin(model), windows, input_size)
+    if failure is not None:
+        with contextlib.suppress(Exception):
+            again = _with_windows(_hollow_twin(model, hollow_attributes=False), windows, input_size)
+            calls, shapes, failure = again if again[2] is None else (calls, shapes, failure)
     for name, sizes in before.items():
         after = calls[name].sizes if name in calls else [] if name else shapes
         for old, new in zip(sizes, after, strict=False):
@@ -160,8 +165,13 @@ def _shapes(outputs: object) -> list[tuple[int, ...]]:
     return [tuple(leaf.shape) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
-def _with_windows(twin: nn.Module, windows: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> nn.Module:
-    """The hollow twin with DCLS layers in the places of these convolutions; their kernels are not constructed."""
+def _with_windows(
+    twin: nn.Module, windows: Mapping[str, tuple[Sequence[int], Sequence[int]]], input_size: Sequence[int]
+) -> tuple[dict[str, Calls], list[tuple[int, ...]], Exception | None]:
+    """What the convolutions of a hollow twin would see with these windows, the shapes of its outputs, what stopped it.
+
+    Kernels of the DCLS layers in their places are not constructed.
+    """
     layers: dict[nn.Module, nn.Module] = {}  # a shared convolution becomes one layer
     for name, (window, dense_axes) in windows.items():
         conv: Any = twin.get_submodule(name)
@@ -171,7 +181,12 @@ def _with_windows(twin: nn.Module, windows: Mapping[str, tuple[Sequence[int], Se
             layers[conv] = layer
         parent, _, child = name.rpartition(".")
         setattr(twin.get_submodule(parent), child, layers[conv])
-    return twin
+    image, calls = _watched(twin, input_size)
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            return calls, _shapes(_way_of(twin)(image)), None
+    except Exception as error:  # any model code may run here
+        return calls, [], error
 
 
 def _way_of(model: nn.Module) -> Callable[[Tensor], object]:
@@ -212,15 +227,19 @@ def _detect(detector: nn.Module, image: Tensor) -> None:
     raise ValueError(f"{type(detector).__name__} did not ask its head")
 
 
-def _hollow_twin(model: nn.Module) -> nn.Module:
+def _hollow_twin(model: nn.Module, *, hollow_attributes: bool = True) -> nn.Module:
     """A copy in eval mode whose tensors are on the meta device, without the user's forward hooks.
 
-    Tensors that are plain attributes are hollow too. Those that are computed from parameters (weight_norm, pruning) or
-    cached need not be leaves, and copy.deepcopy refuses tensors that are not.
+    Args:
+        model: Not changed.
+        hollow_attributes: Whether tensors that are plain attributes are hollow too. Those that are computed from
+            parameters (weight_norm, pruning) or cached need not be leaves, and copy.deepcopy refuses tensors that are
+            not. But a model may read the values of others, such as the strides of YOLO's maps.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for tensor in [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]:
+        attributes = vars(module).values() if hollow_attributes else ()
+        for tensor in [*module._parameters.values(), *module._buffers.values(), *attributes]:
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 hollow = torch.empty_like(tensor, device="meta", requires_grad=False)
                 is_parameter = isinstance(tensor, nn.Parameter)

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from itertools import takewhile
 
 from ..errors import PlanError, listed, shown
 from ..layers.geometry import size_text
 from ..networks.sites import Skipped
+from ..networks.stages import common_parent
 from ..options import Scope, Tie
 from .budget import BudgetLayer, BudgetUnit, solve_counts
 from .plan import LayerCounts, LayerPlan, TieGroup, taken_from
@@ -120,9 +120,3 @@ def named_owners(groups: dict[str, list[LayerPlan]], layers: Sequence[LayerPlan]
             )
         )
     return tuple(result)
-
-
-def common_parent(names: Sequence[str]) -> str:
-    """The lowest module that holds all of these modules."""
-    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, levels))

@@ -77,6 +77,32 @@ def test_a_model_that_cannot_be_traced_has_its_paths():
     assert (convs.stages_from, [site.stage for site in convs.sites]) == (PATH, ["0", "1"])
 
 
+class Versioned(nn.Module):
+    """A network behind a name with a number, and a head."""
+
+    def __init__(self, *, name="netv2", traced=True, head=False):
+        super().__init__()
+        stages = (nn.Sequential(nn.Conv2d(4, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 1, 1, groups=4)) for _ in range(3))
+        self.add_module(name, nn.ModuleDict({"stages": nn.Sequential(*stages)}))
+        self.head = nn.Conv2d(4, 2, 3) if head else nn.Identity()
+        self.name, self.traced = name, traced
+
+    def forward(self, x):
+        return self.head(self.get_submodule(self.name)["stages"](x if self.traced else float(x.mean())))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"head": True}, {"traced": False}, {"name": "series_1"}, {"name": "7"}], ids=str
+)
+def test_a_number_of_a_whole_network_makes_no_stage(options):
+    """As in transformers' ConvNeXt V2, whose layers are below `convnextv2`."""
+    model = Versioned(**options)
+    convs = find_convs(model, (4, 32, 32))
+    assert convs.stages_from == (STRUCTURE if model.traced else PATH)
+    stages = [f"{model.name}.stages.{index}" for index in range(3) for _ in range(2)]
+    assert [site.stage for site in convs.sites] == stages + [None] * ("head" in options)
+
+
 @pytest.mark.parametrize("size", [32, 33, 223, 224, 299])
 def test_the_output_stride_is_what_the_strides_multiply_to(size):
     """However the borders are treated, as long as maps are not tiny."""

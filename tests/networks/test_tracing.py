@@ -50,6 +50,18 @@ class AddsSkip(PadsOutside):
         return x + self.again(self.padded(x, self.again))
 
 
+class ReadsAttribute(AddsSkip):
+    """The model takes numbers from a tensor that is no buffer, as YOLO takes the strides of its maps."""
+
+    def __init__(self, skip=False):
+        super().__init__(reads_size=False)
+        self.strides, self.skip = torch.tensor([1.0, 2.0]), skip
+
+    def forward(self, x):
+        self.reads_size = self.skip
+        return super().forward(x).new_full((2,), self.strides[1].item())
+
+
 def check(model, window, input_size=IMAGE):
     convs = find_convs(model, input_size)
     plan = plan_conversion(convs, EVERYTHING, dilated_size=window, budget=1000)
@@ -83,6 +95,16 @@ def test_a_model_that_would_stop_half_way_is_refused_with_the_layer():
 def test_other_models_pass(model):
     check(model, 9)
     assert not any(isinstance(module, DclsConvNd) for module in model.modules())
+
+
+def test_a_model_that_reads_the_values_of_its_attributes_is_traced():
+    model = ReadsAttribute()
+    convs = find_convs(model, IMAGE)
+    assert convs.macs == 9 * 14 * 4 * 9
+    assert convs.output_sizes == {"again": [(9, 14)], "": [(2,)]}
+    check(model, 7)
+    with pytest.raises(PlanError, match=r"^again: its output would be 13x18 instead of 9x14: the model pads outside"):
+        check(ReadsAttribute(skip=True), 7)
 
 
 def test_where_nothing_can_be_compared_nothing_is_refused():

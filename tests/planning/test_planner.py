@@ -11,8 +11,8 @@ from torch import nn
 
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.dcls_conv import DclsConvNd
+from dcls_convert.networks.stages import common_parent
 from dcls_convert.planning.rules import parse_rules
-from dcls_convert.planning.tie_groups import common_parent
 from dcls_convert.surgery.start import apply_plan_
 
 from .nets import IMAGE, Net, depthwise, on_meta, plan_of
