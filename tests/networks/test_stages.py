@@ -103,6 +103,11 @@ def test_a_number_of_a_whole_network_makes_no_stage(options):
     assert [site.stage for site in convs.sites] == stages + [None] * ("head" in options)
 
 
+def test_without_a_trace_the_first_number_is_the_stage():
+    model = nn.ModuleDict({f"down_{index}": nn.ModuleDict({"conv_0": nn.Conv2d(4, 4, 3)}) for index in range(2)})
+    assert [site.stage for site in find_convs(model).sites] == ["down_0", "down_1"]
+
+
 @pytest.mark.parametrize("size", [32, 33, 223, 224, 299])
 def test_the_output_stride_is_what_the_strides_multiply_to(size):
     """However the borders are treated, as long as maps are not tiny."""

@@ -1,0 +1,231 @@
+"""Models of other libraries are converted, saved, loaded, folded and trained; a table says how each did.
+
+`pytest -m thirdparty -n 0 -s tests/thirdparty` prints the table.
+"""
+
+import contextlib
+import copy
+import importlib.metadata
+import io
+import warnings
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from dcls_convert import convert_, find_convs, fold_to_dense_, load_converted, save_converted, tuning
+from dcls_convert.networks.outputs import relative_error
+from dcls_convert.networks.running import evaluating
+
+from ..command_line import run
+from . import models
+
+pytestmark = pytest.mark.thirdparty
+
+FLOAT64 = 1e-9  # of the largest output
+HEAD = ("library", "version", "model", "converted layers", "elements", "stages", "saved and loaded", "remarks")
+FOUR = "stages.0 stages.1 stages.2 stages.3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model of another library, and what is known of it."""
+
+    library: str  # as pip knows it
+    factory: str  # in models.py
+    model: str
+    window: int
+    layers: int  # converted
+    stages: tuple[str, ...]  # of the converted layers
+    size: tuple[int, ...] = (3, 64, 64)
+    remarks: str = ""
+
+    def build(self):
+        pytest.importorskip(module_of(self.library), reason="not installed", exc_type=ImportError)
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
+            torch.manual_seed(0)
+            return getattr(models, self.factory)().eval()
+
+    def images(self, dtype=torch.float64):
+        return torch.randn(2, *self.size, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+def module_of(library):
+    return {"open_clip_torch": "open_clip"}.get(library, library.replace("-", "_"))
+
+
+def stages(prefix, names=FOUR):
+    return tuple(prefix + name for name in names.split())
+
+
+def case_of(library, factory, model, window, layers, *found, **more):
+    return Case(library=library, factory=factory, model=model, window=window, layers=layers, stages=found, **more)
+
+
+CASES = [
+    case_of("transformers", "hf_convnext", "ConvNeXt, small", 11, 6, *stages("convnext.encoder.")),
+    case_of("transformers", "hf_convnext_tiny", "ConvNeXt-T", 17, 18, *stages("convnext.encoder.")),
+    case_of("transformers", "hf_convnext_v2", "ConvNeXt V2, small", 11, 6, *stages("convnextv2.encoder.")),
+    case_of("transformers", "hf_resnet", "ResNet, small", 7, 12, *stages("resnet.encoder.")),
+    case_of("transformers", "hf_regnet", "RegNet, small", 7, 6, *stages("regnet.encoder.")),
+    case_of(
+        *("transformers", "hf_efficientnet", "EfficientNet, small", 9, 8),
+        *stages("efficientnet.encoder.", "blocks.0 blocks.1 blocks.2 blocks/stride16 blocks/stride32"),
+    ),
+    case_of(
+        *("segmentation-models-pytorch", "smp_unet_convnext", "Unet, timm's test_convnext", 11, 7),
+        *stages("encoder.model.", "stages_0 stages_1 stages_2"),
+        remarks="the encoder's depthwise layers",
+    ),
+    case_of(
+        *("segmentation-models-pytorch", "smp_unet_resnet", "Unet, timm's test_resnet", 7, 20),
+        *stages("decoder.", "blocks.0 blocks.1 blocks.2 blocks.3 blocks.4"),
+        *stages("encoder.model.", "conv1 layer1 layer2 layer3 layer4"),
+        "segmentation_head/stride1",
+        remarks="encoder, decoder and head",
+    ),
+    case_of(
+        *("monai", "monai_unet", "UNet, 3-D, with residual units", 5, 8),
+        *("model.2", "model/stride2", "model/stride4", "model/stride8"),
+        size=(1, 16, 16, 16),
+        remarks="transposed convolutions stay",
+    ),
+    case_of(
+        *("monai", "monai_basic_unet", "BasicUNet, 3-D", 5, 17),
+        *("conv_0", *(f"down_{index}" for index in range(1, 5)), *(f"upcat_{index}" for index in range(1, 5))),
+        size=(1, 32, 32, 32),
+        remarks="transposed convolutions stay",
+    ),
+    case_of("open_clip_torch", "open_clip_small", "timm's test_convnext", 11, 9, *stages("visual.trunk.")),
+    case_of("open_clip_torch", "open_clip_convnext_tiny", "convnext_tiny", 17, 18, *stages("visual.trunk.")),
+    case_of(
+        *("ultralytics", "yolov8n", "yolov8n.yaml", 7, 38),
+        *(f"model/stride{stride}" for stride in (16, 32, 4, 8)),
+        remarks="`fuse()` folds first",
+    ),
+    case_of(
+        *("ultralytics", "yolo26n", "yolo26n.yaml", 7, 14),
+        *(f"model/stride{stride}" for stride in (16, 32, 8)),
+        remarks="`fuse()` folds first; depthwise in head and attention alone, `--rules conv3x3` for others",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Rows of the models that passed; printed, with those that are not there, when all are through."""
+    rows = []
+    yield rows
+    missing = [case for case in CASES if not installed(case.library)]
+    rows += [(case.library, "not installed", case.model, *[""] * (len(HEAD) - 3)) for case in missing]
+    print("\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *rows)))
+
+
+def installed(library):
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(library)
+
+
+def by_parent(names):
+    inside = {}
+    for name in names:
+        parent, dot, last = name.rpartition(".")
+        inside.setdefault((parent, dot), []).append(last)
+    return inside
+
+
+def row(case, report):
+    layers = f"{len(report.layers)} of {len(report.layers) + len(report.skipped)}"
+    counts = ", ".join(map(str, sorted({layer.kernel_count for layer in report.layers})))
+    found = ", ".join(
+        f"{parent}{dot}" + (f"{{{', '.join(inside)}}}" if len(inside) > 1 else inside[0])
+        for (parent, dot), inside in by_parent(case.stages).items()
+    )
+    size = f"{case.window}x" * (len(case.size) - 2) + str(case.window)
+    return case.library, installed(case.library), case.model, layers, f"{counts} in {size}", found, "yes", case.remarks
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.factory, scope="module")
+def case(request):
+    return request.param
+
+
+def outputs(model, images):
+    with torch.no_grad(), evaluating(model), warnings.catch_warnings(action="ignore"):
+        return model(images)
+
+
+def tensors(output):
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+@pytest.fixture(scope="module")
+def converted(case):
+    """A model with random positions in float64, and the report. Tests that change the model take a copy."""
+    model = case.build().double()
+    return model, convert_(model, dilated_size=case.window, init="random", input_size=case.size)
+
+
+def test_outputs_stay_with_an_exact_start(case):
+    model = case.build().double()
+    before = outputs(model, case.images())
+    report = convert_(model, dilated_size=case.window, init="exact", input_size=case.size)
+    assert len(report.layers) == case.layers
+    assert relative_error(before, outputs(model, case.images())) < FLOAT64
+
+
+def test_stages_are_found_and_ties_are_sensible(case, converted):
+    convs = find_convs(case.build(), case.size)
+    assert convs.macs
+    model, report = converted
+    assert sorted({layer.stage for layer in report.layers}) == sorted(case.stages)
+    sizes = {site.name: site.output_size for site in convs.sites}
+    layers = {layer.name: layer for layer in report.plan.layers}
+    for group in report.plan.tie_groups:
+        for one, other in pairwise(group.layers):
+            assert sizes[one] == sizes[other] is not None
+            assert layers[one].stage == layers[other].stage
+            assert model.get_submodule(one).positions is model.get_submodule(other).positions
+
+
+def test_shapes_stay_and_folding_keeps_outputs(case, converted):
+    before = outputs(case.build().double(), case.images())
+    model, report = copy.deepcopy(converted)
+    after = outputs(model, case.images())
+    assert [tensor.shape for tensor in tensors(after)] == [tensor.shape for tensor in tensors(before)]
+    assert fold_to_dense_(model) == len(report.layers)
+    assert relative_error(after, outputs(model, case.images())) < FLOAT64
+
+
+def test_training_moves_positions(case, converted):
+    """In two steps: blocks whose last normalisation starts at zero, as timm's, have no gradient in the first."""
+    model, _ = copy.deepcopy(converted)
+    positions = {name: one for name, one in model.named_parameters() if name.endswith("positions")}
+    before = {name: one.detach().clone() for name, one in positions.items()}
+    optimizer = torch.optim.AdamW(tuning.param_groups(model.train(), lr=1e-2))
+    for _ in range(2):
+        with warnings.catch_warnings(action="ignore"):
+            given = [one for one in tensors(model(case.images())) if one.requires_grad]
+        sum((one * torch.randn_like(one)).sum() for one in given).backward()
+        optimizer.step()
+    assert positions
+    assert not [name for name, one in positions.items() if torch.equal(one, before[name])]
+
+
+def test_a_saved_model_is_loaded_again(table, case, converted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, report = converted
+    save_converted(model, report.plan, "saved")
+    wanted = outputs(model, case.images())
+    assert relative_error(outputs(load_converted("saved", model=case.build().double()), case.images()), wanted) == 0
+    size = "x".join(map(str, case.size))
+    factory = f"{models.__name__}:{case.factory}"
+    run(factory, "--dilated-size", case.window, "--input-size", size, "--output", "converted")
+    images = case.images(torch.float32)
+    trusted, given = load_converted("converted", trust_code=True), load_converted("converted", model=case.build())
+    assert relative_error(outputs(trusted, images), outputs(given, images)) == 0
+    if case == CASES[0]:  # in a process of its own, which takes long
+        run("verify", "converted", "--trust-code")
+    table.append(row(case, report))
