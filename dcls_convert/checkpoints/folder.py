@@ -1,14 +1,13 @@
 """The files of a checkpoint folder, and how they are read. Nothing that is read here runs code."""
 
 import contextlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, PlanError, one_line, shown
+from ..errors import CheckpointError, one_line, shown
 from ..networks.source import ModelSource
-from ..planning.plan import ConversionPlan, check_plan, plan_from_json
+from ..planning.plan import ConversionPlan
 from ..surgery.place import TIMM_ARCHITECTURE
 from .records import read_json
 from .stamp import METADATA_KEY, Stamp, read_stamp
@@ -64,7 +63,7 @@ def parse_config(text: str, where: str) -> FolderConfig:
     source: ModelSource | None = ModelSource(name=f"timm:{architecture}", args=args)
     size = _entry(config.get("pretrained_cfg"), "input_size")
     if architecture == TIMM_ARCHITECTURE:
-        plan = parse_plan(args.get("plan"), f"{where}: {PLAN_PLACE}")
+        plan = ConversionPlan.from_dict(args.get("plan"), f"{where}: {PLAN_PLACE}")
         size, stated = plan.input_size, plan.model_args
         own = {name: value for name, value in args.items() if name != "plan"}
         source = None if plan.model is None else ModelSource(name=plan.model, args=own)
@@ -78,16 +77,6 @@ def parse_config(text: str, where: str) -> FolderConfig:
 
 def _entry(data: object, name: str) -> Any:
     return data.get(name) if isinstance(data, dict) else None
-
-
-def parse_plan(data: Any, where: str) -> ConversionPlan:
-    """The plan of a config's model_args; CheckpointError where it is damaged or contradicts itself."""
-    plan = plan_from_json(json.dumps(data), where)
-    try:
-        check_plan(plan)
-    except PlanError as error:
-        raise CheckpointError(f"{where}: {error}") from error
-    return plan
 
 
 def read_checked_stamp(path: Path, config: FolderConfig) -> Stamp | None:

@@ -14,7 +14,7 @@ from ..networks.stages import common_parent
 from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
 from ..surgery.place import TIMM_ARCHITECTURE, note_for_timm
-from .folder import CONFIG, PLAN_PLACE, WEIGHTS, parse_config, parse_plan, read_checked_stamp, read_text
+from .folder import CONFIG, PLAN_PLACE, WEIGHTS, parse_config, read_checked_stamp, read_text
 from .load import check_tensors, place_
 from .stamp import Stamp
 
@@ -58,7 +58,7 @@ def create_converted(
         raise ModelError(
             f'"{TIMM_ARCHITECTURE}" is not a model by itself; load a checkpoint: timm.create_model("local-dir:FOLDER")'
         )
-    conversion = parse_plan(plan, f"{CONFIG}: {PLAN_PLACE}")
+    conversion = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_PLACE}")
     base = conversion.model or ""
     stored = {name: value for name, value in (pretrained_model_args or kwargs).items() if name != "plan"}
     check_source(ModelSource(name=base, args=stored))

@@ -180,6 +180,16 @@ class ConversionPlan:
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
+    @classmethod
+    def from_dict(cls, data: object, where: str = "the plan") -> "ConversionPlan":
+        """The plan of `to_dict`; CheckpointError names `where` if it is damaged, newer, or contradicts itself."""
+        plan = plan_from_json(json.dumps(data), where)
+        try:
+            check_plan(plan)
+        except PlanError as error:
+            raise CheckpointError(f"{where}: {error}") from error
+        return plan
+
     @property
     def hash(self) -> str:
         """SHA-256 over the canonical JSON."""

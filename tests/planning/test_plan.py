@@ -11,7 +11,7 @@ from operator import getitem
 import pytest
 
 from dcls_convert.errors import CheckpointError, PlanError
-from dcls_convert.planning.plan import check_plan, plan_from_json
+from dcls_convert.planning.plan import ConversionPlan, check_plan, plan_from_json
 
 from .nets import Net, Shared, plan_of
 
@@ -32,6 +32,7 @@ def test_a_plan_survives_json(name):
     assert again == plan
     assert (again.hash, again.to_json()) == (plan.hash, plan.to_json())
     check_plan(again)
+    assert ConversionPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 def test_the_hash_is_that_of_the_content():
@@ -148,6 +149,8 @@ def test_what_is_no_plan_is_refused_in_one_line(text):
 def test_a_plan_that_contradicts_itself_is_refused(path, value):
     with pytest.raises(PlanError) as error:
         check_plan(plan_from_json(json.dumps(changed(path, value)), "plan.json"))
+    with pytest.raises(CheckpointError, match=r"^the plan: "):
+        ConversionPlan.from_dict(changed(path, value))
     assert str(error.value).isprintable()
 
 
