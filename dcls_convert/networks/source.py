@@ -151,14 +151,16 @@ def build_model(
     """
     if not trust_code:
         check_source(source)
+    if source.kind == "hf-hub":
+        _have_config(source.name.partition(":")[2], offline=offline)
     with seeded(seed), warnings.catch_warnings(action="ignore"):
         if device == "meta" and not pretrained:
             for hollow in (torch.device("meta"), _WeightsOnMeta()):
                 # A failure that is not due to meta is repeated, and reported, on the CPU below.
                 with contextlib.suppress(ModelError), hollow:
-                    return _build(source, pretrained=False, offline=offline)
+                    return _build(source, pretrained=False)
         with seeded(seed):
-            model = _build(source, pretrained=pretrained, offline=offline)
+            model = _build(source, pretrained=pretrained)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(f"{source.name}: was built on the meta device, without weights; build it on the CPU")
     return model
@@ -181,7 +183,7 @@ def build_hollow(source: ModelSource) -> nn.Module | None:
     with seeded(0), warnings.catch_warnings(action="ignore"), contextlib.suppress(ModelError):
         before = torch.get_rng_state()
         with _WeightsOnMeta():
-            model = _build(source, pretrained=False, offline=False)
+            model = _build(source, pretrained=False)
         if torch.equal(before, torch.get_rng_state()):
             return model
     return None
@@ -246,11 +248,9 @@ def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     return dict(translated) if fits_better and has_data else dict(state)
 
 
-def _build(source: ModelSource, *, pretrained: bool, offline: bool) -> nn.Module:
+def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
     kind, _, name = source.name.partition(":")
     try:
-        if kind == "hf-hub" and offline:
-            _check_cached(name)
         if kind == "local-dir":
             _check_folder(Path(name))
         if kind == "timm" or kind in FOREIGN_SOURCES:
@@ -316,12 +316,38 @@ def _build_own(source: ModelSource) -> nn.Module:
     return factory(**source.args)  # type: ignore[no-any-return]
 
 
-def _check_cached(repository: str) -> None:
+def _have_config(repository: str, *, offline: bool) -> None:
+    """Fetch a repository's config, or find it in the cache; what goes wrong is told once, in words.
+
+    timm's factory would fetch it too, but is called again where a model cannot be built on meta.
+    """
     import huggingface_hub
 
-    name, _, revision = repository.partition("@")
-    if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision or None), str):
-        raise ModelError(f"hf-hub:{repository}: its config is not in the local cache, and a dry run downloads nothing")
+    where, (name, _, revision) = f"hf-hub:{repository}", repository.partition("@")
+    try:
+        if not offline:
+            _import("timm").models.load_model_config_from_hf(repository)
+        elif not isinstance(
+            huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision or None), str
+        ):
+            raise ModelError(f"{where}: its config is not in the local cache, and a dry run downloads nothing")
+    except DclsConvertError:
+        raise
+    except Exception as error:  # the hub's, of its HTTP client, or of a config that is no JSON
+        raise ModelError(f"{where}: cannot be built: {_hub_problem(error)}") from error
+
+
+def _hub_problem(error: Exception) -> str:
+    """What the hub's client reports, in a line; it gives the reason for a file that it lacks as a cause."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"{constants.ENDPOINT} has no such repository, or it is private and there is no token for it (HF_TOKEN)"
+    cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
+    response = getattr(cause, "response", None)
+    if isinstance(cause, errors.RevisionNotFoundError | errors.EntryNotFoundError) or response is None:
+        return f"{type(cause).__name__}: {one_line(cause)[:300]}"
+    return f"{constants.ENDPOINT} answers {response.status_code} {response.reason_phrase}".rstrip()
 
 
 def _check_folder(folder: Path) -> None:

@@ -1,0 +1,179 @@
+"""A converted model goes to a hub and comes back in other processes; what goes wrong is told in one line."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import timm
+import torch
+from huggingface_hub import constants
+
+import dcls_convert
+from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS
+
+from .command_line import run
+from .conftest import TINY
+from .hub import Hub
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub to httpx
+
+ROOT = Path(__file__).parents[1]
+LOAD = """
+import sys, timm, torch, dcls_convert
+model = timm.create_model(sys.argv[1], pretrained=True).eval()
+image = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+with torch.no_grad():
+    torch.save(model(image), sys.argv[2])
+"""
+OPTIONS = ("--dilated-size", 11, "--output", "converted")
+
+
+@pytest.fixture
+def hub():
+    with Hub() as hub:
+        yield hub
+    assert hub.unknown == []
+
+
+@pytest.fixture
+def here(hub, tmp_path, monkeypatch):
+    """This process uses the hub, with a cache of its own, and waits for nothing."""
+    monkeypatch.chdir(tmp_path)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # of the client between its trials
+    huggingface_hub.utils.disable_progress_bars()
+    yield hub
+    huggingface_hub.utils.enable_progress_bars()
+
+
+def push(model, name="me/mine"):
+    timm.models.push_to_hf_hub(model, name, token="hf_of_the_test", safe_serialization=True)
+
+
+def outputs(model):
+    with torch.no_grad():
+        return model(torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)))
+
+
+def elsewhere(hub, name, home, **more):
+    """The outputs of a model that another process loads, with the cache in another folder."""
+    environment = {**os.environ, **hub.environment, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), **more}
+    command = [sys.executable, "-c", LOAD, f"hf-hub:{name}", "outputs.pt"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return torch.load("outputs.pt")
+
+
+@pytest.fixture
+def converted(tiny):
+    dcls_convert.convert_(tiny, dilated_size=11, init="random")
+    return tiny
+
+
+@pytest.mark.processes
+def test_a_pushed_model_comes_back_in_its_revisions_and_offline(here, converted, tmp_path):
+    home = tmp_path / "home"
+    first = outputs(converted)
+    push(converted)
+    assert set(next(iter(here.repos["me/mine"].commits.values()))) == {"README.md", "config.json", WEIGHTS}
+    huggingface_hub.HfApi(endpoint=here.url, token="x").create_tag("me/mine", tag="v1")
+    assert torch.equal(elsewhere(here, "me/mine", home), first)
+
+    asked = len(here.requests)
+    assert torch.equal(elsewhere(here, "me/mine", home, HF_HUB_OFFLINE="1"), first)
+    assert len(here.requests) == asked
+
+    with torch.no_grad():
+        next(p for name, p in converted.named_parameters() if name.endswith("positions")).add_(0.25)
+    second = outputs(converted)
+    assert not torch.equal(first, second)
+    push(converted)
+    assert torch.equal(elsewhere(here, "me/mine", home), second)
+    assert torch.equal(elsewhere(here, "me/mine@v1", home), first)
+    assert torch.equal(elsewhere(here, "me/mine@v1", home, HF_HUB_OFFLINE="1"), first)
+
+
+def test_an_uploaded_folder_brings_its_card_and_report_and_is_checked(here, tmp_path):
+    run(TINY, "--dilated-size", 11, "--output", "converted")
+    api = huggingface_hub.HfApi(endpoint=here.url, token="hf_of_the_test")
+    api.create_repo("me/folder")
+    api.upload_folder(repo_id="me/folder", folder_path="converted")
+    folder = Path("converted")
+    (files,) = here.repos["me/folder"].commits.values()
+    assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {"README.md", "report.json"} < set(files)
+    loaded = timm.create_model("hf-hub:me/folder", pretrained=True).eval()
+    assert torch.equal(outputs(loaded), outputs(dcls_convert.load_converted(folder)))
+
+    push(loaded, "me/folder")  # timm's own function then leaves card and report as they are
+    files = list(here.repos["me/folder"].commits.values())[-1]
+    assert all(files[name] == (folder / name).read_bytes() for name in ("README.md", "report.json"))
+
+    weights = bytearray((folder / WEIGHTS).read_bytes())
+    weights[-1] ^= 1
+    here.repos["me/folder"].commit("main", {WEIGHTS: bytes(weights), CONFIG: (folder / CONFIG).read_bytes()})
+    with pytest.raises(dcls_convert.CheckpointError, match="its tensors are not those that were written"):
+        timm.create_model("hf-hub:me/folder", pretrained=True)
+
+
+def test_a_model_of_a_hub_is_converted(here, tiny):
+    push(tiny, "me/plain")
+    run("hf-hub:me/plain", "--pretrained", *OPTIONS, "--init", "exact")
+    torch.testing.assert_close(outputs(dcls_convert.load_converted("converted")), outputs(tiny))
+
+
+def error_line(*arguments):
+    """The last line of stderr, which is the error; the hub's client tells of its trials before."""
+    out, err = run(*arguments, code=2)
+    assert out == ""
+    assert err.count("error:") == 1
+    return err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "line"),
+    [
+        ("me/none", None, "{url} has no such repository, or it is private and there is no token for it (HF_TOKEN)"),
+        ("me/plain@v9", None, "RevisionNotFoundError: 404 Client Error. Revision Not Found for url: {url}/me/plain/"),
+        ("me/plain", 401, "{url} answers 401 Unauthorized"),
+        ("me/plain", 429, "{url} answers 429 Too Many Requests"),
+        ("me/plain", 500, "{url} answers 500 Internal Server Error"),
+    ],
+)
+def test_what_a_hub_refuses_is_one_line(here, tiny, name, status, line):
+    push(tiny, "me/plain")
+    before, here.status = len(here.requests), status
+    found = error_line(f"hf-hub:{name}", "--pretrained", *OPTIONS)
+    assert found.startswith(f"error: hf-hub:{name}: cannot be built: {line.format(url=here.url)}")
+    assert len(here.requests) - before <= 7  # what the client asks for one file, with its trials
+    assert not Path("converted").exists()
+
+
+def test_a_hub_that_is_down_is_one_line(here, monkeypatch):
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(here.url, "http://127.0.0.1:1")
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    assert error_line("hf-hub:me/plain", *OPTIONS).startswith("error: hf-hub:me/plain: cannot be built: ConnectError: ")
+
+
+@pytest.mark.parametrize("lost", ["on the way", "on the hub"])
+def test_weights_that_are_cut_short_are_one_line(here, tiny, lost):
+    push(tiny, "me/plain")
+    run("hf-hub:me/plain", "--dilated-size", 11, "--output", "untrained")  # the config is in the cache now
+    if lost == "on the way":
+        here.cut = 100
+    else:
+        repo = here.repos["me/plain"]
+        repo.commit("main", {WEIGHTS: repo.commits[repo.heads["main"]][WEIGHTS][:-100]})
+    found = error_line("hf-hub:me/plain", "--pretrained", *OPTIONS)
+    assert found.startswith("error: hf-hub:me/plain: its pretrained weights cannot be had: ")
+    assert not Path("converted").exists()
