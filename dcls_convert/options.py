@@ -12,6 +12,7 @@ Init = Literal["auto", "random", "largest", "fit", "exact"]
 Positions = Literal["normal", "uniform"]
 AuthorsVersion = Literal["v0", "v1"]  # of their package's layers without sigma; see authors.py
 FoldFormat = Literal["timm", "onnx", "pt2"]
+FigureName = Literal["positions", "kernels", "receptive-field", "cost", "history"]
 
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 SCOPES: tuple[Scope, ...] = get_args(Scope)

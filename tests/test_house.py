@@ -35,6 +35,7 @@ ORDER = (
     "checkpoints",
     "export",
     "tuning",
+    "pictures",
     "cli",
     "timm_plugin",
     "__init__",
@@ -52,6 +53,7 @@ FOREIGN = {
     "typer": {"cli"},
     "onnxruntime": {"export"},
     "triton": {"layers"},
+    "matplotlib": {"pictures"},
 }
 # A command line that answers at once imports these.
 LIGHT = ("dcls_convert.cli.app", "dcls_convert.options", "dcls_convert.planning.rules", "dcls_convert.planning.budget")

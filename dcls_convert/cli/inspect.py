@@ -1,6 +1,7 @@
 """`dcls-convert inspect`: where a checkpoint's elements are."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Group, RenderableType
@@ -8,30 +9,140 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ..errors import DclsConvertError, printable
+from ..options import FigureName
 from . import console
-from .arguments import OUTPUT, Checkpoint, Json, option
+from .arguments import OUTPUT, Checkpoint, Force, Json, TrustCode, image_size, option
 
 if TYPE_CHECKING:
     from ..checkpoints.inspection import Inspection, PositionRow
+    from ..pictures.pictures import Pictures
+
+PICTURES = "Pictures"  # a group of --help
+HTML_HELP = "Write a page of pictures: positions, kernels, effective receptive field, cost."
+PICTURE_HELP = "Draw one figure into a .png, .svg or .pdf (extra plot)."
+FIELD_HELP = "for the effective receptive field"
 
 
 def inspect(
     checkpoint: Checkpoint,
     json_: Json = False,
     plan: Annotated[bool, option(OUTPUT, "Print the checkpoint's plan as JSON instead.", "--plan")] = False,
+    html: Annotated[Path | None, option(PICTURES, HTML_HELP, metavar="FILE")] = None,
+    picture: Annotated[Path | None, option(PICTURES, PICTURE_HELP, metavar="FILE")] = None,
+    figure: Annotated[FigureName, option(PICTURES, "Which one --picture draws.")] = "positions",
+    history: Annotated[
+        Path | None, option(PICTURES, "What a PositionTracker wrote in training.", metavar="positions.jsonl")
+    ] = None,
+    images: Annotated[
+        Path | None, option(PICTURES, f"Images {FIELD_HELP}.", metavar="FOLDER", show_default="seeded noise")
+    ] = None,
+    original: Annotated[
+        Path | None, option(PICTURES, "Weights of the network before conversion, to compare with.", metavar="FILE")
+    ] = None,
+    input_size: Annotated[
+        tuple[int, ...] | None, image_size(PICTURES, f"Image size {FIELD_HELP}; the paper's is 3x1024x1024.")
+    ] = None,
+    force: Force = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Show where a checkpoint's elements are: at the window's border, overlapping, how far from the centre."""
-    if plan and json_:
-        raise DclsConvertError("--plan and --json exclude each other; the plan is JSON")
+    draws_field = html is not None or (picture is not None and figure == "receptive-field")
+    _refuse(
+        {
+            "--plan and --json exclude each other; the plan is JSON": plan and json_,
+            "--plan prints the plan alone; leave --html and --picture": plan and (html or picture) is not None,
+            "--figure says what --picture draws": figure != "positions" and picture is None,
+            "--figure history needs --history": figure == "history" and history is None,
+            "--history is for --html, or --picture with --figure history": history is not None
+            and html is None
+            and (picture is None or figure != "history"),
+            "--images, --original and --input-size are for --html, or --picture with --figure receptive-field": (
+                images or original or input_size
+            )
+            is not None
+            and not draws_field,
+            "--html and --picture name the same file": html is not None and html == picture,
+        }
+    )
+    _check_files(html, picture, history, images, original, force=force)
     from ..checkpoints.folder import read_plan
     from ..checkpoints.inspection import inspect_folder
 
     if plan:
         console.write(read_plan(checkpoint).to_json())
-    elif json_:
-        console.write(inspect_folder(checkpoint).to_json())
-    else:
-        console.show(_view(inspect_folder(checkpoint)))
+        return
+    inspection = inspect_folder(checkpoint)
+    written = [path for path in (html, picture) if path is not None]
+    if written:
+        from ..pictures.pictures import FieldOptions, pictures_of_folder
+
+        fields = FieldOptions(images=images, original=original, input_size=input_size)
+        with console.steps(str(checkpoint), quiet=False) as step:
+            pictures = pictures_of_folder(
+                checkpoint,
+                fields=fields if draws_field else None,
+                history=history,
+                trust_code=trust_code,
+                step=step,
+                note=lambda text: console.message(f"note: {text}", style="yellow"),
+            )
+            step("writing")
+            _write(pictures, html, picture, figure, force=force)
+    with console.standing(" and ".join(map(str, written)) or None):
+        if json_:
+            console.write(inspection.to_json())
+        else:
+            console.show(
+                _view(inspection), *[""] * bool(written), *[f"Wrote {path} ({_size(path)})." for path in written]
+            )
+
+
+def _refuse(conflicts: dict[str, bool]) -> None:
+    for message, conflict in conflicts.items():
+        if conflict:
+            raise DclsConvertError(message)
+
+
+def _check_files(
+    html: Path | None,
+    picture: Path | None,
+    history: Path | None,
+    images: Path | None,
+    original: Path | None,
+    *,
+    force: bool,
+) -> None:
+    """Refuse files that cannot be read or written, before any work."""
+    from ..files import check_images, check_picture, check_weights_file
+
+    if picture is not None:
+        check_picture(picture, "--picture")
+    if images is not None:
+        check_images(images, "images")
+    for path, what in ((original, "original"), (history, "history")):
+        if path is not None:
+            check_weights_file(path, what)
+    for path in (html, picture):
+        if path is not None:
+            from ..checkpoints.output import check_output, not_a_file
+
+            check_output(path, force=force, foreign=not_a_file)
+
+
+def _write(pictures: "Pictures", html: Path | None, picture: Path | None, figure: FigureName, *, force: bool) -> None:
+    from ..checkpoints.output import new_file
+    from ..pictures import page, plot
+
+    if html is not None:
+        with new_file(html, force=force) as partial:
+            partial.write_text(page.page(pictures), encoding="utf-8")
+    if picture is not None:
+        with new_file(picture, force=force) as partial:
+            plot.draw(pictures, figure, partial)
+
+
+def _size(path: Path) -> str:
+    return f"{path.stat().st_size / 1e6:.2f} MB"
 
 
 def _view(inspection: "Inspection") -> RenderableType:
