@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -39,9 +39,7 @@ def inspect(
     original: Annotated[
         Path | None, option(PICTURES, "Weights of the network before conversion, to compare with.", metavar="FILE")
     ] = None,
-    input_size: Annotated[
-        tuple[int, ...] | None, image_size(PICTURES, f"Image size {FIELD_HELP}; the paper's is 3x1024x1024.")
-    ] = None,
+    input_size: Annotated[Any, image_size(PICTURES, f"Image size {FIELD_HELP}; the paper's is 3x1024x1024.")] = None,
     force: Force = False,
     trust_code: TrustCode = False,
 ) -> None:
@@ -138,7 +136,7 @@ def _write(pictures: "Pictures", html: Path | None, picture: Path | None, figure
             partial.write_text(page.page(pictures), encoding="utf-8")
     if picture is not None:
         with new_file(picture, force=force) as partial:
-            plot.draw(pictures, figure, partial)
+            partial.write_bytes(plot.draw(pictures, figure, picture.suffix))
 
 
 def _size(path: Path) -> str:

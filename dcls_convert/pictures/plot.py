@@ -1,8 +1,8 @@
 """The pictures as static files for a paper, drawn by matplotlib (extra `plot`), which is imported when it is used."""
 
+import io
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DclsConvertError, printable, shown
@@ -21,23 +21,20 @@ INCH = 2.4  # side of a panel
 DOTS_PER_INCH = 150
 MOST_PANELS = 12  # of positions or layers; those with the most elements, or the first
 KERNELS = 8  # of a layer
+UNDATED: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same file on every day
 OLD = {"edgecolor": "C1", "facecolor": "none", "linestyle": "--", "linewidth": 1.2}
 
 
-def draw(pictures: Pictures, figure: FigureName, path: Path) -> None:
-    """Draw one of `FIGURES` into a file, in the format of its suffix.
+def draw(pictures: Pictures, figure: FigureName, suffix: str) -> bytes:
+    """One of `FIGURES` as a file, in the format of the suffix: ".png", ".svg" or ".pdf".
 
     Raises:
         DclsConvertError: There is nothing to draw; says why.
     """
     with warnings.catch_warnings(action="ignore"):  # characters that the font lacks
-        drawn = FIGURES[figure](pictures)
-        drawn.savefig(path, format=path.suffix.lower()[1:], dpi=DOTS_PER_INCH, metadata=_undated(path))
-
-
-def _undated(path: Path) -> dict[str, Any]:
-    """The same file on every day."""
-    return {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower(), {})
+        file, drawn = io.BytesIO(), FIGURES[figure](pictures)
+        drawn.savefig(file, format=suffix.lower()[1:], dpi=DOTS_PER_INCH, metadata=UNDATED.get(suffix.lower()))
+    return file.getvalue()
 
 
 def _figure(rows: int, columns: int, *, inches: tuple[float, float] = (INCH, INCH)) -> tuple["Figure", Any]:
