@@ -250,6 +250,13 @@ def imported_by(*arguments):
         (["verify", "--help"], 0, "--json"),
         (["rules", "--help"], 0, "schema"),
         (["inspect", "a", "b"], 2, "unexpected extra argument"),
+        (["inspect", "folder", "--picture", "x.gif"], 2, "must end in .png, .svg, .pdf"),
+        (
+            ["inspect", "folder", "--html", "x.html", "--images", "nowhere"],
+            2,
+            "images nowhere: there is no such folder",
+        ),
+        (["inspect", "folder", "--html", "x.html", "--history", "nowhere"], 2, "nowhere: there is no such file"),
         (["fold", "--help"], 0, "--format"),
         (["fold", "folder", "--format", "tflite"], 2, "tflite"),
         (["resnet18", "--dilated-sise", "7"], 2, "--dilated-sise"),

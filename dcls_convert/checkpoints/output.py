@@ -26,7 +26,7 @@ RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # flags of Linux's renameat2
 AT_FDCWD = -100
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # renameat2's errors if kernel or file system lack it
 TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of renaming to a name that is in use
-EXISTS = "already exists; --force replaces it, --output names another"
+EXISTS = "already exists; --force replaces it, or name another"
 
 Foreign = Callable[[Path], str | None]  # why an existing path must not be replaced; None where it may be
 
@@ -49,7 +49,7 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
             if not force:
                 raise CheckpointError(f"output {path} {EXISTS}")
             if reason := foreign(path):
-                raise CheckpointError(f"output {path} {reason}, so it is left as it is; --output names another")
+                raise CheckpointError(f"output {path} {reason}, so it is left as it is; name another")
         parent = next(parent for parent in path.absolute().parents if parent.exists())
         if not parent.is_dir():
             raise CheckpointError(f"output {path}: {parent} is not a folder")

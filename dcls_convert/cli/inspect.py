@@ -1,6 +1,7 @@
 """`dcls-convert inspect`: where a checkpoint's elements are."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,6 @@ from .arguments import OUTPUT, Checkpoint, Force, Json, TrustCode, image_size, o
 
 if TYPE_CHECKING:
     from ..checkpoints.inspection import Inspection, PositionRow
-    from ..pictures.pictures import Pictures
 
 PICTURES = "Pictures"  # a group of --help
 HTML_HELP = "Write a page of pictures: positions, kernels, effective receptive field, cost."
@@ -44,25 +44,9 @@ def inspect(
     trust_code: TrustCode = False,
 ) -> None:
     """Show where a checkpoint's elements are: at the window's border, overlapping, how far from the centre."""
-    draws_field = html is not None or (picture is not None and figure == "receptive-field")
-    _refuse(
-        {
-            "--plan and --json exclude each other; the plan is JSON": plan and json_,
-            "--plan prints the plan alone; leave --html and --picture": plan and (html or picture) is not None,
-            "--figure says what --picture draws": figure != "positions" and picture is None,
-            "--figure history needs --history": figure == "history" and history is None,
-            "--history is for --html, or --picture with --figure history": history is not None
-            and html is None
-            and (picture is None or figure != "history"),
-            "--images, --original and --input-size are for --html, or --picture with --figure receptive-field": (
-                images or original or input_size
-            )
-            is not None
-            and not draws_field,
-            "--html and --picture name the same file": html is not None and html == picture,
-        }
-    )
-    _check_files(html, picture, history, images, original, force=force)
+    _refuse({"--plan and --json exclude each other; the plan is JSON": plan and json_})
+    wanted = _Wanted(html, picture, figure, history, images, original, input_size)
+    _check(wanted, force=force, alone=plan)
     from ..checkpoints.folder import read_plan
     from ..checkpoints.inspection import inspect_folder
 
@@ -70,29 +54,34 @@ def inspect(
         console.write(read_plan(checkpoint).to_json())
         return
     inspection = inspect_folder(checkpoint)
-    written = [path for path in (html, picture) if path is not None]
-    if written:
-        from ..pictures.pictures import FieldOptions, pictures_of_folder
-
-        fields = FieldOptions(images=images, original=original, input_size=input_size)
-        with console.steps(str(checkpoint), quiet=False) as step:
-            pictures = pictures_of_folder(
-                checkpoint,
-                fields=fields if draws_field else None,
-                history=history,
-                trust_code=trust_code,
-                step=step,
-                note=lambda text: console.message(f"note: {text}", style="yellow"),
-            )
-            step("writing")
-            _write(pictures, html, picture, figure, force=force)
-    with console.standing(" and ".join(map(str, written)) or None):
+    if wanted.outputs:
+        _draw(checkpoint, wanted, force=force, trust_code=trust_code)
+    with console.standing(" and ".join(map(str, wanted.outputs)) or None):
         if json_:
             console.write(inspection.to_json())
         else:
-            console.show(
-                _view(inspection), *[""] * bool(written), *[f"Wrote {path} ({_size(path)})." for path in written]
-            )
+            lines = [f"Wrote {path} ({path.stat().st_size / 1e6:.2f} MB)." for path in wanted.outputs]
+            console.show(_view(inspection), *["", *lines] * bool(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The pictures that are asked for."""
+
+    html: Path | None
+    picture: Path | None
+    figure: FigureName  # of `picture`
+    history: Path | None
+    images: Path | None
+    original: Path | None
+    input_size: tuple[int, ...] | None
+
+    @property
+    def outputs(self) -> list[Path]:
+        return [path for path in (self.html, self.picture) if path is not None]
+
+    def draws(self, figure: FigureName) -> bool:
+        return self.html is not None or (self.picture is not None and self.figure == figure)
 
 
 def _refuse(conflicts: dict[str, bool]) -> None:
@@ -101,46 +90,64 @@ def _refuse(conflicts: dict[str, bool]) -> None:
             raise DclsConvertError(message)
 
 
-def _check_files(
-    html: Path | None,
-    picture: Path | None,
-    history: Path | None,
-    images: Path | None,
-    original: Path | None,
-    *,
-    force: bool,
-) -> None:
-    """Refuse files that cannot be read or written, before any work."""
+def _check(wanted: _Wanted, *, force: bool, alone: bool) -> None:
+    """Refuse what contradicts itself, and files that cannot be read or written, before any work."""
     from ..files import check_images, check_picture, check_weights_file
 
-    if picture is not None:
-        check_picture(picture, "--picture")
-    if images is not None:
-        check_images(images, "images")
-    for path, what in ((original, "original"), (history, "history")):
+    of_field, field = (wanted.images, wanted.original, wanted.input_size), "--picture with --figure receptive-field"
+    _refuse(
+        {
+            "--plan prints the plan alone; leave --html and --picture": alone and bool(wanted.outputs),
+            "--html and --picture name the same file": len(set(wanted.outputs)) < len(wanted.outputs),
+            "--force replaces the file of --html or --picture": force and not wanted.outputs,
+            "--figure says what --picture draws": wanted.figure != "positions" and wanted.picture is None,
+            "--figure history needs --history": wanted.figure == "history" and wanted.history is None,
+            "--history is for --html, or --picture with --figure history": wanted.history is not None
+            and not wanted.draws("history"),
+            f"--images, --original and --input-size are for --html, or {field}": any(
+                part is not None for part in of_field
+            )
+            and not wanted.draws("receptive-field"),
+        }
+    )
+    if wanted.picture is not None:
+        check_picture(wanted.picture, "--picture")
+    if wanted.images is not None:
+        check_images(wanted.images, "images")
+    for path, what in ((wanted.original, "original"), (wanted.history, "history")):
         if path is not None:
             check_weights_file(path, what)
-    for path in (html, picture):
-        if path is not None:
-            from ..checkpoints.output import check_output, not_a_file
+    for path in wanted.outputs:
+        from ..checkpoints.output import check_output, not_a_file
 
-            check_output(path, force=force, foreign=not_a_file)
-
-
-def _write(pictures: "Pictures", html: Path | None, picture: Path | None, figure: FigureName, *, force: bool) -> None:
-    from ..checkpoints.output import new_file
-    from ..pictures import page, plot
-
-    if html is not None:
-        with new_file(html, force=force) as partial:
-            partial.write_text(page.page(pictures), encoding="utf-8")
-    if picture is not None:
-        with new_file(picture, force=force) as partial:
-            partial.write_bytes(plot.draw(pictures, figure, picture.suffix))
+        check_output(path, force=force, foreign=not_a_file)
 
 
-def _size(path: Path) -> str:
-    return f"{path.stat().st_size / 1e6:.2f} MB"
+def _draw(checkpoint: Path, wanted: _Wanted, *, force: bool, trust_code: bool) -> None:
+    """Write what is wanted, each file whole or not at all."""
+    with console.steps(str(checkpoint), quiet=False) as step:
+        step("starting")  # with imports of some seconds
+        from ..checkpoints.output import new_file
+        from ..pictures.page import page
+        from ..pictures.pictures import FieldOptions, pictures_of_folder
+        from ..pictures.plot import draw
+
+        fields = FieldOptions(images=wanted.images, original=wanted.original, input_size=wanted.input_size)
+        pictures = pictures_of_folder(
+            checkpoint,
+            fields=fields if wanted.draws("receptive-field") else None,
+            history=wanted.history,
+            trust_code=trust_code,
+            step=step,
+            note=lambda text: console.message(f"note: {text}", style="yellow"),
+        )
+        step("writing")
+        if wanted.html is not None:
+            with new_file(wanted.html, force=force) as partial:
+                partial.write_text(page(pictures), encoding="utf-8")
+        if wanted.picture is not None:
+            with new_file(wanted.picture, force=force) as partial:
+                partial.write_bytes(draw(pictures, wanted.figure, wanted.picture.suffix))
 
 
 def _view(inspection: "Inspection") -> RenderableType:

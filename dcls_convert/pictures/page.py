@@ -16,18 +16,19 @@ from ..reports.report_view import short_count
 from .history import HistoryPicture
 from .kernels import LayerKernels
 from .pictures import FieldPictures, Pictures, StageCost
-from .positions import PositionPicture
-from .receptive_field import DECADES, FieldPicture
+from .positions import EXPLANATION, PositionPicture
+from .receptive_field import FieldPicture, decades
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PLACE = "/* data */"  # in the template
+UNBROKEN_PERCENT = "\\u00a0%"  # in JSON
 DIGITS = 4  # significant, of numbers that are drawn
 PLACES_PER_CELL = 100  # of coordinates, which are 16-bit integers in the page
 
 
 def page(pictures: Pictures) -> str:
     """The text of the page, in ASCII: names from data can neither end the script nor hold control characters."""
-    text = json.dumps(_data(pictures), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(_data(pictures), separators=(",", ":"), allow_nan=False).replace(" %", UNBROKEN_PERCENT)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, text)
@@ -39,6 +40,7 @@ def _data(pictures: Pictures) -> dict[str, Any]:
         "title": printable(pictures.name),
         "subtitle": printable(f"{report.model or 'a model'} with learnable element positions (DCLS)"),
         "facts": _facts(pictures),
+        "positionsNote": EXPLANATION,
         "positions": [_positions(picture) for picture in pictures.positions],
         "kernels": [_kernels(layer) for layer in pictures.kernels],
         "kernelNotes": _kernel_notes(pictures),
@@ -65,7 +67,7 @@ def _arrow(change: Change, *, exact: bool = False) -> str:
     text = (lambda count: f"{count:,}") if exact else short_count
     if change.before is None or change.after is None or change.percent is None:
         return "not known"
-    return f"{text(change.before)} \u2192 {text(change.after)} ({change.percent:+.2f}\u00a0%)"
+    return f"{text(change.before)} \u2192 {text(change.after)} ({change.percent:+.2f} %)"
 
 
 def _positions(picture: PositionPicture) -> dict[str, Any]:
@@ -83,13 +85,15 @@ def _positions(picture: PositionPicture) -> dict[str, Any]:
 
 
 def _kernels(layer: LayerKernels) -> dict[str, Any]:
-    share = f"{100 * layer.energy_share:.0f} % of the energy" if layer.energy_share < 1 else "all of the energy"
+    shown, share = len(layer.kernels), f"{100 * layer.energy_share:.0f} % of the energy"
     cells = [[cell for line in kernel.cells for cell in line] for kernel in layer.kernels]
     weights = [[weight for *_, weight in kernel.elements] for kernel in layer.kernels]
     places = [[side for row, column, _ in kernel.elements for side in (row, column)] for kernel in layer.kernels]
     return {
         "name": printable(layer.name),
-        "note": f"{len(layer.kernels):,} of {layer.total:,} kernels, with {share}",
+        "note": f"{shown:,} of {layer.total:,} kernels, with {share}"
+        if shown < layer.total
+        else f"all {shown:,} kernels",
         "size": [len(layer.kernels[0].cells), len(layer.kernels[0].cells[0])],
         "elements": len(weights[0]),
         "channels": [kernel.channels for kernel in layer.kernels],
@@ -157,6 +161,7 @@ def _cost_notes(pictures: Pictures) -> list[str]:
 
 
 def _fields(fields: FieldPictures) -> dict[str, Any]:
+    scale = decades(fields.fields)
     notes = [
         f"How much each pixel counts for the unit in the middle of {fields.layer}, the last replaced layer: mean "
         f"absolute gradient over {fields.images}, as a share of the largest, on a logarithmic scale.",
@@ -164,15 +169,16 @@ def _fields(fields: FieldPictures) -> dict[str, Any]:
     ]
     return {
         "notes": list(map(printable, notes)),
-        "decades": DECADES,
-        "maps": [_field(field) for field in fields.fields],
+        "decades": scale,
+        "maps": [_field(field, scale) for field in fields.fields],
     }
 
 
-def _field(field: FieldPicture) -> dict[str, Any]:
-    logs = ([(1 + log / DECADES) * 255 for log in line] for line in field.logs)
+def _field(field: FieldPicture, scale: int) -> dict[str, Any]:
+    logs = ([(1 + log / scale) * 255 for log in line] for line in field.logs)
     return {
-        "name": printable(field.what),
+        "name": printable(field.title),
+        "what": printable(field.what),
         "size": [len(field.logs), len(field.logs[0])],
         "pixels": field.size,
         "values": _packed(logs, torch.uint8),

@@ -175,14 +175,14 @@ def _fields(
     before, what, notes = _before(source, plan, state, options.original)
     images, words = _images(model, plan, options, note)
     layer, found = plan.layers[-1].name, []
-    for title, network in ((f"Before: {what}", before), ("After: this checkpoint", model.float())):
+    for title, whose, network in (("Before", what, before), ("After", "this checkpoint", model.float())):
         if network is None or not images:
             continue
-        step(f"effective receptive field {title.partition(':')[0].lower()}")
+        step(f"effective receptive field {title.lower()}")
         try:
-            found.append(field_picture(receptive_field(network, layer, images), title))
+            found.append(field_picture(receptive_field(network, layer, images), title, whose))
         except DclsConvertError as error:
-            notes.append(f'There is no field for "{title}": {one_line(error)}.')
+            notes.append(f"There is no field of {whose}: {one_line(error)}.")
     if not images:
         notes.append("There is no effective receptive field: the size of the model's images is not known.")
     return FieldPictures(fields=tuple(found), layer=layer, images=words, notes=tuple(notes))
@@ -193,10 +193,10 @@ def _before(
 ) -> tuple[nn.Module | None, str, list[str]]:
     """The unconverted network, what it is, and what to say where there is none."""
     if weights is not None:
-        return original_model(source, weights), f"{plan.model} with the weights of {weights.name}", []
+        return original_model(source, weights), f"{plan.model}, with the weights of {weights.name}", []
     random = original_if_random(source, plan, state)
     if random is not None:
-        return random, f"{plan.model} with the random weights from which it was converted", []
+        return random, f"{plan.model}, with the random weights from which the checkpoint was converted", []
     return None, "", ["The checkpoint holds no weights from before the conversion; --original FILE draws their field."]
 
 

@@ -11,15 +11,16 @@ from ..options import FigureName
 from .page import field_sentence
 from .pictures import Pictures
 from .positions import PositionPicture
-from .receptive_field import DECADES
+from .receptive_field import decades
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INCH = 2.4  # side of a panel
-DOTS_PER_INCH = 150
+DOTS_PER_INCH = 120
 MOST_PANELS = 12  # of positions or layers; those with the most elements, or the first
+MOST_COLUMNS = 6
 KERNELS = 8  # of a layer
 UNDATED: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same file on every day
 OLD = {"edgecolor": "C1", "facecolor": "none", "linestyle": "--", "linewidth": 1.2}
@@ -33,7 +34,13 @@ def draw(pictures: Pictures, figure: FigureName, suffix: str) -> bytes:
     """
     with warnings.catch_warnings(action="ignore"):  # characters that the font lacks
         file, drawn = io.BytesIO(), FIGURES[figure](pictures)
-        drawn.savefig(file, format=suffix.lower()[1:], dpi=DOTS_PER_INCH, metadata=UNDATED.get(suffix.lower()))
+        drawn.savefig(
+            file,
+            format=suffix.lower()[1:],
+            dpi=DOTS_PER_INCH,
+            bbox_inches="tight",
+            metadata=UNDATED.get(suffix.lower()),
+        )
     return file.getvalue()
 
 
@@ -51,18 +58,35 @@ def _title(axes: "Axes", name: str) -> None:
 def _positions(pictures: Pictures) -> "Figure":
     """A heat map of each positions tensor, and below it the histograms along its axes."""
     chosen = pictures.positions[:MOST_PANELS]
-    figure, axes = _figure(2, len(chosen))
-    for (heat, histogram), picture in zip(axes.T, chosen, strict=True):
-        _heat(heat, picture)
-        for name, counts, side in zip(picture.axes, picture.histograms, picture.size, strict=True):
-            low = position_limits(side)[0] - 0.5
-            edges = [low + index / picture.bins_per_cell for index in range(len(counts) + 1)]
-            histogram.stairs(counts, edges, label=name, linestyle="-" if name == picture.axes[-1] else "--")
-        histogram.set_xlabel("cells from the centre", fontsize=8)
-        histogram.legend(fontsize=7, frameon=False)
-        histogram.tick_params(labelsize=7)
-    axes[1, 0].set_ylabel("elements in a bin", fontsize=8)
+    columns = min(len(chosen), MOST_COLUMNS)
+    rows = -(-len(chosen) // columns)
+    figure, axes = _figure(2 * rows, columns)
+    for index in range(rows * columns):
+        row, column = divmod(index, columns)
+        if index < len(chosen):
+            _heat(axes[2 * row, column], chosen[index])
+            _histograms(axes[2 * row + 1, column], chosen[index])
+        else:
+            axes[2 * row, column].set_axis_off()
+            axes[2 * row + 1, column].set_axis_off()
+    _say_part(figure, pictures)
     return figure
+
+
+def _say_part(figure: "Figure", pictures: Pictures) -> None:
+    if (total := len(pictures.positions)) > MOST_PANELS:
+        figure.supxlabel(f"the first {MOST_PANELS} of {total} positions tensors", fontsize=8)
+
+
+def _histograms(axes: "Axes", picture: PositionPicture) -> None:
+    for name, counts, side in zip(picture.axes, picture.histograms, picture.size, strict=True):
+        low = position_limits(side)[0] - 0.5
+        edges = [low + index / picture.bins_per_cell for index in range(len(counts) + 1)]
+        axes.stairs(counts, edges, label=name, linestyle="-" if name == picture.axes[-1] else "--")
+    axes.set_xlabel("cells from the centre", fontsize=7)
+    axes.set_ylabel("elements in a bin", fontsize=7)
+    axes.legend(fontsize=6, frameon=False)
+    axes.tick_params(labelsize=7)
 
 
 def _heat(axes: "Axes", picture: PositionPicture) -> None:
@@ -95,16 +119,19 @@ def _kernels(pictures: Pictures) -> "Figure":
     layers = {layer.name: layer for layer in pictures.kernels}
     figure, axes = _figure(len(first), KERNELS, inches=(1.25, 1.15))
     for panel in axes.flat:
-        panel.set_axis_off()
+        panel.set(xticks=[], yticks=[], frame_on=False)
     for line, name in zip(axes, first, strict=True):
         for panel, kernel in zip(line, layers[name].kernels, strict=False):
             most = max(abs(cell) for row in kernel.cells for cell in row) or 1.0
             size = (len(kernel.cells), len(kernel.cells[0]))
+            panel.set_frame_on(True)
             panel.imshow(kernel.cells, extent=_extent(size), cmap="RdBu", vmin=-most, vmax=most)
             rows, columns, weights = zip(*kernel.elements, strict=True)
             faces = ["black" if weight > 0 else "none" for weight in weights]
             panel.scatter(columns, rows, s=3, c=faces, edgecolors="black", linewidths=0.4)
-        line[0].set_title(shown(name, 40), fontsize=7, loc="left", parse_math=False)
+        part = f"{min(KERNELS, layers[name].total)} of {layers[name].total:,} kernels, most energy first"
+        line[0].set_title(f"{shown(name, 40)}: {part}", fontsize=7, loc="left", parse_math=False)
+    _say_part(figure, pictures)
     return figure
 
 
@@ -114,13 +141,21 @@ def _fields(pictures: Pictures) -> "Figure":
     if found is None or not found.fields:
         reasons = [pictures.raw_weights] if found is None else list(found.notes)
         raise DclsConvertError(f"there is no effective receptive field to draw: {'; '.join(map(str, reasons))}")
-    figure, axes = _figure(1, len(found.fields), inches=(3.2, 3.2))
+    figure, axes = _figure(1, len(found.fields), inches=(3.6, 3.2))
     for panel, field in zip(axes.flat, found.fields, strict=True):
-        shown_field = panel.imshow(field.logs, vmin=-DECADES, vmax=0, extent=(0, field.size[1], field.size[0], 0))
-        panel.set_title(_wrapped(field.what), fontsize=8, parse_math=False)
+        shown_field = panel.imshow(
+            field.logs,
+            interpolation="nearest",
+            vmin=-decades(found.fields),
+            vmax=0,
+            extent=(0, field.size[1], field.size[0], 0),
+        )
+        panel.set_title(_wrapped(f"{field.title}: {field.what}"), fontsize=8, parse_math=False)
         panel.set_xlabel(_wrapped(field_sentence(field)), fontsize=7)
         panel.tick_params(labelsize=7)
-    figure.colorbar(shown_field, ax=list(axes.flat), label="log10 of mean |gradient|, largest = 0", shrink=0.8)
+    bar = figure.colorbar(shown_field, ax=list(axes.flat), shrink=0.8)
+    bar.set_label("log10 of mean |gradient|, largest = 0", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
     return figure
 
 
@@ -132,6 +167,8 @@ def _wrapped(text: str, width: int = 46) -> str:
 
 def _cost(pictures: Pictures) -> "Figure":
     """Parameters and MACs of the replaced convolutions, by stage."""
+    from matplotlib.ticker import EngFormatter
+
     costs, units = pictures.costs, [("parameters", "params"), ("MACs for one image", "macs")]
     known = [unit for unit in units if all(getattr(cost, unit[1]).before is not None for cost in costs)]
     figure, axes = _figure(1, len(known), inches=(0.8 + 0.5 * len(costs), 4.0))
@@ -144,6 +181,7 @@ def _cost(pictures: Pictures) -> "Figure":
         for tick in panel.get_yticklabels():
             tick.set_parse_math(False)
         panel.set_title(f"{name}, replaced convolutions", fontsize=8)
+        panel.xaxis.set_major_formatter(EngFormatter())
         panel.tick_params(axis="x", labelsize=7)
         panel.legend(fontsize=7, frameon=False)
     return figure
@@ -165,6 +203,7 @@ def _history(pictures: Pictures) -> "Figure":
             line = panel.plot(history.steps, [float("nan") if v is None else v for v in getattr(track, name)])[0]
             line.set(linestyle=style[index % len(style)], label=shown(track.name, 30), linewidth=1.2)
         panel.set_ylabel(label, fontsize=8)
+        panel.set_ylim(bottom=0)
         panel.set_xlabel("step", fontsize=8)
         panel.tick_params(labelsize=7)
     legend = axes[0, 0].legend(fontsize=6, frameon=False)

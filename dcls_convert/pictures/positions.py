@@ -44,24 +44,24 @@ class PositionPicture:
 
     @property
     def sentences(self) -> tuple[str, str, str]:
-        """Spread, share at the border, and overlap, each with what it means."""
-        row, even = self.row, 100 * even_border_share(self.size)
-        spread, border, overlap = (
-            " and ".join(f"{side:.2f}" for side in row.spread),
-            row.border_share,
-            row.overlap_share,
-        )
-        hardly = "Elements hardly press against the border: the window is large enough for them."
-        same = "Such elements do much the same work; tuning.repulsive_loss pushes them apart."
+        """Spread, share at the border, and overlap."""
+        row, even = self.row, even_border_share(self.size)
+        spread = " and ".join(f"{side:.2f}" for side in row.spread)
+        verdict = "the window may be too small" if row.border_share > even else "the window is large enough"
         return (
-            f"Spread: {spread} cells (standard deviation along {' and '.join(self.axes)}); mean distance from the "
-            f"kernel's centre {row.mean_distance:.2f} cells.",
-            f"Border: {100 * border:.1f} % of the elements are within {BORDER_MARGIN:g} cells of the window's limit; "
-            f"spread evenly, {even:.1f} % would be. "
-            + ("The window may be too small." if 100 * border > even else hardly),
-            f"Overlap: {100 * overlap:.1f} % of the elements have another one of their kernel nearer than "
-            f"{OVERLAP_DISTANCE:g} cell. {same if overlap > 0 else 'No two do the same work.'}",
+            f"Spread: {spread} cells along {' and '.join(self.axes)}; mean distance {row.mean_distance:.2f} cells.",
+            f"Border: {100 * row.border_share:.1f} % of the elements; {100 * even:.1f} % if spread evenly: {verdict}.",
+            f"Overlap: {100 * row.overlap_share:.1f} % of the elements have a near neighbour in their kernel.",
         )
+
+
+# What the sentences mean.
+EXPLANATION = (
+    "Spread is the standard deviation, distance that from the kernel's centre. An element is at the border within "
+    f"{BORDER_MARGIN:g} cells of the window's limit; where more are than spread evenly, the window may be too small. "
+    f"Elements of one kernel nearer than {OVERLAP_DISTANCE:g} cell do much the same work; tuning.repulsive_loss pushes "
+    "them apart."
+)
 
 
 def even_border_share(size: tuple[int, ...]) -> float:

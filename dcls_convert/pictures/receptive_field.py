@@ -12,8 +12,9 @@ from ..errors import ModelError, one_line
 from ..networks.quiet import quietly
 from ..networks.running import evaluating, full_precision
 
-DECADES = 5  # of the logarithmic scale
-MOST_SIDE = 224  # pixels of the picture; larger fields are averaged
+MOST_DECADES = 5  # of the logarithmic scale
+FAINT = 0.02  # share of the pixels that may be below the scale
+MOST_SIDE = 112  # pixels of the picture; larger fields are averaged, which also calms the noise
 SHARES = (0.5, 0.99)  # of the gradient, for which the central square is stated
 
 
@@ -21,9 +22,10 @@ SHARES = (0.5, 0.99)  # of the gradient, for which the central square is stated
 class FieldPicture:
     """How much each pixel counts: mean |gradient|, as a share of the largest."""
 
+    title: str
     what: str  # whose field it is
     size: tuple[int, int]  # pixels of the images
-    logs: tuple[tuple[float, ...], ...]  # log10 of the share, from -DECADES to 0
+    logs: tuple[tuple[float, ...], ...]  # log10 of the share, from -MOST_DECADES to 0
     sides: tuple[tuple[float, int], ...]  # share of the gradient, and pixels of the central square that holds it
 
 
@@ -74,14 +76,15 @@ def _gradient(model: nn.Module, image: Tensor, outputs: list[Tensor]) -> Tensor:
         ) from error
 
 
-def field_picture(field: Tensor, what: str) -> FieldPicture:
+def field_picture(field: Tensor, title: str, what: str) -> FieldPicture:
     """A field (rows, columns) as a picture."""
     rows, columns = field.shape
     shrunk = F.adaptive_avg_pool2d(field[None], (min(rows, MOST_SIDE), min(columns, MOST_SIDE)))[0]
     most = float(shrunk.max())
     shares = shrunk / most if most > 0 else shrunk
-    logs = shares.clamp(min=10.0**-DECADES).log10()
+    logs = shares.clamp(min=10.0**-MOST_DECADES).log10()
     return FieldPicture(
+        title=title,
         what=what,
         size=(rows, columns),
         logs=tuple(map(tuple, logs.tolist())),
@@ -97,3 +100,9 @@ def central_side(field: Tensor, share: float) -> int:
     held = field.flatten()[order].cumsum(0)
     first = int((held < share * held[-1] * (1 - 1e-9)).sum().clamp(max=len(held) - 1))
     return min(math.floor(2 * float(distance[order[first]])) + 1, max(field.shape))
+
+
+def decades(fields: Iterable[FieldPicture]) -> int:
+    """How many decades a scale common to these pictures needs."""
+    needed = [sorted(log for line in field.logs for log in line) for field in fields]
+    return max((max(1, math.ceil(-logs[int(FAINT * len(logs))])) for logs in needed), default=MOST_DECADES)

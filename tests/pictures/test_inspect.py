@@ -58,8 +58,8 @@ def page_of(checkpoint, *options):
 
 def test_before_is_the_network_from_which_the_checkpoint_was_converted(checkpoint, here):
     fields = page_of(checkpoint)["fields"]
-    assert [one["name"].partition(":")[0] for one in fields["maps"]] == ["Before", "After"]
-    assert fields["maps"][0]["name"].endswith("with the random weights from which it was converted")
+    assert [one["name"] for one in fields["maps"]] == ["Before", "After"]
+    assert "random weights from which the checkpoint was converted" in fields["maps"][0]["what"]
     assert "4 images of seeded noise, 64x64 pixels" in fields["notes"][0]
     assert fields["maps"][0]["values"] != fields["maps"][1]["values"]
 
@@ -70,12 +70,12 @@ def test_a_changed_network_has_a_before_with_its_old_weights_alone(checkpoint, h
         model.stem[0].weight.mul_(1.5)
     save_converted(model, checkpoint, "tuned", fingerprint=False)
     fields = page_of("tuned")["fields"]
-    assert [one["name"] for one in fields["maps"]] == ["After: this checkpoint"]
+    assert [one["name"] for one in fields["maps"]] == ["After"]
     assert "--original FILE" in fields["notes"][1]
     old = build_model(ModelSource(name=f"timm:{TINY}"), seed=0)
     save_file(old.state_dict(), "old.safetensors")
     shown = page_of("tuned", "--original", "old.safetensors")["fields"]["maps"]
-    assert shown[0]["name"] == f"Before: timm:{TINY} with the weights of old.safetensors"
+    assert shown[0]["what"] == f"timm:{TINY}, with the weights of old.safetensors"
     assert shown[0]["values"] == page_of(checkpoint)["fields"]["maps"][0]["values"]
 
 
@@ -158,6 +158,7 @@ REFUSED = {
     "--picture x.png --figure pie": "pie",
     "--picture x.png --figure history": "--figure history needs --history",
     "--figure kernels": "--figure says what --picture draws",
+    "--force": "--force replaces the file of --html or --picture",
     "--history positions.jsonl": "--history is for --html",
     "--picture x.png --images folder": "--images, --original and --input-size are for --html",
     "--html x.html --images nowhere": "images nowhere: there is no such folder",

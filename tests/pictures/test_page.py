@@ -84,7 +84,7 @@ def test_hostile_names_stay_text(converted):
     pictures = pictures_of(*converted)
     row = replace(pictures.positions[0].row, name=HOSTILE)
     fields = FieldPictures(
-        fields=(field_picture(torch.ones(4, 4), HOSTILE),), layer=HOSTILE, images=HOSTILE, notes=(HOSTILE,)
+        fields=(field_picture(torch.ones(4, 4), HOSTILE, HOSTILE),), layer=HOSTILE, images=HOSTILE, notes=(HOSTILE,)
     )
     text = page(
         replace(

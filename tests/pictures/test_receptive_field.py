@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dcls_convert.errors import ModelError
-from dcls_convert.pictures.receptive_field import central_side, field_picture, receptive_field
+from dcls_convert.pictures.receptive_field import MOST_SIDE, central_side, field_picture, receptive_field
 
 
 def noise(*size, count=2):
@@ -76,7 +76,7 @@ def test_a_model_that_does_not_run_is_said_to():
 
 def test_a_picture_is_scaled_to_its_largest_pixel_and_bounded():
     field = torch.rand(700, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    picture = field_picture(field, "what")
+    picture = field_picture(field, "After", "what")
     assert picture.size == (700, 300)
-    assert (len(picture.logs), len(picture.logs[0])) == (224, 224)
+    assert (len(picture.logs), len(picture.logs[0])) == (MOST_SIDE, MOST_SIDE)
     assert max(map(max, picture.logs)) == 0.0
