@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DclsConvertError, printable, shown
 from ..layers.interpolation import position_limits
 from ..options import FigureName
+from .kernels import KernelPicture
 from .page import field_sentence
 from .pictures import Pictures
 from .positions import PositionPicture
@@ -44,10 +45,15 @@ def draw(pictures: Pictures, figure: FigureName, suffix: str) -> bytes:
     return file.getvalue()
 
 
-def _figure(rows: int, columns: int, *, inches: tuple[float, float] = (INCH, INCH)) -> tuple["Figure", Any]:
+def _empty(height: float, width: float) -> "Figure":
+    """In inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(columns * inches[1], rows * inches[0]), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _figure(rows: int, columns: int, *, inches: tuple[float, float] = (INCH, INCH)) -> tuple["Figure", Any]:
+    figure = _empty(rows * inches[0], columns * inches[1])
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
@@ -117,22 +123,27 @@ def _kernels(pictures: Pictures) -> "Figure":
     """The first layer of each positions tensor: its kernels with the most energy, with their elements."""
     first = [picture.row.layers[0] for picture in pictures.positions][:MOST_PANELS]
     layers = {layer.name: layer for layer in pictures.kernels}
-    figure, axes = _figure(len(first), KERNELS, inches=(1.25, 1.15))
-    for panel in axes.flat:
-        panel.set(xticks=[], yticks=[], frame_on=False)
-    for line, name in zip(axes, first, strict=True):
-        for panel, kernel in zip(line, layers[name].kernels, strict=False):
-            most = max(abs(cell) for row in kernel.cells for cell in row) or 1.0
-            size = (len(kernel.cells), len(kernel.cells[0]))
-            panel.set_frame_on(True)
-            panel.imshow(kernel.cells, extent=_extent(size), cmap="RdBu", vmin=-most, vmax=most)
-            rows, columns, weights = zip(*kernel.elements, strict=True)
-            faces = ["black" if weight > 0 else "none" for weight in weights]
-            panel.scatter(columns, rows, s=3, c=faces, edgecolors="black", linewidths=0.4)
-        part = f"{min(KERNELS, layers[name].total)} of {layers[name].total:,} kernels, most energy first"
-        line[0].set_title(f"{shown(name, 40)}: {part}", fontsize=7, loc="left", parse_math=False)
+    figure = _empty(1.3 * len(first), 1.15 * KERNELS)
+    for part, name in zip(figure.subfigures(len(first), 1, squeeze=False)[:, 0], first, strict=True):
+        layer = layers[name]
+        some = f"{min(KERNELS, layer.total)} of {layer.total:,} kernels, most energy first"
+        part.suptitle(f"{shown(name, 40)}: {some}", fontsize=7, x=0.01, ha="left", parse_math=False)
+        for index, panel in enumerate(part.subplots(1, KERNELS)):
+            panel.set(xticks=[], yticks=[], frame_on=index < layer.total)
+            if index < layer.total:
+                _kernel(panel, layer.kernels[index])
     _say_part(figure, pictures)
     return figure
+
+
+def _kernel(axes: "Axes", kernel: KernelPicture) -> None:
+    """The cells, and the elements as dots: filled ones are positive."""
+    most = max(abs(cell) for row in kernel.cells for cell in row) or 1.0
+    size = (len(kernel.cells), len(kernel.cells[0]))
+    axes.imshow(kernel.cells, extent=_extent(size), cmap="RdBu", vmin=-most, vmax=most)
+    rows, columns, weights = zip(*kernel.elements, strict=True)
+    faces = ["black" if weight > 0 else "none" for weight in weights]
+    axes.scatter(columns, rows, s=3, c=faces, edgecolors="black", linewidths=0.4)
 
 
 def _fields(pictures: Pictures) -> "Figure":

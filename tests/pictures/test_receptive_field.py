@@ -15,7 +15,7 @@ def noise(*size, count=2):
 def conv_of_ones(kernel_size, dims=2, **options):
     conv = [nn.Conv1d, nn.Conv2d, nn.Conv3d][dims - 1](1, 1, kernel_size, padding="same", bias=False, **options)
     with torch.no_grad():
-        conv.weight.fill_(0.5)
+        conv.weight.fill_(-0.5)
     return nn.Sequential(conv).eval()
 
 
