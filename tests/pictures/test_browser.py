@@ -61,7 +61,7 @@ def view(request, browser, page_file):
     page.on("pageerror", lambda error: page.problems.append(str(error)))
     page.on("request", lambda request: page.requests.append(request.url))
     page.goto(page_file.as_uri())
-    page.wait_for_selector("figure.layer canvas")
+    page.wait_for_selector("figure.layer:last-of-type canvas[style*=height]")  # drawn once its width is known
     yield page
     assert page.problems == []
     assert {url for url in page.requests if not url.startswith("data:")} == {page_file.as_uri()}
