@@ -20,7 +20,7 @@ from ..networks.weights import load_weights_, misfits, not_finite
 from ..progress import Step, silent
 from ..tables import counted
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
-from .folder import CONFIG, FILES, WEIGHTS, FolderConfig, read_checked_stamp, read_folder, read_text
+from .folder import CONFIG, FILES, PICTURE_FILES, WEIGHTS, FolderConfig, read_checked_stamp, read_folder, read_text
 from .inspection import position_sets
 from .load import buildable, check_tensors, place_, untied
 from .records import write_json
@@ -134,7 +134,8 @@ def _check_texts(checks: Checks, folder: Path, config: FolderConfig | None, stam
             checks.add(name, ["is not the text that was written; it was changed"])
     if len(checks) == before:
         checks.add("texts", [], "all are there, and as they were written")
-    if foreign := sorted(entry.name for entry in folder.iterdir() if entry.name not in files):
+    known = (*files, *PICTURE_FILES)
+    if foreign := sorted(entry.name for entry in folder.iterdir() if entry.name not in known):
         checks.add("other files", [], f"note: {listed(foreign, 5)} not of dcls-convert")
 
 
