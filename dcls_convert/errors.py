@@ -48,7 +48,7 @@ class OutputExistsError(CheckpointError):
 
     def __init__(self, path: object, more: str = "") -> None:
         super().__init__(f"output {path} already exists{more}; force=True replaces it")
-        self._instead = f"output {path} already exists{more}; --force replaces it, --output names another"
+        self._instead = f"output {path} already exists{more}; --force replaces it, or name another"
 
     @property
     def on_command_line(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -58,18 +58,15 @@ def inspect(
         from ..checkpoints.folder import read_plan
         from ..checkpoints.inspection import inspect_folder
 
-        if plan:
-            console.write(read_plan(checkpoint).to_json())
-            return
-        inspection = inspect_folder(checkpoint)
+        found = read_plan(checkpoint) if plan else inspect_folder(checkpoint)
     if wanted.outputs:
         _draw(checkpoint, wanted, force=force, trust_code=trust_code)
     with console.standing(" and ".join(map(str, wanted.outputs)) or None):
-        if json_:
-            console.write(inspection.to_json())
+        if plan or json_:
+            console.write(found.to_json())
         else:
             lines = [f"Wrote {path} ({path.stat().st_size / 1e6:.2f} MB)." for path in wanted.outputs]
-            console.show(_view(inspection), *["", *lines] * bool(lines))
+            console.show(_view(cast("Inspection", found)), *["", *lines] * bool(lines))
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,9 +249,7 @@ def test_a_picture_of_the_rows(tmp_path, suffix):
 
 
 def test_without_matplotlib_a_picture_is_refused_at_once(monkeypatch):
-    from dcls_convert.cli import sweep as command
-
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("dcls_convert.files.find_spec", lambda name: None)
     _, err = run("sweep", TINY, "--sizes", "7", "--picture", "front.png", code=2)
     assert err == "error: --picture needs matplotlib: pip install 'dcls-convert[plot]'\n"
 
