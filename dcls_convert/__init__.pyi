@@ -1,5 +1,6 @@
 from . import tuning as tuning
 from .checkpoints.load import load_converted as load_converted
+from .checkpoints.save import convert_and_save_ as convert_and_save_
 from .checkpoints.save import save_converted as save_converted
 from .errors import CheckpointError as CheckpointError
 from .errors import DclsConvertError as DclsConvertError
@@ -47,6 +48,7 @@ __all__ = [
     "calibrate",
     "construct_kernel",
     "convert_",
+    "convert_and_save_",
     "convert_from_authors_",
     "find_convs",
     "fold_to_dense_",

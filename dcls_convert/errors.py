@@ -15,6 +15,11 @@ class DclsConvertError(ValueError):
 
     exit_code = 2
 
+    @property
+    def on_command_line(self) -> str:
+        """The same, in words for the command line."""
+        return one_line(self)
+
 
 class NothingMatchesError(DclsConvertError):
     """No convolution of the model matches the rules. A normal event, with an exit code of its own."""
@@ -36,6 +41,18 @@ class ModelError(DclsConvertError):
 
 class CheckpointError(DclsConvertError):
     """Weights or a checkpoint folder that cannot be read or written."""
+
+
+class OutputExistsError(CheckpointError):
+    """What is to be written is there already."""
+
+    def __init__(self, path: object, more: str = "") -> None:
+        super().__init__(f"output {path} already exists{more}; force=True replaces it")
+        self._instead = f"output {path} already exists{more}; --force replaces it, or name another"
+
+    @property
+    def on_command_line(self) -> str:
+        return self._instead
 
 
 def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:

@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from .errors import CheckpointError, DclsConvertError, shown
@@ -11,6 +12,8 @@ from .errors import CheckpointError, DclsConvertError, shown
 SHIPPED_RULES = Path(__file__).parent / "rules"  # in a wheel
 CHECKOUT_RULES = Path(__file__).parents[1] / "rules"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")  # of images
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+PLOT_LIBRARY = "matplotlib"  # of the extra `plot`
 
 MOST_TEXT = 64 << 20  # bytes; the report of timm's largest model has half a megabyte
 
@@ -43,14 +46,14 @@ def is_checkpoint(path: Path) -> bool:
         return False
 
 
-def check_weights_file(path: Path) -> None:
-    """Refuse what cannot be a file of weights; CheckpointError says why."""
+def check_weights_file(path: Path, what: str = "checkpoint") -> None:
+    """Refuse what cannot be a file; CheckpointError says why, and begins with `what`."""
     try:
         if not path.is_file():
             missing = "there is no such file" if not path.exists() else "is not a file"
-            raise CheckpointError(f"checkpoint {path}: {missing}")
+            raise CheckpointError(f"{what} {path}: {missing}")
     except OSError as error:
-        raise CheckpointError(f"checkpoint {shown(path)}: {error.strerror}") from error
+        raise CheckpointError(f"{what} {shown(path)}: {error.strerror}") from error
 
 
 def check_folder(path: Path) -> Path:
@@ -60,15 +63,28 @@ def check_folder(path: Path) -> Path:
     return path
 
 
-def check_images(folder: Path) -> None:
-    """Refuse what is no folder of images, before any work."""
+def check_images(folder: Path, what: str = "calibration images") -> None:
+    """Refuse what is no folder of images, before any work; the message begins with `what`."""
     if not folder.is_dir():
         missing = "is not a folder" if folder.exists() else "there is no such folder"
-        raise DclsConvertError(f"calibration images {shown(folder)}: {missing}")
+        raise DclsConvertError(f"{what} {shown(folder)}: {missing}")
     if not any(image_paths(folder)):
-        raise DclsConvertError(f"calibration images {shown(folder)}: no files there end in {', '.join(SUFFIXES)}")
+        raise DclsConvertError(f"{what} {shown(folder)}: no files there end in {', '.join(SUFFIXES)}")
 
 
 def image_paths(folder: Path) -> Iterator[Path]:
     """Files there, however deep, that are named as images."""
     return (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+
+
+def check_picture(path: Path, what: str) -> None:
+    """Refuse a picture that could not be drawn: of another suffix, or without matplotlib."""
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise DclsConvertError(f"{what} {shown(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}")
+    if not can_plot():
+        raise DclsConvertError(f"{what} needs {PLOT_LIBRARY}: pip install 'dcls-convert[plot]'")
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec(PLOT_LIBRARY) is not None

@@ -13,27 +13,39 @@ from rich.text import Text
 
 from .errors import printable, shown
 
-LEAST_NAME = 12  # columns; a name in fewer says little
+LEAST_NAME = 24  # columns, with the space beside it, down to which names give way; then numbers are folded
 
 
-def plain_table(first: str, *headings: str) -> Table:
+class _NamesGiveWay(Table):
+    """A table whose first column is narrowed before the others. rich's method is private: without it, all are."""
+
+    least_name = LEAST_NAME
+
+    def _collapse_widths(self, widths: list[int], wrapable: list[bool], max_width: int) -> list[int]:  # type: ignore[override]
+        surplus = max(sum(widths) - max_width, 0)
+        name = max(widths[0] - surplus, min(widths[0], self.least_name))
+        return super()._collapse_widths([name, *widths[1:]], wrapable, max_width)
+
+
+def plain_table(first: str, *headings: str, least_name: int = LEAST_NAME) -> Table:
     """An empty table: a column for names, then columns for numbers."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=True, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column(first, overflow="fold")
+    table = _NamesGiveWay(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.least_name = least_name
+    table.add_column(first, no_wrap=True)
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "Kernel" else "right", overflow="fold")
     return table
 
 
 class Name:
-    """A cell with a name, which loses its middle where the column is narrower."""
+    """A cell with a name, which loses its middle where it has more than half of the terminal's columns."""
 
     def __init__(self, name: object) -> None:
         self._name = printable(name)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        width = cell_len(self._name)
-        return Measurement(min(width, LEAST_NAME), width).with_maximum(options.max_width)
+        width = min(cell_len(self._name), console.width // 2, options.max_width)
+        return Measurement(width, width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         yield Text(shown(self._name, options.max_width))

@@ -2,13 +2,18 @@
 
 import os
 import signal
+import time
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before timm is imported: no test reaches a hub
 
+import huggingface_hub
 import pytest
 import timm
 import torch
+from huggingface_hub import constants
 from torch import nn
+
+from .hub import Hub
 
 TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
 
@@ -35,3 +40,28 @@ def _signals_as_they_were():
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def hub():
+    with Hub() as hub:
+        yield hub
+    assert hub.unknown == []
+
+
+@pytest.fixture
+def here(hub, tmp_path, monkeypatch):
+    """This process uses the hub, with a cache of its own, and waits for nothing."""
+    monkeypatch.chdir(tmp_path)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)  # of the functions of the same names
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # of the client between its trials
+    huggingface_hub.utils.disable_progress_bars()
+    yield hub
+    huggingface_hub.utils.enable_progress_bars()

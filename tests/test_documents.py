@@ -39,12 +39,14 @@ PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glo
 SLOW = [pytest.mark.processes]
 OTHERS = [pytest.mark.thirdparty, pytest.mark.filterwarnings("ignore")]  # other libraries warn of what they like
 MARKS = dict.fromkeys(("fsdp2.md", "timm.md", "starts.md", "training.md"), SLOW)
-MARKS |= dict.fromkeys(("lightning.md", "trainer.md"), OTHERS)
+MARKS |= dict.fromkeys(("lightning.md", "trainer.md", "libraries.md"), OTHERS)
+MARKS["hub.md"] = [pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")]  # huggingface_hub to httpx
 # What stands in for names in a page: page -> text -> text.
 SMALL = {"convnext_tiny": TINY}  # where a network is written; README's test takes the real one
 STAND_INS = {
     "checkpoints.md": SMALL | {"1, 3, 224, 224": "1, 3, 160, 160"},
     "convert.md": SMALL,
+    "hub.md": SMALL,
     "index.md": SMALL,
     "python.md": SMALL,
     "starts.md": {**SMALL, "tf_efficientnet_lite0": "test_efficientnet"},
@@ -124,7 +126,7 @@ GIVEN = {
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
+def trained(tmp_path, monkeypatch):
     """timm's trained weights without a network: seeded ones."""
 
     def download(repo_id, filename, **_options):
@@ -185,8 +187,11 @@ def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monk
         pytest.importorskip(library, reason=f"{library} is in the extra thirdparty")
     in_this_process = functools.partial(verify.verify_folder, rebuild=verify.rebuild_here)
     monkeypatch.setattr(verify, "verify_folder", in_this_process)  # a fresh one takes seconds
-    if page != "errors.md":  # which shows what happens without a network
-        request.getfixturevalue("hub")
+    if page == "hub.md":
+        request.getfixturevalue("here")
+        monkeypatch.setenv("HF_TOKEN", "hf_of_the_test")
+    elif page != "errors.md":  # which shows what happens without a network
+        request.getfixturevalue("trained")
     (tmp_path / "reader").mkdir()
     monkeypatch.chdir(tmp_path / "reader")
     monkeypatch.setenv("COLUMNS", "200")

@@ -38,6 +38,7 @@ ORDER = (
     "export",
     "tuning",
     "sweeps",
+    "pictures",
     "cli",
     "timm_plugin",
     "__init__",
@@ -55,7 +56,7 @@ FOREIGN = {
     "typer": {"cli"},
     "onnxruntime": {"export"},
     "triton": {"layers"},
-    "matplotlib": {"sweeps"},
+    "matplotlib": {"sweeps", "pictures"},
 }
 # A command line that answers at once imports these.
 LIGHT = ("dcls_convert.cli.app", "dcls_convert.options", "dcls_convert.planning.rules", "dcls_convert.planning.budget")
@@ -255,11 +256,18 @@ FOLDERS = ("inspect nowhere", "fold nowhere", "verify nowhere", "diff tests nowh
         (["verify", "--help"], 0, "--json"),
         (["rules", "--help"], 0, "schema"),
         (["inspect", "a", "b"], 2, "unexpected extra argument"),
+        (["inspect", "folder", "--picture", "x.gif"], 2, "must end in .png, .svg, .pdf"),
+        (
+            ["inspect", "folder", "--html", "x.html", "--images", "nowhere"],
+            2,
+            "images nowhere: there is no such folder",
+        ),
+        (["inspect", "folder", "--html", "x.html", "--history", "nowhere"], 2, "nowhere: there is no such file"),
         (["fold", "--help"], 0, "--format"),
         (["fold", "folder", "--format", "tflite"], 2, "tflite"),
         (["sweep", "--help"], 0, "--sizes"),
         (["sweep", "resnet18", "--sizes", "23..7"], 2, "give 7..23"),
-        (["sweep", "resnet18", "--sizes", "7", "--picture", "nowhere/a.png"], 2, "there is no such folder"),
+        (["sweep", "resnet18", "--sizes", "7", "--picture", "a.gif"], 2, "must end in .png"),
         (["resnet18", "--dilated-sise", "7"], 2, "--dilated-sise"),
         (["resnet18", "--scope", "globe"], 2, "globe"),
         (["resnet18", "--init", "fit"], 2, "--init fit"),

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import huggingface_hub
@@ -17,7 +16,6 @@ from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS
 
 from .command_line import run
 from .conftest import TINY
-from .hub import Hub
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub to httpx
 
@@ -30,30 +28,6 @@ with torch.no_grad():
     torch.save(model(image), sys.argv[2])
 """
 OPTIONS = ("--dilated-size", 11, "--output", "converted")
-
-
-@pytest.fixture
-def hub():
-    with Hub() as hub:
-        yield hub
-    assert hub.unknown == []
-
-
-@pytest.fixture
-def here(hub, tmp_path, monkeypatch):
-    """This process uses the hub, with a cache of its own, and waits for nothing."""
-    monkeypatch.chdir(tmp_path)
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # of the client between its trials
-    huggingface_hub.utils.disable_progress_bars()
-    yield hub
-    huggingface_hub.utils.enable_progress_bars()
 
 
 def push(model, name="me/mine"):

@@ -16,6 +16,8 @@ from .stamp import METADATA_KEY, Stamp, read_stamp
 WEIGHTS, CONFIG, REPORT, CARD = "model.safetensors", "config.json", "report.json", "README.md"
 FILES = (WEIGHTS, CONFIG, REPORT, CARD)
 STOCK_FILES = (WEIGHTS, CONFIG, CARD)  # of a folded model that timm builds by itself
+PAGE, PICTURE = "pictures.html", "positions.png"  # which a folder may hold too
+PICTURE_FILES = (PAGE, PICTURE)
 PLAN_PLACE = "model_args.plan"  # in config.json
 
 
@@ -118,7 +120,7 @@ def not_of_a_checkpoint(path: Path) -> str | None:
         return "is a file, not a folder"
     entries = sorted(path.iterdir())
     for entry in entries:
-        if entry.name not in FILES or entry.is_symlink() or not entry.is_file():
+        if entry.name not in (*FILES, *PICTURE_FILES) or entry.is_symlink() or not entry.is_file():
             return f"holds {shown(entry.name)!r}, which is not of a checkpoint"
     if not entries:
         return None

@@ -150,7 +150,13 @@ def inspect_folder(folder: str | Path) -> Inspection:
     problems += filter(None, (not_finite(name, tensor, mask=False) for name, tensor in state.items()))
     if problems:
         raise CheckpointError(f"{path}: {problems[0]}; dcls-convert verify lists all problems")
-    return Inspection(folder=str(folder), model=plan.model, positions=tuple(_row(place, state) for place in sets))
+    return inspect_positions(plan, state, folder)
+
+
+def inspect_positions(plan: ConversionPlan, state: Mapping[str, Tensor], folder: str | Path) -> Inspection:
+    """Statistics of the positions in a state dict, which are finite and have the plan's shapes."""
+    rows = tuple(_row(place, state) for place in position_sets(plan))
+    return Inspection(folder=str(folder), model=plan.model, positions=rows)
 
 
 def _row(place: PositionSet, state: Mapping[str, Tensor]) -> PositionRow:

@@ -20,7 +20,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ..errors import CheckpointError, one_line, shown
+from ..errors import CheckpointError, OutputExistsError, one_line, shown
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # flags of Linux's renameat2
 AT_FDCWD = -100
@@ -28,7 +28,6 @@ UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # renameat2's errors 
 TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of renaming to a name that is in use
 PARTIAL = ".{name}.{random}.partial"
 MOST_NAME = 255 - len(PARTIAL.format(name="", random="12345678"))  # bytes, where file systems take 255
-EXISTS = "already exists; --force replaces it, --output names another"
 
 Foreign = Callable[[Path], str | None]  # why an existing path must not be replaced; None where it may be
 
@@ -51,9 +50,9 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
             raise CheckpointError(f"output {shown(path)}: File name too long; {MOST_NAME} bytes are the most")
         if path.is_symlink() or path.exists():  # which raise OSError for a name that is too long
             if not force:
-                raise CheckpointError(f"output {path} {EXISTS}")
+                raise OutputExistsError(path)
             if reason := foreign(path):
-                raise CheckpointError(f"output {path} {reason}, so it is left as it is; --output names another")
+                raise CheckpointError(f"output {path} {reason}, so it is left as it is; name another")
         parent = next(parent for parent in path.absolute().parents if parent.exists())
         if not parent.is_dir():
             raise CheckpointError(f"output {path}: {parent} is not a folder")
@@ -210,7 +209,7 @@ def _publish(new: Path, output: Path, *, force: bool) -> None:
     except OSError as error:
         if error.errno not in TAKEN:
             raise
-        raise CheckpointError(f"output {output} {EXISTS} (it appeared during the conversion)") from error
+        raise OutputExistsError(output, " (it appeared meanwhile)") from error
     _fsync(output.absolute().parent)
 
 

@@ -1,6 +1,6 @@
 """A converted model into a folder, which appears whole or not at all."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from ..networks.weights import alias_names, check_state, misfits
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport, measure_report, predict_report
 from ..reports.report_view import report_markdown
+from ..surgery.convert import convert_
 from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
 from .fingerprint import take_fingerprint
-from .folder import CARD, CONFIG, REPORT, WEIGHTS, not_of_a_checkpoint, read_plan
+from .folder import CARD, CONFIG, PAGE, PICTURE, REPORT, WEIGHTS, not_of_a_checkpoint, read_plan
 from .load import place_, untied
-from .output import new_folder
+from .output import check_output, new_folder
 from .records import write_json
 from .stamp import METADATA_KEY, Stamp, stamp_text, tensors_hash, text_hash
 
@@ -37,6 +38,7 @@ def save_converted(
     report: ConversionReport | None = None,
     force: bool = False,
     fingerprint: bool = True,
+    pictures: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write a converted model as a checkpoint folder that timm loads once `dcls_convert` is imported.
 
@@ -49,6 +51,7 @@ def save_converted(
         force: Replace an existing checkpoint folder. Anything else that is in the way is never touched.
         fingerprint: Run the model once, on a random image of the plan's input size, and note its output in the weights
             file, for `dcls-convert verify`. Without it, nothing of the model's code runs.
+        pictures: Files to add, from `pictures.files.picture_files`; the model card shows them.
 
     Returns:
         The folder's path.
@@ -65,11 +68,32 @@ def save_converted(
     files = f"The plan and its rules stand in `{CONFIG}`; `{REPORT}` says what each layer costs."
     texts = {
         REPORT: report.with_output(OUTPUT_IN_FOLDER).to_json(),
-        CARD: model_card(report, loading_code(plan.model), files),
+        CARD: model_card(report, loading_code(plan.model), files, pictures=(pictures or {}).keys()),
     }
     with new_folder(folder, force=force, foreign=not_of_a_checkpoint) as partial:
         write_files(model, plan, partial, timm_config(model, plan), texts, fingerprint=fingerprint)
+        for name, content in (pictures or {}).items():
+            (partial / name).write_bytes(content)
     return folder
+
+
+def convert_and_save_(model: nn.Module, folder: str | Path, *, force: bool = False, **options: Any) -> ConversionReport:
+    """`convert_`, then `save_converted`: a folder that could not be written is refused before any kernel is fitted.
+
+    Args:
+        model: Converted in place.
+        folder: To write.
+        force: Replace a checkpoint folder that is there.
+        options: Those of `convert_`.
+
+    Raises:
+        DclsConvertError: As both.
+    """
+    folder = Path(folder)
+    check_output(folder, force=force, foreign=not_of_a_checkpoint)
+    report = convert_(model, **options)
+    save_converted(model, report.plan, folder, report=report, force=force)
+    return report
 
 
 def check_fits_plan(model: nn.Module, plan: ConversionPlan) -> None:
@@ -185,7 +209,7 @@ def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     return {"architecture": TIMM_ARCHITECTURE, **counts, "model_args": timm_model_args(plan), "pretrained_cfg": config}
 
 
-def model_card(report: ConversionReport, loading: str, files: str) -> str:
+def model_card(report: ConversionReport, loading: str, files: str, *, pictures: Container[str] = ()) -> str:
     """README.md of a folder: what the model is, its numbers, the lines that load it, what else lies there."""
     name = report.model or "a model"
     title = "folded from learnable element positions" if report.folded else "with learnable element positions"
@@ -193,6 +217,8 @@ def model_card(report: ConversionReport, loading: str, files: str) -> str:
         "The model is folded: the kernels are constructed once and for all, and stand in plain convolutions of the "
         "windows' sizes; no positions are left to be learnt. "
     )
+    shown = f"![Where the elements are in their windows]({PICTURE})\n\n" * (PICTURE in pictures)
+    shown += f"`{PAGE}` shows positions and kernels.\n\n" * (PAGE in pictures)
     return (
         f"---\nlibrary_name: timm\ntags:\n- image-classification\n- timm\n- dcls\n---\n"
         f"# {name} {title} (DCLS)\n\n"
@@ -200,7 +226,7 @@ def model_card(report: ConversionReport, loading: str, files: str) -> str:
         f"([arXiv:2112.03740](https://arxiv.org/abs/2112.03740)): every kernel is a few weighted elements whose "
         f"positions in a larger window are learnt by backpropagation. {folding * report.folded}"
         f"Made by dcls-convert {__version__}.\n\n"
-        f"{report_markdown(report)}\n## Loading\n\n"
+        f"{shown}{report_markdown(report)}\n## Loading\n\n"
         f"Where this folder is `dcls-model` below:\n\n```python\n{loading.format(folder='dcls-model')}```\n\n"
         f"{files}\n"
     )

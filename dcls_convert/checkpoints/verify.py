@@ -18,8 +18,9 @@ from ..files import check_folder
 from ..networks.source import build_model
 from ..networks.weights import load_weights_, misfits, not_finite
 from ..progress import Step, silent
+from ..tables import counted
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
-from .folder import CONFIG, FILES, WEIGHTS, FolderConfig, read_checked_stamp, read_folder, read_text
+from .folder import CONFIG, FILES, PICTURE_FILES, WEIGHTS, FolderConfig, read_checked_stamp, read_folder, read_text
 from .inspection import position_sets
 from .load import buildable, check_tensors, place_, untied
 from .records import write_json
@@ -133,7 +134,8 @@ def _check_texts(checks: Checks, folder: Path, config: FolderConfig | None, stam
             checks.add(name, ["is not the text that was written; it was changed"])
     if len(checks) == before:
         checks.add("texts", [], "all are there, and as they were written")
-    if foreign := sorted(entry.name for entry in folder.iterdir() if entry.name not in files):
+    known = (*files, *PICTURE_FILES)
+    if foreign := sorted(entry.name for entry in folder.iterdir() if entry.name not in known):
         checks.add("other files", [], f"note: {listed(foreign, 5)} not of dcls-convert")
 
 
@@ -146,13 +148,13 @@ def _check_weights(checks: Checks, folder: Path, config: FolderConfig | None, st
     state = checks.attempt(WEIGHTS, path, lambda: dict(read_tensors(path))) or {}
     checks.attempt(WEIGHTS, path, lambda: check_tensors(state, stamp, path))
     if len(checks) == before:
-        checks.add(WEIGHTS, [], f"{len(state)} tensors, as they were written")
+        checks.add(WEIGHTS, [], f"{counted(len(state), 'tensor')}, as written")
     values = (not_finite(name, tensor, mask=tensor.dim() > 1) for name, tensor in state.items())
     checks.add("values", values, "all are finite")
     if config is not None and config.plan is not None:
         sets = position_sets(config.plan)
         found = (problem for place in sets for problem in list(place.misfits(state)) or place.outside(state))
-        checks.add("positions", found, f"{len(sets)} tensors, all inside their windows" if sets else "none")
+        checks.add("positions", found, f"{counted(len(sets), 'tensor')}, all inside the window" if sets else "none")
 
 
 # The model, in a process of its own.
@@ -195,7 +197,9 @@ def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
     if model is not None:
         if config.plan is not None:
             groups = [] if config.plan.folded else config.plan.tie_groups
-            checks.add("ties", untied(model, config.plan), f"{len(groups)} groups, whose layers share one tensor")
+            checks.add(
+                "ties", untied(model, config.plan), f"{counted(len(groups), 'group')} of layers that share a tensor"
+            )
         _check_outputs(checks, model.eval(), read_stamp(folder / WEIGHTS), config)
     return checks
 

@@ -117,9 +117,10 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
     except typer.TyperException as error:  # the parser's
         message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
         command = getattr(getattr(error, "ctx", None), "command_path", "dcls-convert")
-        return EXIT_MISTAKE, f"{place_of(error, arguments, defaults)}{message}. Try '{command} --help'."
+        end = "" if message.endswith("?") else "."
+        return EXIT_MISTAKE, f"{place_of(error, arguments, defaults)}{message}{end} Try '{command} --help'."
     except DclsConvertError as error:
-        return error.exit_code, one_line(error)
+        return error.exit_code, error.on_command_line
     except OSError as error:  # the disk, a permission, a name that no file system takes
         about = f"'{shown(error.filename)}': " if error.filename else ""
         return EXIT_MISTAKE, f"{about}{error.strerror or one_line(error)}"

@@ -126,13 +126,13 @@ def checkpoint_argument(metavar: str, help: str) -> Any:
     return typer.Argument(metavar=metavar, help=help, autocompletion=complete_checkpoints)
 
 
+def image_size(panel: str, help: str) -> Any:
+    """An option for the size of images."""
+    return option(panel, help, metavar="CxHxW", parser=parse_input_size)
+
+
 Checkpoint = Annotated[Path, checkpoint_argument("CHECKPOINT", "A folder that dcls-convert wrote.")]
-InputSize = Annotated[
-    Any,
-    option(
-        OUTPUT, "Image size for counting MACs; without it, the model's own.", metavar="CxHxW", parser=parse_input_size
-    ),
-]
+InputSize = Annotated[Any, image_size(OUTPUT, "Image size for counting MACs; without it, the model's own.")]
 Json = Annotated[bool, option(OUTPUT, "Print one JSON object.", "--json")]
 Force = Annotated[bool, option(OUTPUT, "Replace what an earlier run wrote.", "--force")]
 Quiet = Annotated[bool, option(OUTPUT, "No progress and no report, only the output's name.", "--quiet", "-q")]

@@ -51,6 +51,7 @@ INIT_HELP = (
     "random; fit: closest to the old kernels; largest: at their largest cells; exact: at all cells, for the same "
     "outputs at more parameters; auto: fit for trained weights, else random."
 )
+HTML_HELP = "Add a page of pictures to the checkpoint, and positions to its model card (extra plot)."
 VERSION_HELP = "Version of the authors' layers in a checkpoint of theirs without SIG."
 
 
@@ -74,6 +75,7 @@ def convert(
     output: Annotated[
         Path | None, option(OUTPUT, "Checkpoint to write.", metavar="FOLDER", show_default="./MODEL-dclsSIZE[-INIT]")
     ] = None,
+    html: Annotated[bool, option(OUTPUT, HTML_HELP, "--html")] = False,
     force: Force = False,
     dry_run: Annotated[bool, option(OUTPUT, "Report only: no weights, no download.", "--dry-run")] = False,
     input_size: InputSize = None,
@@ -95,6 +97,7 @@ def convert(
             "--plan carries out a plan as it is: leave the options that make one": plan is not None and made_anew,
             "--scope error needs trained kernels: --pretrained or --checkpoint": options.scope == ERROR and not trained,
             "--scope error measures what kernels lose; --dry-run reads none": options.scope == ERROR and dry_run,
+            "--html has no effect with --dry-run": html and dry_run,
             "--scope error is for --init fit": options.scope == ERROR and init not in (AUTO, "fit"),
         }
     )
@@ -121,7 +124,8 @@ def convert(
             _check_files(None, output, None, force=force)
             converted, done = _carry_out(made, network, start, note=note)
             step(f"writing {output}")
-            save_converted(converted, made, output, report=done.report, force=force)
+            pictures = _pictures(converted, made, output, done.report, note) if html else None
+            save_converted(converted, made, output, report=done.report, force=force, pictures=pictures)
             report, moved = done.report.with_output(str(output)), done.moved
     with console.standing(output):
         if json_:
@@ -231,6 +235,17 @@ def _carry_out(
     for name in (*kept, *done.kept):
         note(f"{name} has another shape in the checkpoint and starts from random values")
     return model.eval(), done
+
+
+def _pictures(
+    model: "nn.Module", plan: "ConversionPlan", output: Path, report: "ConversionReport", note: Say
+) -> dict[str, bytes]:
+    from ..files import PLOT_LIBRARY, can_plot
+    from ..pictures.files import picture_files
+
+    if not can_plot():
+        note(f"{PLOT_LIBRARY} is missing, so the model card has no picture: pip install 'dcls-convert[plot]'")
+    return picture_files(model, plan, output, report)
 
 
 def _next_steps(report: "ConversionReport", output: Path, start: "Start", moved: float | None) -> list[str | Text]:

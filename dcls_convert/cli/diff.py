@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import shown
 from ..files import check_folder
+from ..tables import counted
 from . import console
 from .arguments import Checkpoint, Json, checkpoint_argument
 
@@ -39,8 +40,6 @@ def diff(
 
 
 def _line(difference: "Difference") -> str:
-    from ..tables import counted
-
     what, names = difference.what, difference.layers
     where = shown(names[0]) + (f" ({len(names) - 1:,} more like it)" if len(names) > 1 else "") if names else ""
     if what == "layers":

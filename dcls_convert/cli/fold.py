@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ..files import check_folder
 from ..options import FoldFormat
+from ..tables import counted
 from . import console
 from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, option
 
@@ -51,7 +52,7 @@ def fold(
 def _lines(folded: "Folded") -> list[str]:
     grown = f" → {folded.params_after:,}, since kernels are now stored with all cells of their windows"
     return [
-        f"Folded {folded.layers} layers of {folded.checkpoint}; parameters {folded.params_before:,}"
+        f"Folded {counted(folded.layers, 'layer')} of {folded.checkpoint}; parameters {folded.params_before:,}"
         f"{grown if folded.params_after != folded.params_before else ', as before: it was folded already'}.",
         f"Outputs equal those of the checkpoint, with a relative error of {folded.relative_error:.1e}.",
         f"Wrote {folded.output}: {_what(folded)}.",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..files import builtin_rules
+from ..tables import counted
 from . import console
 from .arguments import CommandGroup
 from .completion import complete_models, complete_rules
@@ -54,7 +55,7 @@ def rules_check(
     from ..planning.rules import load_rules
 
     rules = load_rules(file)
-    count = f"{file}: valid, {len(rules.rules)} rule{'s' * (len(rules.rules) != 1)}"
+    count = f"{file}: valid, {counted(len(rules.rules), 'rule')}"
     if model is None:
         console.show(f"{count}; whether they fit a model, --model MODEL tells")
     else:
@@ -90,7 +91,7 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
     counts = Counter(claims.rule_of.values())
     lines = [
         f"  {rules.label(index)}: {'converts' if rule.skip is None else 'skips'} {counts[index]} "
-        f"of {len(convs.sites)} convolutions"
+        f"of {counted(len(convs.sites), 'convolution')}"
         for index, rule in enumerate(rules.rules)
     ]
     lines.append(f"  no rule: {len(claims.reasons)}, cannot be converted: {len(convs.skipped)}")

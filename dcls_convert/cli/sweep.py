@@ -1,7 +1,6 @@
 """`dcls-convert sweep`: sizes and counts side by side, and the command of the row to take."""
 
 import functools
-import importlib.util
 import re
 import shlex
 from collections.abc import Callable
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import CheckpointError, DclsConvertError, PlanError, shown
-from ..files import check_images, check_weights_file
+from ..errors import CheckpointError, PlanError, shown
+from ..files import check_images, check_picture, check_weights_file
 from ..options import ERROR, MOST_COUNT, MOST_SIDE, SCOPES, PlanOptions
 from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
 from . import console
@@ -55,7 +54,6 @@ MOST_SECONDS, MOST_BATCH = 86_400, 65_536
 CPU_BATCH, GPU_BATCH = 1, 32
 SECONDS = 60
 SLOWER = 12  # percent; 17x17 windows in ConvNeXt-T, as in the paper, cost 11.6 % more MACs
-PICTURES = (".png", ".svg", ".pdf")
 WIDTH_IN_A_FILE = 160  # columns
 
 
@@ -198,9 +196,11 @@ def sweep(
         )
     _show(found, as_json=json_, as_csv=csv)
     if picture is not None:
+        from ..checkpoints.output import new_file
         from ..sweeps.picture import draw
 
-        draw(found, picture)
+        with new_file(picture, force=force) as partial:
+            draw(found, partial)
         console.message(f"{model}: wrote {picture}")
     if found.interrupted:
         raise KeyboardInterrupt
@@ -265,14 +265,10 @@ def _check_files(checkpoint: Path | None, images: Path | None, picture: Path | N
         check_images(images)
     if picture is None:
         return
-    if picture.suffix.lower() not in PICTURES:
-        raise DclsConvertError(f"picture {shown(picture)}: its name must end in {', '.join(PICTURES)}")
-    if not picture.absolute().parent.is_dir():
-        raise DclsConvertError(f"picture {shown(picture)}: there is no such folder")
-    if picture.is_dir() or (picture.exists() and not force):
-        raise DclsConvertError(f"picture {shown(picture)}: already exists; --force replaces a file")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise DclsConvertError("--picture needs matplotlib: pip install 'dcls-convert[plot]'")
+    check_picture(picture, "--picture")
+    from ..checkpoints.output import check_output, not_a_file
+
+    check_output(picture, force=force, foreign=not_a_file)
 
 
 def _command(model: str, options: PlanOptions, given: dict[str, object]) -> "Callable[[Asked], str]":

@@ -4,6 +4,7 @@ from rich.text import Text
 
 from ..errors import CheckpointError, printable
 from ..files import check_folder
+from ..tables import counted
 from . import console
 from .arguments import Checkpoint, Json, TrustCode
 
@@ -26,5 +27,4 @@ def verify(checkpoint: Checkpoint, trust_code: TrustCode = False, json_: Json = 
             mark, colour = MARKS[check.ok]
             console.show(Text.assemble((f"{mark:7}", colour), f"  {check.name:{width}}  {printable(check.detail)}"))
     if not found.ok:
-        count = len(found.problems)
-        raise CheckpointError(f"{checkpoint}: {count} problem{'s' * (count > 1)} found")
+        raise CheckpointError(f"{checkpoint}: {counted(len(found.problems), 'problem')} found")

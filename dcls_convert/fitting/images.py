@@ -53,7 +53,8 @@ def calibrate(
     if isinstance(images, Calibration):
         return images
     if isinstance(images, str | Path):
-        read = _read_folder(Path(images), model, plan.input_size, note)
+        check_images(Path(images))
+        read = read_images(Path(images), model, plan.input_size, note)
         held = read[HELD_OUT - 1 :: HELD_OUT] or read[1:2]
         fitted = [image for image in read if all(image is not other for other in held)]
         found = Calibration(batches=_batches(fitted), held_out=_batches(held))
@@ -70,16 +71,25 @@ def _batches(images: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(torch.stack(list(images[first : first + BATCH])) for first in range(0, len(images), BATCH))
 
 
-def _read_folder(
-    folder: Path, model: nn.Module, size: Sequence[int] | None, note: Callable[[str], None]
+def read_images(
+    folder: Path, model: nn.Module, size: Sequence[int] | None, note: Callable[[str], None], *, most: int = MOST_IMAGES
 ) -> list[Tensor]:
-    check_images(folder)
+    """So many images of a folder at most, evenly spaced over the order of their names, as the model takes them.
+
+    Args:
+        model: Its preprocessing, as timm states it, scales and normalises.
+        size: (channels, rows, columns).
+        note: Told about files that are no images.
+
+    Raises:
+        DclsConvertError: A size that is not known, or that files of images cannot have.
+    """
     if size is None:
-        raise DclsConvertError("calibration: the size of the model's images is not known; state input_size")
+        raise DclsConvertError("images: the size of the model's images is not known; state input_size")
     if len(size) != 3 or size[0] not in (1, 3):
-        raise DclsConvertError(f"calibration: files are images of 1 or 3 channels; the model takes {tuple(size)}")
+        raise DclsConvertError(f"images: files are images of 1 or 3 channels; the model takes {tuple(size)}")
     paths = sorted(image_paths(folder))
-    most = min(len(paths), MOST_IMAGES)
+    most = min(len(paths), most)
     chosen = [paths[index * len(paths) // most] for index in range(most)]  # a folder of classes gives some of each
     return [image for path in chosen if (image := _read_image(path, size, model, note)) is not None]
 

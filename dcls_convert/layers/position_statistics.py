@@ -63,6 +63,18 @@ def mean_distance(positions: Tensor) -> float:
     return float(torch.linalg.vector_norm(_exact(positions), dim=0).mean(dtype=torch.float64))
 
 
+def bins(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
+    """The bin of each coordinate, of the same shape; bin 0 begins half a cell before the window's first position.
+
+    Args:
+        coordinate: Along one axis; beyond the window, it counts in the outermost bin. Must be finite.
+        size: Cells of the window along the axis.
+        bins_per_cell: Of equal width; with an odd number, a whole cell lies in the middle of a bin.
+    """
+    low = position_limits(size)[0] - 0.5
+    return ((_exact(coordinate) - low) * bins_per_cell).floor().clamp(0, size * bins_per_cell - 1).long()
+
+
 def pairs(kernels: Tensor, most_distances: int) -> Iterator[tuple[tuple[slice, slice], list[Tensor], Tensor]]:
     """All pairs of elements of one kernel, part by part, so that memory stays bounded; kernels (A, C, E).
 

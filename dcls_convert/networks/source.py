@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DclsConvertError, ModelError, did_you_mean, one_line, shown
@@ -204,13 +205,19 @@ def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] 
     """The input (channels, *spatial) that a model is made for; None for timm's models, which state it themselves.
 
     torchvision states it beside its default weights; they are not downloaded. Clips are (channels, frames, rows,
-    columns).
+    columns). For the user's own 2-D models it is the usual one, with the channels that the first convolution takes
+    where none takes 3; None for others, in 1-D and 3-D.
     """
     if source.kind == "timm" or source.kind in FOREIGN_SOURCES or getattr(model, "pretrained_cfg", None):
         return None
     if source.kind == "torchvision":
         return _torchvision_input_size(source.name.partition(":")[2], model)
-    return USUAL_INPUT_SIZE
+    convs = [module for module in model.modules() if isinstance(module, _ConvNd) and module.in_channels]
+    usual, *sides = USUAL_INPUT_SIZE
+    if max((len(conv.kernel_size) for conv in convs), default=len(sides)) != len(sides):
+        return None
+    channels = [conv.in_channels for conv in convs]
+    return (usual if usual in channels or not channels else channels[0], *sides)
 
 
 def rebuildable_source(model: nn.Module, source: ModelSource) -> ModelSource | None:

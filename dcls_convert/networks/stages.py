@@ -173,9 +173,13 @@ def _stride_text(stride: OutputStride) -> str:
 
 
 def _stage_from_path(common: str, name: str) -> str | None:
-    """The path up to its first number, less that of a network ("convnextv2") which holds all convolutions."""
+    """The path up to its first number.
+
+    The number of a module that holds all convolutions, and does not count its children, is a version ("convnextv2").
+    """
     parts = name.split(".")
     numbered = [index for index, part in enumerate(parts[:-1], start=1) if part[-1:].isdigit()]
     depth = len(common.split(".")) if common else 0
-    first = [index for index in numbered if index > depth or parts[index - 1].isdigit()] or numbered
+    counts = {index for index in numbered if parts[index - 1].isdigit() or parts[index].isdigit()}
+    first = [index for index in numbered if index > depth or index in counts] or numbered
     return ".".join(parts[: next(iter(first), 0)]) or None

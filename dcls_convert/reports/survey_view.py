@@ -17,7 +17,7 @@ from ..errors import printable
 from ..layers.geometry import size_text
 from ..options import PlanOptions
 from ..planning.rules import RuleSet
-from ..tables import Name, span
+from ..tables import Name, counted, span
 from .report import Change
 from .report_view import short_arrow, short_count
 from .survey import ModelRow, Status, rows_to_dicts
@@ -35,9 +35,9 @@ def summary(rows: Iterable[ModelRow]) -> dict[str, int]:
 
 def summary_line(rows: Sequence[ModelRow]) -> str:
     counts = summary(rows)
-    models = counts.pop("models")
+    models = counted(counts.pop("models"), "model")
     parts = [f"{count} {status}" for status, count in counts.items() if count or status != "does not fit"]
-    return f"{models} model{'s' * (models != 1)}: {', '.join(parts)}"
+    return f"{models}: {', '.join(parts)}"
 
 
 def failure_lines(rows: Iterable[ModelRow]) -> list[str]:
@@ -47,7 +47,7 @@ def failure_lines(rows: Iterable[ModelRow]) -> list[str]:
 def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
     """A row for each model, then a line for each failure, and the summary."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("Model", overflow="fold")
+    table.add_column("Model", no_wrap=True)
     table.add_column("Replaced", overflow="fold")
     for heading in ("Count", "Parameters", "MACs"):
         table.add_column(heading, justify="right", no_wrap=True)

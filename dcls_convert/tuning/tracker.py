@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, DclsConvertError, newer_format, one_line, shown
 from ..files import read_bytes
 from ..layers.interpolation import position_limits
-from ..layers.position_statistics import border_share, mean_distance, overlap_share, spread
+from ..layers.position_statistics import bins, border_share, mean_distance, overlap_share, spread
 from ..layers.positions import PositionParameter, position_parameters, unwrapped, whole
 
 TRACK_FORMAT = 1
+FOLLOWED = 64  # elements of each tensor whose own positions are recorded; a picture of more is a blot
+FOLLOWED_DIGITS = 2  # after the point; cells
 _STRICT = ConfigDict(strict=True, extra="forbid")
 WRAPPERS_INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # of a part of a model
 
@@ -50,6 +52,7 @@ class TrackedPositions:
     mean_distance: float | None  # from the centre
     mean_sigma: float | None  # None also where the interpolation has no sigma
     histograms: tuple[Histogram, ...]  # one for each learnt axis
+    followed: tuple[tuple[float | None, ...], ...] = ()  # coordinates of the same few elements, for each learnt axis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +135,7 @@ class PositionTracker:
                 _histogram(axis, size, self.bins_per_cell)
                 for axis, size in zip(now, parameter.learnt_size, strict=True)
             ),
+            followed=_followed(now),
         )
 
     def _speed(self, name: str, now: Tensor, step: int) -> float | None:
@@ -212,13 +216,19 @@ def _finite(value: float) -> float | None:
 
 
 def _histogram(coordinate: Tensor, size: int, bins_per_cell: int) -> Histogram:
-    low = position_limits(size)[0] - 0.5
-    bins = size * bins_per_cell
-    exact = coordinate.flatten().to(torch.promote_types(coordinate.dtype, torch.float32))
-    exact = exact[exact.isfinite()]
-    index = ((exact - low) * bins_per_cell).floor().clamp(0, bins - 1).long()
-    counts = torch.bincount(index, minlength=bins)
-    return Histogram(low=low, width=1 / bins_per_cell, counts=tuple(counts.tolist()))
+    index = bins(coordinate[coordinate.isfinite()], size, bins_per_cell)
+    counts = torch.bincount(index, minlength=size * bins_per_cell)
+    return Histogram(low=position_limits(size)[0] - 0.5, width=1 / bins_per_cell, counts=tuple(counts.tolist()))
+
+
+def _followed(positions: Tensor) -> tuple[tuple[float | None, ...], ...]:
+    """The coordinates of a few elements, evenly spaced over the tensor (A, *C, E), so the same ones at every step."""
+    flat = positions.flatten(1)
+    count = min(FOLLOWED, flat.shape[1])
+    index = torch.arange(count, device=flat.device) * flat.shape[1] // max(count, 1)
+    return tuple(
+        tuple(_finite(round(value, FOLLOWED_DIGITS)) for value in axis) for axis in flat[:, index].double().tolist()
+    )
 
 
 def _raw(histogram: Histogram) -> dict[str, Any]:

@@ -10,7 +10,15 @@ from safetensors import safe_open
 from torch import nn
 
 import dcls_convert
-from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion, predict_report, save_converted
+from dcls_convert import (
+    apply_plan_,
+    convert_and_save_,
+    find_convs,
+    load_converted,
+    plan_conversion,
+    predict_report,
+    save_converted,
+)
 from dcls_convert.checkpoints.fingerprint import take_fingerprint
 from dcls_convert.checkpoints.folder import FILES, read_plan
 from dcls_convert.checkpoints.stamp import read_stamp, tensors_hash
@@ -28,6 +36,19 @@ FAMILIES = [
     ("torchvision:shufflenet_v2_x0_5", 9, {}),
     (f"timm:{TINY}", 9, {"num_classes": 7, "in_chans": 1}),
 ]
+
+
+def test_an_existing_folder_is_refused_before_the_model_is_converted(tmp_path, tiny):
+    other = copy.deepcopy(tiny)
+    report = convert_and_save_(tiny, tmp_path / "out", dilated_size=9, init="random")
+    assert same_states(load_converted(tmp_path / "out"), tiny)
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match=r"out already exists; force=True replaces it$"):
+        convert_and_save_(other, tmp_path / "out", dilated_size=11)
+    assert type(other.get_submodule(report.layers[0].name)) is nn.Conv2d
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    convert_and_save_(other, tmp_path / "out", dilated_size=11, init="random", force=True)
+    assert read_plan(tmp_path / "out").layers[0].dilated_size == (11, 11)
 
 
 @pytest.mark.parametrize(("name", "size", "args"), FAMILIES)

@@ -519,7 +519,7 @@ def link(name, target):
     return lambda: (Path("t").mkdir(), Path(name).symlink_to(target))
 
 
-EXISTS = "already exists; --force replaces it, --output names another"
+EXISTS = "already exists; --force replaces it, or name another"
 LEFT = "it is left as it is"
 NEW = "name a new folder, not one that is there already"
 

@@ -15,6 +15,7 @@ import pytest
 import timm
 import torchvision
 from rich.console import Console
+from torch import nn
 
 from dcls_convert.cli.app import main
 from dcls_convert.errors import ModelError
@@ -96,6 +97,23 @@ def test_registry_names_are_those_of_the_libraries_in_order():
 def test_stated_input_sizes(name, size):
     source = ModelSource(name=f"torchvision:{name}")
     assert stated_input_size(source, build_model(source, device="meta")) == size
+
+
+@pytest.mark.parametrize(
+    ("convs", "size"),
+    [
+        ([nn.Conv2d(3, 4, 3)], (3, 224, 224)),
+        ([nn.Conv2d(4, 8, 3), nn.Conv2d(3, 4, 3)], (3, 224, 224)),  # the stem is registered last
+        ([nn.Conv2d(1, 4, 3), nn.Conv2d(4, 8, 3)], (1, 224, 224)),
+        ([nn.LazyConv2d(4, 3)], (3, 224, 224)),
+        ([], (3, 224, 224)),
+        ([nn.Conv3d(1, 4, 3), nn.Conv2d(4, 4, 3)], None),
+        ([nn.Conv1d(3, 4, 3)], None),
+    ],
+    ids=str,
+)
+def test_a_model_of_the_users_own_takes_what_its_convolutions_take(convs, size):
+    assert stated_input_size(ModelSource(name="mymodel:build"), nn.Sequential(*convs)) == size
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,14 @@ from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.outputs import relative_error
 
 pytestmark = pytest.mark.thirdparty
-pytest.importorskip("ultralytics", reason="not installed", exc_type=ImportError)
 SIZE = (3, 64, 64)
 
 
 @pytest.fixture
 def yolo():
     """The object of Ultralytics, with a converted model in float64."""
-    from ultralytics import YOLO
-
+    # Not when tests are collected: it writes settings, for which conftest.py first makes a folder.
+    YOLO = pytest.importorskip("ultralytics", reason="not installed", exc_type=ImportError).YOLO
     torch.manual_seed(0)
     yolo = YOLO("yolov8n.yaml", verbose=False)
     yolo.model.double().eval()

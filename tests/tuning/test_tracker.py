@@ -12,6 +12,7 @@ from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv1d, DclsConv2d
 from dcls_convert.layers.position_statistics import border_share, mean_distance, overlap_share, spread
 from dcls_convert.layers.positions import position_parameters
+from dcls_convert.tuning.tracker import FOLLOWED
 
 from ..conftest import TINY
 
@@ -237,3 +238,24 @@ def test_tensorboard_itself_reads_it(model, tmp_path):
         (record.step, pytest.approx(record.positions[0].mean_distance, rel=1e-6)) for record in records
     ]
     assert "positions/two.positions/axis0" in events.Tags()["histograms"]
+
+
+def test_the_same_few_elements_are_followed_through_all_records(tmp_path):
+    model = Pair()
+    model.one = DclsConv2d(8, 3, kernel_count=5, dilated_kernel_size=(5, 7))  # has more elements than are followed
+    tracker = tuning.PositionTracker(model, tmp_path / "positions.jsonl")
+    for record in run(model, range(2), tracker):
+        assert len(record.positions[0].followed[0]) == FOLLOWED
+    written = tuning.read_track(tmp_path / "positions.jsonl")[-1]
+    for row, layer in zip(written.positions, [model.one, model.two], strict=True):
+        flat = layer.positions.detach().flatten(1)
+        count = len(row.followed[0])
+        index = [place * flat.shape[1] // count for place in range(count)]
+        assert len(set(index)) == count == min(FOLLOWED, flat.shape[1])
+        torch.testing.assert_close(torch.tensor(row.followed), flat[:, index], rtol=0, atol=0.00501)
+
+
+def test_a_followed_element_that_is_not_finite_is_none(model):
+    with torch.no_grad():
+        model.one.positions[0].view(-1)[0] = math.nan
+    assert tuning.PositionTracker(model).update(0).positions[0].followed[0][0] is None

@@ -1,0 +1,91 @@
+"""How positions moved in training, from what a `PositionTracker` wrote."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import CheckpointError
+from ..tuning.tracker import TrackedPositions, TrackRecord, read_track
+
+Curve = tuple[float | None, ...]  # a value for each step; None where it is not known
+MOST_NUMBERS = 120_000  # coordinates of the moving pictures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackPicture:
+    """One positions tensor through a training."""
+
+    name: str
+    size: tuple[int, ...]  # cells of the window along the learnt axes
+    speed: Curve  # cells for a step
+    spread: Curve  # cells; root mean square over the axes
+    border: Curve  # share of the elements
+    frames: tuple[tuple[Curve, ...], ...]  # at each of `moving_steps`, the followed elements along each learnt axis
+    histograms: tuple[tuple[tuple[int, ...], ...], ...]  # along each axis, at each of `moving_steps`, elements in bins
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HistoryPicture:
+    """All of a record."""
+
+    steps: tuple[int, ...]
+    moving_steps: tuple[int, ...]  # a part of them where they are many
+    tracks: tuple[TrackPicture, ...]
+
+
+def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
+    """The curves and moving positions of a `positions.jsonl`.
+
+    Raises:
+        CheckpointError: There is no such file, it is no record, it is empty, or it is of several models.
+    """
+    records = read_track(path)
+    if not records:
+        raise CheckpointError(f"{path}: has no records")
+    names = [row.name for row in records[0].positions]
+    for record in records:
+        if [row.name for row in record.positions] != names:
+            raise CheckpointError(f"{path}: the records of steps {records[0].step} and {record.step} differ in tensors")
+        if not all(0 < axis.width <= 1 and axis.counts for row in record.positions for axis in row.histograms):
+            raise CheckpointError(f"{path}: the histograms of step {record.step} have bins that are no part of a cell")
+    moving = _chosen(records)
+    return HistoryPicture(
+        steps=tuple(record.step for record in records),
+        moving_steps=tuple(record.step for record in moving),
+        tracks=tuple(
+            _track([record.positions[index] for record in records], [record.positions[index] for record in moving])
+            for index in range(len(names))
+        ),
+    )
+
+
+def _chosen(records: Sequence[TrackRecord]) -> Sequence[TrackRecord]:
+    """Evenly spaced records, with the first and the last, whose coordinates are not too many."""
+    numbers = sum(
+        sum(map(len, row.followed)) + sum(len(bins.counts) for bins in row.histograms) for row in records[0].positions
+    )
+    most = max(2, MOST_NUMBERS // max(numbers, 1))
+    last = len(records) - 1
+    if last < most:
+        return records
+    return [records[round(index * last / (most - 1))] for index in range(most)]
+
+
+def _track(rows: Sequence[TrackedPositions], moving: Sequence[TrackedPositions]) -> TrackPicture:
+    return TrackPicture(
+        name=rows[0].name,
+        size=tuple(round(len(axis.counts) * axis.width) for axis in rows[0].histograms),
+        speed=tuple(row.speed for row in rows),
+        spread=tuple(_root_mean_square(row.spread) for row in rows),
+        border=tuple(row.border_share for row in rows),
+        frames=tuple(row.followed for row in moving),
+        histograms=tuple(
+            tuple(row.histograms[axis].counts for row in moving) for axis in range(len(rows[0].histograms))
+        ),
+    )
+
+
+def _root_mean_square(sides: Curve) -> float | None:
+    known = [side for side in sides if side is not None]
+    return math.sqrt(sum(side**2 for side in known) / len(known)) if known and len(known) == len(sides) else None

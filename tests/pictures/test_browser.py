@@ -1,0 +1,157 @@
+"""The page in a headless browser: nothing fails, nothing is asked of a network, everything is there to be seen."""
+
+import shutil
+
+import pytest
+import torch
+
+from dcls_convert import load_converted
+from dcls_convert.tuning import PositionTracker
+
+from ..command_line import run
+from ..conftest import TINY
+
+pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("default")]
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+# --disable-quic and the rest keep the browser itself off the network.
+ARGUMENTS = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+).split()
+VIEWS = [(width, scheme) for width in (1280, 390) for scheme in ("light", "dark")]
+LEAST_SIDE = 40  # pixels of a figure that can be seen
+
+
+@pytest.fixture(scope="module")
+def browser():
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium on the path")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory):
+    here = tmp_path_factory.mktemp("page")
+    run(f"timm:{TINY}", "--dilated-size", 9, "--input-size", "3x64x64", "-q", "--output", here / "net")
+    model = load_converted(here / "net")
+    tracker = PositionTracker(model, here / "positions.jsonl")
+    for step in range(5):
+        tracker.update(step)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("positions"):
+                    parameter.add_(0.3)
+    run("inspect", here / "net", "--html", here / "page.html", "--history", here / "positions.jsonl")
+    return here / "page.html"
+
+
+@pytest.fixture(params=VIEWS, ids=lambda view: "-".join(map(str, view)))
+def view(request, browser, page_file):
+    """The page, with what went wrong and what was asked for since it was opened."""
+    width, scheme = request.param
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    page.problems, page.requests = [], []
+    page.on("console", lambda message: page.problems.append(message.text))
+    page.on("pageerror", lambda error: page.problems.append(str(error)))
+    page.on("request", lambda request: page.requests.append(request.url))
+    page.goto(page_file.as_uri())
+    page.wait_for_selector("figure.layer:last-of-type canvas[style*=height]")  # drawn once its width is known
+    yield page
+    assert page.problems == []
+    assert {url for url in page.requests if not url.startswith("data:")} == {page_file.as_uri()}
+    context.close()
+
+
+def test_every_figure_is_seen_within_the_page(view):
+    width = view.viewport_size["width"]
+    assert view.evaluate("document.documentElement.scrollWidth") <= width
+    for section in ("Where the elements are", "Effective receptive field", "Training", "What it costs", "Kernels"):
+        assert view.locator("section", has=view.get_by_role("heading", name=section, exact=True)).count() == 1
+    figures = view.locator("figure").all()
+    assert len(figures) > 10
+    for figure in figures:
+        for part in [figure, *figure.locator("> svg, svg[role=img], canvas").all()]:
+            box = part.bounding_box()
+            assert box["width"] >= LEAST_SIDE
+            assert box["height"] >= LEAST_SIDE
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= width
+
+
+def test_every_figure_has_a_name(view):
+    for node in view.locator("figure [role=img]").all():
+        assert node.get_attribute("aria-label")
+    for button in view.locator("button, input").all():
+        assert button.get_attribute("aria-label") or button.inner_text()
+
+
+def test_a_montage_is_drawn_in_the_colours_of_the_scheme(view):
+    """More than one colour, and the card's own for what is zero."""
+    colours = view.locator("figure.layer canvas").first.evaluate(
+        """canvas => {
+            const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data, seen = {};
+            for (let i = 0; i < data.length; i += 4) {
+                if (data[i + 3] === 255) seen[[data[i], data[i + 1], data[i + 2]]] = 1;
+            }
+            return Object.keys(seen);
+        }"""
+    )
+    card = view.locator("figure").first.evaluate("node => getComputedStyle(node).backgroundColor")
+    assert len(colours) > 10
+    assert card.removeprefix("rgb(").removesuffix(")").replace(" ", "") in colours
+
+
+def test_choosing_a_kernel_shows_its_elements(view):
+    figure = view.locator("figure.layer").first
+    canvas, readout = figure.locator("canvas"), figure.locator(".readout")
+    elements = figure.locator("circle")
+    first, count = readout.inner_text(), elements.count()
+    assert f"{count} elements" in first
+    box = canvas.bounding_box()
+    canvas.scroll_into_view_if_needed()
+    canvas.hover(position={"x": box["width"] / 2, "y": 20})
+    hovered = readout.inner_text()
+    assert hovered != first
+    assert elements.count() == count
+    canvas.click(position={"x": 20, "y": 20})
+    assert readout.inner_text() == first
+    canvas.press("ArrowRight")
+    assert readout.inner_text() not in (first, "")
+    elements.first.dispatch_event("pointerenter")
+    assert readout.inner_text().startswith("weight ")
+
+
+def test_pointing_at_a_heat_map_says_how_many_elements_are_there(view):
+    figure = view.locator("figure.joint").first
+    image = figure.locator("image").first
+    image.scroll_into_view_if_needed()
+    image.hover()
+    assert "row 0, column 0: " in figure.locator(".readout").inner_text()
+
+
+def test_the_slider_moves_the_elements(view):
+    section = view.locator("section", has=view.get_by_role("heading", name="Training"))
+    dot = section.locator("figure.joint circle").first
+    before = dot.bounding_box()
+    section.locator("input").fill("4")
+    after = dot.bounding_box()
+    assert after["x"] > before["x"]
+    assert section.locator("output").inner_text() == "step 4"
+    section.get_by_role("button").click()
+    assert section.get_by_role("button").inner_text() == "Pause"
+    section.get_by_role("button", name="Play").wait_for()
+    assert section.locator("output").inner_text() == "step 4"
+
+
+def test_another_scheme_redraws_the_canvases(view):
+    canvas = view.locator("figure.layer canvas").first
+    before = canvas.evaluate("canvas => canvas.toDataURL()")
+    dark = view.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+    view.emulate_media(color_scheme="light" if dark else "dark")
+    view.wait_for_function("before => document.querySelector('figure.layer canvas').toDataURL() !== before", arg=before)
