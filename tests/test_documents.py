@@ -245,7 +245,7 @@ def test_readme_runs_from_top_to_bottom_in_one_shell(tmp_path):
         "HF_HUB_CACHE": str(cache),
         "HF_HUB_OFFLINE": "1",
     }
-    script += "python -c 'import dcls_convert; print(dcls_convert.__file__)'\n"
+    script += "command -v dcls-convert\n"
     shell = ["bash", "-ex"]  # says on stderr what it runs
     done = subprocess.run(shell, input=script, cwd=copy, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
