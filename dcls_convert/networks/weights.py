@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import CheckpointError, listed, one_line
+from ..errors import CheckpointError, listed, one_line, shown
 from ..files import check_weights_file
 
 # Where training scripts put a state dict, in the order of preference: averaged weights first, as timm does.
@@ -44,14 +44,16 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, value in unwrapped.items():
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"{where}: entry {name!r} is a {type(value).__name__}, not a tensor")
+            raise CheckpointError(f"{where}: entry {shown(name, 120)!r} is a {type(value).__name__}, not a tensor")
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
             kind = "without data (meta)" if value.is_meta else "quantized" if value.is_quantized else str(value.layout)
-            raise CheckpointError(f"{where}: {name} is {kind}; weights must be ordinary dense tensors")
+            raise CheckpointError(f"{where}: {shown(name, 120)} is {kind}; weights must be ordinary dense tensors")
         stripped = _stripped(name)
         if stripped in state:
-            raise CheckpointError(f"{where}: {name} is there twice, with and without the prefix of a wrapper")
-        state[stripped] = value
+            raise CheckpointError(
+                f"{where}: {shown(name, 120)} is there twice, with and without the prefix of a wrapper"
+            )
+        state[stripped] = value.detach()
     return state
 
 

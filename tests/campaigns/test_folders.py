@@ -77,6 +77,8 @@ def byte_edits(draw):
         if (folder / name).is_symlink() or not (folder / name).is_file():
             return
         data = bytearray((folder / name).read_bytes())
+        if not data:
+            return
         for place, value in changes:
             data[place % len(data)] = value
         (folder / name).write_bytes(data[:cut])

@@ -159,6 +159,18 @@ def test_keys_that_are_no_names_are_refused_unseen(tmp_path, key, wrap):
         read_weights(tmp_path / "weights.pth")
 
 
+@pytest.mark.filterwarnings("error")
+def test_parameters_are_read_without_a_warning_and_names_are_shown_cut(tmp_path):
+    path, linear = tmp_path / "weights.pth", torch.nn.Linear(1, 1)
+    torch.save(dict(linear.named_parameters()), path)
+    load_weights_(torch.nn.Linear(1, 1), read_weights(path), "the file")
+    torch.save({"\0" + "x" * 5000: torch.ones(1, device="meta"), "b": torch.ones(1)}, path)
+    with pytest.raises(CheckpointError, match="without data") as refused:
+        read_weights(path)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 400
+
+
 def test_masks_and_counters_of_a_model_are_loaded():
     model = torch.nn.BatchNorm2d(2)
     model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
