@@ -96,9 +96,19 @@ def stage_costs(report: ConversionReport) -> tuple[StageCost, ...]:
 def pictures_of_model(model: nn.Module, plan: ConversionPlan, folder: Path, report: ConversionReport) -> Pictures:
     """Pictures of a converted model in memory, without those for which a model must run."""
     state = model.state_dict()
-    inspection = inspect_positions(plan, state, folder)
+    return _of_state(folder.name, plan, state, model, report, inspect_positions(plan, state, folder))
+
+
+def _of_state(
+    name: str,
+    plan: ConversionPlan,
+    state: Mapping[str, Tensor],
+    model: nn.Module | None,
+    report: ConversionReport,
+    inspection: Inspection,
+) -> Pictures:
     return Pictures(
-        name=folder.name,
+        name=name,
         report=report,
         inspection=inspection,
         positions=position_pictures(plan, state, inspection),
@@ -147,16 +157,8 @@ def pictures_of_folder(
         model = load_converted(folder, trust_code=trust_code)
         state = model.state_dict()
     step("drawing positions and kernels")
-    pictures = Pictures(
-        name=folder.resolve().name,
-        report=predict_report(plan),
-        inspection=inspection,
-        positions=position_pictures(plan, state, inspection),
-        kernels=tuple(kernel_pictures(plan, state, model)),
-        raw_weights=reason,
-        fields=None,
-        history=track,
-    )
+    pictures = _of_state(folder.resolve().name, plan, state, model, predict_report(plan), inspection)
+    pictures = replace(pictures, raw_weights=reason, history=track)
     if fields is None or model is None:
         return pictures
     return replace(pictures, fields=_fields(model, source, plan, state, fields, step, note))
