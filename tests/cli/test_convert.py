@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from PIL import Image
-from safetensors.torch import save_file
-from torch import nn
 
 from dcls_convert import load_converted
 
 from ..command_line import run
+from .trained import write_trained
 
 MODEL = "test_efficientnet"
 
@@ -20,18 +18,7 @@ MODEL = "test_efficientnet"
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Weights, and a folder of smooth images."""
-    base = tmp_path_factory.mktemp("trained")
-    torch.manual_seed(0)
-    model = timm.create_model(MODEL).eval()
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d) and module.groups > 1:
-            nn.init.normal_(module.weight, std=0.3)
-    save_file(model.state_dict(), base / "weights.safetensors")
-    (base / "images").mkdir()
-    for index in range(12):
-        pixels = torch.randint(256, (6, 6, 3), dtype=torch.uint8)
-        Image.fromarray(pixels.numpy()).resize((70, 70)).save(base / "images" / f"{index:02d}.png")
-    return base
+    return write_trained(tmp_path_factory.mktemp("trained"), MODEL, images=12)
 
 
 def convert(trained, tmp_path, *options, output="out"):

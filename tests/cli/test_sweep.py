@@ -8,9 +8,6 @@ import shlex
 import pytest
 import timm
 import torch
-from PIL import Image
-from safetensors.torch import save_file
-from torch import nn
 
 from dcls_convert import convert_, fold_to_dense_
 from dcls_convert.errors import PlanError
@@ -19,6 +16,7 @@ from dcls_convert.sweeps.candidates import Planner
 
 from ..command_line import run
 from ..conftest import TINY
+from .trained import write_trained
 
 MODEL = "test_efficientnet"
 
@@ -39,19 +37,7 @@ def report_of(command, *arguments):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Weights, and a folder of smooth images."""
-    base = tmp_path_factory.mktemp("trained")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = timm.create_model(MODEL).eval()
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d) and module.groups > 1:
-                nn.init.normal_(module.weight, std=0.3)
-        save_file(model.state_dict(), base / "weights.safetensors")
-        (base / "images").mkdir()
-        for index in range(6):
-            pixels = torch.randint(256, (6, 6, 3), dtype=torch.uint8)
-            Image.fromarray(pixels.numpy()).resize((70, 70)).save(base / "images" / f"{index:02d}.png")
-    return base
+    return write_trained(tmp_path_factory.mktemp("trained"), MODEL, images=6)
 
 
 @pytest.mark.parametrize(
