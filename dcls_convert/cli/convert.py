@@ -35,6 +35,7 @@ from .network import (
     WeightsFile,
     hollow_network,
     refuse,
+    refuse_weights,
     show_note,
 )
 
@@ -86,16 +87,14 @@ def convert(
     quiet: Quiet = False,
 ) -> None:
     """Replace a model's convolutions, report, and write a checkpoint."""
-    trained = pretrained or checkpoint is not None
+    trained = refuse_weights(options, pretrained=pretrained, checkpoint=checkpoint)
     _refuse_output(output, force=force, dry_run=dry_run, as_json=json_, verbose=verbose, quiet=quiet)
     _refuse_start(init, positions, calibrate, trained=trained, dry_run=dry_run)
     made_anew = options != PlanOptions() or input_size is not None
     refuse(
         {
-            "--pretrained and --checkpoint exclude each other": pretrained and checkpoint is not None,
             "--authors-version describes the file of --checkpoint": authors_version is not None and checkpoint is None,
             "--plan carries out a plan as it is: leave the options that make one": plan is not None and made_anew,
-            "--scope error needs trained kernels: --pretrained or --checkpoint": options.scope == ERROR and not trained,
             "--scope error measures what kernels lose; --dry-run reads none": options.scope == ERROR and dry_run,
             "--html has no effect with --dry-run": html and dry_run,
             "--scope error is for --init fit": options.scope == ERROR and init not in (AUTO, "fit"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import CheckpointError, DclsConvertError
-from ..options import AUTO, MOST_COUNT
+from ..options import AUTO, ERROR, MOST_COUNT, PlanOptions
 from . import console
 from .arguments import WHAT, WHERE, number, option
 from .completion import complete_models
@@ -40,6 +40,19 @@ def refuse(conflicts: Mapping[str, object]) -> None:
     for message, conflict in conflicts.items():
         if conflict:
             raise DclsConvertError(message)
+
+
+def refuse_weights(options: PlanOptions, *, pretrained: bool, checkpoint: Path | None) -> bool:
+    """Refuse two sources of weights, and what needs one where there is none. Whether the weights are trained."""
+    trained = pretrained or checkpoint is not None
+    needs = options.scope == ERROR and not trained
+    refuse(
+        {
+            "--pretrained and --checkpoint exclude each other": pretrained and checkpoint is not None,
+            "--scope error needs trained kernels: --pretrained or --checkpoint": needs,
+        }
+    )
+    return trained
 
 
 @dataclass(slots=True)

@@ -36,6 +36,7 @@ from .network import (
     WeightsFile,
     hollow_network,
     refuse,
+    refuse_weights,
     show_note,
 )
 
@@ -151,7 +152,7 @@ def sweep(
 
     A row each; the last line is the command of the row to take.
     """
-    trained = pretrained or checkpoint is not None
+    trained = refuse_weights(options, pretrained=pretrained, checkpoint=checkpoint)
     number_of_rows = len(sizes) * len(counts or budgets or [None])
     idle = {"--device": device, "--batch-size": batch_size, "--amp": amp, "--seconds": seconds}
     refuse(
@@ -159,9 +160,7 @@ def sweep(
             "--json and --csv exclude each other": json_ and csv,
             "--counts and --budgets exclude each other": counts is not None and budgets is not None,
             "--counts states the counts, so --scope would have no effect": counts and options.scope != SCOPES[0],
-            "--pretrained and --checkpoint exclude each other": pretrained and checkpoint is not None,
             "--calibrate needs trained kernels: --pretrained or --checkpoint": calibrate is not None and not trained,
-            "--scope error needs trained kernels: --pretrained or --checkpoint": options.scope == ERROR and not trained,
             "--force replaces the file of --picture": force and picture is None,
             f"{number_of_rows:,} rows are asked for; {MOST_ROWS:,} are allowed": number_of_rows > MOST_ROWS,
             **{f"{name} is for --time": bool(value) and not time for name, value in idle.items()},
@@ -196,16 +195,20 @@ def sweep(
         )
     _show(found, as_json=json_, as_csv=csv)
     if picture is not None:
-        from ..checkpoints.output import new_file
-        from ..sweeps.picture import draw
-
-        with new_file(picture, force=force) as partial:
-            draw(found, partial)
+        _draw(found, picture, force=force)
         console.message(f"{model}: wrote {picture}")
     if found.interrupted:
         raise KeyboardInterrupt
     if not any(row.status == "done" for row in found.rows):
         raise PlanError(f"no row is done; of the first: {found.rows[1].reason}")
+
+
+def _draw(found: "Sweep", picture: Path, *, force: bool) -> None:
+    from ..checkpoints.output import new_file
+    from ..sweeps.picture import draw
+
+    with new_file(picture, force=force) as partial:
+        draw(found, partial)
 
 
 def _planner(
