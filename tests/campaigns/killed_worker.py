@@ -10,6 +10,7 @@ and prints what its processes left running after that time.
 
 import contextlib
 import ctypes
+import inspect
 import json
 import os
 import shutil
@@ -31,8 +32,9 @@ from dcls_convert.checkpoints import output
 from dcls_convert.cli import app
 
 PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl: orphans become this process's children
-PACKAGE = str(Path(dcls_convert.__file__).parent)
-WATCHED = {module.__file__ for module in (contextlib, shutil, threading)}
+PACKAGE = Path(dcls_convert.__file__).parent
+WATCHED = {*map(str, PACKAGE.rglob("*.py")), *(module.__file__ for module in (contextlib, shutil, threading))}
+HOW = {"call": "begins", "return": "ends", "c_return": "after"}
 ENDS = 99  # exit code of a command that raised what the console script would print
 
 
@@ -49,12 +51,12 @@ def exit_code(arguments: list[str]) -> int:
 def place_of(frame: Any, event: str, argument: Any) -> str | None:
     """Where the program is: "output._lock after open", "output._lock ends"; None outside the package."""
     code = frame.f_code
-    if event not in ("call", "return", "c_return") or code.co_filename in ("<string>", __file__):
+    if code.co_filename not in WATCHED or event not in HOW:  # most calls are of libraries, and this is to be fast
         return None
-    if not code.co_filename.startswith(PACKAGE) and code.co_filename not in WATCHED:
+    if event == "call" and code.co_flags & inspect.CO_GENERATOR:  # perhaps to be closed, where no handler would run
         return None
-    how = {"call": "begins", "return": "ends"}.get(event) or f"after {argument.__name__}"
-    return f"{Path(code.co_filename).stem}.{code.co_qualname} {how}"
+    called = f" {argument.__name__}" if event == "c_return" else ""
+    return f"{code.co_filename.rpartition('/')[2].removesuffix('.py')}.{code.co_qualname} {HOW[event]}{called}"
 
 
 def act_at(place: str, turn: int, act: Callable[[], None]) -> None:
@@ -90,6 +92,7 @@ def streams(job: dict[str, Any]) -> dict[str, int]:
             writer = os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(writer, number)
         os.close(writer)
+        setattr(sys, name, open(number, "w", buffering=-1 if number == 1 else 1, closefd=False))
     return readers
 
 
