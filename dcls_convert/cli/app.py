@@ -89,6 +89,7 @@ app.add_typer(rules_app, name="rules")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Ends the process, with one line at most of what went wrong."""
+    streams = sys.stdout, sys.stderr
     try:
         _interrupt_once()
         console.set_up()
@@ -97,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         _ignore_signals()
         code, line = EXIT_INTERRUPTED, "interrupted"
+    sys.stdout, sys.stderr = streams  # a signal may have kept contextlib.redirect_stderr from giving it back
     if line:
         console.message(f"error: {line}", style="red")
     console.finish()

@@ -39,6 +39,7 @@ class Campaign:
     name: str
     seconds: float
     seed: int
+    shrink: bool = True  # look for the smallest input of a finding
     tried: int = 0
     findings: list[tuple[Any, str]] = field(default_factory=list)  # the smallest input, and why
 
@@ -67,7 +68,7 @@ class Campaign:
             max_examples=BATCH,
             deadline=None,
             database=None,
-            phases=[Phase.generate, Phase.shrink],
+            phases=[Phase.generate, *[Phase.shrink] * self.shrink],
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
         )
@@ -80,7 +81,7 @@ class Campaign:
                 with limits():
                     check(found)
             except Exception:
-                last[:] = [found]  # the smallest one is tried last
+                last[:] = found, traceback.format_exc()  # the smallest one is tried last
                 raise
 
         try:
@@ -88,7 +89,7 @@ class Campaign:
         except Exception:
             if not last:
                 raise
-            self.findings.append((last[0], traceback.format_exc()))
+            self.findings.append((last[0], last[1]))
 
 
 @contextlib.contextmanager

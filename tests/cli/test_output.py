@@ -171,6 +171,16 @@ def test_a_traceback_is_shown_on_demand(monkeypatch):
 BOTH = [signal.SIGINT, signal.SIGTERM]
 
 
+def interrupted_in_a_redirection():
+    """A model whose construction is interrupted before it gives stderr back."""
+    sys.stderr = io.StringIO()
+    raise KeyboardInterrupt
+
+
+def test_the_last_line_is_shown_where_an_interrupted_library_has_redirected_stderr():
+    assert run(f"{__name__}:interrupted_in_a_redirection", code=130)[1].splitlines()[-1:] == ["error: interrupted"]
+
+
 def interrupted_while_cleaning():
     """A model whose construction is interrupted, and the cleaning after it too."""
     first, second = (signal.Signals[name] for name in os.environ["SIGNALS"].split())
