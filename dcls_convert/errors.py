@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 from rich.cells import cell_len
 
+NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")  # in messages
+
 
 class DclsConvertError(ValueError):
     """A mistake in what the package was given; `str(error)` is one line that says how to mend it."""
@@ -107,6 +109,17 @@ def listed(names: Iterable[object], most: int = 3) -> str:
 def one_line(error: BaseException) -> str:
     """The message of any exception, on one line: what a library said, without its layout."""
     return printable(" ".join(str(error).split())) or type(error).__name__
+
+
+def exhausted(error: BaseException) -> str | None:
+    """What the system had no more of, in one line; None for any other error.
+
+    Python raises MemoryError; torch, C++ and the loader of libraries have messages of their own.
+    """
+    said = str(error) if isinstance(error, RuntimeError | ImportError) else ""
+    if isinstance(error, MemoryError) or any(words in said for words in NO_MEMORY):
+        return "out of memory"
+    return "the system allows no more threads" if "can't start new thread" in said else None
 
 
 def newer_format(where: object, found: int, known: int) -> str:

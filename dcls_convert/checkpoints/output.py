@@ -178,8 +178,12 @@ def _remove(folder: Path, parents: list[Path]) -> None:
 
     if os.path.lexists(folder) or parents:
         worker = threading.Thread(target=remove)
-        worker.start()
-        worker.join()
+        try:
+            worker.start()
+        except (RuntimeError, MemoryError):  # the system gives no thread
+            remove()
+        else:
+            worker.join()
 
 
 def _sync(folder: Path) -> None:

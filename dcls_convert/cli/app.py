@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..errors import DclsConvertError, one_line, shown
+from ..errors import DclsConvertError, exhausted, one_line, shown
 from . import console
 from .arguments import CommandGroup
 from .convert import convert
@@ -129,6 +129,8 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in NETWORKS:
             return EXIT_MISTAKE, f"{error.name} is not installed: pip install {' '.join(NETWORKS)}"
+        if missing := exhausted(error):
+            return EXIT_MISTAKE, missing
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
         bug = error.__cause__ or error if isinstance(error, typer.Abort) else error  # typer's, of an EOFError

@@ -63,6 +63,8 @@ def message(text: str, style: str = "") -> None:
         sys.stderr.flush()
     except OSError:
         _drop(sys.stderr)
+    except MemoryError:
+        print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

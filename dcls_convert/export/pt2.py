@@ -1,5 +1,6 @@
 """A folded model as a program of torch.export."""
 
+import io
 from pathlib import Path
 
 import torch
@@ -15,7 +16,9 @@ def write(job: Job) -> Folded:
 
     def export(path: Path, images: Tensor, dynamic: bool) -> Exported:
         shapes = ({0: torch.export.Dim.DYNAMIC},) if dynamic else None
-        torch.export.save(torch.export.export(job.model, (images,), dynamic_shapes=shapes), path)
+        program = io.BytesIO()  # where the disk is full, torch's own writer of files ends the process
+        torch.export.save(torch.export.export(job.model, (images,), dynamic_shapes=shapes), program)
+        path.write_bytes(program.getbuffer())
         return torch.export.load(path).module()
 
     return export_file(job, FOLDING_BOUND, export, LOADING)

@@ -138,6 +138,20 @@ def test_a_failure_leaves_nothing_and_the_old_one_as_it_was(tmp_path, kind, erro
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
+def test_a_failure_leaves_nothing_where_no_thread_can_be_started(tmp_path, monkeypatch, error):
+    def refuse(_):
+        raise error
+
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(CheckpointError, match="nothing was left there"):
+        folder_of("new")(tmp_path / "deep" / "out", between=fail)
+    assert list(tmp_path.iterdir()) == []
+
+
 @KINDS
 def test_the_disk_has_everything_before_the_name_changes(tmp_path, monkeypatch, kind):
     events = []

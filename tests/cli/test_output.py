@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from dcls_convert.checkpoints.load import load_converted
@@ -157,6 +158,34 @@ def test_a_bug_is_one_line_and_exit_code_1(monkeypatch):
     monkeypatch.setattr("dcls_convert.surgery.convert.plan_for", broken)
     last = run(PLAIN, code=1)[1].splitlines()[-1]
     assert last.startswith("error: this is a bug in dcls-convert: ZeroDivisionError: oh no")
+
+
+def unmapped(*_, **__):
+    raise ImportError("libx.so: failed to map segment from shared object")
+
+
+def threadless(*_, **__):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("work", "says"),
+    [
+        (lambda *_, **__: bytearray(1 << 62), "out of memory"),
+        (lambda *_, **__: torch.empty(1 << 60, dtype=torch.uint8), "out of memory"),
+        (unmapped, "out of memory"),
+        (threadless, "the system allows no more threads"),
+    ],
+    ids=["Python", "torch", "library", "thread"],
+)
+def test_what_the_system_has_no_more_of_is_no_bug(monkeypatch, work, says):
+    monkeypatch.setattr("dcls_convert.surgery.convert.plan_for", work)
+    assert run(PLAIN, code=2)[1].splitlines()[-1] == f"error: {says}"
+
+
+def test_an_error_is_told_without_memory_for_its_looks(monkeypatch):
+    monkeypatch.setattr(console, "_rendered", lambda *_, **__: bytearray(1 << 62))
+    assert run("nomodel", "--dry-run", code=2)[1].splitlines()[-1].startswith("error: no model 'nomodel'")
 
 
 def test_a_traceback_is_shown_on_demand(monkeypatch):

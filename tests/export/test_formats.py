@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import sys
 import textwrap
 import warnings
@@ -21,6 +22,8 @@ from dcls_convert.networks.outputs import relative_error
 from dcls_convert.networks.quiet import quietly
 from dcls_convert.options import FOLD_FORMATS
 
+from ..campaigns.campaign import Finding
+from ..campaigns.forks import forked
 from ..cli.test_bad_input import refused, snapshot
 from ..command_line import run
 from ..surgery.test_fold import FLOAT32_ERROR, IMAGE
@@ -164,6 +167,20 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch, checkpoints, for
     with pytest.raises(expected):
         fold_checkpoint(checkpoints / name, format, tmp_path / "new" / f"x.{format}", trust_code=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("format", EXPORTS)
+def test_a_full_disk_is_an_error_like_others(tmp_path, checkpoints, format):
+    """In a process of its own, which torch's writer of .pt2 files would end."""
+    (tmp_path / f"x.{format}").write_text("old")
+
+    def fold():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        fold_checkpoint(checkpoints / "Plain", format, tmp_path / f"x.{format}", force=True, trust_code=True)
+
+    with pytest.raises(Finding, match="File too large; the one that is there is whole"):
+        forked(fold)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
 class Overflowing(Plain):
