@@ -108,7 +108,11 @@ def listed(names: Iterable[object], most: int = 3) -> str:
 
 def one_line(error: BaseException) -> str:
     """The message of any exception, on one line: what a library said, without its layout."""
-    return printable(" ".join(str(error).split())) or type(error).__name__
+    try:
+        text = str(error)
+    except BaseException:  # the exception's own code may raise anything
+        text = ""
+    return printable(" ".join(text.split()) or type(error).__name__)
 
 
 def exhausted(error: BaseException) -> str | None:

@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -19,9 +20,11 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from ..errors import one_line
+from ..errors import one_line, printable
 
 SECONDS_TO_LOOK = 1.0  # between two looks at whether the pool is still whole
+SECONDS_TO_WEIGH = 0.1  # between two looks at a worker's memory, which grows by some hundred MB meanwhile
+MOST_MEMORY = 4 << 30  # bytes of one worker; the models of both registries, which have no weights here, need 0.8 GB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +61,7 @@ def run_jobs(
         before = len(left)
         pool = ProcessPool(
             min(workers, len(left)),
-            initializer=partial(_start_worker, set_up),
+            initializer=partial(_start_worker, set_up, MOST_MEMORY),
             # Not "fork": a copy of torch's thread pool does not work.
             context=multiprocessing.get_context("spawn"),
         )
@@ -120,11 +123,11 @@ def _outcome(index: int, future: Future[Any], timeout: float | None) -> Outcome:
     return Outcome(index=index, value=value, failure=failure)
 
 
-def _start_worker(set_up: Callable[[], None] | None) -> None:
+def _start_worker(set_up: Callable[[], None] | None, most_memory: int) -> None:
     """In the worker, before its first job."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends at once, also inside a long call into C
     if hasattr(os, "fork"):
-        _guard_descendants()
+        _start_guard(most_memory)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
@@ -133,15 +136,27 @@ def _start_worker(set_up: Callable[[], None] | None) -> None:
         set_up()
 
 
-def _guard_descendants() -> None:
-    """Let no process that a job starts outlive its worker: a guard kills the worker's process group when it is gone."""
+def _start_guard(most_memory: int) -> None:
+    """Let no process that a job starts outlive its worker, and no worker take all memory.
+
+    The guard kills the worker's process group when the worker is gone or too large. It is a process, since a thread
+    of the worker waits while a job is inside C.
+    """
     os.setpgid(0, 0)
     worker = os.getpid()
     if os.fork() == 0:
         os.closerange(0, os.sysconf("SC_OPEN_MAX"))
-        while os.getppid() == worker:
-            time.sleep(SECONDS_TO_LOOK)
+        while os.getppid() == worker and _resident_bytes(worker) <= most_memory:
+            time.sleep(SECONDS_TO_WEIGH)
         os.killpg(worker, signal.SIGKILL)
+
+
+def _resident_bytes(process: int) -> int:
+    """Memory of a process; 0 where the system does not tell."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
 
 
 def _end_with_parent() -> None:
@@ -155,11 +170,13 @@ def _end_with_parent() -> None:
 def _answer(function: Callable[[Any], Any], job: Any) -> tuple[Any, str | None]:
     """In the worker: the function's value, or one line that says why it failed."""
     try:
-        return function(job), None
+        value = function(job)
+        pickle.dumps(value)  # what cannot be sent fails here, and not in the pool
+        return value, None
     except BaseException as error:  # SystemExit too: the job has failed, its worker has not
         frames = traceback.extract_tb(error.__traceback__)
-        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        return None, f"{type(error).__name__}: {one_line(error)[:300]}{place}"
+        place = f" ({printable(Path(frames[-1].filename).name)}:{frames[-1].lineno})" if frames else ""
+        return None, f"{printable(type(error).__name__)}: {one_line(error)[:300]}{place}"
 
 
 def _cause_of_death(exit_code: int) -> str:
@@ -169,4 +186,5 @@ def _cause_of_death(exit_code: int) -> str:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = f"signal {-exit_code}"
-    return f"its process was killed by {name}" + " (out of memory?)" * (name == "SIGKILL")
+    full = f" (out of memory, or more than {MOST_MEMORY >> 30} GiB?)"
+    return f"its process was killed by {name}" + full * (name == "SIGKILL")

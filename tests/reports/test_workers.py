@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,6 +26,19 @@ def _print():
     os.write(2, b"and more of them")
 
 
+class Untellable(Exception):
+    def __str__(self):
+        raise SystemExit("no words")
+
+    __repr__ = __str__
+
+
+def _eat():
+    kept = []
+    while True:
+        kept.append(b"x" * (8 << 20))
+
+
 JOBS = {
     "square": lambda: 49,
     "exception": lambda: _raise(ZeroDivisionError("oh\nno")),
@@ -32,18 +46,32 @@ JOBS = {
     "interrupt": lambda: _raise(KeyboardInterrupt),
     "exit": lambda: os._exit(7),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "abort": os.abort,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "untellable": lambda: _raise(Untellable()),
+    "named": lambda: _raise(type("Odd\n\x1b[2J", (Exception,), {})()),
+    "lock": threading.Lock,
+    "local": lambda: lambda: 0,
+    "eat": _eat,
     "segfault": lambda: ctypes.string_at(0),
     "hang": lambda: time.sleep(60),
     "print": _print,
     "pid": os.getpid,
     "signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, set()),
 }
+KILLED = "its process was killed by SIGKILL (out of memory, or more than 4 GiB?)"
 FAILURES = {
     "exception": "ZeroDivisionError: oh no (test_workers.py:",
     "leave": "SystemExit: 3",
     "interrupt": "KeyboardInterrupt",
     "exit": "its process ended by itself, with exit code 7",
-    "kill": "its process was killed by SIGKILL (out of memory?)",
+    "kill": KILLED,
+    "abort": "its process was killed by SIGABRT",
+    "stop": "took longer than 1 s",
+    "untellable": "Untellable: Untellable (test_workers.py:",
+    "named": "Odd\\n\\x1b[2J: Odd\\n\\x1b[2J (test_workers.py:",
+    "lock": "TypeError: cannot pickle '_thread.lock' object (workers.py:",
+    "local": "Can't pickle local object",
     "segfault": "its process was killed by SIGSEGV",
     "hang": "took longer than 1 s",
 }
@@ -80,7 +108,17 @@ def test_every_crash_fails_its_job_alone(workers):
         else:
             assert outcome.value is None
             assert FAILURES[name] in outcome.failure, name
-            assert "\n" not in outcome.failure
+            assert outcome.failure.isprintable()
+
+
+def test_a_job_that_takes_all_memory_fails_alone(monkeypatch):
+    """The guard ends it: most of a gigabyte takes longer to write than the guard to look."""
+    monkeypatch.setattr("dcls_convert.reports.workers.MOST_MEMORY", 1 << 30)
+    started = time.monotonic()
+    found = outcomes(["square", "eat", "square"], workers=1, timeout=60)
+    assert [outcome.value for outcome in found] == [49, None, 49]
+    assert found[1].failure == KILLED.replace("4 GiB", "1 GiB")
+    assert time.monotonic() - started < 60
 
 
 def test_a_worker_does_many_jobs_and_no_jobs_need_no_worker():

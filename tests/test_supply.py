@@ -1,0 +1,112 @@
+"""What the package takes from others: the bill of materials, licences, and who is imported when."""
+
+import importlib
+import json
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.utils import canonicalize_name
+
+from .test_house import IMPORTS, imported_by
+
+ROOT = Path(__file__).parent.parent
+# Imported where a declared package needs them; torch has the one, or not, by platform.
+THROUGH_OTHERS = {"pillow": "torchvision", "pydantic-core": "pydantic", "triton": "torch"}
+# What answers help and mistakes; `attrs` is looked for by rich, where it is installed.
+OF_THE_SHELL = {"lazy-loader", "typer", "shellingham", "rich", "pygments", "markdown-it-py", "mdurl", "annotated-doc"}
+OF_THE_SHELL |= {"attrs", "click", "typing-extensions"}
+
+
+@pytest.fixture
+def supply(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("supply")
+
+
+def distributions(modules):
+    """Installed packages, less this one, to which modules belong by their names."""
+    known = metadata.packages_distributions()
+    of = {canonicalize_name(name) for module in modules for name in known.get(module.partition(".")[0], ())}
+    return of - {"dcls-convert"}
+
+
+# The bill of materials.
+
+
+def test_the_bill_of_materials_is_that_of_pyproject(supply):
+    text = supply.SBOM.read_text(encoding="utf-8")
+    assert text == supply.sbom_text(), "run python docs/supply.py"
+    components = json.loads(text)["components"]
+    required = [c["purl"].removeprefix("pkg:pypi/") for c in components if c["scope"] == "required"]
+    assert required == sorted(canonicalize_name(each.name) for each in supply.requirements())
+    bounds = re.findall(r'^  "([\w-]+)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    ranges = {(component["name"], component["versionRange"]) for component in components}
+    assert len(bounds) > len(required)
+    assert ranges <= {(name, f"vers:pypi/>={bound}") for name, bound in bounds}
+
+
+def test_the_bill_of_materials_names_no_place(supply):
+    """Neither a host nor a path of the machine on which it was made."""
+    assert re.findall(r"https?:|file:|[\w-]+\.(?:org|com|io|net)\b|\"/|~/|\\\\", supply.SBOM.read_text()) == []
+
+
+# Licences.
+
+
+def test_every_dependency_is_on_the_page_with_its_licence(supply):
+    page = supply.LICENCES.read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([\w-]+) \| (.+?) \|", page, re.MULTILINE))
+    installed = supply.closure([*supply.requirements(), *supply.requirements(*supply.EXTRAS)])
+    named = {name for name in installed if not supply.GPU.search(name)}
+    assert named - rows.keys() == set(), "run python docs/supply.py"
+    for name in named:
+        found, stated = supply.families(supply.licence(name)), supply.families(rows[name])
+        assert found, f"{name} states no licence that is known here"
+        assert found <= stated, name  # releases differ in how much they tell of code that they hold
+    for name in installed.keys() - named:
+        assert supply.families(supply.licence(name)) <= {"NVIDIA", "Apache", "MIT"} or name == "cuda-toolkit"
+    assert "GPL" not in supply.families(" ".join(rows.values()))
+    assert [name for name, text in rows.items() if "LGPL" in supply.families(text)] == ["pebble"]  # imported, unchanged
+
+
+# Who is imported, and when.
+
+
+def test_every_dependency_is_imported_and_every_import_is_declared(supply):
+    imported = distributions(each.module for found in IMPORTS.values() for each in found if not each.inside)
+    required = {canonicalize_name(each.name) for each in supply.requirements()}
+    optional = {canonicalize_name(each.name) for each in supply.requirements(*supply.EXTRAS)}
+    assert required - imported == set()
+    assert imported - required - optional - THROUGH_OTHERS.keys() == set()
+    for name, brought_by in THROUGH_OTHERS.items():
+        needed = {canonicalize_name(re.match(r"[\w.-]+", text)[0]) for text in metadata.requires(brought_by)}
+        assert name in needed or name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("program", "allowed"),
+    [
+        ("import dcls_convert", {"lazy-loader"}),
+        ("from dcls_convert.cli.app import main; main(['--help'])", OF_THE_SHELL),
+    ],
+)
+def test_what_is_not_used_is_not_imported(program, allowed):
+    _, always = imported_by("-c", "pass")
+    done, modules = imported_by("-c", program)
+    assert done.returncode == 0
+    assert "dcls_convert" in modules
+    assert distributions(modules - always - set(sys.stdlib_module_names)) <= allowed
+
+
+def test_no_dependency_runs_code_when_python_starts(supply):
+    """By a .pth file: setuptools alone, which torch needs, has one."""
+    starting = {
+        name
+        for name in supply.closure([*supply.requirements(), *supply.requirements(*supply.EXTRAS)])
+        for path in metadata.files(name) or ()
+        if path.suffix == ".pth"
+    }
+    assert starting <= {"setuptools"}
