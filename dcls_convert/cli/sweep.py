@@ -197,7 +197,7 @@ def sweep(
     _show(found, as_json=json_, as_csv=csv)
     if picture is not None:
         from ..checkpoints.output import new_file
-        from ..sweeps.picture import draw
+        from ..pictures.sweep import draw
 
         with new_file(picture, force=force) as partial:
             draw(found, partial)
