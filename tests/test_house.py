@@ -56,7 +56,7 @@ FOREIGN = {
     "typer": {"cli"},
     "onnxruntime": {"export"},
     "triton": {"layers"},
-    "matplotlib": {"sweeps", "pictures"},
+    "matplotlib": {"pictures"},
 }
 # A command line that answers at once imports these.
 LIGHT = ("dcls_convert.cli.app", "dcls_convert.options", "dcls_convert.planning.rules", "dcls_convert.planning.budget")

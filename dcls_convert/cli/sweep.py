@@ -205,7 +205,7 @@ def sweep(
 
 def _draw(found: "Sweep", picture: Path, *, force: bool) -> None:
     from ..checkpoints.output import new_file
-    from ..sweeps.picture import draw
+    from ..pictures.sweep import draw
 
     with new_file(picture, force=force) as partial:
         draw(found, partial)

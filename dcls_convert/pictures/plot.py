@@ -13,6 +13,7 @@ from .page import field_sentence
 from .pictures import Pictures
 from .positions import PositionPicture
 from .receptive_field import decades
+from .saving import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +24,6 @@ DOTS_PER_INCH = 120
 MOST_PANELS = 12  # of positions or layers; those with the most elements, or the first
 MOST_COLUMNS = 6
 KERNELS = 8  # of a layer
-UNDATED: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same file on every day
 OLD = {"edgecolor": "C1", "facecolor": "none", "linestyle": "--", "linewidth": 1.2}
 
 
@@ -35,13 +35,7 @@ def draw(pictures: Pictures, figure: FigureName, suffix: str) -> bytes:
     """
     with warnings.catch_warnings(action="ignore"):  # characters that the font lacks
         file, drawn = io.BytesIO(), FIGURES[figure](pictures)
-        drawn.savefig(
-            file,
-            format=suffix.lower()[1:],
-            dpi=DOTS_PER_INCH,
-            bbox_inches="tight",
-            metadata=UNDATED.get(suffix.lower()),
-        )
+        save(drawn, file, suffix, dpi=DOTS_PER_INCH, bbox_inches="tight")
     return file.getvalue()
 
 

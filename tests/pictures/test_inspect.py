@@ -9,6 +9,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from dcls_convert import load_converted, save_converted
+from dcls_convert.files import PICTURE_SUFFIXES
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.options import FigureName
 from dcls_convert.tuning import PositionTracker
@@ -137,11 +138,14 @@ def test_every_figure_is_drawn_in_every_format(checkpoint, history, here, figure
     assert sorted(path.name for path in here.iterdir()) == ["positions.jsonl", f"x.{suffix}"]
 
 
-def test_a_picture_is_the_same_on_every_day(checkpoint, here):
-    for name in ("one.pdf", "two.pdf", "one.png", "two.png"):
-        run("inspect", checkpoint, "--picture", name, "--figure", "cost")
-    assert (here / "one.pdf").read_bytes() == (here / "two.pdf").read_bytes()
-    assert (here / "one.png").read_bytes() == (here / "two.png").read_bytes()
+@pytest.mark.parametrize("suffix", PICTURE_SUFFIXES)
+@pytest.mark.parametrize("command", [("inspect", "net", "--figure", "cost"), ("sweep", TINY, "--sizes", "7..11")])
+def test_a_picture_is_the_same_on_every_day(checkpoint, here, monkeypatch, command, suffix):
+    (here / "net").symlink_to(checkpoint)
+    for day in "01":
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", f"{day}00000")  # what matplotlib takes for the time
+        run(*command, "--picture", f"{day}{suffix}")
+    assert (here / f"0{suffix}").read_bytes() == (here / f"1{suffix}").read_bytes()
 
 
 def test_json_stays_json(checkpoint, here):

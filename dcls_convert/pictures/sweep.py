@@ -7,11 +7,13 @@ from typing import Any
 
 from ..errors import printable
 from ..options import DEFAULT_BUDGET
+from ..sweeps.rows import Sweep, SweepRow
 from ..tables import span
-from .rows import Sweep, SweepRow
+from .saving import save
 
 _Value = Callable[[SweepRow], Any]
 MARKERS = "o^Dvs*"
+DOTS_PER_INCH = 150
 
 
 def draw(sweep: Sweep, path: Path) -> None:
@@ -46,7 +48,7 @@ def draw(sweep: Sweep, path: Path) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, framealpha=1, edgecolor="none")
     axes.set(xlabel=x_label, ylabel=y_label, title=printable(sweep.model))
-    figure.savefig(path, dpi=150)
+    save(figure, path, path.suffix, dpi=DOTS_PER_INCH)
 
 
 def _series(points: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
