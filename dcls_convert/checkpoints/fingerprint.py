@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import one_line
 from ..networks.quiet import seeded
-from ..networks.running import evaluating, full_precision
+from ..networks.running import evaluating, reproducible
 from ..networks.tracing import image_dtype
 
 SEED = 0
@@ -55,8 +55,7 @@ class Fingerprint:
 def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fingerprint:
     """Run the model once, in eval mode, on a seeded random image; the model stays as it was.
 
-    One thread computes on the CPU: with several, sums run in another order, and the last digits would depend on the
-    machine's load. The process gets its number of threads back, and its generators their states.
+    One thread computes on the CPU; the process gets its number of threads back, and its generators their states.
 
     Args:
         model: On any device, in any dtype. Its hooks run.
@@ -120,25 +119,23 @@ def _rounded(value: float) -> float | None:
 
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode, one thread, full precision and seeded generators inside; everything as it was afterwards.
+    """Eval mode, reproducible sums and seeded generators inside; everything as it was afterwards.
 
     Warnings are about the model; turned into errors they would change what is written.
     """
     buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    threads, cudnn = torch.get_num_threads(), torch.backends.cudnn
+    cudnn = torch.backends.cudnn
     choice = cudnn.deterministic, cudnn.benchmark
     try:
         cudnn.deterministic, cudnn.benchmark = True, False
-        torch.set_num_threads(1)
         with (
             warnings.catch_warnings(action="ignore"),
             evaluating(model),
-            full_precision(),
+            reproducible(),
             seeded(SEED),
         ):
             yield
     finally:
-        torch.set_num_threads(threads)
         cudnn.deterministic, cudnn.benchmark = choice
         with torch.no_grad():
             for module, name, buffer, before in buffers:

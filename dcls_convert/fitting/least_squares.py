@@ -16,6 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ..networks.running import in_parallel
 from .batches import joined, last_summed, like, lines_innermost, product, solved
 
 # How much of an element at a place (N, E) lies in each cell of an axis, (N, E, cells), and the derivative by the place.
@@ -162,7 +163,7 @@ class _Run:
         if lines.device.type == "cpu":
             at_once = max(1, FLOATS_IN_CACHE // (moving * (moving + 2 * self.problem.targets.shape[2])))
         for _ in range(looks):
-            lines = lines[torch.cat([self._step_(chunk) for chunk in torch.split(lines, at_once)])]
+            lines = lines[torch.cat(in_parallel(self._step_, torch.split(lines, at_once), lines.device))]
             if not len(lines):
                 break
 

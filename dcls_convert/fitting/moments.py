@@ -8,7 +8,7 @@ of the dense axes), S cells of the box in which a line is fitted, P places, E el
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import DclsConvertError
 from ..layers.dcls_conv import DclsConvNd
+from ..networks.running import in_parallel
 from .boxes import Box
 from .least_squares import spread
 
@@ -25,6 +26,8 @@ RIDGE = 1e-4  # share of the energy of an element in the middle of a cell; bound
 MOST_SCALE = 10.0  # of a channel; beyond, the images say too little about it
 MOST_STEPS, LEAST_RESIDUAL = 30, 1e-4  # of conjugate gradients
 FLOATS_AT_ONCE = 1 << 20  # of patches; larger tensors would cost as much to get from the system as to fill
+LEAST_PARTS = 16  # of a layer's groups, for as many processors
+ROWS_AT_ONCE = 256  # of the product of one large matrix
 
 
 class Moments:
@@ -49,12 +52,12 @@ class Moments:
         padded = self.layer.padded(input.detach() if batched else input.detach().unsqueeze(0))
         targets = None if wanted is None else wanted.detach() if batched else wanted.detach().unsqueeze(0)
         for index, image in enumerate(padded):
-            parts = [_sums(*pair) for pair in self._groups(image, None if targets is None else targets[index])]
-            sums = [torch.cat(part) for part in zip(*parts, strict=True)]
+            parts = self._groups(image, None if targets is None else targets[index])
+            sums = [torch.cat(part) for part in zip(*in_parallel(_sums, parts, image.device), strict=True)]
             self.sums = [old.add_(new) for old, new in zip(self.sums, sums, strict=True)] if self.sums else sums
 
-    def _groups(self, image: Tensor, target: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Some groups at a time: their patches (G, R * S, P), and what is wanted of them (G, Q, P)."""
+    def _groups(self, image: Tensor, target: Tensor | None) -> list["_Part"]:
+        """All groups, some at a time; which ones depends on no number of threads, and so no sum does."""
         layer, dims = self.layer, self.layer.dims
         patches = image
         for axis in range(dims):
@@ -66,15 +69,15 @@ class Moments:
         window = [1 + dims + axis for axis in (*layer.dense_axes, *self.box.axes)]
         patches = patches.permute(0, *window, *range(1, 1 + dims))  # (in_channels, *dense axes, *box, *output)
         channels = max(1, layer.in_channels // self.groups)  # of the smallest part
-        step = channels * max(1, FLOATS_AT_ONCE // max(1, channels * patches[0].numel()))
+        most = -(-layer.in_channels // (channels * LEAST_PARTS))
+        step = channels * max(1, min(most, FLOATS_AT_ONCE // max(1, channels * patches[0].numel())))
         length = self.rows * math.prod(self.box.sides) // self.groups  # R * S
+        parts = []
         for first in range(0, layer.in_channels, step):
-            some = patches[first : first + step].double().reshape(-1, length, places)
-            if target is None:
-                yield some, None
-            else:
-                outputs = slice(*(end * layer.out_channels // layer.in_channels for end in (first, first + step)))
-                yield some, target[outputs].double().reshape(len(some), -1, places)
+            outputs = slice(*(end * layer.out_channels // layer.in_channels for end in (first, first + step)))
+            wanted = None if target is None else target[outputs].flatten(1)
+            parts.append(_Part(patches=patches[first : first + step], shape=(-1, length, places), wanted=wanted))
+        return parts
 
     def check(self, name: str) -> None:
         """Refuse values that are not finite, by the layer's name."""
@@ -116,9 +119,28 @@ def shared_roots(moments: Sequence[Moments]) -> Tensor | None:
     return torch.mul(vectors, values.clamp(min=0).sqrt().unsqueeze(-2)).float()
 
 
-def _sums(patches: Tensor, wanted: Tensor | None) -> list[Tensor]:
-    sums = [patches.sum(-1), patches @ patches.mT]
-    return sums if wanted is None else [*sums, wanted.sum(-1), wanted @ patches.mT, wanted.square().sum(-1)]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """What some groups see of an image."""
+
+    patches: Tensor  # a view of the image, of all places
+    shape: tuple[int, int, int]  # (G, R * S, P), with -1 for G
+    wanted: Tensor | None  # (G * Q, P)
+
+
+def _sums(part: _Part) -> list[Tensor]:
+    patches = part.patches.double().reshape(part.shape)
+    sums = [patches.sum(-1), _squared(patches)]
+    if part.wanted is None:
+        return sums
+    wanted = part.wanted.double().reshape(len(patches), -1, part.shape[-1])
+    return [*sums, wanted.sum(-1), wanted @ patches.mT, wanted.square().sum(-1)]
+
+
+def _squared(patches: Tensor) -> Tensor:
+    """patches @ patches.mT, of one large group in blocks of rows."""
+    blocks = torch.split(patches, ROWS_AT_ONCE, dim=1) if len(patches) == 1 else [patches]
+    return torch.cat(in_parallel(lambda rows: rows @ patches.mT, blocks, patches.device), dim=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,11 @@
 """Run or change a network that belongs to somebody else, and leave it as it was."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,10 @@ from torch import Tensor, nn
 AUTOCASTING = ("cpu", "cuda", "xpu", "mps")  # the types of device for which torch has autocast
 CPU_PRODUCTS = ("mkldnn.matmul", "mkldnn.conv")  # what has an `fp32_precision` of its own in torch.backends
 CUDA_PRODUCTS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+_POOL: ContextVar[ThreadPoolExecutor | None] = ContextVar("pool", default=None)  # of `in_parallel`
 
 
 @contextlib.contextmanager
@@ -59,6 +65,42 @@ def full_precision() -> Iterator[None]:
             back.callback(setattr, backends.cudnn, "allow_tf32", True)
             backends.cudnn.allow_tf32 = False
         yield
+
+
+@contextlib.contextmanager
+def reproducible() -> Iterator[None]:
+    """Inside, float32 is computed in full precision, and no sum on the CPU depends on the number of threads.
+
+    Each call of torch computes in one thread: with several, sums are split by their number and run in another order.
+    What `in_parallel` gets is computed in as many threads as the process has outside. The number of threads goes back.
+    """
+    threads, pool = torch.get_num_threads(), _POOL.get()
+    with contextlib.ExitStack() as back:
+        back.enter_context(full_precision())
+        back.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(1)
+        if pool is None and threads > 1:
+            pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+            back.enter_context(pool)
+            back.callback(_POOL.reset, _POOL.set(pool))
+        yield
+
+
+def in_parallel(work: Callable[[Part], Result], parts: Sequence[Part], device: torch.device) -> list[Result]:
+    """`work` of each part, in their order; nothing is recorded for gradients.
+
+    Inside `reproducible`, several threads work on the CPU, and each computes alone. A GPU has one, since others would
+    have a stream of their own.
+    """
+    pool, inference = _POOL.get(), torch.is_inference_mode_enabled()
+
+    def alone(part: Part) -> Result:
+        with torch.inference_mode(inference), torch.no_grad():
+            return work(part)
+
+    if pool is None or device.type != "cpu" or len(parts) < 2:
+        return list(map(alone, parts))
+    return list(pool.map(alone, parts))
 
 
 def run(model: nn.Module, batch: Tensor) -> Any:

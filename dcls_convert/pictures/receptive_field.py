@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, one_line
 from ..networks.quiet import quietly
-from ..networks.running import evaluating, full_precision
+from ..networks.running import evaluating, reproducible
 
 MOST_DECADES = 5  # of the logarithmic scale
 FAINT = 0.02  # share of the pixels that may be below the scale
@@ -64,7 +64,7 @@ def _gradient(model: nn.Module, image: Tensor, outputs: list[Tensor]) -> Tensor:
     outputs.clear()
     pixels = image.unsqueeze(0).clone().requires_grad_()
     try:
-        with evaluating(model), torch.enable_grad(), full_precision(), quietly():
+        with evaluating(model), torch.enable_grad(), reproducible(), quietly():
             model(pixels)
             unit = outputs[-1][0]
             for side in unit.shape[1:]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, PlanError, listed, shown
 from ..fitting.images import Calibration, Images, calibrate
 from ..networks.outputs import relative_distance, same_top1
-from ..networks.running import evaluating, full_precision, run, unchanged_on_failure
+from ..networks.running import evaluating, reproducible, run, unchanged_on_failure
 from ..networks.sites import ModelConvs, find_convs
 from ..networks.source import ModelSource, build_hollow, build_model, known_source, stated_input_size, with_names_of
 from ..networks.tracing import check_same_shapes
@@ -215,7 +215,7 @@ class _Answers:
     held_out: list[Any]  # for the batches that calibration holds out
 
 
-@full_precision()
+@reproducible()
 def _answers(model: nn.Module, plan: ConversionPlan, images: Calibration | None) -> _Answers:
     random = None
     with evaluating(model):

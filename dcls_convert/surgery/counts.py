@@ -8,7 +8,7 @@ from ..errors import PlanError
 from ..fitting.allocation import Share, least_error
 from ..fitting.images import Calibration
 from ..fitting.warm_start import fit_elements, relative_errors
-from ..networks.running import full_precision
+from ..networks.running import reproducible
 from ..networks.sites import ModelConvs
 from ..options import ERROR, SCOPES, PlanOptions
 from ..planning.plan import LayerCounts
@@ -19,7 +19,7 @@ from .place import LayerGroup, make_layers
 from .start import effective_kernels, fit_options
 
 
-@full_precision()
+@reproducible()
 def counts_by_error(
     model: nn.Module,
     convs: ModelConvs,

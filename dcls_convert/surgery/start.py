@@ -16,7 +16,7 @@ from ..layers.conv_classes import PLAIN, find_form
 from ..layers.elements import Elements, first_cells, largest_elements, random_positions
 from ..layers.geometry import grid_positions
 from ..layers.interpolation import find_interpolation
-from ..networks.running import full_precision, unchanged_on_failure
+from ..networks.running import reproducible, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
 from ..progress import Step, silent
@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 
 @torch.no_grad()
-@full_precision()
+@reproducible()
 def apply_plan_(
     model: nn.Module,
     plan: ConversionPlan,

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from dcls_convert import DclsConvertError, apply_plan_, calibrate, convert_, find_convs, plan_conversion
+from dcls_convert.checkpoints.stamp import tensors_hash
 from dcls_convert.fitting import warm_start
+from dcls_convert.fitting.images import Calibration
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.planning.rules import parse_rules
 
@@ -30,9 +32,10 @@ def block(channels=8, *, bias=False, norm=True, stride=1):
     return nn.Sequential(conv, nn.BatchNorm2d(channels) if norm else nn.Identity(), nn.ReLU6())
 
 
-def network(**options):
+def network(channels=8, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Sequential(*[block(**options) for _ in range(3)]), nn.Conv2d(8, 5, 1))
+    blocks = nn.Sequential(*[block(channels, **options) for _ in range(3)])
+    model = nn.Sequential(nn.Conv2d(3, channels, 1), blocks, nn.Conv2d(channels, 5, 1))
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.normal_(module.weight, std=0.4)
@@ -108,6 +111,27 @@ def test_neither_autocast_nor_tf32_reaches_the_fit(scope, calibrated, monkeypatc
     assert seen == {False}
     tensors = zip(plain.state_dict().values(), other.state_dict().values(), strict=True)
     assert all(torch.equal(*pair) for pair in tensors)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_neither_threads_nor_the_global_generator_leave_a_trace(calibrated):
+    images, size, threads = photos(3, size=96), (3, 96, 96), torch.get_num_threads()
+    options = {"dilated_size": 9, "budget": 60, "input_size": size}
+    options["calibration"] = Calibration(batches=(images[:2],), held_out=(images[2:],)) if calibrated else None
+    found = []
+    try:
+        for number in (1, 3):
+            model = network(channels=24)
+            torch.set_num_threads(number)
+            torch.manual_seed(number)
+            before = torch.get_rng_state()
+            report = convert_(model, **options)
+            assert torch.equal(torch.get_rng_state(), before)
+            assert torch.get_num_threads() == number
+            found.append((report, tensors_hash(model.state_dict().items())))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("budget", [60, 100])

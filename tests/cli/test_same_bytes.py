@@ -1,0 +1,79 @@
+"""The same commands write the same bytes, whatever the process around them is like."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from .trained import write_trained
+
+pytestmark = pytest.mark.processes
+
+MODEL, PICTURE = "timm:test_efficientnet", ("inspect", "calibrated", "--picture")
+WEIGHTS = ("--checkpoint", "weights.safetensors")
+FITTED = (*WEIGHTS, "--calibrate", "images", "--scope", "error", "--budget", "80%")
+COMMANDS = (
+    (MODEL, "--html", "--json", "--output", "random"),
+    (MODEL, *WEIGHTS, "--output", "fit"),
+    (MODEL, *WEIGHTS, "--init", "largest", "--output", "largest"),
+    (MODEL, *FITTED, "--html", "--output", "calibrated"),
+    ("fold", "calibrated"),
+    ("fold", "calibrated", "--format", "onnx"),
+    ("fold", "calibrated", "--format", "pt2"),
+    ("inspect", "calibrated", "--json", "--html", "page.html", "--images", "images", "--original", WEIGHTS[1]),
+    (*PICTURE, "field.svg", "--figure", "receptive-field"),
+    (*PICTURE, "kernels.pdf", "--figure", "kernels"),
+    ("sweep", MODEL, "--sizes", "7", *WEIGHTS, "--calibrate", "images", "--json", "--picture", "sweep.svg"),
+    ("models", "timm:test_byobnet", "--json", "--jobs", "1"),
+)
+ENVIRONMENTS = (
+    {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8"},
+    {"OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "1", "TZ": "Pacific/Auckland"},
+    # Where Python reads and writes texts as ASCII, if nothing else is said.
+    {"OMP_NUM_THREADS": "8", "PYTHONHASHSEED": "2", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+)
+PROGRAM = """
+import contextlib, json, sys
+from dcls_convert.cli.app import main
+for number, command in enumerate(json.loads(sys.argv[1])):
+    printed = f"{number}.json" if "--json" in command else "printed.txt"
+    with open(printed, "w") as file, contextlib.redirect_stdout(file):
+        try:
+            main(command)
+        except SystemExit as end:
+            assert end.code == 0, command
+"""
+
+
+def start(folder, environment):
+    """All commands in one process, in a folder of its own."""
+    folder.mkdir(parents=True)
+    for name in ("weights.safetensors", "images"):
+        (folder / name).symlink_to(folder.parents[1] / name)
+    changed = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "SOURCE_DATE_EPOCH": str(len(folder.name))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG"))}
+    command = [sys.executable, "-c", PROGRAM, json.dumps(COMMANDS)]
+    return subprocess.Popen(
+        command, cwd=folder, env={**kept, **changed, **environment}, stderr=subprocess.PIPE, text=True
+    )
+
+
+def written(folder):
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "printed.txt"}
+
+
+def test_threads_hash_seed_locale_time_zone_and_folder_leave_no_trace(tmp_path):
+    write_trained(tmp_path, MODEL.partition(":")[2], images=12)
+    folders = [tmp_path / f"{index}" / ("here" * (1 + index)) for index in range(len(ENVIRONMENTS))]
+    processes = list(map(start, folders, ENVIRONMENTS))
+    for process in processes:
+        _, printed = process.communicate()
+        assert process.returncode == 0, printed[-2000:]
+    first, *others = map(written, folders)
+    assert len(first) > 30
+    for other in others:
+        assert other.keys() == first.keys()
+        assert [name for name in first if other[name] != first[name]] == []
