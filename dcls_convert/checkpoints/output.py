@@ -14,6 +14,7 @@ import secrets
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # renameat2's errors 
 TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of renaming to a name that is in use
 PARTIAL = ".{name}.{random}.partial"
 MOST_NAME = 255 - len(PARTIAL.format(name="", random="12345678"))  # bytes, where file systems take 255
+TRIES_TO_LOCK, SECONDS_A_TRY = 10, 0.01  # where there are no locks, or another run removes the folder meanwhile
 
 Foreign = Callable[[Path], str | None]  # why an existing path must not be replaced; None where it may be
 
@@ -113,8 +115,7 @@ def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
     try:
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            partial.mkdir()
-            lock.extend(_lock(partial))
+            _make_locked(partial, lock)
             yield partial
             missing.clear()
         finally:
@@ -147,6 +148,18 @@ def clean_up(output: Path) -> None:
                 else:
                     shutil.rmtree(entry, ignore_errors=True)
                 os.close(descriptor)
+
+
+def _make_locked(folder: Path, lock: list[int]) -> None:
+    """Make a folder, and add its lock. Another run's `clean_up` may remove it before; then it is made again."""
+    for _ in range(TRIES_TO_LOCK):
+        folder.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            found = _lock(folder)
+            lock.extend(found)
+            if found and folder.exists():
+                return
+        time.sleep(SECONDS_A_TRY)
 
 
 def _lock(folder: Path) -> list[int]:

@@ -148,11 +148,12 @@ class Practice:
     places: tuple[tuple[str, int], ...]  # in the order in which they are reached, and how often each is passed
 
     def place(self, share):
-        """As many in the second half, in which the output is written, as in the first."""
+        """A third of the shares is before the output is written, a third from there on, a third where it is renamed."""
         names = [name for name, _ in self.places]
-        middle = names.index(WRITING) if WRITING in names else len(names) // 2
-        chosen = self.places[:middle] if share < 0.5 else self.places[middle:]
-        return chosen[int(share * 2 % 1 * len(chosen))]
+        begun = names.index(WRITING) if WRITING in names else 0
+        of_output = [place for place in self.places if place[0].startswith("output.")]
+        chosen = [self.places[:begun], self.places[begun:], of_output][int(3 * share)] or self.places
+        return chosen[int(3 * share % 1 * len(chosen))]
 
 
 class Killer:

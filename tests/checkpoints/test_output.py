@@ -1,5 +1,6 @@
 """Outputs appear whole or not at all: what is refused, what is replaced, and what a failure leaves."""
 
+import contextlib
 import os
 import signal
 import stat
@@ -216,6 +217,34 @@ def test_the_next_run_removes_what_killed_runs_left_and_nothing_of_a_living_one(
     folder_of("newer")(tmp_path / "out", force=True)
     assert not list(tmp_path.glob(".out.????????.partial"))
     assert content(tmp_path / "out") == "newer"
+
+
+@pytest.mark.parametrize("moment", ["before the lock", "once it is opened"])
+def test_a_new_folder_that_another_run_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch, moment):
+    lock, cleaned = output._lock, []
+
+    def slow_lock(folder):
+        if cleaned:
+            return lock(folder)
+        cleaned.append(folder)
+        if moment == "before the lock":
+            output.clean_up(tmp_path / "out")
+            return lock(folder)
+        with open_folder(folder) as descriptor:
+            output.clean_up(tmp_path / "out")
+            return [os.dup(descriptor)]
+
+    monkeypatch.setattr(output, "_lock", slow_lock)
+    folder_of("new")(tmp_path / "out")
+    assert content(tmp_path / "out") == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@contextlib.contextmanager
+def open_folder(folder):
+    descriptor = os.open(folder, os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
 
 
 def test_an_old_folder_that_lost_its_name_gets_it_back(tmp_path):
