@@ -15,9 +15,15 @@ def exit_code(*arguments: object) -> int:
     return stopped.value.code
 
 
+def ended(*arguments: object) -> tuple[int | str | None, str, str]:
+    """Exit code, stdout and stderr of `dcls-convert ARGUMENTS`."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = exit_code(*arguments)
+    return code, out.getvalue(), err.getvalue()
+
+
 def run(*arguments: object, code: int = 0) -> tuple[str, str]:
     """stdout and stderr of `dcls-convert ARGUMENTS`, which must end with this exit code."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        found = exit_code(*arguments)
-    assert found == code, out.getvalue() + err.getvalue()
-    return out.getvalue(), err.getvalue()
+    found, out, err = ended(*arguments)
+    assert found == code, out + err
+    return out, err

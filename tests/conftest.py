@@ -23,6 +23,7 @@ torch.set_num_threads(1)  # the tensors are small, and on a busy machine two thr
 def pytest_addoption(parser):
     parser.addoption("--seconds", type=float, default=20.0, help="of each campaign (pytest -m campaign)")
     parser.addoption("--seed", type=int, default=0, help="of the campaigns' inputs")
+    parser.addoption("--first", action="store_true", help="end a campaign at its first finding, and make it no smaller")
 
 
 @pytest.fixture

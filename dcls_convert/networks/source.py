@@ -6,11 +6,12 @@ Safe is what runs no code but timm's and torchvision's, opens no file and uses n
 import contextlib
 import importlib
 import inspect
+import itertools
 import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DclsConvertError, ModelError, did_you_mean, one_line, shown
@@ -30,6 +32,7 @@ FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself loads these
 OWN_ENTRY = "dcls_convert"  # our entry in timm's registry; it rebuilds converted models and cannot be converted
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet's classifiers; for models that state no size
 VIDEO_FRAMES = 16  # frames of a clip, for torchvision's video models
+MOST_MODULES = 20_000  # of a registry's network, by its arguments; timm's largest has some thousands
 INSTALL_HINT = "install matching versions together: pip install --upgrade torch torchvision timm"
 # An argument whose name holds one of these words can make a factory open a file or reach the network.
 REFUSED_WORDS = frozenset(
@@ -263,9 +266,11 @@ def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
             _check_folder(Path(name))
         if kind == "timm" or kind in FOREIGN_SOURCES:
             target = name if kind == "timm" else source.name
-            model = _import("timm").create_model(target, pretrained=pretrained, **source.args)
+            with _bounded(source.name):
+                model = _import("timm").create_model(target, pretrained=pretrained, **source.args)
         elif kind == "torchvision":
-            model = _build_torchvision(name, source.args, pretrained)
+            with _bounded(source.name):
+                model = _build_torchvision(name, source.args, pretrained)
         else:
             model = _build_own(source)
     except DclsConvertError:
@@ -278,6 +283,22 @@ def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ModelError(f"{source.name}: gives a {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+@contextlib.contextmanager
+def _bounded(name: str) -> Iterator[None]:
+    """Refuse (ModelError) arguments that ask for a network without end, such as a depth of a million."""
+    count = itertools.count(1)
+
+    def refuse_more(*_: object) -> None:
+        if next(count) > MOST_MODULES:
+            raise ModelError(f"{name}: its arguments ask for more than {MOST_MODULES:,} modules")
+
+    hook = register_module_module_registration_hook(refuse_more)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _build_torchvision(name: str, args: dict[str, Any], pretrained: bool) -> nn.Module:

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.strategies import SearchStrategy
 
 from dcls_convert.errors import DclsConvertError
+
+from ..audit_hook import watched
 
 BATCH = 200  # inputs between two looks at the clock
 MOST_SECONDS = 60  # for one input
@@ -32,6 +34,10 @@ class Finding(AssertionError):
     """The program broke a promise."""
 
 
+class _TooLong(BaseException):
+    """Not an Exception, which the program could take for one of a model's."""
+
+
 @dataclass(kw_only=True)
 class Campaign:
     """How long and from which seed; and what was found."""
@@ -40,27 +46,46 @@ class Campaign:
     seconds: float
     seed: int
     shrink: bool = True  # look for the smallest input of a finding
+    first: bool = False  # end at the first finding, as it was found
     tried: int = 0
+    accepted: int = 0
+    refused: int = 0
     findings: list[tuple[Any, str]] = field(default_factory=list)  # the smallest input, and why
 
-    def run(self, inputs: SearchStrategy[Any], check: Callable[[Any], None]) -> None:
-        """Check random inputs until the time is over; whatever `check` raises is a finding."""
+    def run(
+        self,
+        inputs: SearchStrategy[Any],
+        check: Callable[[Any], bool | None],
+        *,
+        vary: Callable[[Any], Iterable[Any]] = lambda found: [found],
+        folder: Path | None = None,
+    ) -> None:
+        """Check random inputs until the time is over; whatever `check` raises is a finding.
+
+        Args:
+            inputs: What hypothesis draws.
+            check: Says whether the input was accepted (True) or refused (False), as promised.
+            vary: Makes several inputs of what was drawn, which takes longer than checking.
+            folder: The only one in which files may be opened meanwhile; then `audit_hook` watches.
+        """
         end = time.monotonic() + self.seconds
         batch = 0
-        while time.monotonic() < end and len(self.findings) < MOST_FINDINGS:
-            self._run_batch(inputs, check, self.seed + batch, end)
+        while time.monotonic() < end and len(self.findings) < (1 if self.first else MOST_FINDINGS):
+            self._run_batch(inputs.map(vary), self._watched(check, folder), self.seed + batch, end)
             batch += 1
-        print(f"\n{self.name}: {self.tried:,} tried, {len(self.findings)} findings (seed {self.seed})")
+        ways = f" ({self.accepted:,} accepted, {self.refused:,} refused)" if self.accepted + self.refused else ""
+        clean = f"{self.tried - len(self.findings):,} clean{ways}"
+        print(f"\n{self.name}: {self.tried:,} tried, {clean}, {len(self.findings)} findings (seed {self.seed})")
         if self.findings:
             folder = Path(tempfile.mkdtemp(prefix=f"campaign-{self.name.replace(' ', '-')}-"))
             for number, (found, why) in enumerate(self.findings):
-                (folder / f"{number}.txt").write_text(
-                    f"{found!r}\n\n{why}", encoding="utf-8", errors="backslashreplace"
-                )
-            last = [why.strip().splitlines()[-1] for _, why in self.findings]
+                _write_finding(folder / str(number), found, why)
+            last = [why.partition("\n")[0] for _, why in self.findings]
             raise Finding(f"{self.name}: {len(self.findings)} findings in {folder}: {last}")
 
-    def _run_batch(self, inputs: SearchStrategy[Any], check: Callable[[Any], None], seed: int, end: float) -> None:
+    def _run_batch(
+        self, inputs: SearchStrategy[Iterable[Any]], check: Callable[[Any], bool | None], seed: int, end: float
+    ) -> None:
         last: list[Any] = []
 
         @hypothesis.seed(seed)
@@ -68,28 +93,49 @@ class Campaign:
             max_examples=BATCH,
             deadline=None,
             database=None,
-            phases=[Phase.generate, *[Phase.shrink] * self.shrink],
+            phases=[Phase.generate, *[Phase.shrink] * (self.shrink and not self.first)],
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
         )
         @hypothesis.given(inputs)
-        def batch(found: Any) -> None:
-            if time.monotonic() > end and not self.findings:
-                return
-            self.tried += 1
-            try:
-                with limits():
-                    check(found)
-            except Exception:
-                last[:] = found, traceback.format_exc()  # the smallest one is tried last
-                raise
+        def batch(drawn: Iterable[Any]) -> None:
+            for found in drawn:
+                if time.monotonic() > end and not last:
+                    return
+                self.tried += not last  # the smaller ones that follow are no inputs of their own
+                try:
+                    accepted = check(found)
+                except Exception:
+                    last[:] = found, traceback.format_exc()  # the smallest one is tried last
+                    raise
+                self.accepted += accepted is True and not last
+                self.refused += accepted is False and not last
 
         try:
             batch()
-        except Exception:
+        except Exception as error:
             if not last:
                 raise
-            self.findings.append((last[0], last[1]))
+            what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            self.findings.append((last[0], f"{what}\n\n{last[1]}"))
+
+    def _watched(self, check: Callable[[Any], bool | None], folder: Path | None) -> Callable[[Any], bool | None]:
+        def checked(found: Any) -> bool | None:
+            with limits(), watched(folder, lazily=True) if folder else contextlib.nullcontext(()) as events:
+                accepted = check(found)
+            if events:
+                raise Finding(f"data caused {events[0]}")
+            return accepted
+
+        return checked
+
+
+def _write_finding(path: Path, found: Any, why: str) -> None:
+    """The input in words with the reason, and beside it the bytes of an input that is a file, or ends in one."""
+    path.with_suffix(".txt").write_text(f"{found!r}\n\n{why}", encoding="utf-8", errors="backslashreplace")
+    data = found[-1] if isinstance(found, tuple) else found
+    if isinstance(data, bytes):
+        path.with_suffix(".bin").write_bytes(data)
 
 
 @contextlib.contextmanager
@@ -97,12 +143,14 @@ def limits() -> Iterator[None]:
     """An input that takes too long or too much memory is a finding."""
 
     def too_long(*_: object) -> None:
-        raise Finding(f"took more than {MOST_SECONDS} s")
+        raise _TooLong
 
     before, handler = peak(), signal.signal(signal.SIGALRM, too_long)
     signal.alarm(MOST_SECONDS)
     try:
         yield
+    except _TooLong:
+        raise Finding(f"took more than {MOST_SECONDS} s") from None
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, handler)

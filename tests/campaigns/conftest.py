@@ -7,4 +7,5 @@ from .campaign import Campaign
 def campaign(request):
     """Named for its test."""
     name = request.node.name.removeprefix("test_").replace("_", " ")
-    return Campaign(name=name, seconds=request.config.getoption("--seconds"), seed=request.config.getoption("--seed"))
+    seconds, seed, first = (request.config.getoption(f"--{option}") for option in ("seconds", "seed", "first"))
+    return Campaign(name=name, seconds=seconds, seed=seed, first=first)

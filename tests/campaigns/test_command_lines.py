@@ -1,7 +1,5 @@
 """Random command lines, in this process: the documented exit codes, one line of error, and nothing left behind."""
 
-import contextlib
-import io
 import shutil
 from pathlib import Path
 from typing import get_args
@@ -11,8 +9,9 @@ import torch
 import typer
 from hypothesis import strategies as st
 
-from dcls_convert.cli.app import EXIT_INTERRUPTED, app, main
+from dcls_convert.cli.app import EXIT_INTERRUPTED, app
 
+from ..command_line import ended
 from .campaign import Finding, check_line
 from .nets import build
 from .texts import numbers, texts
@@ -20,7 +19,7 @@ from .texts import numbers, texts
 pytestmark = pytest.mark.campaign
 
 OWN = f"{build.__module__}:build"
-FOLDERS = ["good", "folded", "empty", "nowhere", "file", "out"]
+FOLDERS = ["good", "folded", "empty", "nowhere", "file", "mine", "out", "a" * 240, "é" * 120, "out\x1b[31m", "out\nput"]
 PATHS = st.sampled_from([*FOLDERS, "weights.pth", "rules.yaml", "page.html", "picture.png"])
 WORDS = st.sampled_from(["7", "9", "9x9", "7..11", "auto", "depthwise", "conv3x3", "3x32x32", "60%,100%", "99.5"])
 NUMBERS = st.integers(-1, 40).map(str) | numbers.map(str)
@@ -49,6 +48,9 @@ def values_of(parameter):
     )
 
 
+no_module = texts.map(lambda text: text.replace(":", ";"))  # a name that is typed may be imported
+
+
 @st.composite
 def command_lines(draw):
     words, command = draw(st.sampled_from(list(commands())))
@@ -56,7 +58,13 @@ def command_lines(draw):
     for parameter in command.params:
         if parameter.param_type_name == "argument":
             model = parameter.name == "model"
-            line.append(draw(st.sampled_from([OWN] * 4 + ["nomodel"]) | texts if model else values_of(parameter)))
+            line.append(
+                draw(
+                    st.sampled_from([OWN] * 4 + ["nomodel", "timm:nope", "torchvision:"]) | no_module
+                    if model
+                    else values_of(parameter)
+                )
+            )
     options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
     for parameter in draw(st.lists(st.sampled_from(options), max_size=6)) if options else ():
         if parameter.opts[0] not in NEVER:
@@ -68,16 +76,6 @@ def command_lines(draw):
     return [word.replace("\0", "") for word in line]
 
 
-def ended(line):
-    """Exit code, stdout and stderr."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        try:
-            main(line)
-        except SystemExit as stopped:
-            return stopped.code, out.getvalue(), err.getvalue()
-    raise Finding("main returned")
-
-
 def seen(folder):
     return {path: path.stat().st_mtime_ns for path in Path(folder).rglob("*")}
 
@@ -86,9 +84,11 @@ def seen(folder):
 def workplace(tmp_path, monkeypatch):
     """Folders and files for the command lines to name."""
     monkeypatch.chdir(tmp_path)
-    assert ended([OWN, "--dilated-size", "9", "--input-size", "3x32x32", "--output", "good"])[0] == 0
+    assert ended(OWN, "--dilated-size", "9", "--input-size", "3x32x32", "--output", "good")[0] == 0
     shutil.copytree("good", "out")
     Path("empty").mkdir()
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("the user's own")
     Path("file").write_text("the user's own")
     Path("rules.yaml").write_text("format: 1\nrules: [{match: {kind: depthwise}, dilated_kernel_size: 7}]\n")
     torch.save(build().state_dict(), "weights.pth")
@@ -96,11 +96,11 @@ def workplace(tmp_path, monkeypatch):
 
 
 def test_command_lines(campaign, workplace):
-    kept = {name: seen(workplace / name) for name in ("good", "empty", "file")}
+    kept = {name: seen(workplace / name) for name in ("good", "empty", "file", "mine")}
 
     def check(line):
         before = seen(workplace)
-        code, out, err = ended(line)
+        code, out, err = ended(*line)
         if code not in (0, 2, 3) or "Traceback" in out + err:
             raise Finding(f"ended with {code}: {err[-500:]}")
         errors = [text for text in err.splitlines() if text.startswith("error: ")]
@@ -108,6 +108,10 @@ def test_command_lines(campaign, workplace):
             if errors != err.splitlines()[-1:]:
                 raise Finding(f"not one line of error, the last: {err!r}")
             check_line(errors[0])
+            if "cannot be written: " in errors[0]:
+                raise Finding(f"refused when all was done: {errors[0]!r}")
+        if not out.replace("\n", "").replace("\t", "").isprintable():
+            raise Finding(f"control characters among the results: {out[:500]!r}")
         left = {path for path in seen(workplace).keys() - before.keys() if path.parent == workplace}
         if code != 0 and left:
             raise Finding(f"left {left}")
@@ -115,8 +119,10 @@ def test_command_lines(campaign, workplace):
             raise Finding(f"left {left}")
         for path in left:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
-        if any(seen(workplace / name) != files for name, files in kept.items() if "--force" not in line):
+        allowed = ("file", "good", "empty") if "--force" in line else ()
+        if any(seen(workplace / name) != files for name, files in kept.items() if name not in allowed):
             raise Finding("changed what it was not to")
+        return code == 0
 
     assert EXIT_INTERRUPTED == 130
-    campaign.run(command_lines(), check)
+    campaign.run(command_lines(), check, folder=workplace)

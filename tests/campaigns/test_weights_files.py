@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import struct
 import zipfile
@@ -51,6 +52,9 @@ def odd_tensors():
         "one more row": lambda t: torch.cat([t, t[:1]]) if t.dim() else t,
         "not a tensor": lambda t: t.tolist(),
         "a payload": lambda t: Payload(),
+        "infinite": lambda t: t + torch.inf,
+        "double": lambda t: t.double(),
+        "float8": lambda t: t.to(torch.float8_e4m3fn),
     }
 
 
@@ -68,8 +72,14 @@ def states(draw):
             state[draw(texts)] = state.pop(name) if draw(st.booleans()) else state[name]
     if draw(st.integers(0, 4)) == 0:
         state[draw(st.integers() | st.none() | st.tuples(st.integers()) | st.binary(max_size=3))] = torch.ones(2)
+    if draw(st.integers(0, 9)) == 0:
+        state["module." + sorted(map(str, state))[0]] = torch.ones(1)
+    if draw(st.integers(0, 19)) == 0:
+        state |= {f"more.{number}": 0 for number in range(10 ** draw(st.integers(3, 5)))}
     for _ in range(draw(st.integers(0, 2))):
         state = {draw(st.sampled_from(["state_dict", "model", "state_dict_ema", "epoch"])): state, "more": draw(plain)}
+    if draw(st.integers(0, 9)) == 0:  # it holds itself
+        state["model"] = state
     return state
 
 
@@ -114,6 +124,11 @@ def safetensors_files(draw):
     return _damaged(draw, data)
 
 
+def lying_length(length):
+    """A safetensors file whose header says that it is as long as this."""
+    return struct.pack("<Q", length) + b"{}"
+
+
 def _damaged(draw, data):
     data = bytearray(data)
     for _ in range(draw(st.sampled_from([0, 0, 1, 3, 30]))):
@@ -128,13 +143,14 @@ def test_weights_files(campaign, tmp_path):
     def check(given):
         suffix, data = given
         path = tmp_path / f"weights{suffix}"
-        path.write_bytes(data)
+        path.unlink(missing_ok=True)
+        os.mkfifo(path) if data is None else path.write_bytes(data)
         RAN.clear()
         state, _ = refusal(lambda: read_weights(path))
         if RAN:
             raise Finding("code of the file was run")
         if state is None:
-            return
+            return False
         if not all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()):
             raise Finding("not names to tensors")
         model = build()
@@ -144,6 +160,9 @@ def test_weights_files(campaign, tmp_path):
         for name, tensor in model.state_dict().items():
             if not torch.equal(tensor, wanted[name].to(tensor.dtype)):
                 raise Finding(f"{name} has other values than the {'old model' if refused else 'file'}")
+        return refused is None
 
-    made = torch_files() | pickles()
-    campaign.run(st.tuples(st.just(".pth"), made) | st.tuples(st.just(".safetensors"), safetensors_files()), check)
+    made = st.one_of(torch_files(), torch_files(), torch_files(), pickles(), st.just(None))
+    tensors = safetensors_files() | st.sampled_from([lying_length(2**63), lying_length(100 << 20), None])
+    inputs = st.tuples(st.just(".pth"), made) | st.tuples(st.just(".safetensors"), tensors)
+    campaign.run(inputs, check, folder=tmp_path)

@@ -1,7 +1,8 @@
 """Tries every way into every folder that it is given, and prints what each one did; run in a process of its own.
 
-python audit.py FOLDERS HUB, where FOLDERS holds the folder "good" and others that name what must not be built or
-read, and HUB is a cache of the hub that holds them all. An audit hook notes what Python does meanwhile.
+python -m tests.checkpoints.audit FOLDERS HUB, where FOLDERS holds the folder "good" and others that name what must
+not be built or read, and HUB is a cache of the hub that holds them all. An audit hook notes and refuses what Python
+does meanwhile.
 """
 
 import json
@@ -18,17 +19,8 @@ from dcls_convert.checkpoints.inspection import inspect_folder
 from dcls_convert.checkpoints.verify import verify_folder
 from dcls_convert.export.formats import fold_checkpoint
 
-FORBIDDEN = (
-    "exec",
-    "compile",
-    "socket.",
-    "subprocess.",
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.fork",
-    "urllib.",
-)
+from ..audit_hook import watched
+
 LOADED = (torch, torchvision, huggingface_hub)  # imported before the hook, so that their import is no event
 
 
@@ -52,33 +44,18 @@ def ways(folder, hub):
 def main(folders, hub):
     for way in ways(folders / "good", hub).values():  # imports whatever a healthy folder needs
         way()
-    watched, events, known = [False], [], set(sys.modules)
-    allowed = (str(folders), str(hub))
-
-    def note(event, args):
-        if not watched[0]:
-            return
-        outside = event == "open" and isinstance(args[0], str) and not args[0].startswith(allowed)
-        imports = event == "import" and args[0] not in known
-        if outside or imports or event.startswith(FORBIDDEN):
-            events.append(f"{event} {str(args)[:200]}")
-
-    sys.addaudithook(note)
     results = []
     for folder in sorted(path for path in folders.iterdir() if not path.name.startswith(("good", "folded-"))):
         for name, way in ways(folder, hub).items():
-            events.clear()
             error, text = None, ""
-            watched[0] = True
-            try:
-                found = way()
-            except BaseException as problem:
-                error, text = type(problem).__name__, str(problem)
-            finally:
-                watched[0] = False
+            with watched(folders, hub) as events:
+                try:
+                    found = way()
+                except BaseException as problem:
+                    error, text = type(problem).__name__, str(problem)
             if error is None and name == "verify":
                 text = " ".join(check.detail for check in found.checks)
-            results.append({"folder": folder.name, "way": name, "error": error, "text": text, "events": list(events)})
+            results.append({"folder": folder.name, "way": name, "error": error, "text": text, "events": events})
     print(json.dumps(results))
 
 

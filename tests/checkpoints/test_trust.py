@@ -6,8 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def test_no_way_in_runs_imports_opens_or_downloads_what_a_folder_names(tmp_path)
         in_the_hubs_cache(folder, hub)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     environment |= {"HF_HOME": str(hub)}  # where the hub's client looks for its token
-    command = [sys.executable, str(Path(__file__).with_name("audit.py")), str(folders), str(hub)]
+    command = [sys.executable, "-m", f"{__package__}.audit", str(folders), str(hub)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
@@ -158,6 +158,13 @@ def test_plain_arguments_are_allowed():
     for name, value in [*ARGUMENTS.items(), ("layer", torch.nn.ReLU), ("x", 1j), ("x", {1: 2})]:
         with pytest.raises(ModelError):
             check_source(ModelSource(name=f"timm:{TINY}", args={name: value}))
+
+
+def test_a_folders_arguments_cannot_ask_for_a_network_without_end():
+    start = time.monotonic()
+    with pytest.raises(ModelError, match=r"its arguments ask for more than 20,000 modules"):
+        build_model(ModelSource(name=f"timm:{TINY}", args={"depths": [10**6]}), device="meta")
+    assert time.monotonic() - start < 120
 
 
 def test_a_plan_never_holds_the_hub_or_a_folder():

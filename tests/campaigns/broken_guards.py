@@ -1,0 +1,265 @@
+"""Break each guard of the package on purpose, one at a time: which campaign notices, and after how many tries.
+
+`python -m tests.campaigns.broken_guards [--seconds 60] [--seed 7] [WORD ...]` copies package and tests to a temporary
+folder for each guard (of those whose names hold a word), breaks it there, and runs the campaign that must notice, in a
+limit of memory: without its guard the program may take all there is. A guard that nothing notices is printed so, and
+the exit code is 1. `test_guards.py` checks that the text of each guard still stands in the package.
+
+To add a guard: its name, the campaign (`tests/campaigns/test_CAMPAIGN.py`), and file, text and what breaks it.
+"""
+
+import argparse
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MOST_MEMORY = 3 << 30  # bytes of the process's own; one input may take two thirds of it
+SECONDS_TO_END = 150  # for imports, and for one input that takes too long
+
+
+@dataclass(frozen=True)
+class Guard:
+    name: str
+    campaign: str
+    breaks: tuple[tuple[str, str, str], ...]  # file in the package, text that is there once, and what replaces it
+
+
+def guard(name: str, campaign: str, *breaks: tuple[str, str, str]) -> Guard:
+    return Guard(name, campaign, breaks)
+
+
+YAML, PATTERN, RULES = (f"planning/{name}.py" for name in ("strict_yaml", "stage_pattern", "rules"))
+WEIGHTS, SOURCE = "networks/weights.py", "networks/source.py"
+FOLDER, LOAD, STAMP, TIMM = (f"checkpoints/{name}.py" for name in ("folder", "load", "stamp", "timm_model"))
+VERIFY, OUTPUT, CONSOLE = "checkpoints/verify.py", "checkpoints/output.py", "cli/console.py"
+PLAN = "planning/plan.py"
+
+GUARDS = [
+    # Rule files.
+    guard("size of a YAML text", "rules", (YAML, "if len(text) > MOST_CHARACTERS:", "if False:")),
+    guard("values of a YAML text", "rules", (YAML, "if nodes > MOST_NODES:", "if False:")),
+    guard("aliases written out", "rules", (YAML, "nodes += sizes.get(str(event.anchor), 0)", "nodes += 1")),
+    guard("depth of a YAML text", "rules", (YAML, "if len(open_nodes) > MOST_DEPTH:", "if False:")),
+    guard("digits of an integer", "rules", (YAML, "len(node.value) > MOST_DIGITS", "False")),
+    guard("half a surrogate pair", "rules", (YAML, 'if any("\\ud800" <= character', 'if any("" > character')),
+    guard("a key twice", "rules", (YAML, "if key_node.value in seen:", "if False:")),
+    guard(
+        "whatever PyYAML raises",
+        "rules",
+        (RULES, "except Exception as error:  # PyYAML", "except ValueError as error:  #"),
+    ),
+    guard("UTF-8 in rule files", "rules", (RULES, "except UnicodeDecodeError as error:", "except EOFError as error:")),
+    guard(
+        "patterns in linear time",
+        "rules",
+        (PATTERN, "import re2", "import re as re2"),
+        (PATTERN, "options = re2.Options()", "options: Any = type('', (), {})()"),
+        (PATTERN, "re2.compile(pattern, options)", "re2.compile(pattern)"),
+    ),
+    guard(
+        "windows of rules",
+        "rules",
+        (RULES, "Field(ge=1, le=MOST_SIDE)", "Field(ge=1)"),
+        ("layers/geometry.py", "if cells > MOST_CELLS:", "if False:"),
+    ),
+    guard("escapes in messages", "rules", ("errors.py", "if text.isprintable():", "if True:")),
+    guard("length of what messages show", "rules", ("errors.py", "if len(text) <= limit and cell_len", "if cell_len")),
+    # Files.
+    guard("only regular files", "folders", ("files.py", "if not stat.S_ISREG(found.st_mode):", "if False:")),
+    guard("size of a text file", "folders", ("files.py", "if found.st_size > most:", "if False:")),
+    guard("weights that are no file", "folders", (STAMP, "if not path.is_file():", "if False:")),
+    guard(
+        "a checkpoint that is no file",
+        "weights_files",
+        ("files.py", "if not path.is_file():\n            missing", "if False:\n            missing"),
+    ),
+    # Weights files.
+    guard(
+        "weights_only",
+        "weights_files",
+        (WEIGHTS, 'map_location="cpu", weights_only=True', 'map_location="cpu", weights_only=False'),
+    ),
+    guard("keys that are no texts", "weights_files", (WEIGHTS, "if odd := {", "if odd := set() and {")),
+    guard(
+        "wrappers inside each other",
+        "weights_files",
+        (WEIGHTS, "isinstance(content, Mapping) and depth <= MOST_WRAPPERS", "isinstance(content, Mapping)"),
+        (WEIGHTS, "or depth > MOST_WRAPPERS", ""),
+    ),
+    guard(
+        "tensors that are not dense",
+        "weights_files",
+        (WEIGHTS, "if value.layout != torch.strided or value.is_meta or value.is_quantized:", "if False:"),
+    ),
+    guard("entries that are no tensors", "weights_files", (WEIGHTS, "if not isinstance(value, Tensor):", "if False:")),
+    guard("NaN in weights", "weights_files", (WEIGHTS, "problems = list(filter(None, found))", "problems = []")),
+    guard("shapes of weights", "weights_files", (WEIGHTS, "if tensor.shape != wanted.shape:", "if False:")),
+    guard(
+        "kinds of numbers",
+        "weights_files",
+        (WEIGHTS, "if tensor.is_complex() != wanted.is_complex() or", "if False and"),
+    ),
+    guard("names of weights", "weights_files", (WEIGHTS, "if missing or unexpected:", "if False:")),
+    guard("a name with and without its prefix", "weights_files", (WEIGHTS, "if stripped in state:", "if False:")),
+    guard(
+        "whatever unpickling raises",
+        "weights_files",
+        (WEIGHTS, "except Exception as error:  # damaged", "except pickle.UnpicklingError as error:  #"),
+    ),
+    # Folders.
+    guard(
+        "code that a folder names",
+        "folders",
+        (LOAD, "if not trust_code:\n        check_source(source)", "if False:\n        check_source(source)"),
+    ),
+    guard(
+        "code that a folder names, through timm",
+        "folders",
+        (TIMM, "check_source(ModelSource(name=base, args=stored))", "pass"),
+    ),
+    guard(
+        "arguments that name files",
+        "folders",
+        (SOURCE, "REFUSED_WORDS & set(name.lower().split", "set() & set(name.lower().split"),
+    ),
+    guard("paths in arguments", "folders", (SOURCE, "if REFUSED_CHARACTERS & set(value):", "if False:")),
+    guard("weights from elsewhere", "folders", (TIMM, "return {**config, **NO_OTHER_WEIGHTS}", "return dict(config)")),
+    guard("a network without end", "folders", (SOURCE, "if next(count) > MOST_MODULES:", "if False:")),
+    guard(
+        "sizes before they cost",
+        "folders",
+        (VERIFY, 'twin = build_model(source, device="meta"', 'twin = build_model(source, device="cpu"'),
+    ),
+    guard("hash of the tensors", "folders", (LOAD, "stamp.tensors != tensors_hash(state.items())", "False")),
+    guard("hash of the plan", "folders", (FOLDER, "stamp.plan != config.plan.hash", "False")),
+    guard(
+        "weights of another folder", "folders", (FOLDER, "if config.tensors not in (None, stamp.tensors):", "if False:")
+    ),
+    guard("weights without metadata", "folders", (FOLDER, "if config.tensors is not None:", "if False:")),
+    guard("hash of the texts", "folders", (VERIFY, "written not in (None, text_hash(text))", "False")),
+    guard("plans that contradict themselves", "folders", (PLAN, "            check_plan(plan)", "            pass")),
+    guard("windows of a plan", "folders", ("layers/geometry.py", "if cells > MOST_CELLS:", "if False:")),
+    guard(
+        "pixels of an image",
+        "folders",
+        ("checkpoints/fingerprint.py", "if math.prod(input_size[1:]) > MOST_PIXELS:", "if False:"),
+    ),
+    guard("depth of JSON", "folders", ("checkpoints/records.py", "(ValueError, RecursionError)", "ValueError")),
+    # Command lines.
+    guard(
+        "control characters on stderr",
+        "command_lines",
+        (CONSOLE, "shown(word[0], LONGEST_WORD), printable(text))", "word[0], text)"),
+    ),
+    guard(
+        "names that are too long", "command_lines", (OUTPUT, "if len(os.fsencode(path.name)) > MOST_NAME:", "if False:")
+    ),
+    guard("what --force may replace", "command_lines", (OUTPUT, "if reason := foreign(path):", "if reason := None:")),
+    guard(
+        "an output that is there",
+        "command_lines",
+        (
+            OUTPUT,
+            "if not force:\n                raise OutputExistsError(path)",
+            "if False:\n                raise OutputExistsError(path)",
+        ),
+    ),
+    guard(
+        "what a library raises",
+        "command_lines",
+        ("cli/app.py", "except OSError as error:  # the disk", "except EOFError as error:  #"),
+    ),
+]
+
+
+def broken(guard: Guard, folder: Path) -> None:
+    """Copy the project to a folder and break the guard there."""
+    for name in ("dcls_convert", "rules", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name, text, instead in guard.breaks:
+        path = folder / "dcls_convert" / name
+        content = path.read_text(encoding="utf-8")
+        if content.count(text) != 1:
+            raise SystemExit(f"{guard.name}: {name} has {content.count(text)} times {text!r}")
+        path.write_text(content.replace(text, instead), encoding="utf-8")
+
+
+def tried(guard: Guard, seconds: float, seed: int) -> tuple[bool, str]:
+    """Whether the campaign noticed, and how soon."""
+    with tempfile.TemporaryDirectory(prefix="broken-guard-") as folder:
+        broken(guard, Path(folder))
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "campaign",
+            "-n",
+            "0",
+            "-s",
+            "-p",
+            "no:cacheprovider",
+            "--first",
+        ]
+        command += ["--basetemp", f"{folder}/temp", "--seconds", str(seconds), "--seed", str(seed)]
+        command += [f"tests/campaigns/test_{guard.campaign}.py"]
+        start = time.monotonic()
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "TMPDIR": folder},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY)),
+        )
+        try:
+            output, _ = process.communicate(timeout=seconds + SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return True, f"hung: killed after {seconds + SECONDS_TO_END:g} s"
+        took = time.monotonic() - start
+    return outcome(output, process.returncode, took)
+
+
+def outcome(output: str, code: int, took: float) -> tuple[bool, str]:
+    line = re.search(r": ([\d,]+) tried, .* (\d+) findings", output)
+    if line is None:
+        return code != 0, f"the campaign itself ended with {code}: {output.strip()[-300:]!r}"
+    if line[2] == "0":
+        return False, f"not noticed in {took:.0f} s, {line[1]} tries"
+    why = re.search(r"Finding: .*?: \d+ findings in \S+: \[(.{0,150})", output)
+    return True, f"noticed after {line[1]} tries, {took:.0f} s: {why[1] if why else ''}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="of the guards' names or campaigns; all without them")
+    parser.add_argument("--seconds", type=float, default=60, help="of each campaign")
+    parser.add_argument("--seed", type=int, default=7)
+    options = parser.parse_args()
+    missed = 0
+    for each in GUARDS:
+        if options.words and not any(word in (each.campaign, each.name) for word in options.words):
+            continue
+        noticed, how = tried(each, options.seconds, options.seed)
+        missed += not noticed
+        print(f"| {each.name} | {each.campaign} | {how} |", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
