@@ -1,6 +1,6 @@
 """A converted model from its folder: build the network, place the layers, take the weights. Draws no random number."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from ..networks.weights import fill_, load_weights_
 from ..planning.plan import ConversionPlan
 from ..surgery.place import place_layers_
 from .folder import WEIGHTS, read_checked_stamp, read_folder, the_plan
-from .stamp import Stamp, read_tensors, tensors_hash
+from .stamp import Stamp, read_state, tensors_hash
 
 
 def load_converted(
@@ -38,17 +38,45 @@ def load_converted(
     if model is None:
         source = buildable(config.source, folder, trust_code=trust_code)
     stamp = read_checked_stamp(folder / WEIGHTS, config)
-    state = dict(read_tensors(folder / WEIGHTS))
+    state = read_state(folder / WEIGHTS)
     check_tensors(state, stamp, folder / WEIGHTS)
-    # No weights are drawn where the file has all that the model needs.
-    if model is None and (hollow := build_hollow(source)) is not None:
-        place_(hollow, plan)
-        if fill_(hollow, state, str(folder / WEIGHTS)):
-            return hollow.eval().to(device)
-    model = model if model is not None else build_model(source, trust_code=True)  # allowed above
+    if model is None:
+        return rebuilt(source, plan, state, str(folder / WEIGHTS)).eval().to(device)
     place_(model, plan)
     load_weights_(model, state, str(folder / WEIGHTS))
     return model.eval().to(device)
+
+
+def rebuilt(
+    source: ModelSource,
+    plan: ConversionPlan | None,
+    state: dict[str, Tensor],
+    where: str,
+    prepare_: Callable[[nn.Module], None] = lambda _: None,
+) -> nn.Module:
+    """The network of a source that may be built, converted by the plan, with these weights.
+
+    No weights are drawn where the state has all that the model needs; its tensors then become the model's own, and
+    memory holds them once.
+
+    Args:
+        source, plan: What `buildable` allows; without a plan, the network as it is.
+        state, where: As in `load_weights_`, whose CheckpointError it raises.
+        prepare_: Changes the model, which may be on meta, before it takes its weights.
+    """
+
+    def prepared(model: nn.Module) -> nn.Module:
+        if plan is not None:
+            place_(model, plan)
+        prepare_(model)
+        return model
+
+    hollow = build_hollow(source)
+    if hollow is not None and fill_(prepared(hollow), state, where):
+        return hollow
+    model = prepared(build_model(source, trust_code=True))
+    load_weights_(model, state, where)
+    return model
 
 
 def buildable(source: ModelSource | None, folder: Path, *, trust_code: bool) -> ModelSource:

@@ -86,13 +86,19 @@ def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tu
                 yield name, file.get_tensor(name)
 
 
+def read_state(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, in memory of torch's own, which a model can keep; as `read_tensors`."""
+    return {name: tensor.clone() for name, tensor in read_tensors(path)}
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
         if not path.is_file():
             kind = "is not a file" if path.exists() else "leads nowhere" if path.is_symlink() else ""
             raise CheckpointError(f"{path}: {kind or 'there is no such file'}")
-        with safe_open(path, framework="pt") as file:
+        # Read the tensors: views of the mapped file would count as memory too.
+        with safe_open(path, framework="pt", backend="pread") as file:
             yield file
     except (SafetensorError, OSError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file: {one_line(error)[:200]}") from error

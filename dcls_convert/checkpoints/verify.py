@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, DclsConvertError, listed, one_line, shown
 from ..files import check_folder
 from ..networks.source import build_model
-from ..networks.weights import load_weights_, misfits, not_finite
+from ..networks.weights import misfits, not_finite
 from ..progress import Step, silent
 from ..tables import counted
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
 from .folder import CONFIG, FILES, PICTURE_FILES, WEIGHTS, FolderConfig, read_checked_stamp, read_folder, read_text
 from .inspection import position_sets
-from .load import buildable, check_tensors, place_, untied
+from .load import buildable, check_tensors, place_, rebuilt, untied
 from .records import write_json
-from .stamp import Stamp, read_stamp, read_tensors, text_hash
+from .stamp import Stamp, read_stamp, read_state, read_tensors, text_hash
 
 VERIFICATION_FORMAT = 1
 MOST_SECONDS = 600.0  # for the process that rebuilds the model
@@ -192,7 +192,7 @@ def main(folder: str, trust_code: str, result: str) -> None:
 
 def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
     """Build the model of a folder that can be read; check names, shapes, ties and outputs."""
-    checks, config, state = Checks(), read_folder(folder), dict(read_tensors(folder / WEIGHTS))
+    checks, config, state = Checks(), read_folder(folder), read_state(folder / WEIGHTS)
     model = checks.attempt("model", folder, lambda: _rebuilt(checks, folder, config, state, trust_code))
     if model is not None:
         if config.plan is not None:
@@ -205,7 +205,7 @@ def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
 
 
 def _rebuilt(
-    checks: Checks, folder: Path, config: FolderConfig, state: Mapping[str, Tensor], trust_code: bool
+    checks: Checks, folder: Path, config: FolderConfig, state: dict[str, Tensor], trust_code: bool
 ) -> nn.Module | None:
     """The model with its weights, in their precision; None where they do not fit."""
     source = buildable(config.source, folder, trust_code=trust_code)
@@ -214,14 +214,13 @@ def _rebuilt(
         place_(twin, config.plan)
     if not checks.add("model", misfits(twin, state), f"{shown(source.name)} rebuilt; all {len(state)} tensors fit"):
         return None
-    model = build_model(source, trust_code=True)
-    if config.plan is not None:
-        place_(model, config.plan)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name in state and tensor.is_floating_point():
-            tensor.data = tensor.data.to(state[name].dtype)  # the precision in which the outputs were stored
-    load_weights_(model, state, WEIGHTS)
-    return model
+
+    def take_precision_(model: nn.Module) -> None:  # in which the outputs were stored
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name in state and tensor.is_floating_point():
+                tensor.data = tensor.data.to(state[name].dtype)
+
+    return rebuilt(source, config.plan, state, WEIGHTS, take_precision_)
 
 
 def _check_outputs(checks: Checks, model: nn.Module, stamp: Stamp | None, config: FolderConfig) -> None:

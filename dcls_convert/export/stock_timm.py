@@ -1,5 +1,6 @@
 """Write a folded model as a folder for timm, which loads it alone if the architecture's arguments set kernel sizes."""
 
+import contextlib
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -9,13 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.folder import CARD, not_of_a_checkpoint
+from ..checkpoints.folder import CARD, WEIGHTS, not_of_a_checkpoint
 from ..checkpoints.output import new_folder
 from ..checkpoints.save import loading_code, model_card, save_converted, timm_config, write_files
+from ..checkpoints.stamp import read_state
 from ..errors import DclsConvertError, ModelError
 from ..networks.outputs import ComparisonError, check_equal
 from ..networks.sites import find_convs
 from ..networks.source import ModelSource, build_model
+from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
 from ..reports.report import measure_report
 from .job import FOLDING_BOUND, ExportFormat, Folded, Job, run_model
@@ -55,7 +58,8 @@ def write(job: Job) -> Folded:
             named = {"architecture": stock.architecture, "model_args": stock.args}
             config = {**timm_config(job.model, job.plan), **named}
             write_files(job.model, job.plan, partial, config, {CARD: card})
-            error = _check_stock(job, stock, partial)
+            with weights_in_file_alone(job.model, partial / WEIGHTS):
+                error = _check_stock(job, stock, partial)
         return job.record("stock timm", error, LOAD_WITH_STOCK_TIMM, kernel_args=stock.kernel_args)
     except NotStockError as reason:
         if job.was_folded:
@@ -63,6 +67,23 @@ def write(job: Job) -> Folded:
         job.step(f"writing {job.output}, a checkpoint of this program")
         save_converted(job.model, job.plan, job.output, report=report, force=job.force)
         return job.record("dcls", 0.0, loading_code(job.plan.model), note=str(reason))
+
+
+@contextlib.contextmanager
+def weights_in_file_alone(model: nn.Module, path: Path) -> Iterator[None]:
+    """Inside, a model's weights are on meta, to make room for another model; after an error they are read again.
+
+    Afterwards the model is good for counts alone. One whose modules stand in several places keeps its weights.
+    """
+    if alias_names(model):
+        yield
+        return
+    model.load_state_dict({name: tensor.to("meta") for name, tensor in model.state_dict().items()}, assign=True)
+    try:
+        yield
+    except NotStockError:
+        model.load_state_dict(read_state(path), assign=True)
+        raise
 
 
 def _check_stock(job: Job, stock: StockModel, folder: Path) -> float:

@@ -1,0 +1,67 @@
+"""Weights are in memory once: the peak of each command over what the imports take, beside the network's weights."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+LIMIT = 1.2  # times the weights
+PROGRAM = """
+import contextlib, gc, io, json, re, sys
+from pathlib import Path
+import timm
+from safetensors.torch import save_file
+from dcls_convert.checkpoints.load import load_converted
+from dcls_convert.checkpoints.verify import rebuild_here
+from dcls_convert.cli.app import main
+
+def status(name):
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(rf"^{name}:\\s+(\\d+) kB$", text, re.MULTILINE)[1]) * 1024
+
+def shell(*arguments):
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main([*arguments, "-q"])
+
+def peaks(name):
+    folder, weights = f"{name}-folder", f"{name}.safetensors"
+    convert = (name, "--dilated-size", "9", "--input-size", "3x64x64", "--output")
+    works = {
+        "convert": lambda: shell(*convert, folder),
+        "convert --checkpoint": lambda: shell(
+            *convert, f"{name}-largest", "--checkpoint", weights, "--init", "largest"
+        ),
+        "load_converted": lambda: load_converted(folder),
+        "verify": lambda: [check.ok for check in rebuild_here(Path(folder), False)].index(True),
+        "fold": lambda: shell("fold", folder, "--output", f"{name}-folded"),
+    }
+    state = timm.create_model(name).state_dict()
+    save_file(state, weights)
+    size = sum(tensor.nbytes for tensor in state.values())
+    del state
+    found = {}
+    before = status("VmRSS")
+    for command, work in works.items():
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        work()
+        found[command] = (status("VmHWM") - before) / size
+    assert all(Path(f"{name}-{written}").is_dir() for written in ("folder", "largest", "folded"))
+    return found
+
+peaks("test_convnext")  # what the first call imports and keeps
+print(json.dumps(peaks("convnext_base")))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_command_holds_a_second_copy_of_the_weights(tmp_path):
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout.splitlines()[-1])
+    print(peaks)
+    # timm's own loading, with which a folded folder is tried, draws weights and maps the file's.
+    assert {name: peak for name, peak in peaks.items() if peak > LIMIT + (name == "fold")} == {}
+    assert min(peaks.values()) > 0.9, "the weights must have been there once"
