@@ -6,7 +6,7 @@ from typing import Any
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -14,17 +14,24 @@ from rich.text import Text
 from .errors import printable, shown
 
 LEAST_NAME = 24  # columns, with the space beside it, down to which names give way; then numbers are folded
+ENDLESS = 1_000_000  # columns, where a table is asked how many it would like to have
 
 
 class _NamesGiveWay(Table):
-    """A table whose first column is narrowed before the others. rich's method is private: without it, all are."""
+    """A table whose first column is narrowed before the others."""
 
     least_name = LEAST_NAME
 
-    def _collapse_widths(self, widths: list[int], wrapable: list[bool], max_width: int) -> list[int]:  # type: ignore[override]
-        surplus = max(sum(widths) - max_width, 0)
-        name = max(widths[0] - surplus, min(widths[0], self.least_name))
-        return super()._collapse_widths([name, *widths[1:]], wrapable, max_width)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        first, endless = self.columns[0], options.update(max_width=ENDLESS)
+        first.max_width = None
+        surplus = console.measure(self, options=endless).maximum - options.max_width
+        if surplus > 0:
+            parts = (first.header, *first.cells)
+            name = max(console.measure(part, options=endless).maximum for part in parts)
+            space = self.padding[1]
+            first.max_width = max(name - surplus, min(name, self.least_name - space))
+        yield from super().__rich_console__(console, options)
 
 
 def plain_table(first: str, *headings: str, least_name: int = LEAST_NAME) -> Table:

@@ -55,7 +55,8 @@ def here(hub, tmp_path, monkeypatch):
     """This process uses the hub, with a cache of its own, and waits for nothing."""
     monkeypatch.chdir(tmp_path)
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    for module in (constants, huggingface_hub.file_download):  # before 1.0, of the second
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)  # of the functions of the same names
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -23,6 +23,7 @@ ROUTES = {
     ("PUT", re.compile(r"/lfs/(?P<oid>[0-9a-f]{64})")): "put",
     ("POST", re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/(?P<revision>[^/]+)")): "commit",
     ("POST", re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/tag/(?P<revision>[^/]+)")): "tag",
+    ("GET", re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/revision/(?P<revision>[^/]+)")): "describe",
     ("HEAD", RESOLVE): "resolve",
     ("GET", RESOLVE): "resolve",
 }
@@ -117,6 +118,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def validate(self, body: bytes) -> None:
         self.reply(200, {"errors": [], "warnings": []})
+
+    def describe(self, body: bytes, repo: str, revision: str) -> None:
+        """Clients before 1.0 ask before they upload."""
+        self.reply(200, {"id": repo, "xetEnabled": False})
 
     def preupload(self, body: bytes, repo: str, revision: str) -> None:
         paths = [file["path"] for file in json.loads(body)["files"]]

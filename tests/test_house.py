@@ -230,6 +230,62 @@ def test_a_room_says_what_it_promises(name):
     assert (importlib.import_module(f"dcls_convert.{name}").__doc__ or "").strip()
 
 
+# What others may change.
+
+# Names with an underscore that belong to a dependency, each with what it is for, and what is lost without it. None is
+# called by its name alone, so that a newer release without it is no AttributeError.
+PRIVATE = {
+    ("layers.conv_classes", "_conv_forward"): "what subclasses override; without it, there is nothing to override",
+    ("layers.eager", "_are_functorch_transforms_active"): "without it, the plain forms are taken",
+    ("layers.positions", "_orig_mod"): "of torch.compile; without it, a compiled model is not looked into",
+    ("layers.positions", "_fsdp_wrapped_module"): "of FSDP1; likewise",
+    ("layers.ties", "_apply"): "overridden, as in torch's RNNs; without it, tied positions refuse channels_last",
+    ("layers.ties", "_is_replica"): "of nn.DataParallel; without it, positions stay on the first device",
+    ("networks.sites", "_model_args"): "of timm; without it, the input has the config's channels",
+    ("networks.source", "_model_args"): "of timm; without it, a model's source is not known",
+    ("networks.tracing", "_forward_hooks"): "a copy without the user's hooks; without it, they see the trace",
+    ("surgery.fold", "_model_args"): "as `place` sets it",
+    ("surgery.place", "_model_args"): "what timm's own savers read",
+}
+OS_EXIT = ("reports.workers", "_exit")  # documented
+
+
+def private_names(path):
+    """Names with one leading underscore that a module imports, reads from objects or has as text."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            yield from (part for module in modules for part in module.split("."))
+
+
+def own_names(path):
+    """Names that a module of the package defines."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def test_private_names_of_others_are_few_and_have_a_reason():
+    private = re.compile(r"_[a-z]\w*")
+    paths = sorted(PACKAGE.rglob("*.py"))
+    own = {name for path in paths for name in own_names(path)} - {name for _, name in PRIVATE}
+    found = {
+        (_module_of(path), name)
+        for path in paths
+        for name in private_names(path)
+        if private.fullmatch(name) and name not in own
+    }
+    assert found == {*PRIVATE, OS_EXIT}
+
+
 # What a start costs.
 
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from pydantic import ConfigDict
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..errors import one_line
+from ..networks.outputs import tensors_in
 from ..networks.quiet import seeded
 from ..networks.running import evaluating, reproducible
 from ..networks.tracing import image_dtype
@@ -77,8 +77,7 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
     try:
         with _undisturbed(model):
             output = model(image.to(device, dtype))
-        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        outputs = tuple(map(_output_print, leaves))
+        outputs = tuple(_output_print(tensor) for tensor in tensors_in(output) if tensor.is_floating_point())
     except Exception as error:  # the model's own code may raise anything
         return Fingerprint(dtype=name, outputs=None, reason=f"{type(error).__name__}: {one_line(error)[:120]}")
     reason = None if outputs else "the model gives no floating-point tensor"
@@ -123,7 +122,8 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
     Warnings are about the model; turned into errors they would change what is written.
     """
-    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    own = ((m, m.named_buffers(recurse=False, remove_duplicate=False)) for m in model.modules())
+    buffers = [(m, name, buffer, buffer.clone()) for m, named in own for name, buffer in named]
     cudnn = torch.backends.cudnn
     choice = cudnn.deterministic, cudnn.benchmark
     try:
@@ -139,6 +139,6 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         cudnn.deterministic, cudnn.benchmark = choice
         with torch.no_grad():
             for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer
+                setattr(module, name, buffer)
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)

@@ -45,9 +45,9 @@ class _Program(CommandGroup):
 def _completion_asked() -> bool:
     """Whether to add the options for completion; with them, typer imports pydantic for every command."""
     if COMPLETION_VARIABLE in os.environ:  # a shell asks what to complete, and has half the time of a command
-        from typer._completion_classes import completion_init
+        from typer.completion import get_completion_inspect_parameters
 
-        completion_init()  # which typer else does when it adds the options
+        get_completion_inspect_parameters()  # makes the shells known, which typer else does as it adds the options
         return False
     first = sys.argv[1:2] or ["--help"]
     return first[0].startswith(("--install", "--show", "--help", "-h"))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from typer._click.core import ParameterSource
 from typer.core import TyperCommand
 
 from ..errors import DclsConvertError, did_you_mean, one_line, shown
@@ -140,11 +139,16 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         defaults = ctx.find_root().obj
-        taken = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP]
+        taken = [name for name in ctx.params if _source(ctx, name) == "DEFAULT_MAP"]
         if taken and not ctx.params.get("quiet"):
             values = ", ".join(f"{key_of(name)}={shown(ctx.default_map[name])}" for name in taken)
             console.message(f"note: defaults of {os.path.relpath(defaults.path)}: {values}", style="yellow")
         return super().invoke(ctx)
+
+
+def _source(ctx: Any, name: str) -> str | None:
+    """Where typer has the value of a parameter from."""
+    return getattr(ctx.get_parameter_source(name), "name", None)
 
 
 def key_of(parameter: str) -> str:

@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ..networks.outputs import tensors_in
 from .job import Exported, ExportFormat, Folded, Job, export_file
 
 BOUND = 1e-3  # relative error; onnxruntime has other kernels, and folds constants beforehand
@@ -34,7 +33,7 @@ def write(job: Job) -> Folded:
         return _session(path)
 
     # ONNX knows no structure: its outputs are the tensors in their order.
-    flat = tuple(_flat(outputs) for outputs in job.wanted)
+    flat = tuple(tuple(tensors_in(outputs)) for outputs in job.wanted)
     return export_file(replace(job, wanted=flat), BOUND, export, LOADING)
 
 
@@ -46,11 +45,7 @@ class _FlatOutputs(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        return _flat(self.model(images))
-
-
-def _flat(outputs: Any) -> tuple[Tensor, ...]:
-    return tuple(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
+        return tuple(tensors_in(self.model(images)))
 
 
 def _session(path: Path) -> Exported:

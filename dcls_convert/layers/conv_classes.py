@@ -5,27 +5,21 @@ from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.modules.padding import _ConstantPadNd
 from torch.nn.utils import parametrize
 
 from .geometry import DYNAMIC_SAME, Padding
 
-CONV_CLASSES: dict[int, type[_ConvNd]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+AnyConv = Conv | ConvTranspose
+ConstantPad = nn.ConstantPad1d | nn.ConstantPad2d | nn.ConstantPad3d
+
+CONV_CLASSES: dict[int, type[Conv]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _CALLED = ("forward", "_conv_forward", "__call__")  # the methods that decide what a convolution computes
 
 # The registries of a module's forward and backward hooks. The new layer takes over the dictionaries themselves: a
 # handle that the user kept for `handle.remove()` points to them.
-_HOOK_REGISTRIES = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-)
+_HOOK_REGISTRIES = tuple(name for name in vars(nn.Module()) if "ward_" in name and "hook" in name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +89,7 @@ def register_conv(
             dcls_convert.register_conv(CentredConv, weight=centred)
     """
     base = _base_of(cls)
-    if base is None or issubclass(cls, _ConvTransposeNd):
+    if base is None or issubclass(cls, ConvTranspose):
         raise TypeError(f"{cls.__name__} is no subclass of torch.nn.Conv1d, Conv2d or Conv3d")
     if cls.forward is base.forward:
         raise TypeError(f"{cls.__name__} has the forward of {base.__name__}, and is treated as such already")
@@ -116,7 +110,7 @@ def find_form(conv: nn.Module) -> ConvForm | None:
     return next((form for cls, form in reversed(_FORMS.items()) if _computes_as(type(conv), cls)), None)
 
 
-def padding_of(conv: _ConvNd) -> Padding:
+def padding_of(conv: AnyConv) -> Padding:
     """All padding of a convolution that can be replaced: its own, and what its class adds in `forward`."""
     form = find_form(conv) or PLAIN
     if form.pads_same(conv):
@@ -134,7 +128,7 @@ def _zeros_around(module: nn.Module | None, dims: int) -> tuple[tuple[int, int],
     """The zeros that a padding module adds before and after each axis; None where it does something else."""
     if isinstance(module, nn.Identity):
         return ((0, 0),) * dims
-    if not isinstance(module, _ConstantPadNd) or module.value or len(module.padding) != 2 * dims:
+    if not isinstance(module, ConstantPad) or module.value or len(module.padding) != 2 * dims:
         return None
     last_axis_first = list(zip(module.padding[::2], module.padding[1::2], strict=True))
     return tuple(reversed(last_axis_first))
@@ -143,7 +137,7 @@ def _zeros_around(module: nn.Module | None, dims: int) -> tuple[tuple[int, int],
 def why_not_replaceable(conv: nn.Module) -> str | None:
     """Why this object cannot be replaced, whatever the rules say; None where it can."""
     kind = type(conv).__name__
-    if isinstance(conv, _ConvTransposeNd):
+    if isinstance(conv, ConvTranspose):
         return "transposed convolution"
     if not isinstance(conv, tuple(CONV_CLASSES.values())):
         return f"{kind} is no convolution of torch.nn"
@@ -154,15 +148,16 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
         return "lazy convolution that has not seen an input yet"
     form = find_form(conv)
-    dims = len(cast(_ConvNd, conv).kernel_size)
-    held = {**conv._modules, **conv._buffers}
-    paddings = {name for name, module in conv._modules.items() if _zeros_around(module, dims)}
+    dims = len(cast(Conv, conv).kernel_size)
+    held = {name for name, _ in [*conv.named_children(), *conv.named_buffers(recurse=False)]}
+    paddings = {name for name, module in conv.named_children() if _zeros_around(module, dims)}
     if form is None:
-        teachable = "" if held.keys() - paddings else " (register_conv teaches it)"
+        teachable = "" if held - paddings else " (register_conv teaches it)"
         return f"{kind} has a forward of its own that is not known here{teachable}"
-    if set(conv._parameters) != {"weight", "bias", *form.parameters}:
-        return f"its weight is computed from other parameters ({', '.join(sorted(conv._parameters))})"
-    if lost := held.keys() - (paddings & {form.padding_module}):
+    parameters = {name for name, _ in conv.named_parameters(recurse=False, remove_duplicate=False)}
+    if parameters != {name for name in ("weight", "bias", *form.parameters) if getattr(conv, name, ...) is not None}:
+        return f"its weight is computed from other parameters ({', '.join(sorted(parameters))})"
+    if lost := held - (paddings & {form.padding_module}):
         return f"{kind} holds {', '.join(sorted(lost))}, which would be lost"
     if form.padding_module is not None and (not paddings or conv.padding_mode != "zeros" or conv.padding == "same"):
         return f"{kind} does not pad by {form.padding_module} alone"
@@ -177,8 +172,8 @@ def carry_over(old: nn.Module, new: nn.Module, *, known: Collection[str]) -> Non
         known: Names of the attributes that belong to the classes of the two, and are not carried over.
     """
     new.train(old.training)
-    for name, parameter in new._parameters.items():
-        if parameter is not None and parameter is not old._parameters.get(name):
+    for name, parameter in new.named_parameters(recurse=False):
+        if parameter is not getattr(old, name, None):
             parameter.requires_grad_(bool(old.weight.requires_grad))
     for name in _HOOK_REGISTRIES:
         new.__dict__[name] = old.__dict__[name]
@@ -186,10 +181,10 @@ def carry_over(old: nn.Module, new: nn.Module, *, known: Collection[str]) -> Non
     new.__dict__.update(more)
 
 
-def _base_of(cls: type[nn.Module]) -> type[_ConvNd] | None:
+def _base_of(cls: type[nn.Module]) -> type[Conv] | None:
     return next((base for base in CONV_CLASSES.values() if issubclass(cls, base)), None)
 
 
 def _computes_as(cls: type[nn.Module], other: type[nn.Module]) -> bool:
     """Whether a class inherits from `other` all methods that decide what `other` computes."""
-    return issubclass(cls, other) and all(getattr(cls, name) is getattr(other, name) for name in _CALLED)
+    return issubclass(cls, other) and all(getattr(cls, name, None) is getattr(other, name, None) for name in _CALLED)

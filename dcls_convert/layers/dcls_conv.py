@@ -10,11 +10,10 @@ from typing import Any, ClassVar, Self, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.nn.modules.conv import _ConvNd
 
 from .clamping import clamp_
 from .construction import construct_kernel
-from .conv_classes import PLAIN, ConvForm, carry_over, find_form, padding_of, why_not_replaceable
+from .conv_classes import PLAIN, Conv, ConvForm, carry_over, find_form, padding_of, why_not_replaceable
 from .depthwise import conv2d
 from .elements import POSITION_STD, largest_elements
 from .geometry import DYNAMIC_SAME, Padding, extent, grown_padding, is_uneven, padded_cells
@@ -50,7 +49,7 @@ class DclsConvNd(Tied):
     """
 
     dims: ClassVar[int]
-    conv_class: ClassVar[type[_ConvNd]]
+    conv_class: ClassVar[type[Conv]]
     conv_function: ClassVar[Callable[..., Tensor]]
 
     weight: nn.Parameter
@@ -208,15 +207,16 @@ class DclsConvNd(Tied):
         widths = [cells for axis in reversed(sides) for cells in axis]
         return F.pad(input, widths, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def state_dict(self, *args: Any, **settings: Any) -> Any:
+        """As any module's, which is how models save their layers; the positions are clamped before."""
         if not self.positions.is_meta:
             self.clamp_positions_()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        return super().state_dict(*args, **settings)
 
     @classmethod
     def from_conv(
         cls,
-        conv: _ConvNd,
+        conv: Conv,
         *,
         kernel_count: int,
         dilated_kernel_size: IntOrTuple,
@@ -251,7 +251,7 @@ class DclsConvNd(Tied):
     @classmethod
     def like(
         cls,
-        conv: _ConvNd,
+        conv: Conv,
         kernel_count: int,
         dilated_kernel_size: IntOrTuple,
         interpolation: str,
@@ -283,13 +283,13 @@ class DclsConvNd(Tied):
         layer.bias = cast(nn.Parameter | None, conv.bias)
         layer.form = find_form(conv) or PLAIN
         for name in layer.form.parameters:
-            layer.register_parameter(name, conv._parameters[name])
+            layer.register_parameter(name, getattr(conv, name))
         carry_over(conv, layer, known=_OWN_ATTRIBUTES)
         if layer.form.adapt is not None:
             layer.form.adapt(conv, layer)
         return layer
 
-    def fuse(self) -> _ConvNd:
+    def fuse(self) -> Conv:
         """The plain convolution with the constructed kernel as its weight: same outputs, positions no longer learnt.
 
         `timm.utils.reparameterize_model` calls it. On the CPU, a plain depthwise convolution with a wide window is slow
@@ -302,7 +302,7 @@ class DclsConvNd(Tied):
             missing = [most[axis] - cells for axis in reversed(range(self.dims)) for cells in padding[axis]]
             kernel, padding = F.pad(kernel, missing), most
         shape: dict[str, Any] = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups, "bias": False}
-        make: Callable[..., _ConvNd] = same_padded_conv
+        make: Callable[..., Conv] = same_padded_conv
         if padding != DYNAMIC_SAME:
             make, shape = self.conv_class, {**shape, "padding": padding, "padding_mode": self.padding_mode}
         # On the meta device nothing is drawn from any generator.

@@ -87,11 +87,14 @@ def _output_size(input: Tensor, kernel: Tensor, bias: Tensor | None, padding: Se
     """Also refuses what would make the kernels read beyond their tensors, or on another GPU."""
     channels, given = input.shape[1:2], [input, kernel] if bias is None else [input, kernel, bias]
     fits = kernel.shape[:2] == (*channels, 1) and (bias is None or bias.shape == channels)
-    torch._check(fits, lambda: "kernel and bias must have one window and one number for each channel of the input")
-    torch._check(len({tensor.device for tensor in given}) == 1, lambda: "all tensors must be on one device")
+    if not fits:
+        raise RuntimeError("kernel and bias must have one window and one number for each channel of the input")
+    if len({tensor.device for tensor in given}) > 1:
+        raise RuntimeError("all tensors must be on one device")
     sizes = zip(input.shape[2:], padding, kernel.shape[2:], strict=True)
     rows, columns = (side + 2 * pad - size + 1 for side, pad, size in sizes)
-    torch._check(rows > 0 and columns > 0, lambda: "the window is larger than the padded input")
+    if rows <= 0 or columns <= 0:
+        raise RuntimeError("the window is larger than the padded input")
     return rows, columns
 
 

@@ -63,9 +63,9 @@ def position_parameters(model: nn.Module) -> tuple[PositionParameter, ...]:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside wrappers that only call it: DDP, `torch.compile`, EMA copies, FSDP1."""
-    while len(model._modules) == 1 and not model._parameters:
-        ((name, inner),) = model._modules.items()
-        if name not in WRAPPED_AT or inner is None:
+    while len(inside := list(model.named_children())) == 1 and not list(model.parameters(recurse=False)):
+        ((name, inner),) = inside
+        if name not in WRAPPED_AT:
             break
         model = inner
     return model

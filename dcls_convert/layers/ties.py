@@ -48,15 +48,15 @@ class Tied(nn.Module):
         """
         if self.is_tied:
             raise ValueError("the layer is tied already")
-        own = {name for name in POSITION_PARAMETERS if self._parameters.get(name) is not None}
+        own = {name for name in POSITION_PARAMETERS if getattr(self, name, None) is not None}
         if names.keys() != own:
             raise ValueError(f"names must say where to find {' and '.join(sorted(own))}, not {sorted(names)}")
         for owner_name in names.values():
             shape = tuple(getattr(owner, owner_name).shape)
-            if shape != tuple(self._parameters["positions"].shape):  # type: ignore[union-attr]
+            if shape != tuple(self.positions.shape):
                 raise ValueError(f"the owner's {owner_name} has shape {shape}, which does not fit this layer")
         for name in names:
-            del self._parameters[name]
+            delattr(self, name)
         self.__dict__["_owner"] = owner
         self._owner_names = dict(names)
         KeepFormat.install_(owner, names.values())
@@ -64,9 +64,10 @@ class Tied(nn.Module):
     def untie_(self) -> None:
         """Hold the shared parameters itself from now on, the same objects. The owner keeps them too."""
         owner = self._owner
-        for name, owner_name in self._owner_names.items():
-            self._parameters[name] = getattr(owner, owner_name)
+        shared = {name: getattr(owner, owner_name) for name, owner_name in self._owner_names.items()}
         self.__dict__["_owner"], self._owner_names = None, {}
+        for name, parameter in shared.items():
+            setattr(self, name, parameter)
         if owner is not None and not any(isinstance(one, Tied) and one._owner is owner for one in owner.modules()):
             vars(owner).pop(APPLY, None)
 
@@ -130,7 +131,7 @@ class KeepFormat(OwnMethod):
     def __call__(self, fn: Change, recurse: bool = True) -> Any:
         if self.module is None:
             raise RuntimeError("the owner of tied positions was copied without its own deepcopy; copy the whole model")
-        shared = [self.module._parameters.get(name) for name in self.names]
+        shared = [getattr(self.module, name, None) for name in self.names]
         own = {id(tensor) for one in shared if one is not None for tensor in (one, one.grad)}
         return type(self.module)._apply(self.module, _keeping_format(fn, own), recurse)  # type: ignore[no-untyped-call]
 

@@ -1,17 +1,30 @@
 """How far the outputs of two models differ, whatever the outputs' structure."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..errors import DclsConvertError
 
 
 class ComparisonError(DclsConvertError):
     """Outputs that cannot be compared, or differ too much."""
+
+
+def parts(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """The value and all in its tuples, lists and dicts, each with its place, such as "['logits'][0]"."""
+    yield place, value
+    if isinstance(value, (tuple, list, dict)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from parts(inner, f"{place}[{key!r}]")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The value, or the tensors in its tuples, lists and dicts."""
+    return [part for _, part in parts(value) if isinstance(part, Tensor)]
 
 
 def relative_error(outputs: Any, others: Any) -> float:
@@ -24,14 +37,10 @@ def relative_error(outputs: Any, others: Any) -> float:
     Raises:
         ComparisonError: Another structure or shape, no tensor at all, or values that are not finite; says where.
     """
-    leaves, structure = pytree.tree_flatten_with_path(outputs)
-    other_leaves, other_structure = pytree.tree_flatten_with_path(others)
-    if structure != other_structure:
+    ours, theirs = (list(parts(given, "output")) for given in (outputs, others))
+    if [_structure(*part) for part in ours] != [_structure(*part) for part in theirs]:
         raise ComparisonError(f"outputs differ in structure: {_described(outputs)} and {_described(others)}")
-    found = (
-        _error_of_leaf(f"output{pytree.keystr(path)}", leaf, other)
-        for (path, leaf), (_, other) in zip(leaves, other_leaves, strict=True)
-    )
+    found = (_error_of(place, part, other) for (place, part), (_, other) in zip(ours, theirs, strict=True))
     errors = [error for error in found if error is not None]
     if not errors:
         raise ComparisonError(f"there is no tensor to compare in {_described(outputs)}")
@@ -59,8 +68,7 @@ def relative_distance(outputs: Any, others: Any) -> float | None:
     None where there is no such number: other shapes, such as other detections; or a is 0 or not finite.
     """
     ours, theirs = (
-        [leaf.double() for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        for given in (outputs, others)
+        [tensor.double() for tensor in tensors_in(given) if tensor.is_floating_point()] for given in (outputs, others)
     )
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         return None
@@ -71,15 +79,21 @@ def relative_distance(outputs: Any, others: Any) -> float | None:
 
 def same_top1(outputs: Any, others: Any) -> float | None:
     """The share of images whose largest class score (N, classes) is that of the same class; None without classes."""
-    pairs = list(zip(pytree.tree_leaves(outputs), pytree.tree_leaves(others), strict=True))
-    if not pairs or not all(isinstance(one, Tensor) and one.dim() == 2 and one.shape[1] > 1 for one, _ in pairs):
+    pairs = list(zip(tensors_in(outputs), tensors_in(others), strict=True))
+    if not pairs or not all(one.dim() == 2 and one.shape[1] > 1 for one, _ in pairs):
         return None
     same = torch.cat([one.argmax(1) == other.argmax(1) for one, other in pairs])
     return float(same.double().mean())
 
 
-def _error_of_leaf(place: str, tensor: object, other: object) -> float | None:
-    """The error of two tensors; None for two equal values that are no tensors."""
+def _structure(place: str, part: object) -> tuple[str, type | None]:
+    return place, type(part) if isinstance(part, (tuple, list, dict)) else None
+
+
+def _error_of(place: str, tensor: object, other: object) -> float | None:
+    """The error of two tensors; None for two equal values that are no tensors, and for what holds others."""
+    if _structure(place, tensor)[1] is not None:
+        return None
     if not isinstance(tensor, Tensor) or not isinstance(other, Tensor):
         if isinstance(tensor, Tensor) or type(tensor) is not type(other) or tensor != other:
             raise ComparisonError(f"{place} is {_described(tensor)} and {_described(other)}")

@@ -136,5 +136,5 @@ def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> 
 
 def _contents(module: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The attributes of a module, and what its registries hold; the registries stay the same objects."""
-    registries = {name: dict(vars(module)[name]) for name in ("_parameters", "_buffers", "_modules")}
+    registries = {name: dict(value) for name, value in vars(module).items() if isinstance(value, dict)}
     return dict(vars(module)), registries

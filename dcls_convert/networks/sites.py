@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from ..errors import PlanError, one_line
-from ..layers.conv_classes import padding_of, why_not_replaceable
+from ..layers.conv_classes import AnyConv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.geometry import Padding, conv_macs, size_text
 from .stages import OutputStride, find_stages, output_stride
@@ -105,9 +104,9 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     converted = sum(isinstance(module, DclsConvNd) for module in model.modules())
     if converted:
         raise PlanError(f"the model is converted already: it has {converted} DCLS layers")
-    names_of: dict[_ConvNd, list[str]] = {}
+    names_of: dict[AnyConv, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, _ConvNd):
+        if isinstance(module, AnyConv):
             names_of.setdefault(module, []).append(name)
     size = _input_size(model, input_size, max((len(conv.kernel_size) for conv in names_of), default=2))
     traced, note = _traced(model, size)
@@ -147,7 +146,7 @@ def kinds_of_convs(convs: ModelConvs) -> Counter[str]:
 
 
 def _site(
-    conv: _ConvNd, names: tuple[str, ...], stage: str | None, stem: bool, calls: Calls | None, traced: bool
+    conv: AnyConv, names: tuple[str, ...], stage: str | None, stem: bool, calls: Calls | None, traced: bool
 ) -> ConvSite:
     depthwise = conv.groups == conv.in_channels and conv.groups > 1
     return ConvSite(
@@ -186,9 +185,8 @@ def _shared_weights(model: nn.Module) -> dict[int, str]:
     """id of each parameter that several modules hold -> the names of those modules."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(id(parameter), []).append(name)
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append(name)
     return {key: " and ".join(names) for key, names in holders.items() if len(names) > 1}
 
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DclsConvertError, ModelError, did_you_mean, one_line, shown
 from ..files import read_bytes
+from ..layers.conv_classes import AnyConv
 from .quiet import seeded
 
 REGISTRIES = ("timm", "torchvision")
@@ -215,7 +215,7 @@ def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] 
         return None
     if source.kind == "torchvision":
         return _torchvision_input_size(source.name.partition(":")[2], model)
-    convs = [module for module in model.modules() if isinstance(module, _ConvNd) and module.in_channels]
+    convs = [module for module in model.modules() if isinstance(module, AnyConv) and module.in_channels]
     usual, *sides = USUAL_INPUT_SIZE
     if max((len(conv.kernel_size) for conv in convs), default=len(sides)) != len(sides):
         return None
@@ -230,11 +230,11 @@ def rebuildable_source(model: nn.Module, source: ModelSource) -> ModelSource | N
 
 def known_source(model: nn.Module) -> ModelSource | None:
     """The source that `timm.create_model` noted on its model, if `check_source` allows it; None for other modules."""
-    config = getattr(model, "pretrained_cfg", None)
+    config, arguments = getattr(model, "pretrained_cfg", None), getattr(model, "_model_args", None)
     architecture = config.get("architecture") if isinstance(config, dict) else None
-    if not isinstance(architecture, str):
+    if not isinstance(architecture, str) or not isinstance(arguments, dict):
         return None
-    source = ModelSource(name=f"timm:{architecture}", args=dict(getattr(model, "_model_args", {})))
+    source = ModelSource(name=f"timm:{architecture}", args=dict(arguments))
     with contextlib.suppress(ModelError):
         check_source(source)
         return source
@@ -376,7 +376,9 @@ def _hub_problem(error: Exception) -> str:
     response = getattr(cause, "response", None)
     if isinstance(cause, errors.RevisionNotFoundError | errors.EntryNotFoundError) or response is None:
         return f"{type(cause).__name__}: {one_line(cause)[:300]}"
-    return f"{constants.ENDPOINT} answers {response.status_code} {response.reason_phrase}".rstrip()
+    # The response is one of httpx; of requests in clients before 1.0.
+    reason = getattr(response, "reason_phrase", None) or getattr(response, "reason", "")
+    return f"{constants.ENDPOINT} answers {response.status_code} {reason}".rstrip()
 
 
 def _check_folder(folder: Path) -> None:

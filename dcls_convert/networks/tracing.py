@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from ..errors import PlanError, one_line, shown
+from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..layers.geometry import size_text
 from ..options import INTERPOLATIONS
+from .outputs import tensors_in
 
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")  # of torchvision: all their convolutions are in backbone and head
 
@@ -154,15 +155,13 @@ def _watched(twin: nn.Module, input_size: Sequence[int]) -> tuple[Tensor, dict[s
         seen.takes_image = seen.takes_image or first or entering is image
 
     for module in names:
-        if isinstance(module, _ConvNd | DclsConvNd):
+        if isinstance(module, AnyConv | DclsConvNd):
             module.register_forward_hook(record, with_kwargs=True)
     return image, calls
 
 
 def _shapes(outputs: object) -> list[tuple[int, ...]]:
-    from torch.utils._pytree import tree_leaves
-
-    return [tuple(leaf.shape) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return [tuple(tensor.shape) for tensor in tensors_in(outputs)]
 
 
 def _with_windows(
@@ -239,18 +238,18 @@ def _hollow_twin(model: nn.Module, *, hollow_attributes: bool = True) -> nn.Modu
     memo: dict[int, Any] = {}
     for module in model.modules():
         attributes = vars(module).values() if hollow_attributes else ()
-        for tensor in [*module._parameters.values(), *module._buffers.values(), *attributes]:
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False), *attributes]:
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 hollow = torch.empty_like(tensor, device="meta", requires_grad=False)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(hollow, requires_grad=False) if is_parameter else hollow
     twin = copy.deepcopy(model, memo).eval()
     for module in twin.modules():
-        module._forward_hooks.clear()
+        vars(module).get("_forward_hooks", {}).clear()
     return twin
 
 
 def image_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the first convolution: in a model of several dtypes, the image meets it first."""
-    convs = [m.weight for m in model.modules() if isinstance(m, _ConvNd | DclsConvNd)]
+    convs = [m.weight for m in model.modules() if isinstance(m, AnyConv | DclsConvNd)]
     return next((weight.dtype for weight in [*convs, *model.parameters()] if weight.is_floating_point()), torch.float32)

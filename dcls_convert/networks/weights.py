@@ -5,7 +5,6 @@ import functools
 import math
 import pickle
 import warnings
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..errors import CheckpointError, listed, one_line, shown
 from ..files import check_weights_file
+from .outputs import tensors_in
 
 # Where training scripts put a state dict, in the order of preference: averaged weights first, as timm does.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
@@ -113,8 +112,7 @@ def fill_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_clas
     ready = {name: _of_its_own(tensor, own[name].dtype, taken) for name, tensor in state.items()}
     model.load_state_dict(_versioned(model, ready), strict=False, assign=True)
     # Also those in attributes of a module, which are neither parameters nor buffers.
-    leaves = (leaf for module in model.modules() for leaf in pytree.tree_leaves(vars(module)))
-    return not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
+    return not any(tensor.is_meta for module in model.modules() for tensor in tensors_in(vars(module)))
 
 
 def check_state(model: nn.Module, state: Mapping[str, Tensor], where: str, *, lacking: Collection[str] = ()) -> None:
@@ -194,10 +192,11 @@ def _kept(model: nn.Module, state: Mapping[str, Tensor], new_classifier: bool) -
     return [n for n in own if n.startswith(prefixes) and n in state and state[n].shape != own[n].shape]
 
 
-def _versioned(model: nn.Module, state: Mapping[str, Tensor]) -> "OrderedDict[str, Tensor]":
+def _versioned(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """With the versions of the modules' formats: files do not keep them, and torchvision's MNASNet asks for its own."""
-    versioned = OrderedDict(state)
-    versioned._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
+    versioned = model.state_dict()  # which holds the versions as an attribute
+    versioned.clear()
+    versioned.update(state)
     return versioned
 
 

@@ -132,7 +132,7 @@ class ConversionReport:
     params_untouched: int
     macs_untouched: int | None
     # None, and not in the JSON, where nothing was trained or nothing carried out.
-    outcome: Annotated[Outcome | None, Field(exclude_if=lambda outcome: outcome is None)] = None
+    outcome: Outcome | None = None
     plan: Annotated[ConversionPlan, Field(exclude=True)] = field(repr=False)  # what was carried out; not in the JSON
 
     @computed_field  # type: ignore[prop-decorator]
@@ -151,7 +151,8 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return dict(_ADAPTER.dump_python(self, mode="json"))
+        nothing = {"outcome"} if self.outcome is None else None
+        return dict(_ADAPTER.dump_python(self, mode="json", exclude=nothing))
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..errors import DclsConvertError, one_line
 from ..fitting.boxes import Box, box_of
@@ -231,16 +230,16 @@ class _Relay:
     @contextlib.contextmanager
     def _converted_so_far(self) -> Iterator[None]:
         """Inside, the network that runs is the converted one."""
-        old = {conv: conv._parameters["weight"] for conv in self._kernels}
+        old = {conv: conv.weight for conv in self._kernels}
         try:
             for conv, kernel in self._kernels.items():
-                conv._parameters["weight"] = kernel
+                conv.weight = kernel
             self._converted = True
             yield
         finally:
             self._converted = False
             for conv, weight in old.items():
-                conv._parameters["weight"] = weight
+                conv.weight = weight
 
     def _run(
         self,
@@ -290,4 +289,5 @@ def _fast(batch: Tensor) -> Tensor:
 
 def _has_running_mean(module: nn.Module) -> bool:
     """BatchNorm of any class; frozen ones too."""
-    return isinstance(getattr(module, "running_mean", None), Tensor) and not isinstance(module, _InstanceNorm)
+    instance_norm = isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
+    return isinstance(getattr(module, "running_mean", None), Tensor) and not instance_norm

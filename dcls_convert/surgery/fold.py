@@ -88,7 +88,8 @@ def _drop_unused_positions(folded: Iterable[DclsConvNd]) -> None:
                 if tied._owner is owner and names & set(tied._owner_names.values()):
                     tied.untie_()  # an alias outside the owner may still use the layer
             for name in names:
-                owner._parameters.pop(name, None)
+                if hasattr(owner, name):
+                    delattr(owner, name)
 
 
 def _tell_timm_of_folding(model: nn.Module) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from ..errors import PlanError
-from ..layers.conv_classes import CONV_CLASSES, why_not_replaceable
+from ..layers.conv_classes import CONV_CLASSES, Conv, why_not_replaceable
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..layers.positions import spare_from_decay_
 from ..networks.running import unchanged_on_failure
@@ -24,7 +23,7 @@ class LayerGroup:
     """New layers that share their positions (or one that is alone), and the convolutions that they will replace."""
 
     plans: tuple[LayerPlan, ...]
-    convs: tuple[_ConvNd, ...]
+    convs: tuple[Conv, ...]
     layers: tuple[DclsConvNd, ...]  # the same `positions` and `sigma` objects in all of them
     tie: TieGroup | None  # where the shared parameters will be registered; None for a layer alone
 
@@ -79,7 +78,7 @@ def put_layers_(model: nn.Module, plan: ConversionPlan, groups: Sequence[LayerGr
         _tell_timm(model, plan)
 
 
-def _find_conv(model: nn.Module, layer: LayerPlan) -> _ConvNd:
+def _find_conv(model: nn.Module, layer: LayerPlan) -> Conv:
     """The convolution of the plan, if it is found under all its names and can be replaced without loss."""
     try:
         conv, *others = [model.get_submodule(name) for name in layer.names]
@@ -114,7 +113,7 @@ def _check_owner(model: nn.Module, group: TieGroup) -> None:
             raise PlanError(f"tie group {group.name}: {parameter!r} is no name for a parameter")
 
 
-def _group(plans: Sequence[LayerPlan], convs: Sequence[_ConvNd], plan: ConversionPlan) -> LayerGroup:
+def _group(plans: Sequence[LayerPlan], convs: Sequence[Conv], plan: ConversionPlan) -> LayerGroup:
     layers = [
         DCLS_LAYERS[len(layer.dilated_size)].like(
             conv, layer.kernel_count, layer.dilated_size, layer.interpolation, layer.dense_axes
@@ -126,17 +125,17 @@ def _group(plans: Sequence[LayerPlan], convs: Sequence[_ConvNd], plan: Conversio
         shared = getattr(first, name)
         shared.requires_grad = any(getattr(layer, name).requires_grad for layer in layers)
         for other in others:
-            other._parameters[name] = shared
+            setattr(other, name, shared)
     tie = None if plans[0].tie_group is None else plan.group(plans[0].tie_group)
     return LayerGroup(plans=tuple(plans), convs=tuple(convs), layers=tuple(layers), tie=tie)
 
 
-def _folded(layer: DclsConvNd) -> _ConvNd:
+def _folded(layer: DclsConvNd) -> Conv:
     """The plain convolution of the window's size, without values: nothing is constructed."""
     device = layer.weight.device
-    for name, parameter in layer._parameters.items():
-        if parameter is not None and name != "bias":
-            layer._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        if name != "bias":
+            setattr(layer, name, nn.Parameter(torch.empty_like(parameter, device="meta")))
     conv = layer.fuse()
     conv.weight = nn.Parameter(torch.empty_like(conv.weight, device=device))
     return conv

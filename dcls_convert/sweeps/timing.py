@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..errors import DclsConvertError, shown
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.depthwise import depthwise_way
 from ..layers.depthwise_triton import is_channels_last
+from ..networks.outputs import tensors_in
 from ..networks.running import run
 from ..planning.plan import ConversionPlan
 from ..progress import Step
@@ -164,7 +164,7 @@ class _Clock:
     def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
         with self._autocast():
-            outputs = [leaf for leaf in pytree.tree_leaves(run(model, self.images)) if isinstance(leaf, Tensor)]
+            outputs = tensors_in(run(model, self.images))
             loss = sum(output.float().square().mean() for output in outputs if output.requires_grad)
         torch.autograd.backward(torch.as_tensor(loss))
         optimizer.step()

@@ -1,12 +1,20 @@
 """Outputs of any structure are compared tensor by tensor, and what cannot be compared is an error."""
 
+import collections
 import copy
 import math
 
 import pytest
 import torch
 
-from dcls_convert.networks.outputs import ComparisonError, check_equal, relative_distance, relative_error
+from dcls_convert.networks.outputs import (
+    ComparisonError,
+    check_equal,
+    parts,
+    relative_distance,
+    relative_error,
+    tensors_in,
+)
 
 
 def test_the_relative_error_is_that_of_the_worst_tensor():
@@ -21,6 +29,16 @@ def test_the_relative_error_is_that_of_the_worst_tensor():
     assert relative_error(torch.zeros(2), torch.tensor([0.0, 1e-30])) == math.inf
     assert relative_error((torch.zeros(0), torch.zeros(2)), (torch.zeros(0), torch.zeros(2))) == 0
     assert relative_error(torch.tensor([3 + 4j]), torch.tensor([3 + 3j])) == 1 / 5
+
+
+def test_every_part_stands_at_its_place():
+    pair = collections.namedtuple("Pair", "first second")
+    given = {"a": [1, (2, {"b": None})], 3: pair(torch.ones(1), collections.OrderedDict(x=torch.zeros(1), y=[]))}
+    found = dict(parts(given, "given"))
+    assert all(eval(place, {"given": given}) is part for place, part in found.items())
+    assert len(found) == 12
+    assert tensors_in(given) == [given[3].first, given[3].second["x"]]
+    assert tensors_in(given[3].first) == [given[3].first]
 
 
 @pytest.mark.parametrize(
