@@ -1,6 +1,6 @@
 """Write what the wheel needs of others: python docs/supply.py
 
-`sbom/dcls-convert.cdx.json` is the bill of materials that the wheel carries (CycloneDX 1.7, PEP 770), and
+`docs/sbom/dcls-convert.cdx.json` is the bill of materials that the wheel carries (CycloneDX 1.7, PEP 770), and
 `docs/licences.md` lists the licences of all dependencies, as this environment's packages state them.
 """
 
@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-SBOM = ROOT / "sbom" / "dcls-convert.cdx.json"
+SBOM = ROOT / "docs" / "sbom" / "dcls-convert.cdx.json"
 LICENCES = ROOT / "docs" / "licences.md"
 EXTRAS = ("export", "plot", "train")  # of users; the others are for work on this package
 GPU = re.compile(r"^(nvidia|cuda)-|^triton$")  # what torch brings on some platforms, for GPUs

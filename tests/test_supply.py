@@ -14,7 +14,7 @@ from .test_house import IMPORTS, imported_by
 
 ROOT = Path(__file__).parent.parent
 # Imported where a declared package needs them; torch has the one, or not, by platform.
-THROUGH_OTHERS = {"pillow": "torchvision", "pydantic-core": "pydantic", "triton": "torch"}
+THROUGH_OTHERS = {"pydantic-core": "pydantic", "triton": "torch"}
 # What answers help and mistakes; `attrs` is looked for by rich, where it is installed.
 OF_THE_SHELL = {"lazy-loader", "typer", "shellingham", "rich", "pygments", "markdown-it-py", "mdurl", "annotated-doc"}
 OF_THE_SHELL |= {"attrs", "click", "typing-extensions"}
