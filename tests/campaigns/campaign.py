@@ -105,19 +105,19 @@ class Campaign:
                 self.tried += not last  # the smaller ones that follow are no inputs of their own
                 try:
                     accepted = check(found)
-                except Exception:
-                    last[:] = found, traceback.format_exc()  # the smallest one is tried last
+                except Exception as error:
+                    what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                    last[:] = [(found, f"{what}\n\n{traceback.format_exc()}")]  # the smallest one is tried last
                     raise
                 self.accepted += accepted is True and not last
                 self.refused += accepted is False and not last
 
         try:
             batch()
-        except Exception as error:
+        except Exception:  # or a warning of hypothesis about the finding
             if not last:
                 raise
-            what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            self.findings.append((last[0], f"{what}\n\n{last[1]}"))
+            self.findings += last
 
     def _watched(self, check: Callable[[Any], bool | None], folder: Path | None) -> Callable[[Any], bool | None]:
         def checked(found: Any) -> bool | None:
