@@ -112,7 +112,10 @@ def test_the_best_weights_are_those_of_least_squares(name, monkeypatch):
 def patches_of(layer, box, images):
     """(G, R * S, P)"""
     seen = Moments(layer, box, joint=True)
-    parts = [torch.cat([part for part, _ in seen._groups(image, None)]) for image in layer.padded(images)]
+    parts = [
+        torch.cat([part.patches.reshape(part.shape) for part in seen._groups(image, None)])
+        for image in layer.padded(images)
+    ]
     return torch.cat(parts, dim=2)
 
 
