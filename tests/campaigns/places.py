@@ -227,7 +227,8 @@ def full_file(first: int) -> None:
 
 
 VARIABLES = ["HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR", "PATH"]
-VALUES = [None, "", "/nowhere/deep", "/proc", "/dev/null", "relative", "\udcff"]
+RELATIVE = "relative"  # a folder that the variables name
+VALUES = [None, "", "/nowhere/deep", "/proc", "/dev/null", RELATIVE, "\udcff"]
 FOLDER_HARMS: dict[Callable[..., Any], st.SearchStrategy[Any]] = {
     full_disk: st.integers(0, 40) | st.integers(0, 300),
     few_inodes: st.integers(0, 8),
