@@ -79,8 +79,7 @@ def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]
     with _partial(folder, force, foreign) as partial:
         yield partial
         _sync(partial)
-        check_output(folder, force=force, foreign=foreign)
-        _publish(partial, folder, force=force)
+        _check_and_publish(partial, folder, force, foreign)
 
 
 @contextlib.contextmanager
@@ -97,8 +96,7 @@ def new_file(path: Path, *, force: bool) -> Iterator[Path]:
         yield partial / path.name
         _sync(partial)
         for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == path.name):
-            check_output(path.with_name(entry.name), force=force, foreign=not_a_file)
-            _publish(entry, path.with_name(entry.name), force=force)
+            _check_and_publish(entry, path.with_name(entry.name), force, not_a_file)
 
 
 def not_a_file(path: Path) -> str | None:
@@ -227,6 +225,17 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _check_and_publish(new: Path, output: Path, force: bool, foreign: Foreign) -> None:
+    check_output(output, force=force, foreign=foreign)
+    try:
+        _publish(new, output, force=force)
+    except OutputExistsError:  # another run wrote it since the check
+        if not force:
+            raise
+        check_output(output, force=force, foreign=foreign)
+        _publish(new, output, force=force)
 
 
 def _publish(new: Path, output: Path, *, force: bool) -> None:

@@ -91,6 +91,21 @@ def test_what_appears_meanwhile_is_not_overwritten(tmp_path, monkeypatch, kind, 
     assert list(tmp_path.iterdir()) == [path]
 
 
+@KINDS
+def test_what_appears_in_the_last_moment_is_replaced_by_force(tmp_path, monkeypatch, kind):
+    rename = output._rename
+
+    def later(new, path, flag):
+        monkeypatch.setattr(output, "_rename", rename)
+        kind("another run's")(path)
+        return rename(new, path, flag)
+
+    monkeypatch.setattr(output, "_rename", later)
+    kind("new")(tmp_path / "out", force=True)
+    assert content(tmp_path / "out") == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_folder_that_appears_during_a_save_is_not_overwritten(tmp_path, monkeypatch):
     model, plan = convert()
     sync = output._sync
