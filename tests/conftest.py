@@ -5,6 +5,7 @@ import signal
 import time
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before timm is imported: no test reaches a hub
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # before onnxruntime is imported
 
 import huggingface_hub
 import pytest

@@ -8,6 +8,7 @@ knows which folders killed runs left, and removes them.
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import re
 import secrets
@@ -21,7 +22,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ..errors import CheckpointError, OutputExistsError, one_line, shown
+from ..errors import CheckpointError, OutputExistsError, exhausted, one_line, shown
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # flags of Linux's renameat2
 AT_FDCWD = -100
@@ -30,6 +31,8 @@ TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of renaming to 
 PARTIAL = ".{name}.{random}.partial"
 MOST_NAME = 255 - len(PARTIAL.format(name="", random="12345678"))  # bytes, where file systems take 255
 TRIES_TO_LOCK, SECONDS_A_TRY = 10, 0.01  # where there are no locks, or another run removes the folder meanwhile
+SPARE_DESCRIPTORS = 4  # which the removal of a folder needs, and of a folder in it
+SPARE_MEMORY = 2 << 20  # bytes; Python asks the system for 1 MiB at a time
 
 Foreign = Callable[[Path], str | None]  # why an existing path must not be replaced; None where it may be
 
@@ -76,8 +79,7 @@ def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]
     with _partial(folder, force, foreign) as partial:
         yield partial
         _sync(partial)
-        check_output(folder, force=force, foreign=foreign)
-        _publish(partial, folder, force=force)
+        _check_and_publish(partial, folder, force, foreign)
 
 
 @contextlib.contextmanager
@@ -94,8 +96,7 @@ def new_file(path: Path, *, force: bool) -> Iterator[Path]:
         yield partial / path.name
         _sync(partial)
         for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == path.name):
-            check_output(path.with_name(entry.name), force=force, foreign=not_a_file)
-            _publish(entry, path.with_name(entry.name), force=force)
+            _check_and_publish(entry, path.with_name(entry.name), force, not_a_file)
 
 
 def not_a_file(path: Path) -> str | None:
@@ -113,18 +114,21 @@ def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
     partial = parent / PARTIAL.format(name=output.name, random=secrets.token_hex(4))
     lock: list[int] = []
     try:
-        try:
+        with contextlib.ExitStack() as cleaning:
+            cleaning.callback(_remove, partial, missing)
             parent.mkdir(parents=True, exist_ok=True)
             _make_locked(partial, lock)
+            _keep_spare(cleaning, lock)
             yield partial
             missing.clear()
-        finally:
-            _remove(partial, missing)
-    except (OSError, SafetensorError) as error:
-        left = "nothing was left there"
-        if os.path.lexists(partial) or os.path.lexists(output):
-            left = f"{partial} is left there" if os.path.lexists(partial) else "the one that is there is whole"
-        raise CheckpointError(f"output {shown(output, 200)} cannot be written: {one_line(error)}; {left}") from error
+    except (OSError, SafetensorError, MemoryError, RuntimeError) as error:
+        stays = os.path.lexists(partial)
+        if not isinstance(error, OSError | SafetensorError) and not (stays and exhausted(error)):
+            raise
+        left = "the one that is there is whole" if os.path.lexists(output) else "nothing was left there"
+        left = f"{partial} is left there" if stays else left
+        why = exhausted(error) or one_line(error)
+        raise CheckpointError(f"output {shown(output, 200)} cannot be written: {why}; {left}") from error
     finally:
         _remove(partial, missing)  # again, since a second signal may have cut the first removal short
         for descriptor in lock:
@@ -162,6 +166,13 @@ def _make_locked(folder: Path, lock: list[int]) -> None:
         time.sleep(SECONDS_A_TRY)
 
 
+def _keep_spare(cleaning: contextlib.ExitStack, lock: list[int]) -> None:
+    """Hold descriptors and memory until the cleaning, which needs some where the work has taken all that there was."""
+    cleaning.enter_context(mmap.mmap(-1, SPARE_MEMORY))
+    for descriptor in lock * SPARE_DESCRIPTORS:
+        cleaning.callback(os.close, os.dup(descriptor))
+
+
 def _lock(folder: Path) -> list[int]:
     """A descriptor that holds the lock of a folder until it is closed; none where another process has it."""
     try:
@@ -184,14 +195,15 @@ def _remove(folder: Path, parents: list[Path]) -> None:
     """
 
     def remove() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(MemoryError):
+            shutil.rmtree(folder, ignore_errors=True)
         for parent in parents:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, MemoryError):
                 parent.rmdir()
 
     if os.path.lexists(folder) or parents:
-        worker = threading.Thread(target=remove)
         try:
+            worker = threading.Thread(target=remove)
             worker.start()
         except (RuntimeError, MemoryError):  # the system gives no thread
             remove()
@@ -213,6 +225,17 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _check_and_publish(new: Path, output: Path, force: bool, foreign: Foreign) -> None:
+    check_output(output, force=force, foreign=foreign)
+    try:
+        _publish(new, output, force=force)
+    except OutputExistsError:  # another run wrote it since the check
+        if not force:
+            raise
+        check_output(output, force=force, foreign=foreign)
+        _publish(new, output, force=force)
 
 
 def _publish(new: Path, output: Path, *, force: bool) -> None:

@@ -1,5 +1,6 @@
 """A folded model as an ONNX file."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from ..networks.outputs import tensors_in
 from .job import Exported, ExportFormat, Folded, Job, export_file
 
 BOUND = 1e-3  # relative error; onnxruntime has other kernels, and folds constants beforehand
+NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"  # onnxruntime 1.29 and later, which else sends names of models to its makers
 MOST_IN_ONE_FILE = 1_900_000_000  # bytes of weights; a protobuf, and so an ONNX file, ends at 2 GiB
 LOADING = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n'
 
 
 def write(job: Job) -> Folded:
     """Write the file, and a second one for the weights if they are too large for one."""
+    os.environ.setdefault(NO_TELEMETRY, "1")  # before anything imports onnxruntime, which begins then
     size = sum(t.numel() * t.element_size() for t in job.model.state_dict().values())
 
     def export(path: Path, images: Tensor, dynamic: bool) -> Exported:

@@ -178,6 +178,66 @@ GUARDS = [
         "command_lines",
         ("cli/app.py", "except OSError as error:  # the disk", "except EOFError as error:  #"),
     ),
+    # Kills.
+    guard(
+        "what killed runs left",
+        "kills",
+        (OUTPUT, "    clean_up(output)\n    check_output(output, force", "    check_output(output, force"),
+    ),
+    guard("lock of an unfinished output", "kills", (OUTPUT, "fcntl.flock(descriptor, fcntl.LOCK_EX", "(fcntl.LOCK_EX")),
+    guard(
+        "exchange of names",
+        "kills",
+        (
+            OUTPUT,
+            "elif not _rename(new, ",
+            "elif replaces and not shutil.rmtree(output):\n"
+            "            new.rename(output)\n"
+            "        elif not _rename(new, ",
+        ),
+    ),
+    guard(
+        "signals at the end",
+        "kills",
+        ("cli/app.py", 'last line."""\n    for number in SIGNALS:', 'last line."""\n    for number in SIGNALS[:0]:'),
+    ),
+    guard("a second signal", "kills", ("cli/app.py", "if now - first >= SECONDS_TO_CLEAN:", "if now > 0:")),
+    # Places.
+    guard("a closed stdout", "places", (CONSOLE, "if sys.stdout is None:", "if False:")),
+    guard(
+        "a full stdout",
+        "places",
+        (
+            CONSOLE,
+            'raise OutputError(f"the results cannot be printed: {error.strerror}") from error',
+            "error.errno = 0",
+        ),
+    ),
+    guard("memory that ran out", "places", ("errors.py", 'return "out of memory"', "return None")),
+    guard(
+        "removal of an unfinished output",
+        "places",
+        (OUTPUT, "if os.path.lexists(folder) or parents:", "if parents and False:"),
+    ),
+    guard(
+        "no more threads",
+        "places",
+        (OUTPUT, "except (RuntimeError, MemoryError):  # the system", "except EOFError:  #"),
+    ),
+    guard(
+        "a full disk, where a folder's texts are written",
+        "places",
+        (
+            "checkpoints/save.py",
+            '(folder / name).write_text(text, encoding="utf-8", newline="")',
+            "with __import__('contextlib').suppress(OSError):\n            (folder / name).write_text(text)",
+        ),
+    ),
+    guard(
+        "descriptors and memory for the cleaning",
+        "places",
+        (OUTPUT, "            _keep_spare(cleaning, lock)\n", ""),
+    ),
 ]
 
 

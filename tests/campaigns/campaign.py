@@ -5,6 +5,7 @@ smallest input of each finding to a folder, which it names.
 """
 
 import contextlib
+import math
 import resource
 import signal
 import tempfile
@@ -27,6 +28,7 @@ BATCH = 200  # inputs between two looks at the clock
 MOST_SECONDS = 60  # for one input
 MOST_MEMORY = 2 << 30  # bytes that one input may add
 MOST_FINDINGS = 5  # of one campaign; then it ends
+SECONDS_TO_SHRINK = 20  # at most, for one finding; as many as the campaign itself takes where those are fewer
 LONGEST_LINE = 1_000  # characters of an error; paths and names may be long
 
 
@@ -87,6 +89,7 @@ class Campaign:
         self, inputs: SearchStrategy[Iterable[Any]], check: Callable[[Any], bool | None], seed: int, end: float
     ) -> None:
         last: list[Any] = []
+        shrunk = math.inf  # when the finding has been made small long enough
 
         @hypothesis.seed(seed)
         @hypothesis.settings(
@@ -99,13 +102,15 @@ class Campaign:
         )
         @hypothesis.given(inputs)
         def batch(drawn: Iterable[Any]) -> None:
+            nonlocal shrunk
             for found in drawn:
-                if time.monotonic() > end and not last:
+                if time.monotonic() > (shrunk if last else end):
                     return
                 self.tried += not last  # the smaller ones that follow are no inputs of their own
                 try:
                     accepted = check(found)
                 except Exception as error:
+                    shrunk = min(shrunk, time.monotonic() + min(self.seconds, SECONDS_TO_SHRINK))
                     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                     last[:] = [(found, f"{what}\n\n{traceback.format_exc()}")]  # the smallest one is tried last
                     raise

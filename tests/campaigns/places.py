@@ -90,6 +90,27 @@ def no_permission(folder: Path, mode: int) -> Callable[[], None]:
     return lambda: folder.chmod(0o755)
 
 
+def in_the_way(folder: Path, given: tuple[str, str]) -> Callable[[], None]:
+    """Something else has the name of an output or of a folder above it, where nothing has it yet."""
+    path, kind = folder / given[0], given[1]
+    if os.path.lexists(path):
+        return lambda: None
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("nowhere") if kind == "link" else path.write_text(kind)
+
+    def undo() -> None:
+        if path.is_symlink() or path.is_fifo() or (path.is_file() and path.read_bytes() == kind.encode()):
+            path.unlink()
+        elif path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+
+    return undo
+
+
 # Harms of the process.
 
 
@@ -121,11 +142,6 @@ def little_memory(kilobytes: int) -> None:
 
 def few_descriptors(more: int) -> None:
     _limit(resource.RLIMIT_NOFILE, max(map(int, os.listdir("/proc/self/fd"))) + more)
-
-
-def small_stack(kilobytes: int) -> None:
-    """Of new threads."""
-    _limit(resource.RLIMIT_STACK, kilobytes * KB)
 
 
 def gone_folder(_: object) -> None:
@@ -194,15 +210,38 @@ def faults(given: tuple[str, int, int, bool]) -> None:
         builtins.open = faulty
 
 
+def full_file(first: int) -> None:
+    """The n-th file that Python opens to write finds no space when it is written or closed."""
+    call, opened = io.open, 0
+
+    def full(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        nonlocal opened
+        if "w" in mode and not isinstance(file, int):
+            opened += 1
+            if opened == first:
+                call(file, "w").close()
+                file = "/dev/full"
+        return call(file, mode, *arguments, **options)
+
+    io.open = builtins.open = full
+
+
 VARIABLES = ["HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR", "PATH"]
-VALUES = [None, "", "/nowhere/deep", "/proc", "/dev/null", "relative", "\udcff"]
+RELATIVE = "relative"  # a folder that the variables name
+VALUES = [None, "", "/nowhere/deep", "/proc", "/dev/null", RELATIVE, "\udcff"]
 FOLDER_HARMS: dict[Callable[..., Any], st.SearchStrategy[Any]] = {
     full_disk: st.integers(0, 40) | st.integers(0, 300),
     few_inodes: st.integers(0, 8),
     read_only_mount: st.none(),
     no_permission: st.sampled_from([0o555, 0o000, 0o444, 0o333, 0o666]),
+    in_the_way: st.tuples(
+        st.sampled_from(["out", "deep", "page.html", "a.png", "a.pdf", "a.onnx", "a.pt2"]),
+        st.sampled_from(["link", "file", "folder", "pipe"]),
+    ),
 }
+TRIED = {no_permission: 0o555, in_the_way: ("out", "file")}  # by `not_allowed`
 PROCESS_HARMS: dict[Callable[..., Any], st.SearchStrategy[Any]] = {
+    full_file: st.integers(1, 12),
     short_files: st.integers(0, 5000) | st.integers(0, 100_000),
     few_descriptors: st.integers(1, 30),
     gone_folder: st.none(),
@@ -223,7 +262,7 @@ PROCESS_HARMS: dict[Callable[..., Any], st.SearchStrategy[Any]] = {
 def not_allowed(harm: Callable[..., Any], folder: Path) -> str | None:
     """Why this machine does not let the folder be harmed so; None where it does."""
     try:
-        undo = harm(folder, 0o555 if harm is no_permission else 8)
+        undo = harm(folder, TRIED.get(harm, 8))
         if harm is no_permission:
             obey_permissions()
             with contextlib.suppress(PermissionError):

@@ -45,6 +45,7 @@ FIRST = ((*CONVERT, "--seed", "1", "--output", "own"), (TINY, "--dilated-size", 
 KEPT = {line[-1] for line in FIRST}
 WEIGHTS = {"convert": 14, "exact": 5, "page": 4, "fold": 1, "picture": 1, "models": 0.5}  # how often each is killed
 WRITING = "output._partial begins"  # from this place on, the output is being written
+NAMING, NAMED = "output._publish begins", 30  # from this place on, for about so many, it gets its name
 INTERRUPTS = ("INT", "TERM", "HUP")
 HARMLESS = ("PIPE", "stdout", "stderr")  # the signal, which Python ignores, and readers that go away
 
@@ -148,12 +149,15 @@ class Practice:
     places: tuple[tuple[str, int], ...]  # in the order in which they are reached, and how often each is passed
 
     def place(self, share):
-        """A third of the shares is before the output is written, a third from there on, a third where it is renamed."""
+        """A sixth of the shares before the output is written, a sixth after, a third in its code, a third where it is
+        given its name."""
         names = [name for name, _ in self.places]
-        begun = names.index(WRITING) if WRITING in names else 0
+        begun, named = (names.index(name) if name in names else 0 for name in (WRITING, NAMING))
         of_output = [place for place in self.places if place[0].startswith("output.")]
-        chosen = [self.places[:begun], self.places[begun:], of_output][int(3 * share)] or self.places
-        return chosen[int(3 * share % 1 * len(chosen))]
+        near = self.places[named : named + NAMED]
+        parts = [self.places[:begun], self.places[begun:], of_output, of_output, near, near]
+        chosen = parts[int(6 * share)] or self.places
+        return chosen[int(6 * share % 1 * len(chosen))]
 
 
 class Killer:

@@ -22,7 +22,7 @@ from ..command_line import run as here
 from .campaign import Finding, check_line
 from .forks import command, forked
 from .nets import build
-from .places import FOLDER_HARMS, PROCESS_HARMS, little_memory, not_allowed, obey_permissions, stream
+from .places import FOLDER_HARMS, PROCESS_HARMS, RELATIVE, little_memory, not_allowed, obey_permissions, stream
 
 pytestmark = pytest.mark.campaign
 
@@ -75,7 +75,10 @@ def cases(allowed):
 
 
 def snapshot(folder):
-    """Everything in the folder, by path: bytes of files, targets of links, None for folders."""
+    """Everything in the folder, by path: bytes of files, targets of links, None for folders.
+
+    Not what libraries keep in the folder that a variable names for that.
+    """
     return {
         str(path.relative_to(folder)): path.readlink()
         if path.is_symlink()
@@ -83,6 +86,7 @@ def snapshot(folder):
         if path.is_file()
         else None
         for path in folder.rglob("*")
+        if not path.is_relative_to(folder / RELATIVE)
     }
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -18,6 +19,7 @@ from dcls_convert.checkpoints.folder import not_of_a_checkpoint
 from dcls_convert.checkpoints.output import check_output, new_file, new_folder
 from dcls_convert.errors import CheckpointError
 
+from ..campaigns.forks import forked
 from .folders import convert
 
 
@@ -89,6 +91,21 @@ def test_what_appears_meanwhile_is_not_overwritten(tmp_path, monkeypatch, kind, 
     assert list(tmp_path.iterdir()) == [path]
 
 
+@KINDS
+def test_what_appears_in_the_last_moment_is_replaced_by_force(tmp_path, monkeypatch, kind):
+    rename = output._rename
+
+    def later(new, path, flag):
+        monkeypatch.setattr(output, "_rename", rename)
+        kind("another run's")(path)
+        return rename(new, path, flag)
+
+    monkeypatch.setattr(output, "_rename", later)
+    kind("new")(tmp_path / "out", force=True)
+    assert content(tmp_path / "out") == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_folder_that_appears_during_a_save_is_not_overwritten(tmp_path, monkeypatch):
     model, plan = convert()
     sync = output._sync
@@ -151,6 +168,58 @@ def test_a_failure_leaves_nothing_where_no_thread_can_be_started(tmp_path, monke
     with pytest.raises(CheckpointError, match="nothing was left there"):
         folder_of("new")(tmp_path / "deep" / "out", between=fail)
     assert list(tmp_path.iterdir()) == []
+
+
+def take_all_descriptors(kept):
+    with contextlib.suppress(OSError):
+        while True:
+            kept.append(os.dup(0))
+    raise MemoryError
+
+
+def take_all_memory(kept):
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (8 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for size in (1 << 20, 1 << 14, 1 << 10, 100):
+        with contextlib.suppress(MemoryError):
+            while True:
+                kept = [kept, bytearray(size)]  # an error keeps what its frames hold
+    raise MemoryError
+
+
+@KINDS
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
+@pytest.mark.parametrize("take", [take_all_descriptors, take_all_memory])
+def test_a_failure_leaves_nothing_where_the_work_took_all_there_is(tmp_path, kind, take):
+    def starved():
+        limit = max(map(int, os.listdir("/proc/self/fd"))) + 20
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        kept = []
+        try:
+            kind("new")(tmp_path / "deep" / "out", between=lambda: take(kept))
+        except MemoryError:
+            return "out of memory"
+
+    assert forked(starved) == "out of memory"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("std::bad_alloc")], ids=repr)
+def test_a_failure_that_cannot_clean_up_says_what_is_left_and_the_next_run_removes_it(tmp_path, monkeypatch, error):
+    def fail():
+        raise error
+
+    def refuse(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(output.shutil, "rmtree", refuse)
+        with pytest.raises(CheckpointError, match=r"out of memory; .*\.partial is left there"):
+            folder_of("new")(tmp_path / "out", between=fail)
+    assert len(list(tmp_path.iterdir())) == 1
+    folder_of("new")(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @KINDS

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import resource
+import subprocess
 import sys
 import textwrap
 import warnings
@@ -300,3 +302,19 @@ def test_the_command_says_what_it_wrote(checkpoints, format):
     names: dict[str, object] = {}
     exec(textwrap.dedent(snippet), names)
     assert "model" in names or "session" in names
+
+
+@pytest.mark.processes
+def test_onnxruntime_does_not_phone_home(tmp_path, checkpoints):
+    """Its telemetry keeps a number of the machine under HOME, and says so where it cannot."""
+    unset = ("CI", "XDG_CACHE_HOME", "ORT_DISABLE_TELEMETRY")  # the first and the last stop it, too
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    line = ["fold", checkpoints / "convnext", "--format", "onnx", "--output", tmp_path / "a.onnx"]
+    (tmp_path / "home").mkdir()
+    subprocess.run(
+        [sys.executable, "-c", "from dcls_convert.cli.app import main; main()", *line],
+        env=environment | {"HOME": str(tmp_path / "home"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        check=True,
+    )
+    assert (tmp_path / "a.onnx").is_file()
+    assert not list((tmp_path / "home").rglob("*onnxruntime*"))
