@@ -249,7 +249,7 @@ PROCESS_HARMS: dict[Callable[..., Any], st.SearchStrategy[Any]] = {
         tuple
     ),
     stream: st.tuples(st.sampled_from(["stdin", "stdout", "stderr"]), st.sampled_from(["closed", "full", "gone"])),
-    little_memory: st.integers(1000, 10_000) | st.integers(1000, 200_000),  # with less, Python raises SystemErrors
+    little_memory: st.integers(6000, 15_000) | st.integers(6000, 200_000),  # with less, Python raises SystemErrors
     faults: st.tuples(
         st.sampled_from(sorted(FAULTY)),
         st.sampled_from(ERRORS),
