@@ -1,11 +1,13 @@
 """Rule files by their grammar, and by mutation: refused in one line, or rules that say the same when written again."""
 
+import math
 import random
 
 import pytest
 import yaml
 from hypothesis import strategies as st
 
+from dcls_convert.layers.geometry import MOST_CELLS
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.planning.planner import plan_conversion
@@ -148,6 +150,8 @@ def test_rule_files(campaign, tmp_path):
         for each in convs:
             claim_sites(rules, each.sites)
             plan, _ = refusal(lambda each=each: plan_conversion(each, rules))
+            if plan is not None and max(math.prod(layer.dilated_size) for layer in plan.layers) > MOST_CELLS:
+                raise Finding("a layer has too many cells")
             if plan is not None and ConversionPlan.from_dict(plan.to_dict()) != plan:
                 raise Finding("the plan says something else when it is written and read")
         return True

@@ -127,7 +127,13 @@ WHOLE = {
 ATTACKS = {  # values of one key
     "description": ["x # " + "a" * 120_000],
     "path": ["&a [" + "b, " * 1_000 + "'*'] }\n" + "- match: {path: *a }\n" * 12 + "- match: {path: x"],
-    "stage_pattern": [f"'{pattern}'" for pattern in PATTERNS],
+    "stage_pattern": [*(f"'{pattern}'" for pattern in PATTERNS), "'(" + "a" * 998 + "'", '"(\\e[31m"'],
+    "dilated_kernel_size": ["999999", "[99999, 99999]", "[2, 2]"],
+    "interpolation": [
+        'bilinear\n  "\\e[31m": 1',
+        "bilinear\n  ? " + "a" * 2_000 + "\n  : 1",
+        'bilinear\n- name: "\\e[31m' + "a" * 1_100 + '"',
+    ],
 }
 
 
