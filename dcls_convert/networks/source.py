@@ -32,13 +32,17 @@ FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself loads these
 OWN_ENTRY = "dcls_convert"  # our entry in timm's registry; it rebuilds converted models and cannot be converted
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet's classifiers; for models that state no size
 VIDEO_FRAMES = 16  # frames of a clip, for torchvision's video models
-MOST_MODULES = 20_000  # of a registry's network, by its arguments; timm's largest has some thousands
+MOST_MODULES = 4_000  # of a registry's network, by its arguments; timm's largest has 1,800
 INSTALL_HINT = "install matching versions together: pip install --upgrade torch torchvision timm"
 # An argument whose name holds one of these words can make a factory open a file or reach the network.
 REFUSED_WORDS = frozenset(
     "cache cfg checkpoint config dir file filename folder hub overlay pretrained root source url weights".split()
 )
 REFUSED_CHARACTERS = frozenset("/\\:")  # of paths and urls
+
+
+class _EndlessError(ModelError):
+    """A network has too many modules, however it is built."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +166,7 @@ def build_model(
         if device == "meta" and not pretrained:
             for hollow in (torch.device("meta"), _WeightsOnMeta()):
                 # A failure that is not due to meta is repeated, and reported, on the CPU below.
-                with contextlib.suppress(ModelError), hollow:
+                with _unless_endless(), hollow:
                     return _build(source, pretrained=False)
         with seeded(seed):
             model = _build(source, pretrained=pretrained)
@@ -185,7 +189,7 @@ def build_hollow(source: ModelSource) -> nn.Module | None:
     """
     if source.kind not in (*REGISTRIES, *FOREIGN_SOURCES):
         return None
-    with seeded(0), warnings.catch_warnings(action="ignore"), contextlib.suppress(ModelError):
+    with seeded(0), warnings.catch_warnings(action="ignore"), _unless_endless():
         before = torch.get_rng_state()
         with _WeightsOnMeta():
             model = _build(source, pretrained=False)
@@ -292,13 +296,24 @@ def _bounded(name: str) -> Iterator[None]:
 
     def refuse_more(*_: object) -> None:
         if next(count) > MOST_MODULES:
-            raise ModelError(f"{name}: its arguments ask for more than {MOST_MODULES:,} modules")
+            raise _EndlessError(f"{name}: its arguments ask for more than {MOST_MODULES:,} modules")
 
     hook = register_module_module_registration_hook(refuse_more)
     try:
         yield
     finally:
         hook.remove()
+
+
+@contextlib.contextmanager
+def _unless_endless() -> Iterator[None]:
+    """Suppress ModelErrors, which may be due to the way of building."""
+    try:
+        yield
+    except _EndlessError:
+        raise
+    except ModelError:
+        pass
 
 
 def _build_torchvision(name: str, args: dict[str, Any], pretrained: bool) -> nn.Module:

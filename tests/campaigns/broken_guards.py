@@ -44,11 +44,10 @@ VERIFY, OUTPUT, CONSOLE = "checkpoints/verify.py", "checkpoints/output.py", "cli
 PLAN = "planning/plan.py"
 
 GUARDS = [
-    # Rule files.
+    # Rule files. The depth of a YAML text is not here: beyond it, PyYAML's RecursionError is refused in a line too.
     guard("size of a YAML text", "rules", (YAML, "if len(text) > MOST_CHARACTERS:", "if False:")),
     guard("values of a YAML text", "rules", (YAML, "if nodes > MOST_NODES:", "if False:")),
     guard("aliases written out", "rules", (YAML, "nodes += sizes.get(str(event.anchor), 0)", "nodes += 1")),
-    guard("depth of a YAML text", "rules", (YAML, "if len(open_nodes) > MOST_DEPTH:", "if False:")),
     guard("digits of an integer", "rules", (YAML, "len(node.value) > MOST_DIGITS", "False")),
     guard("half a surrogate pair", "rules", (YAML, 'if any("\\ud800" <= character', 'if any("" > character')),
     guard("a key twice", "rules", (YAML, "if key_node.value in seen:", "if False:")),
@@ -72,7 +71,15 @@ GUARDS = [
         ("layers/geometry.py", "if cells > MOST_CELLS:", "if False:"),
     ),
     guard("escapes in messages", "rules", ("errors.py", "if text.isprintable():", "if True:")),
-    guard("length of what messages show", "rules", ("errors.py", "if len(text) <= limit and cell_len", "if cell_len")),
+    guard(
+        "length of what messages show",
+        "rules",
+        (
+            "errors.py",
+            "if len(text) <= limit and cell_len(escaped := printable(text)) <= limit:",
+            "if escaped := printable(text):",
+        ),
+    ),
     # Files.
     guard("only regular files", "folders", ("files.py", "if not stat.S_ISREG(found.st_mode):", "if False:")),
     guard("size of a text file", "folders", ("files.py", "if found.st_size > most:", "if False:")),

@@ -1,27 +1,30 @@
 """Rule files by their grammar, and by mutation: refused in one line, or rules that say the same when written again."""
 
+import math
 import random
 
 import pytest
 import yaml
 from hypothesis import strategies as st
 
+from dcls_convert.layers.geometry import MOST_CELLS
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rules import Layer, Match, Rule, builtin_rules, claim_sites, load_rules, parse_rules
-from dcls_convert.planning.strict_yaml import MOST_CHARACTERS
+from dcls_convert.planning.strict_yaml import MOST_CHARACTERS, MOST_NODES
 
 from ..planning.test_rules import net
 from .campaign import Finding, refusal
 from .nets import build
 from .texts import plain, texts
-from .yaml_attacks import COSTLY, ENCODINGS, INSERTIONS, PATTERNS, VALUES
+from .yaml_attacks import COSTLY, ENCODINGS, INSERTIONS, PATTERNS, VALUES, whole
 
 pytestmark = pytest.mark.campaign
 
 VARIANTS = 30  # of each text of the grammar, which take less time than the text
 COSTLY_SHARE = 1 / 100
+WHOLE_SHARE = 1 / 5
 
 SIZES = st.one_of(st.integers(-1, 24), st.lists(st.integers(0, 12), max_size=4), st.just({"min": 3}), plain)
 SIDES = {"kernel_size", "stride", "dilation", "in_channels", "out_channels", "dilated_kernel_size", "dims"}
@@ -64,6 +67,9 @@ def variants(drawn):
         if chance.random() < COSTLY_SHARE:
             yield chance.choice(COSTLY)()
             continue
+        if chance.random() < WHOLE_SHARE:
+            yield whole(chance).encode("utf-8", "replace")
+            continue
         found = chance.choice([text, text, chance.choice(BUILTIN)])
         for _ in range(chance.randint(0, 3)):
             found = chance.choice([_inserted, _other_value, _other_value, _line_twice])(found, chance)
@@ -105,6 +111,27 @@ def key_twice(node):
     return next(filter(None, map(key_twice, node.value)), None) if isinstance(node, yaml.SequenceNode) else None
 
 
+def written_out(node, sizes):
+    """How many values a text has, with aliases written out."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in sizes:
+        inner = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
+        sizes[id(node)] = 1 + sum(written_out(each, sizes) for each in inner)
+    return sizes[id(node)]
+
+
+def check_text(text):
+    """What a rule file that is read has at most, by PyYAML's own nodes."""
+    node = yaml.compose(text, yaml.SafeLoader)
+    if len(text) > MOST_CHARACTERS:
+        raise Finding(f"{len(text):,} characters are read")
+    if (count := written_out(node, {})) > MOST_NODES:
+        raise Finding(f"{count:,} values are read")
+    if key := key_twice(node):
+        raise Finding(f"key {key!r} stands twice")
+
+
 def test_rule_files(campaign, tmp_path):
     convs = net(), find_convs(build(), (3, 32, 32))
     path = tmp_path / "rules.yaml"
@@ -116,13 +143,15 @@ def test_rule_files(campaign, tmp_path):
         rules, _ = refusal(lambda: load_rules(path))
         if rules is None:
             return False
-        if key := key_twice(yaml.compose(rules.text, yaml.SafeLoader)):
-            raise Finding(f"key {key!r} stands twice")
+        check_text(rules.text)
+        rules.model_dump_json()
         if parse_rules(rules.text).rules != rules.rules:
             raise Finding("the text that the plan keeps says something else")
         for each in convs:
             claim_sites(rules, each.sites)
             plan, _ = refusal(lambda each=each: plan_conversion(each, rules))
+            if plan is not None and max(math.prod(layer.dilated_size) for layer in plan.layers) > MOST_CELLS:
+                raise Finding("a layer has too many cells")
             if plan is not None and ConversionPlan.from_dict(plan.to_dict()) != plan:
                 raise Finding("the plan says something else when it is written and read")
         return True

@@ -84,10 +84,18 @@ def states(draw):
 
 
 @st.composite
+def nearly_whole(draw):
+    """A state dict that differs in one tensor, and not in its name."""
+    state = dict(build().state_dict())
+    name = draw(st.sampled_from(sorted(state)))
+    return state | {name: odd_tensors()[draw(st.sampled_from(sorted(odd_tensors())))](state[name])}
+
+
+@st.composite
 def torch_files(draw):
     buffer = io.BytesIO()
     try:
-        torch.save(draw(states()), buffer, _use_new_zipfile_serialization=draw(st.booleans()))
+        torch.save(draw(states() | nearly_whole()), buffer, _use_new_zipfile_serialization=draw(st.booleans()))
     except Exception:  # torch does not write it
         return b""
     return _damaged(draw, buffer.getvalue())

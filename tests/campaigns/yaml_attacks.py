@@ -71,6 +71,8 @@ VALUES = [  # as they stand in a file
     "*a",
     "&a 9",
     "7",
+    "999999",
+    "[99999, 99999]",
     "[3, 5]",
     "{min: 3}",
     "auto",
@@ -113,6 +115,40 @@ INSERTIONS = [
 ENCODINGS = [*["utf-8"] * 10, "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1", "utf-7"]
 
 
+# A rule file with nothing wrong: the value of each key.
+WHOLE = {
+    "description": "x",
+    "name": "x",
+    "path": "'*'",
+    "stage_pattern": "'a|1'",
+    "dilated_kernel_size": "9",
+    "interpolation": "bilinear",
+}
+ATTACKS = {  # values of one key
+    "description": ["x # " + "a" * 120_000],
+    "path": ["&a [" + "b, " * 1_000 + "'*'] }\n" + "- match: {path: *a }\n" * 12 + "- match: {path: x"],
+    "stage_pattern": [*(f"'{pattern}'" for pattern in PATTERNS), "'(" + "a" * 998 + "'", '"(\\e[31m"'],
+    "dilated_kernel_size": ["999999", "[99999, 99999]", "[2, 2]"],
+    "interpolation": [
+        'bilinear\n  "\\e[31m": 1',
+        "bilinear\n  ? " + "a" * 2_000 + "\n  : 1",
+        'bilinear\n- name: "\\e[31m' + "a" * 1_100 + '"',
+    ],
+}
+
+
+def whole(chance):
+    """A rule file with an attack in one place."""
+    key = chance.choice(list(WHOLE))
+    return _whole(key, chance.choice(chance.choice([VALUES, ATTACKS.get(key, VALUES)])))
+
+
+def _whole(key, attack):
+    values = WHOLE | {key: attack}
+    others = "".join(f"  {name}: {value}\n" for name, value in values.items() if name not in ("description", "path"))
+    return f"format: 1\ndescription: {values['description']}\nrules:\n- match: {{path: {values['path']} }}\n{others}"
+
+
 def _file(value):
     return lambda: b"format: 1\nrules:\n- dilated_kernel_size: " + value() + b"\n"
 
@@ -133,6 +169,7 @@ def _merges():
 
 
 COSTLY = [  # to make, to write, or to read where a bound is missing
+    lambda: _whole("path", "[" + "b, " * 11_000 + "'*']").encode(),
     _aliases,
     _merges,
     lambda: b"[" * 100_000,
