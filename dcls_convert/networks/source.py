@@ -32,6 +32,8 @@ FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself loads these
 OWN_ENTRY = "dcls_convert"  # our entry in timm's registry; it rebuilds converted models and cannot be converted
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet's classifiers; for models that state no size
 VIDEO_FRAMES = 16  # frames of a clip, for torchvision's video models
+MOST_ARGUMENT = 1_000_000  # of an integer; factories make lists of as many values before they make any module
+NOT_LISTED = ("num_classes", "in_chans")  # one layer each, which costs nothing on meta
 MOST_MODULES = 4_000  # of a registry's network, by its arguments; timm's largest has 1,800
 INSTALL_HINT = "install matching versions together: pip install --upgrade torch torchvision timm"
 # An argument whose name holds one of these words can make a factory open a file or reach the network.
@@ -83,13 +85,16 @@ def _check_value(value: Any, where: str) -> None:
         for name, inner in value.items():
             if not isinstance(name, str) or REFUSED_WORDS & set(name.lower().split("_")):
                 raise ModelError(f"{where}: argument {shown(name)} is not allowed: it could name a file, url or config")
-            _check_value(inner, f"{where}: argument {shown(name)}")
+            if name not in NOT_LISTED or not isinstance(inner, int):
+                _check_value(inner, f"{where}: argument {shown(name)}")
     elif isinstance(value, list | tuple):
         for entry in value:
             _check_value(entry, where)
     elif isinstance(value, str):
         if REFUSED_CHARACTERS & set(value):
             raise ModelError(f"{where}: {shown(value)!r} is not allowed: it could be a path or a url")
+    elif isinstance(value, int) and value > MOST_ARGUMENT:
+        raise ModelError(f"{where} is {shown(value)}; {MOST_ARGUMENT:,} is the most")
     elif value is not None and not isinstance(value, bool | int | float):
         raise ModelError(f"{where} is a {type(value).__name__}, not a plain value")
 

@@ -161,7 +161,14 @@ def test_plain_arguments_are_allowed():
     }
     check_source(ModelSource(name=f"timm:{TINY}", args=plain))
     check_source(ModelSource(name="timm:convnext_tiny.fb_in22k"))
-    for name, value in [*ARGUMENTS.items(), ("layer", torch.nn.ReLU), ("x", 1j), ("x", {1: 2})]:
+    for name, value in [
+        *ARGUMENTS.items(),
+        ("depth", 10**9),
+        ("depths", [3, 10**9]),
+        ("layer", torch.nn.ReLU),
+        ("x", 1j),
+        ("x", {1: 2}),
+    ]:
         with pytest.raises(ModelError):
             check_source(ModelSource(name=f"timm:{TINY}", args={name: value}))
 
