@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from rich.cells import cell_len
 
+MOST_SAID = 10_000  # characters of an error that are looked at
 NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")  # in messages
 
 
@@ -109,7 +110,7 @@ def listed(names: Iterable[object], most: int = 3) -> str:
 def one_line(error: BaseException) -> str:
     """The message of any exception, on one line: what a library said, without its layout."""
     try:
-        text = str(error)
+        text = str(error)[:MOST_SAID]
     except BaseException:  # the exception's own code may raise anything
         text = ""
     return printable(" ".join(text.split()) or type(error).__name__)

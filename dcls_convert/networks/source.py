@@ -285,7 +285,9 @@ def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
     except DclsConvertError:
         raise
     except SystemExit as error:
-        raise ModelError(f"{source.name}: its factory leaves the program (SystemExit {error.code})") from error
+        raise ModelError(
+            f"{source.name}: its factory leaves the program (SystemExit {one_line(error)[:200]})"
+        ) from error
     except Exception as error:  # what timm, torchvision, the hub or the user's factory raise has no common base
         what = "its pretrained weights cannot be had" if pretrained else "cannot be built"
         raise ModelError(f"{source.name}: {what}: {type(error).__name__}: {one_line(error)[:300]}") from error

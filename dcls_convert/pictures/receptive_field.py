@@ -41,7 +41,8 @@ def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> T
         images: Each (channels, *spatial).
 
     Raises:
-        ModelError: The model does not run on these images, or the layer's output does not depend on them.
+        ModelError: The model does not run on these images, or the layer's output does not depend on them
+            by finite gradients.
     """
     outputs: list[Tensor] = []
     handle = model.get_submodule(layer).register_forward_hook(lambda module, given, output: outputs.append(output))
@@ -55,6 +56,8 @@ def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> T
         handle.remove()
     if total is None:
         raise ModelError("there are no images")
+    if not total.isfinite().all():
+        raise ModelError("the model's gradient is not finite")
     field = (total / count).cpu()
     return field.unsqueeze(0) if field.dim() == 1 else field.sum(0) if field.dim() == 3 else field
 

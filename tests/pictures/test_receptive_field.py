@@ -74,6 +74,14 @@ def test_a_model_that_does_not_run_is_said_to():
         receptive_field(nn.Sequential(nn.Conv2d(3, 1, 1)), "0", noise(1, 5, 5))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_gradients_that_are_not_finite_are_said_to_be(value):
+    model = conv_of_ones(3)
+    model[0].weight.data[0, 0, 1, 1] = value
+    with pytest.raises(ModelError, match="gradient is not finite"):
+        receptive_field(model, "0", noise(1, 5, 5))
+
+
 def test_a_picture_is_scaled_to_its_largest_pixel_and_bounded():
     field = torch.rand(700, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     picture = field_picture(field, "After", "what")

@@ -24,7 +24,7 @@ REASONS = {
     "kill": "its process was killed by SIGKILL (out of memory, or more than 2 GiB?)",
     "abort": "its process was killed by SIGABRT",
     "exit_at_once": "its process ended by itself, with exit code 4",
-    "leave": "timm:hostile_leave: its factory leaves the program (SystemExit bye\\nbye)",
+    "leave": "timm:hostile_leave: its factory leaves the program (SystemExit bye bye)",
     "interrupt": "KeyboardInterrupt: KeyboardInterrupt (hostile_models.py:",
     "base_exception": "BaseException: all\\x1b[2Jgone (hostile_models.py:",
     "start_and_hang": LATE,
