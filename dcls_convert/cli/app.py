@@ -27,8 +27,8 @@ EXIT_BUG = 1
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 a bug, or stdout could not be written; 2 a mistake in what was given; 3 nothing in the "
-    "model matches the rules; 130 interrupted."
+    "Exit codes: 0 done; 1 a bug, or stdout could not be written; 2 a mistake in what was given, or no disk or memory "
+    "left; 3 nothing in the model matches the rules; 130 interrupted."
 )
 NETWORKS = ("torch", "torchvision", "timm")  # which some install by themselves, and pip may have left out
 NEEDS_NO_DEFAULTS = {"-h", "--help", "--version"}
