@@ -1,5 +1,6 @@
 """Random command lines, in this process: the documented exit codes, one line of error, and nothing left behind."""
 
+import importlib
 import shutil
 from pathlib import Path
 from typing import get_args
@@ -83,6 +84,8 @@ def seen(folder):
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     """Folders and files for the command lines to name."""
+    for library in ("matplotlib", "onnx", "onnxscript", "onnxruntime"):  # what is imported before may import more
+        importlib.import_module(library)
     monkeypatch.chdir(tmp_path)
     assert ended(OWN, "--dilated-size", "9", "--input-size", "3x32x32", "--output", "good")[0] == 0
     shutil.copytree("good", "out")
