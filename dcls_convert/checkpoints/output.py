@@ -131,6 +131,8 @@ def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
         raise CheckpointError(f"output {shown(output, 200)} cannot be written: {why}; {left}") from error
     finally:
         _remove(partial, missing)  # again, since a second signal may have cut the first removal short
+        if os.path.lexists(output):
+            _remove(_old_of(partial), [])
         for descriptor in lock:
             os.close(descriptor)
 
@@ -279,11 +281,16 @@ def _rename_new(new: Path, output: Path) -> None:
 
 def _replace_by_steps(new: Path, folder: Path) -> None:
     """Without renameat2: two renames. If a kill falls between them, the next run's `clean_up` undoes the first."""
-    old = new.with_suffix(".old")
+    old = _old_of(new)
     try:
         folder.rename(old)
         new.rename(folder)
     finally:
         if not os.path.lexists(folder):
             old.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old, [])
+
+
+def _old_of(partial: Path) -> Path:
+    """Where an old folder is meanwhile, without renameat2."""
+    return partial.with_suffix(".old")

@@ -53,7 +53,9 @@ def place_of(frame: Any, event: str, argument: Any) -> str | None:
     code = frame.f_code
     if code.co_filename not in WATCHED or event not in HOW:  # most calls are of libraries, and this is to be fast
         return None
-    if event == "call" and code.co_flags & inspect.CO_GENERATOR:  # perhaps to be closed, where no handler would run
+    if (
+        event in ("call", "return") and code.co_flags & inspect.CO_GENERATOR
+    ):  # perhaps to be closed, where no handler would run
         return None
     called = f" {argument.__name__}" if event == "c_return" else ""
     return f"{code.co_filename.rpartition('/')[2].removesuffix('.py')}.{code.co_qualname} {HOW[event]}{called}"

@@ -91,6 +91,26 @@ def test_what_appears_meanwhile_is_not_overwritten(tmp_path, monkeypatch, kind, 
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_signal_during_the_removal_of_the_old_folder_leaves_nothing(tmp_path, monkeypatch):
+    """Without the system call, the old folder has a name of its own meanwhile."""
+    folder_of("old")(tmp_path / "out")
+    remove, removed = output._remove, []
+
+    def interrupted_once(folder, parents):
+        if folder.suffix == ".old" and not removed:
+            removed.append(folder)
+            raise KeyboardInterrupt
+        remove(folder, parents)
+
+    monkeypatch.setattr(output, "_rename", lambda *_: False)
+    monkeypatch.setattr(output, "_remove", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        folder_of("new")(tmp_path / "out", force=True)
+    assert removed
+    assert content(tmp_path / "out") == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @KINDS
 def test_what_appears_in_the_last_moment_is_replaced_by_force(tmp_path, monkeypatch, kind):
     rename = output._rename
