@@ -227,8 +227,8 @@ def full_file(first: int) -> None:
 
 
 VARIABLES = ["HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR", "PATH"]
-RELATIVE = "relative"  # a folder that the variables name
-VALUES = [None, "", "/nowhere/deep", "/proc", "/dev/null", RELATIVE, "\udcff"]
+CACHES = ("relative", "\udcff")  # folders that the variables name
+VALUES = [None, "", "/nowhere/deep", "/proc", "/dev/null", *CACHES]
 FOLDER_HARMS: dict[Callable[..., Any], st.SearchStrategy[Any]] = {
     full_disk: st.integers(0, 40) | st.integers(0, 300),
     few_inodes: st.integers(0, 8),

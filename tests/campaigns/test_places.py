@@ -22,9 +22,11 @@ from ..command_line import run as here
 from .campaign import Finding, check_line
 from .forks import command, forked
 from .nets import build
-from .places import FOLDER_HARMS, PROCESS_HARMS, RELATIVE, little_memory, not_allowed, obey_permissions, stream
+from .places import CACHES, FOLDER_HARMS, PROCESS_HARMS, little_memory, not_allowed, obey_permissions, stream
 
 pytestmark = pytest.mark.campaign
+
+ABORTED = (-signal.SIGABRT, 127)  # without memory: C++, and the loader of libraries; nothing can say why
 
 OWN = f"{build.__module__}:build"
 LARGE = f"{__name__}:large"
@@ -86,7 +88,7 @@ def snapshot(folder):
         if path.is_file()
         else None
         for path in folder.rglob("*")
-        if not path.is_relative_to(folder / RELATIVE)
+        if not any(path.is_relative_to(folder / name) for name in CACHES)
     }
 
 
@@ -168,9 +170,7 @@ class Try:
         for each in undo:
             each()
         self.after = snapshot(self.base)
-        self.aborted = self.ended.code == -signal.SIGABRT and any(
-            harm == little_memory.__name__ for harm, _ in self.harms
-        )
+        self.aborted = self.ended.code in ABORTED and any(harm == little_memory.__name__ for harm, _ in self.harms)
         if not self.aborted:
             self.check_end()
         self.check_folder()
