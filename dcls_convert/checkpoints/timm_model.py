@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ModelError, listed, one_line
-from ..networks.source import ModelSource, build_model, check_source
+from ..networks.source import MOST_ARGUMENT, NOT_LISTED, ModelSource, build_model, check_source
 from ..networks.stages import common_parent
 from ..networks.weights import alias_names, misfits
 from ..planning.plan import ConversionPlan
@@ -62,6 +62,9 @@ def create_converted(
     base = conversion.model or ""
     stored = {name: value for name, value in (pretrained_model_args or kwargs).items() if name != "plan"}
     check_source(ModelSource(name=base, args=stored))
+    for name in NOT_LISTED:  # `load_converted` compares them with the weights before they cost memory; timm does not
+        if isinstance(stored.get(name), int) and stored[name] > MOST_ARGUMENT:
+            raise ModelError(f"{CONFIG}: {name}={stored[name]}: through timm, {MOST_ARGUMENT:,} is the most")
     config = _resolved_config(pretrained_cfg, pretrained_cfg_overlay)
     if pretrained and config.get("source") == "local-dir":
         _stamp(config, cache_dir)  # refuse before anything is built

@@ -25,7 +25,7 @@ from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversio
 from dcls_convert.checkpoints.folder import CONFIG, FILES, REPORT, WEIGHTS, read_plan
 from dcls_convert.checkpoints.stamp import METADATA_KEY
 from dcls_convert.checkpoints.verify import rebuild_here, rebuild_in_fresh_process, verify_folder
-from dcls_convert.errors import CheckpointError, DclsConvertError
+from dcls_convert.errors import CheckpointError, DclsConvertError, ModelError
 from dcls_convert.export.formats import fold_checkpoint
 from dcls_convert.surgery.fold import fold_to_dense_
 
@@ -350,6 +350,13 @@ def test_sizes_are_checked_before_they_take_memory(folder, change, says):
     edit_json(folder / CONFIG, change)
     seal(folder)
     assert any(says in line for line in lines(verify(folder))), lines(verify(folder))
+
+
+def test_classes_are_bounded_through_timm_too(folder):
+    edit_json(folder / CONFIG, classes(20_000_000))
+    seal(folder)
+    with pytest.raises(ModelError, match=r"^config.json: num_classes=20000000: through timm, 1,000,000 is the most$"):
+        timm.create_model(f"local-dir:{folder}", pretrained=True)
 
 
 def test_a_misfit_is_one_line_through_timm_too(folder):
