@@ -66,5 +66,9 @@ def here(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # of the client between its trials
     huggingface_hub.utils.disable_progress_bars()
+    # Clients before 1.0 keep a session, which knows whether it is offline.
+    forget = getattr(huggingface_hub.utils, "reset_sessions", lambda: None)
+    forget()
     yield hub
+    forget()
     huggingface_hub.utils.enable_progress_bars()
