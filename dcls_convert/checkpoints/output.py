@@ -134,7 +134,8 @@ def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
         if os.path.lexists(output):
             _remove(_old_of(partial), [])
         for descriptor in lock:
-            os.close(descriptor)
+            with contextlib.suppress(OSError):  # the error above says more
+                os.close(descriptor)
 
 
 def clean_up(output: Path) -> None:

@@ -180,7 +180,7 @@ def stream(given: tuple[str, str]) -> None:
 FAULTY = {  # a function, and the module that callers take it from
     name: module
     for module, names in (
-        (os, "open mkdir rmdir unlink rename replace stat lstat scandir listdir fsync access chmod close"),
+        (os, "open mkdir rmdir unlink rename replace stat lstat scandir listdir fsync access chmod"),
         (io, "open"),
         (threading, "_start_new_thread"),
         (os, "fork"),
