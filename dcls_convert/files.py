@@ -46,14 +46,15 @@ def is_checkpoint(path: Path) -> bool:
         return False
 
 
-def check_weights_file(path: Path, what: str = "checkpoint") -> None:
-    """Refuse what cannot be a file; CheckpointError says why, and begins with `what`."""
+def check_weights_file(path: Path, where: str | None = None) -> None:
+    """Refuse what cannot be a file; CheckpointError says why, and begins with `where`, or "checkpoint PATH"."""
+    where = where or f"checkpoint {path}"
     try:
         if not path.is_file():
-            missing = "there is no such file" if not path.exists() else "is not a file"
-            raise CheckpointError(f"{what} {path}: {missing}")
+            missing = "leads nowhere" if path.is_symlink() else "there is no such file"
+            raise CheckpointError(f"{where}: {'is not a file' if path.exists() else missing}")
     except OSError as error:
-        raise CheckpointError(f"{what} {shown(path)}: {error.strerror}") from error
+        raise CheckpointError(f"{shown(where, 200)}: {error.strerror}") from error
 
 
 def check_folder(path: Path) -> Path:

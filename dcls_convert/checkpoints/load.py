@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, PlanError
 from ..networks.source import ModelSource, build_hollow, build_model, check_source
-from ..networks.weights import fill_, load_weights_
+from ..networks.weights import fill_, load_file, load_weights_
 from ..planning.plan import ConversionPlan
 from ..surgery.place import place_layers_
 from .folder import WEIGHTS, read_checked_stamp, read_folder, the_plan
-from .stamp import Stamp, read_state, tensors_hash
+from .stamp import Stamp, tensors_hash
 
 
 def load_converted(
@@ -38,7 +38,7 @@ def load_converted(
     if model is None:
         source = buildable(config.source, folder, trust_code=trust_code)
     stamp = read_checked_stamp(folder / WEIGHTS, config)
-    state = read_state(folder / WEIGHTS)
+    state = load_file(folder / WEIGHTS)
     check_tensors(state, stamp, folder / WEIGHTS)
     if model is None:
         return rebuilt(source, plan, state, str(folder / WEIGHTS)).eval().to(device)

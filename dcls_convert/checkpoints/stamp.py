@@ -3,17 +3,14 @@
 import hashlib
 import json
 from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ConfigDict, TypeAdapter
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError, one_line
+from ..networks.weights import opened
 from .fingerprint import Fingerprint
 from .records import read_record
 
@@ -52,7 +49,7 @@ def read_stamp(path: Path) -> Stamp | None:
     Raises:
         CheckpointError: Not readable, written by a newer version of this program, or a damaged stamp.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         text = (file.metadata() or {}).get(METADATA_KEY)
     return None if text is None else read_record(_ADAPTER, text, f"{path}: its metadata {METADATA_KEY!r}", STAMP_FORMAT)
 
@@ -80,25 +77,7 @@ def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tu
     Raises:
         CheckpointError: Not readable.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         for name in sorted(file.keys()):
             if names is None or name in names:
                 yield name, file.get_tensor(name)
-
-
-def read_state(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, in memory of torch's own, which a model can keep; as `read_tensors`."""
-    return {name: tensor.clone() for name, tensor in read_tensors(path)}
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        if not path.is_file():
-            kind = "is not a file" if path.exists() else "leads nowhere" if path.is_symlink() else ""
-            raise CheckpointError(f"{path}: {kind or 'there is no such file'}")
-        # Read the tensors: views of the mapped file would count as memory too.
-        with safe_open(path, framework="pt", backend="pread") as file:
-            yield file
-    except (SafetensorError, OSError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a readable safetensors file: {one_line(error)[:200]}") from error

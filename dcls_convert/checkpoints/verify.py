@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, DclsConvertError, listed, one_line, shown
 from ..files import check_folder
 from ..networks.source import build_model
-from ..networks.weights import misfits, not_finite
+from ..networks.weights import load_file, misfits, not_finite
 from ..progress import Step, silent
 from ..tables import counted
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
@@ -24,7 +24,7 @@ from .folder import CONFIG, FILES, PICTURE_FILES, WEIGHTS, FolderConfig, read_ch
 from .inspection import position_sets
 from .load import buildable, check_tensors, place_, rebuilt, untied
 from .records import write_json
-from .stamp import Stamp, read_stamp, read_state, read_tensors, text_hash
+from .stamp import Stamp, read_stamp, read_tensors, text_hash
 
 VERIFICATION_FORMAT = 1
 MOST_SECONDS = 600.0  # for the process that rebuilds the model
@@ -192,7 +192,7 @@ def main(folder: str, trust_code: str, result: str) -> None:
 
 def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
     """Build the model of a folder that can be read; check names, shapes, ties and outputs."""
-    checks, config, state = Checks(), read_folder(folder), read_state(folder / WEIGHTS)
+    checks, config, state = Checks(), read_folder(folder), load_file(folder / WEIGHTS)
     model = checks.attempt("model", folder, lambda: _rebuilt(checks, folder, config, state, trust_code))
     if model is not None:
         if config.plan is not None:

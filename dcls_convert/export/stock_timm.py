@@ -13,12 +13,11 @@ from torch import nn
 from ..checkpoints.folder import CARD, WEIGHTS, not_of_a_checkpoint
 from ..checkpoints.output import new_folder
 from ..checkpoints.save import loading_code, model_card, save_converted, timm_config, write_files
-from ..checkpoints.stamp import read_state
 from ..errors import DclsConvertError, ModelError
 from ..networks.outputs import ComparisonError, check_equal
 from ..networks.sites import find_convs
 from ..networks.source import ModelSource, build_model
-from ..networks.weights import alias_names
+from ..networks.weights import alias_names, load_file
 from ..planning.plan import ConversionPlan
 from ..reports.report import measure_report
 from .job import FOLDING_BOUND, ExportFormat, Folded, Job, run_model
@@ -82,7 +81,7 @@ def weights_in_file_alone(model: nn.Module, path: Path) -> Iterator[None]:
     try:
         yield
     except NotStockError:
-        model.load_state_dict(read_state(path), assign=True)
+        model.load_state_dict(load_file(path), assign=True)
         raise
 
 

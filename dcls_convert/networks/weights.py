@@ -1,10 +1,12 @@
 """Read a network's weights from a file, and put them into the network; weights that are not finite are refused."""
 
 import argparse
+import contextlib
 import functools
 import math
 import pickle
 import warnings
+import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from .outputs import tensors_in
 # Where training scripts put a state dict, in the order of preference: averaged weights first, as timm does.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it
+MOST_HEADER = 16 << 20  # bytes of a safetensors file's, where 150,000 tensors have room
+MOST_GROWTH = 20  # times the size of a torch file, which is a zip file, when it is unpacked
+ZIP = b"PK\x03\x04"  # how one begins
 MOST_WRAPPERS = 3  # one inside the other; a mapping can hold itself
 PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
@@ -33,9 +38,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         CheckpointError: No such file, not readable, or nothing in it that looks like a state dict.
     """
     path = Path(path)
-    check_weights_file(path)
-    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     where = f"checkpoint {path}"
+    content = load_file(path, where) if path.suffix == ".safetensors" else _read_torch(path, where)
     _check_keys(content, where)
     if (unwrapped := _unwrapped(content)) is None:
         kind = f"a mapping with {listed(content)}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
@@ -207,31 +211,61 @@ def alias_names(model: nn.Module) -> dict[str, str]:
     return {name: first[id(tensor)] for name, tensor in own.items() if first.setdefault(id(tensor), name) != name}
 
 
-def load_file(path: Path) -> dict[str, Tensor]:
-    """A safetensors file, one tensor after the other into memory of torch's own, which a model can keep."""
-    # Read the tensors: views of the mapped file would count as memory too.
-    with safe_open(path, framework="pt", backend="pread") as file:
+@contextlib.contextmanager
+def opened(path: Path, where: str | None = None) -> Iterator[Any]:
+    """A safetensors file, of which each tensor is read when it is asked for; messages call it `where`, or by its path.
+
+    Raises:
+        CheckpointError: Not readable, here or inside the block.
+    """
+    where = where or str(path)
+    check_weights_file(path, where)
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        if length > MOST_HEADER:
+            raise ValueError(f"its header has {length:,} bytes; {MOST_HEADER:,} are the most")
+        # Read the tensors: views of the mapped file would count as memory too.
+        with safe_open(path, framework="pt", backend="pread") as file:
+            yield file
+    except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{where}: not a readable safetensors file: {one_line(error)[:200]}") from error
+
+
+def load_file(path: Path, where: str | None = None) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, each in memory of torch's own, which a model can keep; as `opened`."""
+    with opened(path, where) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
+def _read_torch(path: Path, where: str) -> Any:
+    check_weights_file(path, where)
     try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path}: not a readable safetensors file: {one_line(error)[:200]}") from error
-
-
-def _read_torch(path: Path) -> Any:
-    try:
+        _check_unpacked_size(path, where)
         # timm's training checkpoints hold their arguments as a Namespace; old files make torch warn about itself.
         with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except Exception as error:  # damaged bytes raise anything when unpickled: struct.error, IndexError, ...
         what = "is damaged or holds more than tensors" if isinstance(error, pickle.UnpicklingError) else "is damaged"
         raise CheckpointError(
-            f"checkpoint {path}: {what}, or is no file of torch.save; it is read with weights_only=True, so save its "
+            f"{where}: {what}, or is no file of torch.save; it is read with weights_only=True, so save its "
             f"state dict alone ({type(error).__name__})"
         ) from error
+
+
+def _check_unpacked_size(path: Path, where: str) -> None:
+    """Refuse a zip file that would fill the memory; torch itself compresses nothing."""
+    with path.open("rb") as file:
+        if not file.read(len(ZIP)) == ZIP:
+            return
+        with zipfile.ZipFile(file) as parts:
+            unpacked = sum(part.file_size for part in parts.infolist())
+    if unpacked > MOST_GROWTH * path.stat().st_size:
+        raise CheckpointError(
+            f"{where}: its parts unpack to {unpacked:,} bytes, more than {MOST_GROWTH} times the file's size"
+        )
 
 
 def _check_keys(content: Any, where: str, depth: int = 0) -> None:

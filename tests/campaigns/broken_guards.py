@@ -42,6 +42,7 @@ WEIGHTS, SOURCE = "networks/weights.py", "networks/source.py"
 FOLDER, LOAD, STAMP, TIMM = (f"checkpoints/{name}.py" for name in ("folder", "load", "stamp", "timm_model"))
 VERIFY, OUTPUT, CONSOLE = "checkpoints/verify.py", "checkpoints/output.py", "cli/console.py"
 PLAN = "planning/plan.py"
+CHECK_FILE = "if not path.is_file():\n            missing"
 
 GUARDS = [
     # Rule files. The depth of a YAML text is not here: beyond it, PyYAML's RecursionError is refused in a line too.
@@ -83,17 +84,27 @@ GUARDS = [
     # Files.
     guard("only regular files", "folders", ("files.py", "if not stat.S_ISREG(found.st_mode):", "if False:")),
     guard("size of a text file", "folders", ("files.py", "if found.st_size > most:", "if False:")),
-    guard("weights that are no file", "folders", (STAMP, "if not path.is_file():", "if False:")),
+    guard(
+        "weights that are no file",
+        "folders",
+        ("files.py", CHECK_FILE, CHECK_FILE.replace("not path", "False and path")),
+    ),
     guard(
         "a checkpoint that is no file",
         "weights_files",
-        ("files.py", "if not path.is_file():\n            missing", "if False:\n            missing"),
+        ("files.py", CHECK_FILE, CHECK_FILE.replace("not path", "False and path")),
     ),
     # Weights files.
     guard(
         "weights_only",
         "weights_files",
         (WEIGHTS, 'map_location="cpu", weights_only=True', 'map_location="cpu", weights_only=False'),
+    ),
+    guard("header of a weights file", "weights_files", (WEIGHTS, "if length > MOST_HEADER:", "if False:")),
+    guard(
+        "a weights file that unpacks to much more",
+        "weights_files",
+        (WEIGHTS, "if unpacked > MOST_GROWTH * path.stat().st_size:", "if False:"),
     ),
     guard("keys that are no texts", "weights_files", (WEIGHTS, "if odd := {", "if odd := set() and {")),
     guard(
@@ -263,28 +274,19 @@ def broken(guard: Guard, folder: Path) -> None:
 
 def tried(guard: Guard, seconds: float, seed: int) -> tuple[bool, str]:
     """Whether the campaign noticed, and how soon."""
-    with tempfile.TemporaryDirectory(prefix="broken-guard-") as folder:
-        broken(guard, Path(folder))
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "campaign",
-            "-n",
-            "0",
-            "-s",
-            "-p",
-            "no:cacheprovider",
-            "--first",
-        ]
-        command += ["--basetemp", f"{folder}/temp", "--seconds", str(seconds), "--seed", str(seed)]
-        command += [f"tests/campaigns/test_{guard.campaign}.py"]
+    with tempfile.TemporaryDirectory(prefix="broken-guard-") as base:
+        folder, temp = Path(base, "project"), Path(base, "temp")  # side by side: below a pyproject.toml are defaults
+        folder.mkdir()
+        temp.mkdir()
+        broken(guard, folder)
+        arguments = "-m campaign -n 0 -s -p no:cacheprovider --first".split()
+        arguments += ["--basetemp", f"{temp}/pytest", "--seconds", str(seconds), "--seed", str(seed)]
+        command = [sys.executable, "-m", "pytest", *arguments, f"tests/campaigns/test_{guard.campaign}.py"]
         start = time.monotonic()
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "TMPDIR": folder},
+            env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "TMPDIR": str(temp)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,5 +1,6 @@
 """Weights files, mutated and made to harm: refused in one line, or read as they are; no code of theirs runs."""
 
+import functools
 import io
 import json
 import os
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import nn
 
-from dcls_convert.networks.weights import load_weights_, read_weights
+from dcls_convert.networks.weights import MOST_HEADER, load_weights_, read_weights
 
 from .campaign import Finding, refusal
 from .nets import build
@@ -21,6 +22,7 @@ from .texts import plain, texts
 
 pytestmark = pytest.mark.campaign
 
+GROWN = 4 << 20  # bytes, of which a few thousand are left when they are packed
 RAN = []  # what a pickle would call
 
 
@@ -50,6 +52,7 @@ def odd_tensors():
         "half": lambda t: t.half(),
         "parameter": nn.Parameter,
         "one more row": lambda t: torch.cat([t, t[:1]]) if t.dim() else t,
+        "overlapping": lambda t: t.reshape(-1).as_strided(t.shape, [1] * t.dim()),
         "not a tensor": lambda t: t.tolist(),
         "a payload": lambda t: Payload(),
         "infinite": lambda t: t + torch.inf,
@@ -75,7 +78,8 @@ def states(draw):
     if draw(st.integers(0, 9)) == 0:
         state["module." + sorted(map(str, state))[0]] = torch.ones(1)
     if draw(st.integers(0, 19)) == 0:
-        state |= {f"more.{number}": 0 for number in range(10 ** draw(st.integers(3, 5)))}
+        power = draw(st.sampled_from([3, 3, 4, 4, 4, 5, 5, 5, 5, 6]))
+        state |= {f"more.{number}": 0 for number in range(10**power)}
     for _ in range(draw(st.integers(0, 2))):
         state = {draw(st.sampled_from(["state_dict", "model", "state_dict_ema", "epoch"])): state, "more": draw(plain)}
     if draw(st.integers(0, 9)) == 0:  # it holds itself
@@ -89,6 +93,28 @@ def nearly_whole(draw):
     state = dict(build().state_dict())
     name = draw(st.sampled_from(sorted(state)))
     return state | {name: odd_tensors()[draw(st.sampled_from(sorted(odd_tensors())))](state[name])}
+
+
+@st.composite
+def named_twice(draw):
+    """A torch file in which one name has two values."""
+    state = dict(build().state_dict())
+    name = draw(st.sampled_from(sorted(state)))
+    buffer = io.BytesIO()
+    torch.save(state | {"module." + name: state[name] + 1}, buffer)
+    return buffer.getvalue()
+
+
+@st.composite
+def grown(draw):
+    """A torch file, compressed, of which a part unpacks to much more than the others."""
+    source, buffer = io.BytesIO(), io.BytesIO()
+    torch.save(dict(build().state_dict()), source)
+    number = draw(st.integers(0, 9))
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as new:
+        for place, part in enumerate(old.infolist()):
+            new.writestr(part.filename, old.read(part) + bytes(GROWN if place == number else 0))
+    return buffer.getvalue()
 
 
 @st.composite
@@ -126,10 +152,28 @@ def safetensors_files(draw):
         entry = header[draw(st.sampled_from(sorted(header)))]
         key = draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))
         odd = ["F64", "BF16", "I8", "F8_E4M3", [], [0], [2**40], [-1, 3], [0, 8], [8, 0], [2**63, 2**63]]
-        entry[key] = draw(st.sampled_from(odd) | plain)
+        others = [other.get("data_offsets") for other in header.values()]  # where another one lies
+        entry[key] = draw(st.sampled_from(odd) | plain | st.sampled_from(others))
         text = json.dumps(header).encode()
+        if draw(st.integers(0, 3)) == 0:  # each key twice
+            text = text[:-1] + b", " + text[1:]
         data = struct.pack("<Q", len(text)) + text + data[8 + size :]
     return _damaged(draw, data)
+
+
+@functools.cache
+def long_header(kind):
+    """A safetensors file whose header is as long as it says, and longer than any model needs."""
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    match kind:
+        case "a name":
+            header = {"a" * MOST_HEADER: entry}
+        case "names":
+            header = {f"{number}": entry for number in range(MOST_HEADER // 60)}
+        case "metadata":
+            header = {"__metadata__": {f"{number}": "" for number in range(MOST_HEADER // 8)}}
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text
 
 
 def lying_length(length):
@@ -149,7 +193,7 @@ def test_weights_files(campaign, tmp_path):
     own = {name: tensor.clone() for name, tensor in build().state_dict().items()}
 
     def check(given):
-        suffix, data = given
+        suffix, wrong, data = given
         path = tmp_path / f"weights{suffix}"
         path.unlink(missing_ok=True)
         os.mkfifo(path) if data is None else path.write_bytes(data)
@@ -159,6 +203,8 @@ def test_weights_files(campaign, tmp_path):
             raise Finding("code of the file was run")
         if state is None:
             return False
+        if wrong:
+            raise Finding("was read")
         if not all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()):
             raise Finding("not names to tensors")
         model = build()
@@ -172,5 +218,12 @@ def test_weights_files(campaign, tmp_path):
 
     made = st.one_of(torch_files(), torch_files(), torch_files(), pickles(), st.just(None))
     tensors = safetensors_files() | st.sampled_from([lying_length(2**63), lying_length(100 << 20), None])
-    inputs = st.tuples(st.just(".pth"), made) | st.tuples(st.just(".safetensors"), tensors)
-    campaign.run(inputs, check, folder=tmp_path)
+    headers = st.sampled_from(["a name", "names", "metadata"]).map(long_header)
+
+    def files(suffix, data, *, wrong=False):
+        return st.tuples(st.just(suffix), st.just(wrong), data)
+
+    usual = st.one_of(*[files(".pth", made)] * 2, *[files(".safetensors", tensors)] * 2)
+    wrong = files(".pth", named_twice() | grown(), wrong=True) | files(".safetensors", headers, wrong=True)
+    most = st.integers(0, 2**32).map(lambda number: number % 20 != 7)  # evenly; hypothesis likes borders
+    campaign.run(most.flatmap(lambda each: usual if each else wrong), check, folder=tmp_path)

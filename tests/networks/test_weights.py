@@ -3,6 +3,8 @@
 import argparse
 import re
 import shutil
+import struct
+import zipfile
 from dataclasses import replace
 
 import pytest
@@ -16,7 +18,7 @@ from dcls_convert import load_converted
 from dcls_convert.checkpoints.folder import read_plan
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.dcls_conv import DclsConv2d
-from dcls_convert.networks.weights import load_weights_, read_weights
+from dcls_convert.networks.weights import MOST_HEADER, load_weights_, read_weights
 
 from ..command_line import run
 from ..conftest import TINY
@@ -157,6 +159,26 @@ def test_keys_that_are_no_names_are_refused_unseen(tmp_path, key, wrap):
     torch.save(wrap({key: torch.ones(2), "b": torch.ones(2)}), tmp_path / "weights.pth")
     with pytest.raises(CheckpointError, match=rf"weights.pth: has keys of type {type(key).__name__}; "):
         read_weights(tmp_path / "weights.pth")
+
+
+def test_files_that_take_much_more_memory_than_disk_are_refused(tmp_path):
+    """A header without tensors, and a part of a torch file of which only zeros were left out."""
+    header = b"{" + b" " * MOST_HEADER + b"}"
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(CheckpointError, match=r"a.safetensors: .*header has 16,777,218 bytes; 16,777,216 are the most"):
+        read_weights(tmp_path / "a.safetensors")
+    torch.save({"a": torch.zeros(1 << 20)}, tmp_path / "a.pth")
+    with (
+        zipfile.ZipFile(tmp_path / "a.pth") as old,
+        zipfile.ZipFile(tmp_path / "b.pth", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for part in old.infolist():
+            new.writestr(part.filename, old.read(part))
+    assert read_weights(tmp_path / "a.pth").keys() == {"a"}
+    with pytest.raises(
+        CheckpointError, match=r"b.pth: its parts unpack to 4,19\d,\d+ bytes, more than 20 times the file"
+    ):
+        read_weights(tmp_path / "b.pth")
 
 
 @pytest.mark.filterwarnings("error")

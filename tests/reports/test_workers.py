@@ -14,7 +14,7 @@ import pytest
 
 from dcls_convert.reports.workers import run_jobs
 
-TIMEOUT = 1.0  # seconds for a job; the jobs that are to end in time take milliseconds
+TIMEOUT = 5.0  # seconds for a job; the jobs that are to end in time take milliseconds on a quiet machine
 
 
 def _raise(error):
@@ -67,13 +67,13 @@ FAILURES = {
     "exit": "its process ended by itself, with exit code 7",
     "kill": KILLED,
     "abort": "its process was killed by SIGABRT",
-    "stop": "took longer than 1 s",
+    "stop": f"took longer than {TIMEOUT:g} s",
     "untellable": "Untellable: Untellable (test_workers.py:",
     "named": "Odd\\n\\x1b[2J: Odd\\n\\x1b[2J (test_workers.py:",
     "lock": "TypeError: cannot pickle '_thread.lock' object (workers.py:",
-    "local": "Can't pickle local object",
+    "local": "local object",
     "segfault": "its process was killed by SIGSEGV",
-    "hang": "took longer than 1 s",
+    "hang": f"took longer than {TIMEOUT:g} s",
 }
 
 
