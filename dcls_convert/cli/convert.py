@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.text import Text
 
 from ..errors import PlanError, filled
-from ..files import check_folder, check_images, check_weights_file
+from ..files import check_folder, check_images, check_weights_file, check_working_folder
 from ..options import AUTO, ERROR, EXACT, AuthorsVersion, Init, PlanOptions, Positions
 from . import console
 from .arguments import (
@@ -100,6 +100,8 @@ def convert(
             "--scope error is for --init fit": options.scope == ERROR and init not in (AUTO, "fit"),
         }
     )
+    if not dry_run:
+        check_working_folder()
     _check_files(checkpoint, output, calibrate, force=force)
     if plan is not None:
         check_folder(plan)

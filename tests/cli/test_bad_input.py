@@ -554,7 +554,9 @@ def test_a_working_directory_that_is_gone(monkeypatch):
     Path("here").mkdir()
     monkeypatch.chdir("here")
     Path.cwd().rmdir()
-    check_line(*run(TINY, *SMALL, code=MISTAKE), ["output"])
+    out, err = run(TINY, *SMALL, code=MISTAKE)
+    check_line(out, err, ["output", "working directory"])
+    assert "planning" not in err
 
 
 @pytest.fixture
