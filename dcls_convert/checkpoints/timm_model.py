@@ -61,10 +61,7 @@ def create_converted(
     conversion = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_PLACE}")
     base = conversion.model or ""
     stored = {name: value for name, value in (pretrained_model_args or kwargs).items() if name != "plan"}
-    check_source(ModelSource(name=base, args=stored))
-    for name in NOT_LISTED:  # `load_converted` compares them with the weights before they cost memory; timm does not
-        if isinstance(stored.get(name), int) and stored[name] > MOST_ARGUMENT:
-            raise ModelError(f"{CONFIG}: {name}={stored[name]}: through timm, {MOST_ARGUMENT:,} is the most")
+    _check_stored(base, stored)
     config = _resolved_config(pretrained_cfg, pretrained_cfg_overlay)
     if pretrained and config.get("source") == "local-dir":
         _stamp(config, cache_dir)  # refuse before anything is built
@@ -84,6 +81,14 @@ def create_converted(
     if pretrained:
         _load_(model, config, kwargs.get("in_chans"), features_only, cache_dir)
     return model
+
+
+def _check_stored(base: str, stored: Mapping[str, Any]) -> None:
+    """Refuse what a config may not ask for, before anything is built."""
+    check_source(ModelSource(name=base, args=stored))
+    for name in NOT_LISTED:  # `load_converted` compares them with the weights before they cost memory; timm does not
+        if isinstance(stored.get(name), int) and stored[name] > MOST_ARGUMENT:
+            raise ModelError(f"{CONFIG}: {name}={stored[name]}: through timm, {MOST_ARGUMENT:,} is the most")
 
 
 def _put_layers_(model: nn.Module, plan: ConversionPlan, *, with_values: bool) -> None:

@@ -142,7 +142,7 @@ GUARDS = [
     guard(
         "code that a folder names, through timm",
         "folders",
-        (TIMM, "check_source(ModelSource(name=base, args=stored))", "pass"),
+        (TIMM, "    _check_stored(base, stored)\n", ""),
     ),
     guard(
         "arguments that name files",

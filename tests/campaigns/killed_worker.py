@@ -35,6 +35,7 @@ PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl: orphans become this process's c
 PACKAGE = Path(dcls_convert.__file__).parent
 WATCHED = {*map(str, PACKAGE.rglob("*.py")), *(module.__file__ for module in (contextlib, shutil, threading))}
 HOW = {"call": "begins", "return": "ends", "c_return": "after"}
+SECONDS_TO_BEGIN = 0.2
 ENDS = 99  # exit code of a command that raised what the console script would print
 
 
@@ -128,7 +129,9 @@ def run(job: dict[str, Any], told: int) -> None:
     if job["places"]:
         Path(job["places"]).write_text(json.dumps(places))
     for thread in threading.enumerate():
-        if thread is not threading.current_thread():
+        if thread.ident is None:
+            time.sleep(SECONDS_TO_BEGIN)  # an interrupt inside Thread.start may leave one that never begins
+        if thread is not threading.current_thread() and thread.ident is not None:
             thread.join()  # as the interpreter does at its end, the rest of which takes a second in a fork
     os._exit(code)
 
