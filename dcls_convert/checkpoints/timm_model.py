@@ -83,7 +83,7 @@ def create_converted(
     return model
 
 
-def _check_stored(base: str, stored: Mapping[str, Any]) -> None:
+def _check_stored(base: str, stored: dict[str, Any]) -> None:
     """Refuse what a config may not ask for, before anything is built."""
     check_source(ModelSource(name=base, args=stored))
     for name in NOT_LISTED:  # `load_converted` compares them with the weights before they cost memory; timm does not

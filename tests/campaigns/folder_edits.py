@@ -30,7 +30,9 @@ SOURCES = [
     "torchvision:resnet18",
     "torchvision:../x",
 ]
+NOT_ITS_OWN = "weights.pth"  # in the working directory
 ARGUMENTS = [
+    ("checkpoint_path", NOT_ITS_OWN),
     ("checkpoint_path", "/etc/hostname"),
     ("pretrained", True),
     ("pretrained_cfg", {"file": "/etc/hostname"}),
@@ -241,7 +243,7 @@ EDITS = st.one_of(
     st.builds(Json, st.sampled_from([CONFIG, CONFIG, REPORT]), st.lists(_changes, min_size=1, max_size=2).map(tuple)),
     st.one_of(
         st.builds(Config, source=st.sampled_from(SOURCES)),
-        st.builds(Config, argument=st.sampled_from(ARGUMENTS)),
+        st.builds(Config, source=st.none() | st.sampled_from(SOURCES), argument=st.sampled_from(ARGUMENTS)),
         st.builds(Config, preprocessing=st.sampled_from(PREPROCESSING)),
         st.builds(
             Config,

@@ -21,7 +21,7 @@ from ..checkpoints.folders import contents, run, seal
 from ..command_line import ended
 from ..conftest import TINY
 from .campaign import Finding, check_line, refusal
-from .folder_edits import EDITS
+from .folder_edits import EDITS, NOT_ITS_OWN
 
 pytestmark = pytest.mark.campaign
 
@@ -121,12 +121,15 @@ def check_page(text, scripts):
 
 
 def test_folders(campaign, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # without a file of defaults
+    place, elsewhere = tmp_path / "place", tmp_path / "elsewhere"  # without a file of defaults
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    torch.save(timm.create_model(TINY).state_dict(), NOT_ITS_OWN)
     for name, seed in (("good", 0), ("other", 1)):
-        run(TINY, "--dilated-size", "9", "--seed", seed, "--output", tmp_path / name)
-    good, folder = tmp_path / "good", tmp_path / "damaged"
+        run(TINY, "--dilated-size", "9", "--seed", seed, "--output", place / name)
+    good, folder = place / "good", place / "damaged"
     right = contents(good / WEIGHTS)[0]
-    made = [tmp_path / "page.html", tmp_path / "folded"]
+    made = [place / "page.html", place / "folded"]
 
     def check(given):
         edits, sealed, reader = given
@@ -141,7 +144,7 @@ def test_folders(campaign, tmp_path, monkeypatch):
         if NEVER_IMPORTED in sys.modules:
             raise Finding("a module that data names was imported")
         if refused is not None:
-            if len(list(tmp_path.iterdir())) != 3:
+            if len(list(place.iterdir())) != 3:
                 raise Finding("something is left behind")
             return False
         if reader == "verify" and not sealed:
@@ -155,5 +158,5 @@ def test_folders(campaign, tmp_path, monkeypatch):
     healthy = {name: reader(good) for name, reader in READERS.items()}  # which imports what they need
     scripts = healthy["page"].lower().count("<script")
     edits = st.lists(EDITS, min_size=1, max_size=2)
-    campaign.run(st.tuples(edits, st.booleans(), CHOICES), check, folder=tmp_path)
+    campaign.run(st.tuples(edits, st.booleans(), CHOICES), check, folder=place)
     assert CARD in FILES
