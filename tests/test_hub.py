@@ -1,5 +1,6 @@
 """A converted model goes to a hub and comes back in other processes; what goes wrong is told in one line."""
 
+import json
 import os
 import re
 import subprocess
@@ -99,6 +100,21 @@ def test_an_uploaded_folder_brings_its_card_and_report_and_is_checked(here, tmp_
     here.repos["me/folder"].commit("main", {WEIGHTS: bytes(weights), CONFIG: (folder / CONFIG).read_bytes()})
     with pytest.raises(dcls_convert.CheckpointError, match="its tensors are not those that were written"):
         timm.create_model("hf-hub:me/folder", pretrained=True)
+
+
+def test_weights_come_from_the_one_file_that_is_checked(here):
+    """Not from another that the config names."""
+    for seed in (0, 1):
+        run(TINY, "--dilated-size", 11, "--seed", seed, "--output", f"seed{seed}")
+    one, other = Path("seed0"), Path("seed1")
+    config = json.loads((one / CONFIG).read_text())
+    config["pretrained_cfg"] |= {"hf_hub_filename": "other.safetensors", "custom_load": True}
+    files = {WEIGHTS: (one / WEIGHTS).read_bytes(), "other.safetensors": (other / WEIGHTS).read_bytes()}
+    api = huggingface_hub.HfApi(endpoint=here.url, token="hf_of_the_test")
+    api.create_repo("me/two")
+    here.repos["me/two"].commit("main", files | {CONFIG: json.dumps(config).encode()})
+    loaded = timm.create_model("hf-hub:me/two", pretrained=True).eval()
+    assert torch.equal(outputs(loaded), outputs(dcls_convert.load_converted(one)))
 
 
 def test_a_model_of_a_hub_is_converted(here, tiny):
