@@ -14,9 +14,15 @@ NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of me
 
 
 class DclsConvertError(ValueError):
-    """A mistake in what the package was given; `str(error)` is one line that says how to mend it."""
+    """A mistake in what the package was given; `str(error)` is one line that says how to mend it.
+
+    What the message quotes may hold anything: all but printable characters are escaped.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(message))
 
     @property
     def on_command_line(self) -> str:

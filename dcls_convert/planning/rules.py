@@ -222,9 +222,9 @@ def load_rules(source: str | Path) -> RuleSet:
             "utf-8-sig"
         )  # some editors put a byte order mark before the text
     except OSError as error:
-        raise RuleError(f"{printable(source)}: cannot be read: {error.strerror}") from error
+        raise RuleError(f"{source}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise RuleError(f"{printable(source)}: is not a UTF-8 text: {one_line(error)}") from error
+        raise RuleError(f"{source}: is not a UTF-8 text: {one_line(error)}") from error
     return parse_rules(text, source=str(source))
 
 

@@ -366,6 +366,17 @@ def test_a_misfit_is_one_line_through_timm_too(folder):
         timm.create_model(f"local-dir:{folder}", pretrained=True)
 
 
+def test_messages_are_one_printable_line_whatever_names_a_plan_has(folder):
+    def rename(config):
+        config["model_args"]["plan"]["layers"][0]["names"] = ["\x1b[31mred\nline"]
+
+    edit_json(folder / CONFIG, rename)
+    seal(folder)
+    with pytest.raises(DclsConvertError, match=r"the plan does not fit .*: \\x1b\[31mred\\nline: ") as refused:
+        load_converted(folder)
+    assert str(refused.value).isprintable()
+
+
 def test_all_problems_are_listed(folder, folders):
     for name in (f"no {CARD}", "a count in the report", "outside the window", "another mean"):
         CASES[name][0](folder, folders)
