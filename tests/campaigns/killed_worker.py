@@ -110,8 +110,11 @@ def run(job: dict[str, Any], told: int) -> None:
     def act() -> None:
         if job["act"] in readers:
             os.close(readers[job["act"]])
-        else:
-            os.kill(os.getpid(), getattr(signal, f"SIG{job['act']}"))
+            return
+        number = getattr(signal, f"SIG{job['act']}")
+        if job["again"]:
+            threading.Timer(job["again"], os.kill, (os.getpid(), number)).start()
+        os.kill(os.getpid(), number)
 
     def begin() -> None:
         prepare()

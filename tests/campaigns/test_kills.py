@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs fork, prctl and renameat2"),
 ]
 
+SECONDS_TO_AGAIN = 0.02  # at most; cleaning takes some milliseconds
 SECONDS_TO_END = 20.0  # for what the program started, after itself
 OWN = f"{build.__module__}:build"
 CONVERT = (OWN, "--dilated-size", "9", "--input-size", "3x32x32", "--quiet")
@@ -58,6 +59,7 @@ class Kill:
     moment: float  # 0 to 1: of the seconds that the command takes, or of the places that it passes
     turn: float = 0.0  # 0 to 1: of the times that it passes the place
     timed: bool = False
+    again: float = 0.0  # seconds until the same signal comes once more; 0 where it does not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,8 @@ def random_case(random):
 def random_kill(random, acts):
     act = random.choice(acts)
     timed = act not in ("STOP", "stdout", "stderr") and random.random() < 0.3
-    return Kill(act=act, moment=random.random(), turn=random.random(), timed=timed)
+    again = random.choice([0.0, SECONDS_TO_AGAIN * random.random()]) if act in INTERRUPTS else 0.0
+    return Kill(act=act, moment=random.random(), turn=random.random(), timed=timed, again=again)
 
 
 cases = st.integers(0, 2**32).map(lambda seed: random_case(Random(seed)))  # even ones; hypothesis likes borders
@@ -214,9 +217,15 @@ class Killer:
     def old_of(self, output):
         return b"old" if output.suffix else self.old
 
-    def _start(self, case, name, act=None, place=None, places=None):
+    def _start(self, case, name, act=None, place=None, places=None, again=0.0):
         line = COMMANDS[case.command]
-        job = {"arguments": forced(line) if case.force else line, "steps": case.steps, "act": act, "place": place}
+        job = {
+            "arguments": forced(line) if case.force else line,
+            "steps": case.steps,
+            "act": act,
+            "place": place,
+            "again": again,
+        }
         files = {stream: str(self.logs / f"{name}.{stream}") for stream in ("stdout", "stderr")}
         for file in files.values():
             Path(file).write_text("")
@@ -228,7 +237,7 @@ class Killer:
             return self._start(case, name), kill.moment * practice.seconds
         place, times = practice.place(kill.moment)
         turn = 1 + int(kill.turn * times)
-        return self._start(case, name, kill.act, (place, turn)), (place, turn)
+        return self._start(case, name, kill.act, (place, turn), again=kill.again), (place, turn)
 
     def _check(self, case, practice):
         output, codes, moments = self._prepared(case), {}, {}
@@ -237,8 +246,9 @@ class Killer:
             codes["first"] = self.worker.ask(wait=first)
         second, moments["second"] = self._killed(case, case.kill, practice, "second")
         if case.kill.timed:
-            time.sleep(moments["second"])
-            os.kill(second, getattr(signal, f"SIG{case.kill.act}"))
+            for seconds in filter(None, (moments["second"], case.kill.again)):
+                time.sleep(seconds)
+                os.kill(second, getattr(signal, f"SIG{case.kill.act}"))  # it is no other's yet, if it has ended
         codes["second"] = self.worker.ask(wait=second)
         if codes.get("first") == "stopped":
             os.kill(first, signal.SIGCONT)
