@@ -20,7 +20,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase
 from hypothesis.strategies import SearchStrategy
 
-from dcls_convert.errors import DclsConvertError
+from dcls_convert.errors import DclsConvertError, exhausted
 
 from ..audit_hook import watched
 
@@ -29,6 +29,7 @@ MOST_SECONDS = 60  # for one input
 MOST_MEMORY = 2 << 30  # bytes that one input may add
 MOST_FINDINGS = 5  # of one campaign; then it ends
 SECONDS_TO_SHRINK = 20  # at most, for one finding; as many as the campaign itself takes where those are fewer
+OUT_OF_MEMORY = exhausted(MemoryError()) or ""
 LONGEST_LINE = 1_000  # characters of an error; paths and names may be long
 
 
@@ -173,7 +174,7 @@ def refusal(work: Callable[[], Any], *documented: type[Exception]) -> tuple[Any,
     try:
         return work(), None
     except DclsConvertError as error:
-        check_line(str(error))
+        check_refusal(str(error))
         return None, str(error)
     except documented as error:
         return None, str(error)
@@ -182,3 +183,10 @@ def refusal(work: Callable[[], Any], *documented: type[Exception]) -> tuple[Any,
 def check_line(line: str) -> None:
     if not line or not line.isprintable() or len(line) > LONGEST_LINE:
         raise Finding(f"not one readable line: {line[:2000]!r}")
+
+
+def check_refusal(line: str) -> None:
+    """Of an input that has no reason to take all memory, either."""
+    check_line(line)
+    if OUT_OF_MEMORY in line:
+        raise Finding(f"took all memory: {line}")

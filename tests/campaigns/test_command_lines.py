@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dcls_convert.cli.app import EXIT_INTERRUPTED, app
 
 from ..command_line import ended
-from .campaign import Finding, check_line
+from .campaign import Finding, check_refusal
 from .nets import build
 from .texts import numbers, texts
 
@@ -148,7 +148,7 @@ def test_command_lines(campaign, workplace):
         if code != 0:
             if errors != err.splitlines()[-1:]:
                 raise Finding(f"not one line of error, the last: {err!r}")
-            check_line(errors[0])
+            check_refusal(errors[0])
             if "cannot be written: " in errors[0]:
                 raise Finding(f"refused when all was done: {errors[0]!r}")
         if not out.replace("\n", "").replace("\t", "").isprintable():
