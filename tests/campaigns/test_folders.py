@@ -131,7 +131,7 @@ def test_folders(campaign, tmp_path, monkeypatch):
     for name, seed in (("good", 0), ("other", 1)):
         run(TINY, "--dilated-size", "9", "--seed", seed, "--output", place / name)
     good, folder = place / "good", place / "damaged"
-    right = contents(good / WEIGHTS)[0]
+    right, plan = contents(good / WEIGHTS)[0], read_plan(good).hash
     made = [place / "page.html", place / "folded"]
 
     def check(given):
@@ -154,6 +154,8 @@ def test_folders(campaign, tmp_path, monkeypatch):
             check_verified(found, None if sealed else (folder, good, right))
         if reader in ("load", "timm"):
             check_loaded(found, contents(folder / WEIGHTS)[0] if sealed else right)
+            if not sealed and read_plan(folder).hash != plan:
+                raise Finding("another plan than the one that was written")
         if reader == "page":
             check_page(found, scripts)
         return True
