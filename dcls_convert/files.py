@@ -46,15 +46,14 @@ def is_checkpoint(path: Path) -> bool:
         return False
 
 
-def check_weights_file(path: Path, where: str | None = None) -> None:
-    """Refuse what cannot be a file; CheckpointError says why, and begins with `where`, or "checkpoint PATH"."""
-    where = where or f"checkpoint {path}"
+def check_weights_file(path: Path, what: str = "checkpoint") -> None:
+    """Refuse what cannot be a file; CheckpointError says why, and begins with `what` and the path."""
     try:
         if not path.is_file():
             missing = "leads nowhere" if path.is_symlink() else "there is no such file"
-            raise CheckpointError(f"{where}: {'is not a file' if path.exists() else missing}")
+            raise CheckpointError(f"{what} {path}: {'is not a file' if path.exists() else missing}".lstrip())
     except OSError as error:
-        raise CheckpointError(f"{shown(where, 200)}: {error.strerror}") from error
+        raise CheckpointError(f"{what} {shown(path)}: {error.strerror}".lstrip()) from error
 
 
 def check_folder(path: Path) -> Path:

@@ -113,7 +113,7 @@ def _check(wanted: _Wanted, *, force: bool, alone: bool) -> None:
         check_images(wanted.images, "images")
     for path, what in ((wanted.original, "original"), (wanted.history, "history")):
         if path is not None:
-            check_weights_file(path, f"{what} {path}")
+            check_weights_file(path, what)
     for path in wanted.outputs:
         from ..checkpoints.output import check_output, not_a_file
 

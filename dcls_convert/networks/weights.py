@@ -39,7 +39,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     where = f"checkpoint {path}"
-    content = load_file(path, where) if path.suffix == ".safetensors" else _read_torch(path, where)
+    content = load_file(path, "checkpoint") if path.suffix == ".safetensors" else _read_torch(path, where)
     _check_keys(content, where)
     if (unwrapped := _unwrapped(content)) is None:
         kind = f"a mapping with {listed(content)}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
@@ -212,14 +212,13 @@ def alias_names(model: nn.Module) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def opened(path: Path, where: str | None = None) -> Iterator[Any]:
-    """A safetensors file, of which each tensor is read when it is asked for; messages call it `where`, or by its path.
+def opened(path: Path, what: str = "") -> Iterator[Any]:
+    """A safetensors file, of which each tensor is read when it is asked for; messages begin with `what` and its path.
 
     Raises:
         CheckpointError: Not readable, here or inside the block.
     """
-    where = where or str(path)
-    check_weights_file(path, where)
+    check_weights_file(path, what)
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -229,17 +228,18 @@ def opened(path: Path, where: str | None = None) -> Iterator[Any]:
         with safe_open(path, framework="pt", backend="pread") as file:
             yield file
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
+        where = f"{what} {path}".lstrip()
         raise CheckpointError(f"{where}: not a readable safetensors file: {one_line(error)[:200]}") from error
 
 
-def load_file(path: Path, where: str | None = None) -> dict[str, Tensor]:
+def load_file(path: Path, what: str = "") -> dict[str, Tensor]:
     """All tensors of a safetensors file, each in memory of torch's own, which a model can keep; as `opened`."""
-    with opened(path, where) as file:
+    with opened(path, what) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}
 
 
 def _read_torch(path: Path, where: str) -> Any:
-    check_weights_file(path, where)
+    check_weights_file(path)
     try:
         _check_unpacked_size(path, where)
         # timm's training checkpoints hold their arguments as a Namespace; old files make torch warn about itself.

@@ -39,7 +39,7 @@ ARGUMENTS = [
     ("pretrained_cfg_overlay", {"url": "http://127.0.0.1:9/x"}),
     ("cache_dir", "/etc"),
     ("weights_backbone", "DEFAULT"),
-    ("num_classes", 2 * 10**7),
+    *[("num_classes", 2 * 10**7)] * 3,
     ("num_classes", 5),
     ("act_layer", "../x"),
     ("block", "a:b"),
@@ -62,6 +62,7 @@ PREPROCESSING = [
 LAYERS = [  # several fields of one layer, which alone would contradict the others
     {"dilated_size": [20001, 20001]},
     {"dilated_size": [3001, 3001]},
+    *[{"dilated_size": [9001, 9001]}] * 2,
     {"dilated_size": [15, 15]},
     {"dilated_size": [20001, 20001], "kernel_count": 10**8},
     {"kernel_count": 10**6},
@@ -247,7 +248,8 @@ EDITS = st.one_of(
         st.builds(Config, preprocessing=st.sampled_from(PREPROCESSING)),
         st.builds(
             Config,
-            plan=st.tuples(st.sampled_from(["model", "input_size", "rules_text", "share"]), st.sampled_from(VALUES)),
+            plan=st.just(("input_size", [3, 9999, 9999]))
+            | st.tuples(st.sampled_from(["model", "input_size", "rules_text", "share"]), st.sampled_from(VALUES)),
         ),
         st.builds(Config, layer=st.tuples(indices, st.sampled_from(LAYERS))),
     ),
