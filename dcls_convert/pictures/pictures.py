@@ -1,5 +1,6 @@
 """All pictures of a checkpoint as data: of a folder, or of a model in memory."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from .receptive_field import FieldPicture, field_picture, receptive_field
 
 Step = Callable[[str], None]
 NOISE_IMAGES, MOST_IMAGES = 4, 16
+MOST_PIXELS = 1024 * 1024  # of an image whose size the folder states; a gradient keeps what every layer gives
 SEED = 0  # of the noise
 
 
@@ -186,7 +188,7 @@ def _fields(
         except DclsConvertError as error:
             notes.append(f"There is no field of {whose}: {one_line(error)}.")
     if not images:
-        notes.append("There is no effective receptive field: the size of the model's images is not known.")
+        notes.append(f"There is no effective receptive field: {words}.")
     return FieldPictures(fields=tuple(found), layer=layer, images=words, notes=tuple(notes))
 
 
@@ -203,10 +205,12 @@ def _before(
 
 
 def _images(model: nn.Module, plan: ConversionPlan, options: FieldOptions, note: Step) -> tuple[Sequence[Tensor], str]:
-    """Images (channels, *spatial), and what they are; none where no size is known."""
+    """Images (channels, *spatial), and what they are, or why there are none."""
     size = options.input_size or plan.input_size
     if size is None:
-        return [], ""
+        return [], "the size of the model's images is not known"
+    if options.input_size is None and math.prod(size[1:]) > MOST_PIXELS:
+        return [], f"images of more than {MOST_PIXELS:,} pixels are run where --input-size asks for them"
     if options.images is not None:
         read = read_images(options.images, model, size, note, most=MOST_IMAGES)
         return read, f"{len(read)} images of {options.images.name}, {size_text(size[1:])} pixels"

@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +11,13 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from dcls_convert import load_converted, save_converted
+from dcls_convert.checkpoints.folder import CONFIG
 from dcls_convert.files import PICTURE_SUFFIXES
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.options import FigureName
 from dcls_convert.tuning import PositionTracker
 
+from ..checkpoints.folders import edit_json, seal
 from ..command_line import run
 from ..conftest import TINY
 from .test_page import data_of
@@ -87,6 +91,16 @@ def test_images_and_their_size_may_be_given(checkpoint, here):
     data = page_of(checkpoint, "--images", "photos", "--input-size", "3x96x96")
     assert "3 images of photos, 96x96 pixels" in data["fields"]["notes"][0]
     assert data["fields"]["maps"][0]["pixels"] == [96, 96]
+
+
+def test_a_folder_that_states_a_huge_size_costs_no_more(checkpoint, here):
+    shutil.copytree(checkpoint, "huge")
+    edit_json(Path("huge") / CONFIG, lambda config: config["model_args"]["plan"].update(input_size=[3, 9999, 9999]))
+    seal(Path("huge"))
+    fields = page_of("huge")["fields"]
+    assert fields["maps"] == []
+    assert "images of more than 1,048,576 pixels are run where --input-size asks for them" in fields["notes"][-1]
+    assert len(page_of("huge", "--input-size", "3x32x32")["fields"]["maps"]) > 0
 
 
 def test_a_record_of_training_is_drawn(checkpoint, history):
