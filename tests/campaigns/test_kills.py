@@ -263,9 +263,10 @@ class Killer:
             raise Finding(f"processes are left: {left}")
         killed = codes["second"] == -signal.SIGKILL
         for name, code in codes.items():
-            check_code(case, case.kill.act if name == "second" else "STOP", code)
+            printed = (self.logs / f"{name}.stderr").read_text(errors="replace")
+            check_code(case, case.kill.act if name == "second" else "STOP", code, printed)
             if not killed:
-                check_messages(case, code, (self.logs / f"{name}.stderr").read_text())
+                check_messages(case, code, printed)
         if killed and case.steps:
             clean_up(output)  # as the next run does
         found = read(output)
@@ -298,7 +299,7 @@ class Killer:
             raise Finding(f"the next run wrote something else: {listed(read(output))}")
 
 
-def check_code(case, act, code):
+def check_code(case, act, code, printed):
     allowed = {0}
     if act in INTERRUPTS:
         allowed.add(EXIT_INTERRUPTED)
@@ -309,7 +310,7 @@ def check_code(case, act, code):
     if case.stopped and not case.force:
         allowed.add(EXIT_MISTAKE)  # the other one was faster
     if code not in allowed:
-        raise Finding(f"{act} ended with {code}, not with one of {sorted(allowed)}")
+        raise Finding(f"{act} ended with {code}, not with one of {sorted(allowed)}: {printed[-2000:]!r}")
 
 
 def check_messages(case, code, text):
