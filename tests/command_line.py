@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import sys
 
 import pytest
 
@@ -10,8 +11,12 @@ from dcls_convert.cli.app import main
 
 def exit_code(*arguments: object) -> int:
     """Of `dcls-convert ARGUMENTS`, which prints where the test does."""
-    with pytest.raises(SystemExit) as stopped:
-        main([str(argument) for argument in arguments])
+    hook = sys.unraisablehook
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in arguments])
+    finally:
+        sys.unraisablehook = hook
     return stopped.value.code
 
 

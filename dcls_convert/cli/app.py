@@ -35,6 +35,8 @@ NEEDS_NO_DEFAULTS = {"-h", "--help", "--version"}
 COMPLETION_VARIABLE = "_DCLS_CONVERT_COMPLETE"
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+LATER = getattr(signal, "SIGVTALRM", None)  # of a timer; not on Windows
+SECONDS_TO_LATER = 0.001
 SECONDS_TO_CLEAN = 5.0  # after a signal; the next one in this time is ignored
 
 
@@ -156,6 +158,17 @@ def _interrupt_once() -> None:
             first = now
             raise KeyboardInterrupt
 
+    def interrupt_later(lost: Any) -> None:
+        """Python calls this with what it cannot raise, in C code or as an object is deleted; nor can it raise here."""
+        nonlocal first
+        if lost.exc_type is not KeyboardInterrupt or LATER is None:
+            sys.__unraisablehook__(lost)
+            return
+        first = -SECONDS_TO_CLEAN
+        signal.signal(LATER, interrupt)
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_TO_LATER)
+
+    sys.unraisablehook = interrupt_later
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)
@@ -163,5 +176,5 @@ def _interrupt_once() -> None:
 
 def _ignore_signals() -> None:
     """All is done but for the last line."""
-    for number in SIGNALS:
+    for number in filter(None, (*SIGNALS, LATER)):
         signal.signal(number, signal.SIG_IGN)

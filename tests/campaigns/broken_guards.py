@@ -217,7 +217,7 @@ GUARDS = [
     guard(
         "signals at the end",
         "kills",
-        ("cli/app.py", 'last line."""\n    for number in SIGNALS:', 'last line."""\n    for number in SIGNALS[:0]:'),
+        ("cli/app.py", "for number in filter(None, (*SIGNALS, LATER)):", "for number in SIGNALS[:0]:"),
     ),
     # Places.
     guard("a closed stdout", "places", (CONSOLE, "if sys.stdout is None:", "if False:")),

@@ -220,6 +220,21 @@ def interrupted_while_cleaning():
         Path("cleaned").touch()
 
 
+class Deleted:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def interrupted_where_nothing_can_be_raised():
+    Deleted()
+    return plain()
+
+
+def test_an_interrupt_that_python_cannot_raise_comes_again():
+    err = run(f"{__name__}:interrupted_where_nothing_can_be_raised", "--quiet", code=130)[1]
+    assert err.splitlines() == ["error: interrupted"]
+
+
 @pytest.mark.parametrize("first", BOTH)
 @pytest.mark.parametrize("second", BOTH)
 def test_a_second_signal_does_not_disturb_the_cleaning(monkeypatch, first, second):
