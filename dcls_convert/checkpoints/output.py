@@ -125,10 +125,11 @@ def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
         stays = os.path.lexists(partial)
         if not isinstance(error, OSError | SafetensorError) and not (stays and exhausted(error)):
             raise
-        left = "the one that is there is whole" if os.path.lexists(output) else "nothing was left there"
-        left = f"{partial} is left there" if stays else left
+        left = [f"{partial} is left there"] if stays else []
+        left += ["the one that is there is whole"] if os.path.lexists(output) else []
+        state = " and ".join(left) or "nothing was left there"
         why = exhausted(error) or one_line(error)
-        raise CheckpointError(f"output {shown(output, 200)} cannot be written: {why}; {left}") from error
+        raise CheckpointError(f"output {shown(output, 200)} cannot be written: {why}; {state}") from error
     finally:
         _remove(partial, missing)  # again, since a second signal may have cut the first removal short
         if os.path.lexists(output):

@@ -239,6 +239,11 @@ def test_a_failure_that_cannot_clean_up_says_what_is_left_and_the_next_run_remov
             folder_of("new")(tmp_path / "out", between=fail)
     assert len(list(tmp_path.iterdir())) == 1
     folder_of("new")(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(output.shutil, "rmtree", refuse)
+        with pytest.raises(CheckpointError, match=r"\.partial is left there and the one that is there is whole"):
+            folder_of("new")(tmp_path / "out", between=fail, force=True)
+    folder_of("new")(tmp_path / "out", force=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
