@@ -93,10 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Ends the process, with one line at most of what went wrong."""
     streams = sys.stdout, sys.stderr
     try:
-        _interrupt_once()
+        interrupts = _interrupt_once()
         console.set_up()
         code, line = _run(list(sys.argv[1:] if arguments is None else arguments))
         _ignore_signals()
+        if interrupts and code:  # of which a library made another error
+            code, line = EXIT_INTERRUPTED, "interrupted"
     except KeyboardInterrupt:
         _ignore_signals()
         code, line = EXIT_INTERRUPTED, "interrupted"
@@ -144,18 +146,21 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
     return code, "interrupted" if code == EXIT_INTERRUPTED else None
 
 
-def _interrupt_once() -> None:
+def _interrupt_once() -> list[int]:
     """Let the first signal raise KeyboardInterrupt, so that everything cleans up; further ones must not disturb that.
 
     A signal that was ignored when the program started (by nohup, or for a shell's background job) stays ignored.
+    The list returned will hold each signal that was raised so.
     """
+    raised: list[int] = []
     first = -SECONDS_TO_CLEAN
 
-    def interrupt(_signal: int, _frame: object) -> None:
+    def interrupt(number: int, _frame: object) -> None:
         nonlocal first
         now = time.monotonic()
         if now - first >= SECONDS_TO_CLEAN:  # again later, in case a library swallowed the first
             first = now
+            raised.append(number)
             raise KeyboardInterrupt
 
     def interrupt_later(lost: Any) -> None:
@@ -172,6 +177,7 @@ def _interrupt_once() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)
+    return raised
 
 
 def _ignore_signals() -> None:

@@ -116,13 +116,14 @@ def run(job: dict[str, Any], told: int) -> None:
             threading.Timer(job["again"], os.kill, (os.getpid(), number)).start()
         os.kill(os.getpid(), number)
 
-    def begin() -> None:
-        prepare()
+    def begin() -> list[int]:
+        interrupts = prepare()
         os.write(told, f"{os.getpid()}\n".encode())
         if job["places"]:
             record(places)
         elif job["place"]:
             act_at(*job["place"], act)
+        return interrupts
 
     app._interrupt_once = begin
     if job["steps"]:

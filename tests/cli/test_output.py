@@ -235,6 +235,18 @@ def test_an_interrupt_that_python_cannot_raise_comes_again():
     assert err.splitlines() == ["error: interrupted"]
 
 
+def interrupted_with_another_error():
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt:
+        raise RuntimeError("as C++ makes of it") from None
+
+
+def test_an_interrupt_of_which_a_library_makes_another_error_is_one():
+    err = run(f"{__name__}:interrupted_with_another_error", "--quiet", code=130)[1]
+    assert err.splitlines() == ["error: interrupted"]
+
+
 @pytest.mark.parametrize("first", BOTH)
 @pytest.mark.parametrize("second", BOTH)
 def test_a_second_signal_does_not_disturb_the_cleaning(monkeypatch, first, second):
