@@ -16,10 +16,10 @@ from ..networks.outputs import tensors_in
 from ..networks.quiet import seeded
 from ..networks.running import evaluating, reproducible
 from ..networks.tracing import image_dtype
+from ..options import MOST_PIXELS
 
 SEED = 0
 SAMPLES = 16  # values of each output
-MOST_PIXELS = 2048 * 2048  # or voxels, of the image
 DIGITS = 6  # significant; float32 has seven
 TOLERANCES = {  # of the stored norm
     "float64": 1e-3,

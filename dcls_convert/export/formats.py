@@ -4,6 +4,7 @@ The table of formats stands here. Whatever is written has first given the output
 """
 
 import importlib.util
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from ..checkpoints.folder import not_of_a_checkpoint, read_plan
 from ..checkpoints.load import load_converted
 from ..checkpoints.output import check_output, not_a_file
 from ..errors import CheckpointError, DclsConvertError, shown
+from ..layers.geometry import size_text
 from ..networks.outputs import check_equal
-from ..options import FoldFormat
+from ..options import MOST_PIXELS, FoldFormat
 from ..progress import Step, silent
 from ..surgery.fold import fold_to_dense_
 from . import onnx, pt2, stock_timm
@@ -51,6 +53,11 @@ def fold_checkpoint(
     _check_fold_output(checkpoint, format, output, force)
     if plan.input_size is None:
         raise CheckpointError(f"{checkpoint}: its plan states no input size, so its outputs cannot be compared")
+    if math.prod(plan.input_size[1:]) > MOST_PIXELS:
+        size = size_text(plan.input_size[1:])
+        raise CheckpointError(
+            f"{checkpoint}: its plan states images of {size} pixels; outputs are compared on {MOST_PIXELS:,} at most"
+        )
     step("loading")
     model = load_converted(checkpoint, trust_code=trust_code)
     params_before = sum(p.numel() for p in model.parameters())

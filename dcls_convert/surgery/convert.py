@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,18 @@ from ..networks.sites import ModelConvs, find_convs
 from ..networks.source import ModelSource, build_hollow, build_model, known_source, stated_input_size, with_names_of
 from ..networks.tracing import check_same_shapes
 from ..networks.weights import fill_, load_weights_, read_weights
-from ..options import AUTO, ERROR, EXACT, SCOPES, AuthorsVersion, Init, PlanOptions, Positions, takes_plan_options
+from ..options import (
+    AUTO,
+    ERROR,
+    EXACT,
+    MOST_PIXELS,
+    SCOPES,
+    AuthorsVersion,
+    Init,
+    PlanOptions,
+    Positions,
+    takes_plan_options,
+)
 from ..planning.budget import parse_percent
 from ..planning.plan import ConversionPlan, LayerCounts
 from ..planning.planner import make_plan
@@ -219,8 +231,13 @@ class _Answers:
 def _answers(model: nn.Module, plan: ConversionPlan, images: Calibration | None) -> _Answers:
     random = None
     with evaluating(model):
-        if plan.input_size is not None and not any(tensor.is_meta for tensor in model.parameters()):
-            noise = torch.randn(2, *plan.input_size, generator=torch.Generator().manual_seed(0), device="cpu")
+        size = plan.input_size
+        if (
+            size is not None
+            and math.prod(size[1:]) <= MOST_PIXELS
+            and not any(tensor.is_meta for tensor in model.parameters())
+        ):
+            noise = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device="cpu")
             with contextlib.suppress(Exception):  # the model's own code, and a comparison to be spared
                 random = run(model, noise)
         held_out = [] if images is None else [run(model, batch) for batch in images.held_out]

@@ -152,6 +152,9 @@ def limits() -> Iterator[None]:
         raise _TooLong
 
     before, handler = peak(), signal.signal(signal.SIGALRM, too_long)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft == resource.RLIM_INFINITY:  # the machine's memory is for others, too
+        resource.setrlimit(resource.RLIMIT_DATA, (4 * MOST_MEMORY, hard))
     signal.alarm(MOST_SECONDS)
     try:
         yield
@@ -159,6 +162,7 @@ def limits() -> Iterator[None]:
         raise Finding(f"took more than {MOST_SECONDS} s") from None
     finally:
         signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
         signal.signal(signal.SIGALRM, handler)
     if peak() - before > MOST_MEMORY:
         raise Finding(f"took {(peak() - before) / 2**30:.1f} GB")
