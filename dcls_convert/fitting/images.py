@@ -9,11 +9,14 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError, one_line, shown
 from ..files import check_images, image_paths
+from ..networks.quiet import quietly
 from ..planning.plan import ConversionPlan
 
 MOST_IMAGES = 80  # of a folder
 HELD_OUT = 5  # every fifth image of a folder is not fitted to, and shows what the conversion did to the outputs
 BATCH = 8  # images
+# Of a file's contents, whatever its name says. Pillow has more, of which PostScript would be run as a program.
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF")
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # where the model states none
 
 Images = str | Path | Iterable[Tensor]  # a folder, or batches (N, channels, *spatial) as the model takes them
@@ -100,7 +103,7 @@ def _read_image(path: Path, size: Sequence[int], model: nn.Module, note: Callabl
 
     channels, rows, columns = size
     try:
-        with Image.open(path) as image:
+        with quietly(), Image.open(path, formats=FORMATS) as image:  # it warns of metadata that no pixel needs
             converted = image.convert("RGB" if channels == 3 else "L")
         fitted = ImageOps.fit(converted, (columns, rows), Image.Resampling.BICUBIC)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow's readers raise

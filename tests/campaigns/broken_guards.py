@@ -41,7 +41,7 @@ YAML, PATTERN, RULES = (f"planning/{name}.py" for name in ("strict_yaml", "stage
 WEIGHTS, SOURCE = "networks/weights.py", "networks/source.py"
 FOLDER, LOAD, STAMP, TIMM = (f"checkpoints/{name}.py" for name in ("folder", "load", "stamp", "timm_model"))
 VERIFY, OUTPUT, CONSOLE = "checkpoints/verify.py", "checkpoints/output.py", "cli/console.py"
-PLAN = "planning/plan.py"
+PLAN, IMAGES = "planning/plan.py", "fitting/images.py"
 CHECK_FILE = "if not path.is_file():\n            missing"
 
 GUARDS = [
@@ -218,6 +218,11 @@ GUARDS = [
         "kills",
         ("cli/app.py", "for number in filter(None, (*SIGNALS, LATER)):", "for number in SIGNALS[:0]:"),
     ),
+    # Images.
+    guard("formats of images", "images", (IMAGES, ", formats=FORMATS)", ")")),
+    guard("what Pillow says", "images", (IMAGES, "with quietly(), ", "with ")),
+    guard("whatever Pillow raises", "images", (IMAGES, "except (OSError, ValueError, ", "except (EOFError, ")),
+    guard("images that unpack to much more", "images", (IMAGES, ", Image.DecompressionBombError)", ")")),
     # Places.
     guard("a closed stdout", "places", (CONSOLE, "if sys.stdout is None:", "if False:")),
     guard(

@@ -1,6 +1,8 @@
 """Images of a calibration: which files are taken, which are held out, and what is refused."""
 
+import logging
 import os
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -67,6 +69,52 @@ def test_files_that_are_no_images_are_named_and_the_model_is_left_alone(planned,
     assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'broken.jpg'} is not an image"]
     assert {tuple(batch.shape[1:]) for batch in found.batches} == {plan.input_size}
     assert_unchanged(model, before)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a program is a script with a first line that names its interpreter")
+def test_no_image_is_run_as_a_program(planned, tmp_path, monkeypatch):
+    write_images(tmp_path / "images", 2)
+    postscript = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+    (tmp_path / "images" / "program.png").write_text(postscript)
+    ghostscript = tmp_path / "gs"
+    ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # looked up on PATH
+    notes = []
+    assert len(calibrate(*planned, tmp_path / "images", note=notes.append)) == 1
+    assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'images' / 'program.png'} is not an image"]
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF"])
+def test_images_are_known_by_their_contents(planned, tmp_path, kind):
+    """ImageNet has a PNG, and images with four colours, under names that end in .JPEG."""
+    Image.linear_gradient("L").convert("CMYK" if kind == "JPEG" else "RGB").save(tmp_path / "photo.JPEG", kind)
+    assert len(calibrate(*planned, tmp_path)) == 1
+
+
+CUT_EXIF = b"Exif\0\0II*\0\x08\0\0\0\x05\0"  # five entries, of which none is there
+SAMPLES = b"\x15\x01\x03\0\x01\0\0\0"  # the TIFF tag of a number, samples per pixel
+
+
+def test_photographs_with_damaged_metadata_are_read_without_a_word_of_the_library(
+    planned, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(logging.root, "handlers", [])  # as in the program, where what is logged goes to stderr
+    photo = Image.linear_gradient("L").convert("RGB")
+    photo.save(tmp_path / "cut.jpg", exif=CUT_EXIF)
+    photo.quantize(16).save(tmp_path / "palette.png", transparency=bytes(range(16)))
+    photo.save(tmp_path / "many.tif")
+    tiff = (tmp_path / "many.tif").read_bytes()
+    assert tiff.count(SAMPLES + b"\3\0") == 1
+    (tmp_path / "many.tif").write_bytes(tiff.replace(SAMPLES + b"\3\0", SAMPLES + b"\3\4"))
+    notes = []
+    with warnings.catch_warnings(action="error"):
+        found = calibrate(*planned, tmp_path, note=notes.append)
+    assert len(found) + len(shades(found.held_out)) == 2
+    assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'many.tif'} is not an image"]
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
