@@ -5,6 +5,7 @@ A message says where, what was found and what is allowed. The command line print
 
 import difflib
 import json
+import re
 from collections.abc import Iterable
 
 from rich.cells import cell_len
@@ -125,9 +126,11 @@ def one_line(error: BaseException) -> str:
 def exhausted(error: BaseException) -> str | None:
     """What the system had no more of, in one line; None for any other error.
 
-    Python raises MemoryError; torch, C++ and the loader of libraries have messages of their own.
+    Python raises MemoryError; torch, which names the device, C++ and the loader of libraries have their own messages.
     """
     said = str(error) if isinstance(error, RuntimeError | ImportError) else ""
+    if of_device := re.match(r"[A-Z]+( backend)? out of memory", said):
+        return of_device[0]
     if isinstance(error, MemoryError) or any(words in said for words in NO_MEMORY):
         return "out of memory"
     return "the system allows no more threads" if "can't start new thread" in said else None

@@ -168,6 +168,10 @@ def threadless(*_, **__):
     raise RuntimeError("can't start new thread")
 
 
+def crowded(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 8 GiB")
+
+
 @pytest.mark.parametrize(
     ("work", "says"),
     [
@@ -175,8 +179,9 @@ def threadless(*_, **__):
         (lambda *_, **__: torch.empty(1 << 60, dtype=torch.uint8), "out of memory"),
         (unmapped, "out of memory"),
         (threadless, "the system allows no more threads"),
+        (crowded, "CUDA out of memory"),
     ],
-    ids=["Python", "torch", "library", "thread"],
+    ids=["Python", "torch", "library", "thread", "GPU"],
 )
 def test_what_the_system_has_no_more_of_is_no_bug(monkeypatch, work, says):
     monkeypatch.setattr("dcls_convert.surgery.convert.plan_for", work)
