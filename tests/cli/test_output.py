@@ -188,6 +188,14 @@ def test_what_the_system_has_no_more_of_is_no_bug(monkeypatch, work, says):
     assert run(PLAIN, code=2)[1].splitlines()[-1] == f"error: {says}"
 
 
+@pytest.mark.parametrize("columns", ["0", "", "1"])
+def test_output_is_there_whatever_the_terminal_says_of_its_width(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    out, _ = run(PLAIN, "--dry-run")
+    assert "parameters" in "".join(out.split())
+    assert run("nomodel", "--dry-run", code=2)[1].splitlines()[-1].startswith("error: no model 'nomodel'")
+
+
 def test_an_error_is_told_without_memory_for_its_looks(monkeypatch):
     monkeypatch.setattr(console, "_rendered", lambda *_, **__: bytearray(1 << 62))
     assert run("nomodel", "--dry-run", code=2)[1].splitlines()[-1].startswith("error: no model 'nomodel'")
