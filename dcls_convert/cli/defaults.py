@@ -4,6 +4,7 @@ Its keys are the options of `convert`; a table of a command's name holds those o
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from . import console
 
 OWN_FILE, PROJECT_FILE, TABLE = "dcls-convert.toml", "pyproject.toml", "dcls-convert"
 MOST_BYTES = 1 << 20
+MOST_DOTS = 1000  # of a line outside its strings; what a key of many parts costs the parser grows with their square
+STRING = re.compile(r""""[^"\n]*"|'[^'\n]*'""")
 PATHS = {"FILE", "FOLDER", "PATH"}  # metavars of options whose values are relative to the file
 # What a file that came with somebody else's project must not turn on.
 NEVER = ("trust-code", "force", "help", "version", "install-completion", "show-completion")
@@ -86,7 +89,10 @@ def _parsed(data: bytes, path: Path) -> dict[str, Any]:
     if len(data) > MOST_BYTES:
         raise DclsConvertError(f"{shown(path, 200)}: has more than {MOST_BYTES:,} bytes")
     try:
-        return tomllib.loads(data.decode("utf-8-sig"))
+        text = data.decode("utf-8-sig")
+        if any(line.count(".") > MOST_DOTS for line in STRING.sub("", text).splitlines()):
+            raise ValueError(f"a key of more than {MOST_DOTS:,} parts")
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise DclsConvertError(f"{shown(path, 200)}: not valid TOML: {one_line(error)[:200]}") from error
 

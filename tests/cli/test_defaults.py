@@ -95,6 +95,9 @@ def test_a_command_has_a_table_of_its_own():
         "a = '\\u001b]0;x'": "a is no option",
         "'\\u001b' = 1\n'a\\u001b\n": "not valid TOML",
         "\udcff": "not valid TOML",
+        ".".join("a" * 100_000) + " = 1": "not valid TOML: a key of more than 1,000 parts",
+        "x = {" + ".".join(['"a"'] * 100_000) + " = 1}": "not valid TOML: a key of more than 1,000 parts",
+        "scope = '" + "." * 2000 + "'": "Invalid value for '--scope'",
         "# " + "x" * MOST_BYTES: "has more than 1,048,576 bytes",
     }.items(),
 )
