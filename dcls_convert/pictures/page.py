@@ -162,11 +162,11 @@ def _cost_notes(pictures: Pictures) -> list[str]:
 
 def _fields(fields: FieldPictures) -> dict[str, Any]:
     scale = decades(fields.fields)
-    notes = [
+    what = (
         f"How much each pixel counts for the unit in the middle of {fields.layer}, the last replaced layer: mean "
-        f"absolute gradient over {fields.images}, as a share of the largest, on a logarithmic scale.",
-        *fields.notes,
-    ]
+        f"absolute gradient over {fields.images}, as a share of the largest, on a logarithmic scale."
+    )
+    notes = [*([what] if fields.images else []), *fields.notes]
     return {
         "notes": list(map(printable, notes)),
         "decades": scale,

@@ -27,7 +27,7 @@ from .receptive_field import FieldPicture, field_picture, receptive_field
 
 Step = Callable[[str], None]
 NOISE_IMAGES, MOST_IMAGES = 4, 16
-MOST_PIXELS = 1024 * 1024  # of an image whose size the folder states; a gradient keeps what every layer gives
+MOST_FIELD_PIXELS = 1024 * 1024  # of an image whose size the folder states; a gradient keeps what every layer gives
 SEED = 0  # of the noise
 
 
@@ -189,7 +189,7 @@ def _fields(
             notes.append(f"There is no field of {whose}: {one_line(error)}.")
     if not images:
         notes.append(f"There is no effective receptive field: {words}.")
-    return FieldPictures(fields=tuple(found), layer=layer, images=words, notes=tuple(notes))
+    return FieldPictures(fields=tuple(found), layer=layer, images=words if images else "", notes=tuple(notes))
 
 
 def _before(
@@ -209,8 +209,8 @@ def _images(model: nn.Module, plan: ConversionPlan, options: FieldOptions, note:
     size = options.input_size or plan.input_size
     if size is None:
         return [], "the size of the model's images is not known"
-    if options.input_size is None and math.prod(size[1:]) > MOST_PIXELS:
-        return [], f"images of more than {MOST_PIXELS:,} pixels are run where --input-size asks for them"
+    if options.input_size is None and math.prod(size[1:]) > MOST_FIELD_PIXELS:
+        return [], f"images of more than {MOST_FIELD_PIXELS:,} pixels are run where --input-size asks for them"
     if options.images is not None:
         read = read_images(options.images, model, size, note, most=MOST_IMAGES)
         return read, f"{len(read)} images of {options.images.name}, {size_text(size[1:])} pixels"
