@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shown
 from ..tuning.tracker import TrackedPositions, TrackRecord, read_track
 
 Curve = tuple[float | None, ...]  # a value for each step; None where it is not known
@@ -43,21 +43,29 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
     records = read_track(path)
     if not records:
         raise CheckpointError(f"{path}: has no records")
-    names = [row.name for row in records[0].positions]
+    form = _form(records[0])
     for record in records:
-        if [row.name for row in record.positions] != names:
+        if _form(record) != form:
             raise CheckpointError(f"{path}: the records of steps {records[0].step} and {record.step} differ in tensors")
         if not all(0 < axis.width <= 1 and axis.counts for row in record.positions for axis in row.histograms):
             raise CheckpointError(f"{path}: the histograms of step {record.step} have bins that are no part of a cell")
+    for rows in zip(*(record.positions for record in records), strict=True):
+        if len({tuple(map(len, row.followed)) for row in rows if row.followed}) > 1:
+            raise CheckpointError(f"{path}: the records follow several numbers of elements of {shown(rows[0].name)}")
     moving = _chosen(records)
     return HistoryPicture(
         steps=tuple(record.step for record in records),
         moving_steps=tuple(record.step for record in moving),
         tracks=tuple(
             _track([record.positions[index] for record in records], [record.positions[index] for record in moving])
-            for index in range(len(names))
+            for index in range(len(form))
         ),
     )
+
+
+def _form(record: TrackRecord) -> list[tuple[str, list[int]]]:
+    """Of each tensor its name, and how many bins there are along each axis."""
+    return [(row.name, [len(axis.counts) for axis in row.histograms]) for row in record.positions]
 
 
 def _chosen(records: Sequence[TrackRecord]) -> Sequence[TrackRecord]:

@@ -7,10 +7,10 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, DclsConvertError, newer_format, one_line, shown
@@ -22,7 +22,10 @@ from ..layers.positions import PositionParameter, position_parameters, unwrapped
 TRACK_FORMAT = 1
 FOLLOWED = 64  # elements of each tensor whose own positions are recorded; a picture of more is a blot
 FOLLOWED_DIGITS = 2  # after the point; cells
-_STRICT = ConfigDict(strict=True, extra="forbid")
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+Length = Annotated[float, Field(ge=-1e40, le=1e40)]  # cells; float32 has no larger ones
+Step = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Share = Annotated[float, Field(ge=0, le=1)]
 WRAPPERS_INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # of a part of a model
 
 
@@ -32,8 +35,8 @@ class Histogram:
 
     __pydantic_config__ = _STRICT
 
-    low: float  # cells; half a cell below the first position that the window allows
-    width: float  # cells
+    low: Length  # cells; half a cell below the first position that the window allows
+    width: Length  # cells
     counts: tuple[int, ...]  # elements beyond the window count in the outermost bins, those not finite nowhere
 
 
@@ -45,14 +48,14 @@ class TrackedPositions:
 
     name: str  # of the parameter, without what wrappers add to it
     layers: tuple[str, ...]  # that use it
-    speed: float | None  # mean |P_t - P_s| / (t - s) of a coordinate since the last update; None in the first
-    border_share: float  # of the elements; many mean that the window is too small
-    overlap_share: float  # of the elements, nearer than a cell to another of their kernel
-    spread: tuple[float | None, ...]  # standard deviation about the centre along each learnt axis
-    mean_distance: float | None  # from the centre
-    mean_sigma: float | None  # None also where the interpolation has no sigma
+    speed: Length | None  # mean |P_t - P_s| / (t - s) of a coordinate since the last update; None in the first
+    border_share: Share  # of the elements; many mean that the window is too small
+    overlap_share: Share  # of the elements, nearer than a cell to another of their kernel
+    spread: tuple[Length | None, ...]  # standard deviation about the centre along each learnt axis
+    mean_distance: Length | None  # from the centre
+    mean_sigma: Length | None  # None also where the interpolation has no sigma
     histograms: tuple[Histogram, ...]  # one for each learnt axis
-    followed: tuple[tuple[float | None, ...], ...] = ()  # coordinates of the same few elements, for each learnt axis
+    followed: tuple[tuple[Length | None, ...], ...] = ()  # coordinates of the same few elements, for each learnt axis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +65,7 @@ class TrackRecord:
     __pydantic_config__ = _STRICT
 
     format: int = TRACK_FORMAT
-    step: int
+    step: Step
     positions: tuple[TrackedPositions, ...]
 
 

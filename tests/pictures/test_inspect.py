@@ -219,6 +219,31 @@ def test_a_record_with_impossible_bins_is_refused(checkpoint, history, here, cha
     assert "odd.jsonl: the histograms of step 0 have bins that are no part of a cell" in message
 
 
+DAMAGES = {
+    "a PositionTracker writes no such line: step": lambda line: line.update(step=2**70),
+    "a PositionTracker writes no such line: positions.0.border_share": lambda line: first(line).update(
+        border_share=1e308
+    ),
+    "a PositionTracker writes no such line: positions.0.speed": lambda line: first(line).update(speed=float("nan")),
+    "a PositionTracker writes no such line: positions.0.spread.0": lambda line: first(line).update(spread=[1e308, 0.5]),
+    "the records of steps 0 and 1 differ in tensors": lambda line: first(line)["histograms"].pop(),
+    "the records follow several numbers of elements of": lambda line: first(line)["followed"].pop(),
+}
+
+
+def first(line):
+    return line["positions"][0]
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_record_that_no_picture_can_show_is_refused(checkpoint, history, here, message):
+    lines = [json.loads(line) for line in (here / history).read_text().splitlines()]
+    DAMAGES[message](lines[1])
+    (here / "odd.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, said = run("inspect", checkpoint, "--html", "x.html", "--history", "odd.jsonl", code=2)
+    assert message in said.splitlines()[-1]
+
+
 def test_without_matplotlib_one_line_names_the_extra(checkpoint, here, monkeypatch):
     monkeypatch.setattr("dcls_convert.files.PLOT_LIBRARY", "no_such_library")
     _, message = run("inspect", checkpoint, "--picture", "x.png", code=2)
