@@ -66,12 +66,15 @@ def run_jobs(
             context=multiprocessing.get_context("spawn"),
         )
         done: SimpleQueue[tuple[int, Future[Any]]] = SimpleQueue()
+        failed: list[Exception] = []
         # In a thread of its own: KeyboardInterrupt in the main thread could leave a lock of the pool taken.
-        arguments = (pool, function, list(left.items()), timeout, done)
+        arguments = (pool, function, list(left.items()), timeout, done, failed)
         starter = threading.Thread(target=_schedule, args=arguments, daemon=True)
         starter.start()
         try:
             starter.join()
+            if failed:
+                raise failed[0]
             while left and pool.active:
                 with contextlib.suppress(Empty):
                     index, future = done.get(timeout=SECONDS_TO_LOOK)
@@ -94,15 +97,23 @@ def _schedule(
     jobs: Sequence[tuple[int, Any]],
     timeout: float | None,
     done: SimpleQueue[tuple[int, Future[Any]]],
+    failed: list[Exception],
 ) -> None:
     """Start the workers and give them all jobs, in a thread that does not get SIGINT.
+
+    What keeps the pool from starting is put into `failed`; started a second time, it would never end.
 
     Threads and processes that start from it inherit this. A terminal sends Ctrl-C to the workers too; one that is
     still importing would print a traceback. Only the parent is to answer.
     """
-    if hasattr(signal, "pthread_sigmask"):
-        resource_tracker.ensure_running()  # would unblock the signal if it started later (CPython 3.11)
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        if hasattr(signal, "pthread_sigmask"):
+            resource_tracker.ensure_running()  # would unblock the signal if it started later (CPython 3.11)
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        _ = pool.active  # starts it
+    except Exception as error:
+        failed.append(error)
+        return
     with contextlib.suppress(RuntimeError):  # the pool is broken, or was stopped meanwhile
         for index, job in jobs:
             future = pool.schedule(_answer, (function, job), timeout=timeout)

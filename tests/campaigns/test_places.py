@@ -251,6 +251,7 @@ class Try:
 
 
 def test_places(campaign, base):
+    """Each case runs in a fork, where whatever is wrong is raised as a Finding; `campaign` counts and reports them."""
     reasons = {harm: forked(functools.partial(not_allowed, harm, base / "place")) for harm in FOLDER_HARMS}
     for harm, reason in reasons.items():
         if reason is not None:

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import pebble
 import pytest
 
 from dcls_convert.reports.workers import run_jobs
@@ -141,6 +142,28 @@ def test_workers_that_cannot_start_fail_all_jobs():
     assert {outcome.failure for outcome in outcomes(["square"] * 3, workers=2, set_up=die)} == {
         "the worker processes died before they took a job"
     }
+
+
+@pytest.mark.parametrize("lacks", ["task_scheduler_loop", "pool_manager_loop", "message_manager_loop"])
+def test_too_few_threads_for_the_pool_are_an_error_and_no_hang(monkeypatch, lacks):
+    start, started = pebble.pool.process.launch_thread, []
+
+    def launch(name, function, *arguments):
+        if function.__name__ == lacks:
+            raise RuntimeError("can't start new thread")
+        started.append(start(name, function, *arguments))
+        return started[-1]
+
+    monkeypatch.setattr("pebble.pool.process.launch_thread", launch)
+    handler = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("hangs"))
+    signal.alarm(30)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            outcomes(["square"], workers=1)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+    assert not any(thread.is_alive() for thread in started)
 
 
 def test_closing_the_iterator_ends_the_workers_in_the_middle_of_their_jobs():
