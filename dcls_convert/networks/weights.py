@@ -45,19 +45,26 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         kind = f"a mapping with {listed(content)}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise CheckpointError(f"{where}: holds {kind}, not a state dict (names to tensors)")
     state: dict[str, Tensor] = {}
-    for name, value in unwrapped.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"{where}: entry {shown(name, 120)!r} is a {type(value).__name__}, not a tensor")
-        if value.layout != torch.strided or value.is_meta or value.is_quantized:
-            kind = "without data (meta)" if value.is_meta else "quantized" if value.is_quantized else str(value.layout)
-            raise CheckpointError(f"{where}: {shown(name, 120)} is {kind}; weights must be ordinary dense tensors")
+    for name, value in checked_entries(unwrapped, where).items():
         stripped = _stripped(name)
         if stripped in state:
             raise CheckpointError(
                 f"{where}: {shown(name, 120)} is there twice, with and without the prefix of a wrapper"
             )
-        state[stripped] = value.detach()
+        state[stripped] = value
     return state
+
+
+def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
+    """Detached; CheckpointError for what is no state dict, names to ordinary dense tensors."""
+    _check_keys(state, where)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{where}: entry {shown(name, 120)!r} is a {type(value).__name__}, not a tensor")
+        if value.layout != torch.strided or value.is_meta or value.is_quantized:
+            kind = "without data (meta)" if value.is_meta else "quantized" if value.is_quantized else str(value.layout)
+            raise CheckpointError(f"{where}: {shown(name, 120)} is {kind}; weights must be ordinary dense tensors")
+    return {name: value.detach() for name, value in state.items()}
 
 
 def load_weights_(
@@ -258,7 +265,7 @@ def _read_torch(path: Path, where: str) -> Any:
 def _check_unpacked_size(path: Path, where: str) -> None:
     """Refuse a zip file that would fill the memory; torch itself compresses nothing."""
     with path.open("rb") as file:
-        if not file.read(len(ZIP)) == ZIP:
+        if file.read(len(ZIP)) != ZIP:
             return
         with zipfile.ZipFile(file) as parts:
             unpacked = sum(part.file_size for part in parts.infolist())

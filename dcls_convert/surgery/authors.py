@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from ..layers.conv_classes import find_form
 from ..layers.geometry import size_text
 from ..layers.interpolation import find_interpolation, spread_sum
-from ..networks.weights import load_weights_
+from ..networks.weights import load_weights_, not_finite
 from ..options import AuthorsVersion
 from ..planning.plan import ConversionPlan, LayerCounts, LayerPlan
 from .place import make_layers, put_layers_
@@ -76,22 +76,24 @@ def sort_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | No
             raise CheckpointError(f"{where}: has {name}.{_POSITIONS}, but no {name}.{_WEIGHT}")
         weight, positions = rest.pop(f"{name}.{_WEIGHT}"), rest.pop(f"{name}.{_POSITIONS}")
         sigma = rest.pop(f"{name}.{_SIGMA}", None)
-        for entry, tensor in [(_POSITIONS, positions), (_SIGMA, sigma)]:
-            if tensor is not None:
-                _check_coordinates(tensor, weight, f"{where}: {name}.{entry}")
+        for entry, tensor in [(_WEIGHT, weight), (_POSITIONS, positions), (_SIGMA, sigma)]:
+            if tensor is None:
+                continue
+            if entry != _WEIGHT:
+                _check_shape(tensor, weight, f"{where}: {name}.{entry}")
+            if not tensor.is_floating_point() or not_finite(name, tensor, mask=False):
+                raise CheckpointError(f"{where}: {name}.{entry} must be finite floating-point numbers")
         layers[name] = AuthorsLayer(weight=weight, positions=positions, sigma=sigma)
     return AuthorsWeights(where=where, layers=layers, rest=rest)
 
 
-def _check_coordinates(tensor: Tensor, weight: Tensor, what: str) -> None:
+def _check_shape(tensor: Tensor, weight: Tensor, what: str) -> None:
     belong = weight.dim() == 3 and weight.numel() > 0 and tensor.shape[1:] == weight.shape
     if not belong or tensor.shape[0] not in _AXES:
         raise CheckpointError(
             f"{what} has shape {tuple(tensor.shape)}, which does not fit its weight {tuple(weight.shape)}; with a "
             "weight (out, in/groups, count) it must be (1 to 3 axes, out, in/groups, count)"
         )
-    if not tensor.is_floating_point() or not tensor.isfinite().all():
-        raise CheckpointError(f"{what} must be finite floating-point numbers")
 
 
 def start_from_authors_(
@@ -199,7 +201,7 @@ def _translated(layer: LayerPlan, theirs: AuthorsLayer, released: bool) -> dict[
     # DCLS centres with the wrong axis's size; shift by the difference.
     shift = [size[index] // 2 - size[axis] // 2 for axis, index in enumerate(order)]
     offset = torch.tensor(shift, device=theirs.positions.device).reshape(-1, 1, 1, 1)
-    precise = torch.promote_types(theirs.positions.dtype, torch.float32)
+    precise = torch.float64 if theirs.positions.dtype == torch.float64 else torch.float32
     parts = {"weight": theirs.weight, "positions": theirs.positions.to(precise)[order] + offset}
     least = find_interpolation(layer.interpolation).min_sigma
     if theirs.sigma is not None and least is not None:

@@ -18,7 +18,7 @@ from ..networks.running import evaluating, reproducible, run, unchanged_on_failu
 from ..networks.sites import ModelConvs, find_convs
 from ..networks.source import ModelSource, build_hollow, build_model, known_source, stated_input_size, with_names_of
 from ..networks.tracing import check_same_shapes
-from ..networks.weights import fill_, load_weights_, read_weights
+from ..networks.weights import checked_entries, fill_, load_weights_, read_weights
 from ..options import (
     AUTO,
     ERROR,
@@ -231,12 +231,8 @@ class _Answers:
 def _answers(model: nn.Module, plan: ConversionPlan, images: Calibration | None) -> _Answers:
     random = None
     with evaluating(model):
-        size = plan.input_size
-        if (
-            size is not None
-            and math.prod(size[1:]) <= MOST_PIXELS
-            and not any(tensor.is_meta for tensor in model.parameters())
-        ):
+        size, hollow = plan.input_size, any(tensor.is_meta for tensor in model.parameters())
+        if size is not None and not hollow and math.prod(size[1:]) <= MOST_PIXELS:
             noise = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device="cpu")
             with contextlib.suppress(Exception):  # the model's own code, and a comparison to be spared
                 random = run(model, noise)
@@ -333,7 +329,7 @@ def convert_from_authors_(
         DclsConvertError: With one line that says what does not fit; the model is then unchanged.
     """
     where = "the state dict" if isinstance(weights, Mapping) else f"checkpoint {weights}"
-    state = weights if isinstance(weights, Mapping) else read_weights(weights)
+    state = checked_entries(weights, where) if isinstance(weights, Mapping) else read_weights(weights)
     elements = sort_weights(with_names_of(model, state), where)
     if elements is None:
         raise CheckpointError(f"{where}: has no layers of the authors' package, with a P beside the weight")

@@ -1,11 +1,13 @@
 """Weights files, mutated and made to harm: refused in one line, or read as they are; no code of theirs runs."""
 
+import contextlib
 import functools
 import io
 import json
 import os
 import pickle
 import struct
+import warnings
 import zipfile
 
 import pytest
@@ -14,8 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import nn
 
+from dcls_convert import convert_from_authors_, find_convs, plan_conversion
 from dcls_convert.networks.weights import MOST_HEADER, load_weights_, read_weights
 
+from ..surgery.test_convert import theirs
 from .campaign import Finding, refusal
 from .nets import build
 from .texts import plain, texts
@@ -181,12 +185,82 @@ def lying_length(length):
     return struct.pack("<Q", length) + b"{}"
 
 
+@functools.cache
+def of_authors():
+    """The network as the authors' package has it; the convolutions that a window of 7 would replace."""
+    plan = plan_conversion(find_convs(build(), (3, 32, 32)), dilated_size=7, kernel_count=3)
+    return theirs(build(), plan)
+
+
+@st.composite
+def changed_of_authors(draw):
+    """Of which some entries are odd, gone or beside others."""
+    state = dict(of_authors())
+    elements = sorted(name for name in state if name.endswith(".P") or name[:-6] + "P" in state)
+    for _ in range(draw(st.integers(0, 3))):
+        name = draw(st.sampled_from(elements) | st.sampled_from(sorted(state)))
+        if not isinstance(state.get(name), torch.Tensor):  # gone, or odd already
+            continue
+        change = draw(st.sampled_from([*odd_tensors(), "cut", "one more axis", "far", "spread", "gone"]))
+        size, factor = draw(st.integers(0, 2)), draw(st.sampled_from([0.0, 10.0, 1e30]))
+        tensor = state.pop(name)
+        with contextlib.suppress(RuntimeError, IndexError), warnings.catch_warnings(action="ignore"):  # of odd ones
+            match change:
+                case "cut":
+                    state[name] = tensor[..., :size]
+                case "one more axis":
+                    state[name] = tensor[None]
+                case "far":
+                    state[name] = tensor * factor
+                case "spread":
+                    state |= {name: tensor, name.rpartition(".")[0] + ".SIG": tensor.clone()}
+                case odd if odd in odd_tensors():
+                    state[name] = odd_tensors()[odd](tensor)
+    return state
+
+
 def _damaged(draw, data):
     data = bytearray(data)
     for _ in range(draw(st.sampled_from([0, 0, 1, 3, 30]))):
         if data:
             data[draw(st.integers(0, min(len(data) - 1, 2000)))] = draw(st.integers(0, 255))
     return bytes(data[: draw(st.none() | st.integers(0, len(data)))])
+
+
+def test_authors_weights(campaign, tmp_path):
+    def check(given):
+        state, version, interpolation = given
+        model = build()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        RAN.clear()
+        report, _ = refusal(
+            lambda: convert_from_authors_(
+                model, state, version=version, dilated_size=7, interpolation=interpolation, input_size=(3, 32, 32)
+            )
+        )
+        if RAN:
+            raise Finding("code of an entry was run")
+        after = model.state_dict()
+        if report is None:
+            if after.keys() != before.keys() or not all(torch.equal(after[name], before[name]) for name in before):
+                raise Finding("refused, and the model is another one")
+            return False
+        for name, tensor in after.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise Finding(f"{name} is not finite")
+        if version == "v1" or interpolation != "bilinear":  # these elements are normalised
+            return True
+        for name in (name.removesuffix("P") + "weight" for name in state if name.endswith(".P")):
+            elements, wanted = (part.flatten().sort().values for part in (after[name], state[name].to(after[name])))
+            if not torch.equal(elements, wanted):
+                raise Finding(f"{name} has other elements than it was given")
+        return True
+
+    versions, interpolations = (
+        st.sampled_from([None, "v0", "v1"]),
+        st.sampled_from(["bilinear", "triangle", "gaussian"]),
+    )
+    campaign.run(st.tuples(changed_of_authors(), versions, interpolations), check, folder=tmp_path)
 
 
 def test_weights_files(campaign, tmp_path):

@@ -402,6 +402,12 @@ REFUSED = {
     ),
     "P not finite": (changed(f"{PAIR}.P", lambda places: places * float("nan")), "", "conv_dw.P must be finite"),
     "P of integers": (changed(f"{PAIR}.P", torch.Tensor.int), "", "conv_dw.P must be finite floating-point"),
+    "complex weight": (
+        changed(f"{PAIR}.weight", lambda weight: torch.complex(weight, weight)),
+        "",
+        "conv_dw.weight must be finite floating-point",
+    ),
+    "weight of integers": (changed(f"{PAIR}.weight", torch.Tensor.int), "", "conv_dw.weight must be finite"),
     "no elements": (lambda state: shortened(state, PAIR, 0), "", "which does not fit its weight (32, 1, 0)"),
     "other channels": (
         lambda state: {name: t[..., :16, :, :] if PAIR in name and t.dim() > 2 else t for name, t in state.items()},
@@ -497,6 +503,32 @@ def test_a_refused_file_leaves_the_model_alone(states, kind):
     with pytest.raises(dcls_convert.DclsConvertError, match=r"^the state dict: "):
         dcls_convert.convert_from_authors_(model, REFUSED[kind][0](states["v0"]))
     assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (torch.Tensor.to_sparse, "is torch.sparse_coo; weights must be ordinary dense tensors"),
+        (lambda places: places.to("meta"), "is without data (meta)"),
+        (torch.Tensor.tolist, "is a list, not a tensor"),
+    ],
+)
+def test_a_mapping_has_what_a_file_must_have(states, change, says):
+    with pytest.raises(CheckpointError, match=re.escape(says)):
+        dcls_convert.convert_from_authors_(timm.create_model(TINY), changed(f"{PAIR}.P", change)(states["v0"]))
+    state = {name: nn.Parameter(tensor, tensor.is_floating_point()) for name, tensor in states["v0"].items()}
+    dcls_convert.convert_from_authors_(model := timm.create_model(TINY), state, dilated_size=17)
+    assert torch.equal(model.stages[1].blocks[0].conv_dw.weight, states["v0"][f"{PAIR}.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn])
+def test_places_of_any_precision_are_read(states, dtype):
+    found = []
+    for kept in (dtype, torch.float32):
+        state = {name: t.to(dtype).to(kept) if name.endswith(".P") else t for name, t in states["v0"].items()}
+        dcls_convert.convert_from_authors_(model := timm.create_model(TINY), state, dilated_size=17)
+        found.append(model.stages[1].blocks[0].conv_dw.positions)
+    assert torch.equal(*found)
 
 
 def test_an_ordinary_state_dict_is_none_of_theirs():

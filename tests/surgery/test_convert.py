@@ -104,6 +104,14 @@ def test_whatever_fails_leaves_the_model_as_it_was(kind):
             assert_unchanged(model, before)
 
 
+def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
+    plan = replace(plan_conversion(find_convs(small()), dilated_size=9, kernel_count=4), input_size=(3, 16, 16))
+    start = Start(init="fit", trained=True)
+    assert carry_out_(small(), plan, start).moved is not None
+    monkeypatch.setattr("dcls_convert.surgery.convert.MOST_PIXELS", 16 * 16 - 1)
+    assert carry_out_(small(), plan, start).moved is None
+
+
 @pytest.mark.parametrize(
     "place", ["place.fold_before_timm_fuses_", "place.spare_from_decay_", "place._tell_timm", "convert.measure_report"]
 )
