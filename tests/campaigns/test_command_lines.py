@@ -10,7 +10,7 @@ import torch
 import typer
 from hypothesis import strategies as st
 
-from dcls_convert.cli.app import EXIT_INTERRUPTED, app
+from dcls_convert.cli.app import app
 
 from ..command_line import ended
 from .campaign import Finding, check_refusal
@@ -90,7 +90,7 @@ def command_lines(draw):
 
 @st.composite
 def nearly_right(draw):
-    """A command line that is right but for its output, with a word or two changed, dropped or moved."""
+    """A command line that is right but for its output, with a word or two changed, dropped or doubled."""
     line = [*draw(st.sampled_from(RIGHT)), *draw(st.sampled_from([["--force"], []]))]
     option = {"sweep": "--picture", "inspect": "--html"}.get(line[0], "--output")
     line += [option, draw(PATHS)] if draw(st.booleans()) and line[0] not in ("verify", "diff", "rules") else []
@@ -161,5 +161,4 @@ def test_command_lines(campaign, workplace):
             raise Finding(f"changed {changed}, with exit code {code}")
         return code == 0
 
-    assert EXIT_INTERRUPTED == 130
     campaign.run(command_lines() | nearly_right(), check, folder=workplace.parent)
