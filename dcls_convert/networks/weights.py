@@ -64,7 +64,21 @@ def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
             kind = "without data (meta)" if value.is_meta else "quantized" if value.is_quantized else str(value.layout)
             raise CheckpointError(f"{where}: {shown(name, 120)} is {kind}; weights must be ordinary dense tensors")
+        if not _of_numbers(value.dtype):
+            raise CheckpointError(f"{where}: {shown(name, 120)} is {value.dtype}, which torch does not take as numbers")
     return {name: value.detach() for name, value in state.items()}
+
+
+@functools.cache
+def _of_numbers(dtype: torch.dtype) -> bool:
+    """False for packed bits (bits8, float4_e2m1fn_x2), which operators of their own read."""
+    if dtype.is_complex:  # torch warns of some
+        return True
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").double()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def load_weights_(

@@ -62,6 +62,7 @@ def odd_tensors():
         "infinite": lambda t: t + torch.inf,
         "double": lambda t: t.double(),
         "float8": lambda t: t.to(torch.float8_e4m3fn),
+        "bits": lambda t: t.contiguous().view(torch.uint8).view(torch.bits8),
     }
 
 

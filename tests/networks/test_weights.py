@@ -181,6 +181,17 @@ def test_files_that_take_much_more_memory_than_disk_are_refused(tmp_path):
         read_weights(tmp_path / "b.pth")
 
 
+@pytest.mark.parametrize("dtype", ["bits8", "bits16", "float4_e2m1fn_x2"])
+def test_packed_bits_are_no_weights(tmp_path, dtype):
+    if not hasattr(torch, dtype):
+        pytest.skip("this torch does not have it")
+    state = torch.nn.BatchNorm2d(2).state_dict()
+    for name in ("weight", "num_batches_tracked"):
+        torch.save(state | {name: torch.zeros(4, dtype=torch.uint8).view(getattr(torch, dtype))}, tmp_path / "a.pth")
+        with pytest.raises(CheckpointError, match=rf"a.pth: {name} is torch.{dtype}, which torch does not take as num"):
+            read_weights(tmp_path / "a.pth")
+
+
 @pytest.mark.filterwarnings("error")
 def test_parameters_are_read_without_a_warning_and_names_are_shown_cut(tmp_path):
     path, linear = tmp_path / "weights.pth", torch.nn.Linear(1, 1)
