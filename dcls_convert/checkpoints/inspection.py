@@ -20,6 +20,7 @@ from .records import write_json
 from .stamp import read_tensors
 
 INSPECTION_FORMAT = 1
+COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of float8, torch compares no numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +39,13 @@ class PositionSet:
         return tuple(size[axis] for axis in learnt_axes(len(size), self.layers[0].dense_axes))
 
     def misfits(self, state: Mapping[str, Tensor]) -> Iterator[str]:
-        """Messages about tensors that are missing or have another shape than the plan says."""
+        """Messages about tensors that are missing, or no numbers to compare, or of another shape than the plan says."""
         wanted = self.layers[0].position_shape
         for name in self.parameters.values():
             tensor = state.get(name)
-            if tensor is None or tuple(tensor.shape) != wanted or not tensor.is_floating_point():
+            if tensor is None or tuple(tensor.shape) != wanted or tensor.dtype not in COMPARED:
                 found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)} and is {tensor.dtype}"
-                yield f"{name} {found}; the plan has {wanted}, floating-point, for {self.name}"
+                yield f"{name} {found}; the plan has {wanted}, floating-point of 16 bits or more, for {self.name}"
 
     def outside(self, state: Mapping[str, Tensor]) -> Iterator[str]:
         """Messages about positions outside the window and sigmas below their minimum; for tensors without `misfits`."""

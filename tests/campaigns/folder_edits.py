@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -228,6 +229,7 @@ CHANGES = {
     "huge": lambda tensor: tensor * 1e30,
     "negative": lambda tensor: -tensor,
     "half": lambda tensor: tensor.half(),
+    "float8": lambda tensor: tensor.to(torch.float8_e4m3fn),
     "integers": lambda tensor: tensor.int(),
     "shorter": lambda tensor: tensor[:-1].contiguous() if tensor.dim() else tensor,
     "flat": lambda tensor: tensor.reshape(-1),

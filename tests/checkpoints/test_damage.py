@@ -195,6 +195,11 @@ CASES = {
     "a tensor of integers": case(
         tensors(lambda t: t.update({WEIGHT: t[WEIGHT].int()})), CHANGED, f"{WEIGHT} is torch.int32"
     ),
+    "positions in float8": case(
+        tensors(lambda t: t.update({POSITIONS: t[POSITIONS].to(torch.float8_e4m3fn)})),
+        CHANGED,
+        f"positions: {POSITIONS} has shape",
+    ),
     "no metadata": case(stamp(lambda _: None), "has no metadata of dcls-convert, but config.json states its tensors"),
     "metadata not JSON": case(stamp(lambda _: "{"), "metadata 'dcls_convert': is not JSON"),
     "metadata without hash": case(

@@ -105,6 +105,10 @@ NAME = "stages.2.blocks.dcls_positions"
             r"has shape \(1, 48, 1, \d+\) and is torch.float32; the plan",
         ),
         (lambda t: t.update({NAME: t[NAME].int()}), "and is torch.int32; the plan"),
+        (
+            lambda t: t.update({NAME: t[NAME].to(torch.float8_e5m2)}),
+            "and is torch.float8_e5m2; the plan has .*, floating-point of 16 bits or more",
+        ),
     ],
 )
 def test_damage_is_one_line(tmp_path, edit, says):
