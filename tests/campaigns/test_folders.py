@@ -62,7 +62,11 @@ OF_SEALING = (RecursionError, SafetensorError)  # of what is too damaged to be s
 
 
 def regular(path):
-    return path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 24
+    return short_file(path) and not path.is_symlink()
+
+
+def short_file(path):
+    return path.is_file() and path.stat().st_size < 1 << 24
 
 
 def damaged(good, folder, edits, sealed):
@@ -98,7 +102,7 @@ def check_loaded(model, wanted):
     """But for what is changed on purpose: positions are clamped, and a head for other classes is new."""
     own = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("positions")}
     pairs = [(own[name], tensor) for name, tensor in wanted.items() if name in own and own[name].shape == tensor.shape]
-    if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs):
+    if not all(torch.equal(one.double().nan_to_num(), other.double().nan_to_num()) for one, other in pairs):
         raise Finding("other weights than those that were written")
 
 
@@ -108,7 +112,7 @@ def check_verified(found, changed):
     if changed is None:
         return
     folder, good, right = changed
-    same = all(regular(folder / name) for name in FILES)
+    same = all(short_file(folder / name) for name in FILES)  # links to files, as in a hub's cache, and another card
     same = same and all((folder / name).read_bytes() == (good / name).read_bytes() for name in (CONFIG, REPORT))
     if found.ok and not (same and same_tensors(contents(folder / WEIGHTS)[0], right)):
         raise Finding("verify finds a changed folder good")
