@@ -41,7 +41,7 @@ YAML, PATTERN, RULES = (f"planning/{name}.py" for name in ("strict_yaml", "stage
 WEIGHTS, SOURCE = "networks/weights.py", "networks/source.py"
 FOLDER, LOAD, STAMP, TIMM = (f"checkpoints/{name}.py" for name in ("folder", "load", "stamp", "timm_model"))
 VERIFY, OUTPUT, CONSOLE = "checkpoints/verify.py", "checkpoints/output.py", "cli/console.py"
-PLAN, IMAGES = "planning/plan.py", "fitting/images.py"
+PLAN, IMAGES, TRACKER, HISTORY = "planning/plan.py", "fitting/images.py", "tuning/tracker.py", "pictures/history.py"
 CHECK_FILE = "if not path.is_file():\n            missing"
 
 GUARDS = [
@@ -218,11 +218,20 @@ GUARDS = [
         "kills",
         ("cli/app.py", "for number in filter(None, (*SIGNALS, LATER)):", "for number in SIGNALS[:0]:"),
     ),
+    guard("keys of many parts", "command_lines", ("cli/defaults.py", "> MOST_DOTS for", "> 10**9 for")),
+    guard(
+        "depth of TOML",
+        "command_lines",
+        ("cli/defaults.py", "except (ValueError, RecursionError) as", "except ValueError as"),
+    ),
     # Images.
     guard("formats of images", "images", (IMAGES, ", formats=FORMATS)", ")")),
     guard("what Pillow says", "images", (IMAGES, "with quietly(), ", "with ")),
     guard("whatever Pillow raises", "images", (IMAGES, "except (OSError, ValueError, ", "except (EOFError, ")),
     guard("images that unpack to much more", "images", (IMAGES, ", Image.DecompressionBombError)", ")")),
+    # Records of positions.
+    guard("lengths without end", "histories", (TRACKER, "Field(ge=-1e40, le=1e40)", "Field()")),
+    guard("tensors of all steps", "histories", (HISTORY, "if _form(record) != form:", "if False:")),
     # Places.
     guard("a closed stdout", "places", (CONSOLE, "if sys.stdout is None:", "if False:")),
     guard(
@@ -308,13 +317,14 @@ def tried(guard: Guard, seconds: float, seed: int) -> tuple[bool, str]:
 
 
 def outcome(output: str, code: int, took: float) -> tuple[bool, str]:
-    line = re.search(r": ([\d,]+) tried, .* (\d+) findings", output)
-    if line is None:
+    lines = re.findall(r": ([\d,]+) tried, .* (\d+) findings", output)  # of the campaigns in the file
+    if not lines:
         return code != 0, f"the campaign itself ended with {code}: {output.strip()[-300:]!r}"
-    if line[2] == "0":
-        return False, f"not noticed in {took:.0f} s, {line[1]} tries"
+    tries = [count for count, findings in lines if findings != "0"]
+    if not tries:
+        return False, f"not noticed in {took:.0f} s, {', '.join(count for count, _ in lines)} tries"
     why = re.search(r"Finding: .*?: \d+ findings in \S+: \[(.{0,150})", output)
-    return True, f"noticed after {line[1]} tries, {took:.0f} s: {why[1] if why else ''}"
+    return True, f"noticed after {tries[0]} tries, {took:.0f} s: {why[1] if why else ''}"
 
 
 def main() -> int:

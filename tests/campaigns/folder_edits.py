@@ -103,29 +103,34 @@ def places(data, path=()):
         yield from places(value, (*path, key))
 
 
+def changed(data, changes):
+    """A JSON document with some places edited: number of the place, how, value."""
+    for index, how, value in changes:
+        found = list(places(data))
+        *above, last = found[index % len(found)]
+        inner = data
+        for key in above:
+            inner = inner[key]
+        if how == "remove":
+            del inner[last]
+        elif how == "rename" and isinstance(inner, dict):
+            inner[str(value)] = inner.pop(last)
+        elif how == "double" and isinstance(inner, list):
+            inner.append(copy.deepcopy(inner[last]))
+        else:
+            inner[last] = value
+    return data
+
+
 @dataclass(frozen=True)
 class Json:
     """Values of a JSON file replaced, removed, renamed or doubled."""
 
     name: str
-    changes: tuple[tuple[int, str, Any], ...]  # number of the place, how, value
+    changes: tuple[tuple[int, str, Any], ...]
 
     def __call__(self, folder):
-        data = json.loads((folder / self.name).read_text())
-        for index, how, value in self.changes:
-            found = list(places(data))
-            *above, last = found[index % len(found)]
-            inner = data
-            for key in above:
-                inner = inner[key]
-            if how == "remove":
-                del inner[last]
-            elif how == "rename" and isinstance(inner, dict):
-                inner[str(value)] = inner.pop(last)
-            elif how == "double" and isinstance(inner, list):
-                inner.append(copy.deepcopy(inner[last]))
-            else:
-                inner[last] = value
+        data = changed(json.loads((folder / self.name).read_text()), self.changes)
         (folder / self.name).write_text(json.dumps(data))
 
 
@@ -237,13 +242,13 @@ CHANGES = {
 }
 
 names, indices = st.sampled_from(FILES), st.integers(0, 2000)
-_changes = st.tuples(
+changes = st.tuples(
     indices,
     st.sampled_from(["replace", "replace", "replace", "remove", "rename", "double"]),
     st.sampled_from(VALUES) | plain,
 )
 EDITS = st.one_of(
-    st.builds(Json, st.sampled_from([CONFIG, CONFIG, REPORT]), st.lists(_changes, min_size=1, max_size=2).map(tuple)),
+    st.builds(Json, st.sampled_from([CONFIG, CONFIG, REPORT]), st.lists(changes, min_size=1, max_size=2).map(tuple)),
     st.one_of(
         st.builds(Config, source=st.sampled_from(SOURCES)),
         st.builds(Config, source=st.none() | st.sampled_from(SOURCES), argument=st.sampled_from(ARGUMENTS)),

@@ -1,6 +1,7 @@
 """Random command lines, in this process: the documented exit codes, one line of error, and nothing left behind."""
 
 import importlib
+import json
 import shutil
 from pathlib import Path
 from typing import get_args
@@ -15,7 +16,7 @@ from dcls_convert.cli.app import app
 from ..command_line import ended
 from .campaign import Finding, check_refusal
 from .nets import build
-from .texts import numbers, texts
+from .texts import numbers, plain, texts
 
 pytestmark = pytest.mark.campaign
 
@@ -26,7 +27,39 @@ WORDS = st.sampled_from(["7", "9", "9x9", "7..11", "auto", "depthwise", "conv3x3
 NUMBERS = st.integers(-1, 40).map(str) | numbers.map(str)
 # Slow, of typer, or meant to run code.
 NEVER = {"--pretrained", "--jobs", "--time", "--install-completion", "--show-completion", "--help", "--trust-code"}
-
+EXPORTERS = ("onnx", "pt2")  # compile code of their own
+SLOW = NEVER - {"--help", "--trust-code"}  # what a file of defaults must not turn on is tried there
+FILES_OF_DEFAULTS = ["dcls-convert.toml", "pyproject.toml"]
+TOML = [
+    "[" * 100_000,
+    "x = " + "[" * 100_000,
+    "x = " + "{a=" * 20_000,
+    "x = {" + "a." * 100_000 + "b = 1}",
+    "a." * 999 + "b = 1",
+    "\n".join(f"a{number}." + "b." * 900 + "c = 1" for number in range(50)),
+    "0x" + "f" * 4_500,
+    "9" * 4_400,
+    "1e400",
+    "nan",
+    "-inf",
+    "1979-05-27T07:32:00Z",
+    "99:99:99",
+    '"\\U00110000"',
+    '"\\ud800"',
+    "'''",
+    '"""',
+    "\n[convert]\n[convert]\n",
+    "\n[[models]]\n",
+    "\n[rules.check]\n",
+    "\n'' = ''\n",
+    "x = 1\nx = 1\n",
+    "[tool]\n",
+    "\r",
+    "\0",
+    "\x7f",
+    "\ufeff",
+    "#" + "x" * (1 << 20),
+]
 
 REPLACEABLE = {"good", "out", "empty", "file", "weights.pth", "rules.yaml"}  # with --force; files by pages alone
 SMALL = ("--input-size", "3x32x32")
@@ -70,6 +103,11 @@ MODELS = {
 }
 
 
+def typed(word):
+    """What a shell can give, and names no place outside, where a user may write."""
+    return word.replace("\0", "").replace("../", "./")
+
+
 @st.composite
 def command_lines(draw):
     words, command = draw(st.sampled_from(list(commands())))
@@ -85,7 +123,7 @@ def command_lines(draw):
                 line.append(draw(values_of(parameter)))
     if draw(st.integers(0, 9)) == 0:
         line.insert(draw(st.integers(0, len(line))), draw(texts))
-    return [word.replace("\0", "") for word in line]
+    return [typed(word) for word in line]
 
 
 @st.composite
@@ -100,11 +138,42 @@ def nearly_right(draw):
             line[place : place + 1] = draw(
                 st.sampled_from([[], [draw(PATHS | WORDS | no_module)], line[place:][:1] * 2])
             )
-    return [word.replace("\0", "") for word in line]
+    return [typed(word) for word in line]
+
+
+@st.composite
+def files_of_defaults(draw):
+    """Tables of options, mostly with values that they may take; then attacks in places, and some other bytes."""
+    own, tables = [], {}
+    for words, command in draw(st.lists(st.sampled_from(list(commands())), max_size=4)):
+        options = [each for each in command.params if each.param_type_name == "option" and each.opts[0] not in SLOW]
+        parameter = draw(st.sampled_from(options)) if options else None
+        table = own if words == ("convert",) else tables.setdefault(".".join(words), [])
+        if parameter is not None:
+            fitting = st.sampled_from(["true", "false"]) if parameter.is_flag else values_of(parameter).map(quoted)
+            value = draw(fitting)
+            value = draw(st.sampled_from([value] * 9 + [draw(plain.map(json.dumps)), draw(st.sampled_from(TOML))]))
+            table.append(f"{draw(st.sampled_from([parameter.opts[0][2:]] * 9 + [quoted(draw(texts))]))} = {value}")
+    text = "\n".join([*own, *(line for name, lines in tables.items() for line in (f"[{name}]", *lines))])
+    text = draw(st.sampled_from([text, text, "[tool.dcls-convert]\n" + text.replace("[", "[tool.dcls-convert.")]))
+    lines = text.split("\n")
+    for attack in draw(st.lists(st.sampled_from(TOML), max_size=2)):
+        place = draw(st.integers(0, len(lines) - 1))
+        lines[place] = draw(st.sampled_from([f"{attack}\n{lines[place]}", lines[place] + attack]))
+    text = "\n".join(lines)
+    data = bytearray(text.encode(draw(st.sampled_from(["utf-8"] * 9 + ["utf-8-sig", "utf-16"])), "surrogatepass"))
+    for place in draw(st.lists(st.integers(0, 10**6), max_size=3)) if data else ():
+        data[place % len(data)] = draw(st.integers(0, 255))
+    return bytes(data)
+
+
+def quoted(value):
+    return json.dumps(str(value), ensure_ascii=False)
 
 
 def seen(folder):
-    return {path: path.stat().st_mtime_ns for path in Path(folder).rglob("*")}
+    found = {path: path.stat().st_mtime_ns for path in Path(folder).rglob("*")}
+    return {path: time for path, time in found.items() if path.name not in FILES_OF_DEFAULTS}
 
 
 @pytest.fixture
@@ -131,13 +200,13 @@ def restore(workplace, copy):
     shutil.copytree(copy, workplace, dirs_exist_ok=True)
 
 
-def test_command_lines(campaign, workplace):
+@pytest.fixture
+def check(workplace):
+    """Run a command line there, and hold it to what the program promises; then all is as it was before."""
     copy = shutil.copytree(workplace, workplace.with_name("copy"))
     before = seen(workplace)
 
-    def check(line):
-        if {"onnx", "pt2"} & set(line):
-            return None  # these exporters compile code of their own
+    def checked(line):
         code, out, err = ended(*line)
         after = seen(workplace)
         if after != before:
@@ -161,4 +230,23 @@ def test_command_lines(campaign, workplace):
             raise Finding(f"changed {changed}, with exit code {code}")
         return code == 0
 
-    campaign.run(command_lines() | nearly_right(), check, folder=workplace.parent)
+    return checked
+
+
+def test_command_lines(campaign, workplace, check):
+    lines = (command_lines() | nearly_right()).filter(lambda line: not {*EXPORTERS} & {*line})
+    campaign.run(lines, check, folder=workplace.parent)
+
+
+def test_defaults(campaign, workplace, check):
+    def with_defaults(given):
+        line, name, data = given
+        (workplace / name).write_bytes(data)
+        try:
+            return check(line)
+        finally:
+            (workplace / name).unlink(missing_ok=True)
+
+    data = files_of_defaults().filter(lambda data: not any(name.encode() in data for name in EXPORTERS))
+    files = st.tuples(nearly_right(), st.sampled_from(FILES_OF_DEFAULTS), data)
+    campaign.run(files, with_defaults, folder=workplace.parent)
