@@ -5,6 +5,7 @@ names with the old output. The writer holds a lock on that folder until it ends,
 knows which folders killed runs left, and removes them.
 """
 
+import _thread
 import contextlib
 import ctypes
 import errno
@@ -14,7 +15,6 @@ import re
 import secrets
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +31,7 @@ TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of renaming to 
 PARTIAL = ".{name}.{random}.partial"
 MOST_NAME = 255 - len(PARTIAL.format(name="", random="12345678"))  # bytes, where file systems take 255
 TRIES_TO_LOCK, SECONDS_A_TRY = 10, 0.01  # where there are no locks, or another run removes the folder meanwhile
+SECONDS_A_LOOK = 0.001  # whether a removal has ended
 SPARE_DESCRIPTORS = 4  # which the removal of a folder needs, and of a folder in it
 SPARE_MEMORY = 2 << 20  # bytes; Python asks the system for 1 MiB at a time
 
@@ -195,24 +196,35 @@ def _lock(folder: Path) -> list[int]:
 def _remove(folder: Path, parents: list[Path]) -> None:
     """Remove a folder with all that it holds, and then the empty parents.
 
-    In a thread: Python's signal handlers run in the main thread alone, so no second Ctrl-C stops this half-way.
+    In a thread: Python's signal handlers run in the main thread alone, so no second Ctrl-C stops this half-way. An
+    interrupt inside `threading.Thread.start` could leave both threads waiting for ever; `_thread` has no such place.
     """
+    removing = [True]
 
     def remove() -> None:
-        with contextlib.suppress(MemoryError):
-            shutil.rmtree(folder, ignore_errors=True)
-        for parent in parents:
-            with contextlib.suppress(OSError, MemoryError):
-                parent.rmdir()
+        try:
+            with contextlib.suppress(MemoryError):
+                shutil.rmtree(folder, ignore_errors=True)
+            for parent in parents:
+                with contextlib.suppress(OSError, MemoryError):
+                    parent.rmdir()
+        finally:
+            removing.clear()
+
+    def wait() -> None:
+        while removing:
+            time.sleep(SECONDS_A_LOOK)
 
     if os.path.lexists(folder) or parents:
         try:
-            worker = threading.Thread(target=remove)
-            worker.start()
+            _thread.start_new_thread(remove, ())
         except (RuntimeError, MemoryError):  # the system gives no thread
             remove()
-        else:
-            worker.join()
+        try:
+            wait()
+        except BaseException:
+            wait()
+            raise
 
 
 def _sync(folder: Path) -> None:

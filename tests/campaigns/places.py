@@ -4,6 +4,7 @@ A harm of the folder is done in a forked process, before the command's own is fo
 that undoes it. A harm of the process is done right before the command runs. Both end with their processes.
 """
 
+import _thread
 import builtins
 import contextlib
 import ctypes
@@ -183,6 +184,7 @@ FAULTY = {  # a function, and the module that callers take it from
         (os, "open mkdir rmdir unlink rename replace stat lstat scandir listdir fsync access chmod"),
         (io, "open"),
         (threading, "_start_new_thread"),
+        (_thread, "start_new_thread"),
         (os, "fork"),
     )
     for name in [f"{module.__name__}.{each}" for each in names.split()]
@@ -200,7 +202,7 @@ def faults(given: tuple[str, int, int, bool]) -> None:
         nonlocal calls
         calls += 1
         if calls == first or (again and calls > first):
-            if module is threading:
+            if module in (threading, _thread):
                 raise RuntimeError("can't start new thread")
             raise OSError(number, os.strerror(number))
         return call(*arguments, **options)

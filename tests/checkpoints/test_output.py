@@ -1,5 +1,6 @@
 """Outputs appear whole or not at all: what is refused, what is replaced, and what a failure leaves."""
 
+import _thread
 import contextlib
 import os
 import resource
@@ -178,13 +179,13 @@ def test_a_failure_leaves_nothing_and_the_old_one_as_it_was(tmp_path, kind, erro
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
 def test_a_failure_leaves_nothing_where_no_thread_can_be_started(tmp_path, monkeypatch, error):
-    def refuse(_):
+    def refuse(*_):
         raise error
 
     def fail():
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(output._thread, "start_new_thread", refuse)
     with pytest.raises(CheckpointError, match="nothing was left there"):
         folder_of("new")(tmp_path / "deep" / "out", between=fail)
     assert list(tmp_path.iterdir()) == []
@@ -378,3 +379,41 @@ def test_a_second_signal_during_the_cleaning_leaves_nothing(tmp_path, monkeypatc
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert list(tmp_path.iterdir()) == []
+
+
+def interrupted_at(turn, work):
+    """Interrupt the work after its `turn`-th call of C code, where Python runs a signal's handler; whether it was."""
+    seen = 0
+
+    def watch(_frame, event, _argument):
+        nonlocal seen
+        seen += event == "c_return"
+        if seen == turn:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(watch)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_an_interrupt_anywhere_in_the_removal_leaves_no_thread_that_waits(tmp_path):
+    """The removal is done again, as at the end of each writing."""
+    folder, running = tmp_path / "folder", threading.active_count() + _thread._count()
+    for turn in range(1, 200):
+        folder.mkdir()
+        (folder / "file").touch()
+        interrupted = interrupted_at(turn, lambda: output._remove(folder, []))
+        output._remove(folder, [])
+        assert not folder.exists()
+        if not interrupted:
+            break
+    time.sleep(0.05)
+    assert turn > 2
+    assert not interrupted
+    assert threading.active_count() + _thread._count() <= running
