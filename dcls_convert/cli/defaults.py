@@ -92,9 +92,19 @@ def _parsed(data: bytes, path: Path) -> dict[str, Any]:
         text = data.decode("utf-8-sig")
         if any(line.count(".") > MOST_DOTS for line in STRING.sub("", text).splitlines()):
             raise ValueError(f"a key of more than {MOST_DOTS:,} parts")
-        return tomllib.loads(text)
+        table = tomllib.loads(text)
+        _check_integers(table)
     except (ValueError, RecursionError) as error:
         raise DclsConvertError(f"{shown(path, 200)}: not valid TOML: {one_line(error)[:200]}") from error
+    return table
+
+
+def _check_integers(value: Any) -> None:
+    """Refuse (ValueError) integers beyond TOML's; Python does not even print those of many digits."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("an integer of more than 64 bits")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_integers(inner)
 
 
 def _of_group(group: Any, table: Mapping[str, Any], path: Path, where: str) -> dict[str, Any]:

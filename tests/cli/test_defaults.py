@@ -97,6 +97,8 @@ def test_a_command_has_a_table_of_its_own():
         "\udcff": "not valid TOML",
         ".".join("a" * 100_000) + " = 1": "not valid TOML: a key of more than 1,000 parts",
         "x = {" + ".".join(['"a"'] * 100_000) + " = 1}": "not valid TOML: a key of more than 1,000 parts",
+        "kernel-count = 0x" + "f" * 5000: "not valid TOML: an integer of more than 64 bits",
+        "strict = [{a = 9223372036854775808}]": "not valid TOML: an integer of more than 64 bits",
         "scope = '" + "." * 2000 + "'": "Invalid value for '--scope'",
         "# " + "x" * MOST_BYTES: "has more than 1,048,576 bytes",
     }.items(),
