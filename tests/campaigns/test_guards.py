@@ -8,7 +8,9 @@ from .broken_guards import GUARDS, ROOT, broken
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
 def test_each_guard_stands_once(guard):
     assert guard.breaks
-    assert (ROOT / "tests" / "campaigns" / f"test_{guard.campaign}.py").is_file()
+    folder = ROOT / "tests" / "campaigns"
+    tests = "".join(path.read_text(encoding="utf-8") for path in folder.glob("test_*.py"))
+    assert (folder / f"test_{guard.campaign}.py").is_file() or f"def test_{guard.campaign}(" in tests
     for name, text, instead in guard.breaks:
         content = (ROOT / "dcls_convert" / name).read_text(encoding="utf-8")
         assert content.count(text) == 1, f"{name}: {text!r} stands there {content.count(text)} times"
