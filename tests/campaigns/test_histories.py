@@ -67,7 +67,7 @@ def edited(lines, edits):
     for index, field, value in edits:
         *above, last = (int(key) if key.isdigit() else key for key in field.split("."))
         with contextlib.suppress(TypeError, LookupError):  # an edit before left nothing there
-            functools.reduce(operator.getitem, above, lines[index])[last] = value
+            functools.reduce(operator.getitem, above, lines[index])[last] = copy.deepcopy(value)
     return lines
 
 
