@@ -10,7 +10,7 @@ For ConvNeXt-T and -B (window 17) and ResNet-50 (7), in bfloat16 autocast:
 
 All ways take turns. The roofline is that of the products on tensor cores, or of the memory where that is slower.
 --write-table stores the depthwise layers' times where the program looks for them when it chooses between torch's
-convolution and Triton's kernel (dcls_convert/layers/measured.json). Without a GPU, it runs with batch 1 on the CPU.
+convolution and Triton's kernel (dcls_convert/depthwise/measured.json). Without a GPU, it runs with batch 1 on the CPU.
 """
 
 import argparse
@@ -32,9 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dcls_convert.depthwise.choice import conv2d, depthwise_way
+from dcls_convert.depthwise.measured import TABLE, VARIABLE
 from dcls_convert.layers.dcls_conv import DclsConv2d
-from dcls_convert.layers.depthwise import conv2d, depthwise_way
-from dcls_convert.layers.measured import TABLE, VARIABLE
 
 DTYPE = torch.bfloat16
 WINDOWS = {"convnext_tiny": 17, "convnext_base": 17, "resnet50": 7}

@@ -1,8 +1,8 @@
 """What the compiler makes of the Triton kernels, for GPUs that need not be there: registers, spills, instructions.
 
 Usage: python benchmarks/gpu_code.py [--all]. Needs triton, which brings the assembler and disassembler along; no GPU.
-`tests/layers/test_depthwise_triton.py` holds the figures to limits. "loop" counts the instructions of the loop with the
-products, for each row of the input (convolve) or patch of outputs (correlate); "products" those on tensor cores.
+`tests/depthwise/test_depthwise_triton.py` holds the figures to limits. "loop" counts the instructions of the loop with
+the products, for each row of the input (convolve) or patch of outputs (correlate); "products" those on tensor cores.
 """
 
 import argparse

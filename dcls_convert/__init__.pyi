@@ -16,6 +16,8 @@ from .layers.dcls_conv import DclsConv1d as DclsConv1d
 from .layers.dcls_conv import DclsConv2d as DclsConv2d
 from .layers.dcls_conv import DclsConv3d as DclsConv3d
 from .networks.sites import find_convs as find_convs
+from .pipeline import convert_ as convert_
+from .pipeline import convert_from_authors_ as convert_from_authors_
 from .planning.plan import ConversionPlan as ConversionPlan
 from .planning.planner import plan_conversion as plan_conversion
 from .planning.rules import RuleSet as RuleSet
@@ -23,8 +25,6 @@ from .planning.rules import load_rules as load_rules
 from .reports.report import ConversionReport as ConversionReport
 from .reports.report import measure_report as measure_report
 from .reports.report import predict_report as predict_report
-from .surgery.convert import convert_ as convert_
-from .surgery.convert import convert_from_authors_ as convert_from_authors_
 from .surgery.fold import fold_to_dense_ as fold_to_dense_
 from .surgery.start import apply_plan_ as apply_plan_
 

@@ -15,7 +15,7 @@ import dcls_convert
 from dcls_convert import DclsConvertError
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.weights import read_weights
-from dcls_convert.surgery.convert import build_with_weights
+from dcls_convert.pipeline import build_with_weights
 
 
 def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Module, Any]:

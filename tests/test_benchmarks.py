@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcls_convert.layers import measured
+from dcls_convert.depthwise import measured
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -63,7 +63,7 @@ def test_python_is_silent_in_a_pipe_and_where_it_is_quick(tiny, capfd, terminal)
 
 
 def test_python_shows_what_takes_long(tiny, capsys, monkeypatch):
-    monkeypatch.setattr("dcls_convert.surgery.convert.SECONDS_UNSEEN", 0)
+    monkeypatch.setattr("dcls_convert.pipeline.SECONDS_UNSEEN", 0)
     convert_(tiny, dilated_size=9, input_size=(3, 32, 32), progress=True)
     out, err = capsys.readouterr()
     assert out == ""

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import one_line
 from ..networks.outputs import tensors_in
-from ..networks.quiet import seeded
-from ..networks.running import evaluating, reproducible
+from ..networks.running import evaluating, reproducible, seeded
 from ..networks.tracing import image_dtype
 from ..options import MOST_PIXELS
 

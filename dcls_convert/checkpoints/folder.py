@@ -9,8 +9,8 @@ from ..errors import CheckpointError, one_line, shown
 from ..files import check_folder, read_bytes
 from ..networks.source import ModelSource
 from ..planning.plan import ConversionPlan
+from ..records import read_json
 from ..surgery.place import TIMM_ARCHITECTURE
-from .records import read_json
 from .stamp import METADATA_KEY, Stamp, read_stamp
 
 WEIGHTS, CONFIG, REPORT, CARD = "model.safetensors", "config.json", "report.json", "README.md"

@@ -15,8 +15,8 @@ from ..layers import position_statistics as statistics
 from ..layers.interpolation import find_interpolation, learnt_axes, position_limits
 from ..networks.weights import not_finite
 from ..planning.plan import ConversionPlan, LayerPlan
+from ..records import write_json
 from .folder import WEIGHTS, read_checked_stamp, read_folder, the_plan
-from .records import write_json
 from .stamp import read_tensors
 
 INSPECTION_FORMAT = 1

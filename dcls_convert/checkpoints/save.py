@@ -13,16 +13,15 @@ from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.source import REGISTRIES, ModelSource, build_model
 from ..networks.weights import alias_names, check_state, misfits
+from ..output import check_output, new_folder
+from ..pipeline import convert_
 from ..planning.plan import ConversionPlan
+from ..records import write_json
 from ..reports.report import ConversionReport, measure_report, predict_report
-from ..reports.report_view import report_markdown
-from ..surgery.convert import convert_
 from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
 from .fingerprint import take_fingerprint
 from .folder import CARD, CONFIG, PAGE, PICTURE, REPORT, WEIGHTS, not_of_a_checkpoint, read_plan
 from .load import place_, untied
-from .output import check_output, new_folder
-from .records import write_json
 from .stamp import METADATA_KEY, Stamp, stamp_text, tensors_hash, text_hash
 
 OUTPUT_IN_FOLDER = "."  # report.json's name for its own folder, which can be moved
@@ -51,7 +50,7 @@ def save_converted(
         force: Replace an existing checkpoint folder. Anything else that is in the way is never touched.
         fingerprint: Run the model once, on a random image of the plan's input size, and note its output in the weights
             file, for `dcls-convert verify`. Without it, nothing of the model's code runs.
-        pictures: Files to add, from `pictures.files.picture_files`; the model card shows them.
+        pictures: Files to add, from `views.files.picture_files`; the model card shows them.
 
     Returns:
         The folder's path.
@@ -211,6 +210,8 @@ def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
 
 def model_card(report: ConversionReport, loading: str, files: str, *, pictures: Container[str] = ()) -> str:
     """README.md of a folder: what the model is, its numbers, the lines that load it, what else lies there."""
+    from ..views.report import report_markdown
+
     name = report.model or "a model"
     title = "folded from learnable element positions" if report.folded else "with learnable element positions"
     folding = (

@@ -11,8 +11,8 @@ from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
 from ..networks.weights import opened
+from ..records import read_record
 from .fingerprint import Fingerprint
-from .records import read_record
 
 STAMP_FORMAT = 1
 METADATA_KEY = "dcls_convert"  # one key alone: safetensors writes several in an order that changes from run to run

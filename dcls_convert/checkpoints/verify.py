@@ -18,12 +18,12 @@ from ..files import check_folder
 from ..networks.source import build_model
 from ..networks.weights import load_file, misfits, not_finite
 from ..progress import Step, silent
+from ..records import write_json
 from ..tables import counted
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
 from .folder import CONFIG, FILES, PICTURE_FILES, WEIGHTS, FolderConfig, read_checked_stamp, read_folder, read_text
 from .inspection import position_sets
 from .load import buildable, check_tensors, place_, rebuilt, untied
-from .records import write_json
 from .stamp import Stamp, read_stamp, read_tensors, text_hash
 
 VERIFICATION_FORMAT = 1

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..networks.source import ModelSource
+    from ..pipeline import Conversion, Start
     from ..planning.plan import ConversionPlan
     from ..reports.report import ConversionReport
-    from ..surgery.convert import Conversion, Start
 
 PLAN_HELP = "Carry out the plan of a checkpoint, on other weights of the same model."
 INIT_HELP = (
@@ -110,9 +110,9 @@ def convert(
         step("planning")  # which begins with imports of some seconds
         from ..checkpoints.save import save_converted
         from ..networks.source import resolve_model
+        from ..pipeline import Start
         from ..reports.report import predict_report
-        from ..reports.report_view import report_view
-        from ..surgery.convert import Start
+        from ..views.report import report_view
 
         start = Start(init=init, trained=trained, positions=positions, calibration=calibrate, seed=seed)
         start = replace(start, authors_version=authors_version)
@@ -140,7 +140,7 @@ def convert(
 
 def _default_output(source: "ModelSource", plan: "ConversionPlan", start: "Start") -> Path:
     """convnext_tiny-dcls17 or -dcls17x9, -dcls where the plan has several sizes; -dcls17-fit where kernels are kept."""
-    from ..layers.geometry import size_text
+    from ..depthwise.geometry import size_text
 
     sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes} or {plan.layers[0].dilated_size}
     size = "" if len(sizes) > 1 else next(size_text(size) if len(set(size)) > 1 else str(size[0]) for size in sizes)
@@ -190,7 +190,7 @@ def _check_files(checkpoint: Path | None, output: Path | None, images: Path | No
     if images is not None:
         check_images(images)
     if output is not None:
-        from ..checkpoints.output import check_output
+        from ..output import check_output
 
         check_output(output, force=force, foreign=not_of_a_checkpoint)
 
@@ -208,9 +208,9 @@ def _planned(
 ) -> tuple["ConversionPlan", "Start"]:
     """A new plan or the folder's, and the start, which the weights of the checkpoint may decide."""
     from ..checkpoints.folder import read_plan
-    from ..layers.geometry import size_text
+    from ..depthwise.geometry import size_text
     from ..networks.weights import check_weights
-    from ..surgery.convert import plan_again, plan_for
+    from ..pipeline import plan_again, plan_for
 
     twin, rebuilt, start = hollow_network(network, checkpoint, start, offline=offline, note=note)
     if offline and network.state is not None:  # a dry run, which refuses what the run would
@@ -228,7 +228,7 @@ def _planned(
 def _carry_out(
     plan: "ConversionPlan", network: Network, start: "Start", *, note: Say
 ) -> tuple["nn.Module", "Conversion"]:
-    from ..surgery.convert import carry_out_
+    from ..pipeline import carry_out_
 
     model, kept = network.build()
     network.step("converting")
@@ -242,7 +242,7 @@ def _pictures(
     model: "nn.Module", plan: "ConversionPlan", output: Path, report: "ConversionReport", note: Say
 ) -> dict[str, bytes]:
     from ..files import PLOT_LIBRARY, can_plot
-    from ..pictures.files import picture_files
+    from ..views.files import picture_files
 
     if not can_plot():
         note(f"{PLOT_LIBRARY} is missing, so the model card has no picture: pip install 'dcls-convert[plot]'")
@@ -251,7 +251,7 @@ def _pictures(
 
 def _next_steps(report: "ConversionReport", output: Path, start: "Start", moved: float | None) -> list[str | Text]:
     from ..checkpoints.save import training_code
-    from ..reports.report_view import outcome_sentences
+    from ..views.report import outcome_sentences
 
     training = filled(training_code(report.model), output).splitlines()
     return [

@@ -37,8 +37,8 @@ def fold(
     Positions are no longer learnable then. Outputs stay the same, which is checked before anything is written.
     """
     check_folder(checkpoint)
-    from ..checkpoints.records import write_json
     from ..export.formats import fold_checkpoint
+    from ..records import write_json
 
     with console.steps(str(checkpoint), quiet=quiet) as step:
         folded = fold_checkpoint(checkpoint, format, output, force=force, trust_code=trust_code, step=step)
@@ -62,8 +62,8 @@ def _lines(folded: "Folded") -> list[str]:
 
 
 def _what(folded: "Folded") -> str:
+    from ..depthwise.geometry import size_text
     from ..export.formats import FORMATS
-    from ..layers.geometry import size_text
 
     if folded.kind == "stock timm":
         sizes = ", ".join(f"{name}={value}" for name, value in (folded.kernel_args or {}).items())

@@ -115,7 +115,7 @@ def _check(wanted: _Wanted, *, force: bool, alone: bool) -> None:
         if path is not None:
             check_weights_file(path, what)
     for path in wanted.outputs:
-        from ..checkpoints.output import check_output, not_a_file
+        from ..output import check_output, not_a_file
 
         check_output(path, force=force, foreign=not_a_file)
 
@@ -124,10 +124,10 @@ def _draw(checkpoint: Path, wanted: _Wanted, *, force: bool, trust_code: bool) -
     """Write what is wanted, each file whole or not at all."""
     with console.steps(str(checkpoint), quiet=False) as step:
         step("starting")  # with imports of some seconds
-        from ..checkpoints.output import new_file
-        from ..pictures.page import page
-        from ..pictures.pictures import FieldOptions, pictures_of_folder
-        from ..pictures.plot import draw
+        from ..output import new_file
+        from ..views.page import page
+        from ..views.pictures import FieldOptions, pictures_of_folder
+        from ..views.plot import draw
 
         fields = FieldOptions(images=wanted.images, original=wanted.original, input_size=wanted.input_size)
         pictures = pictures_of_folder(
@@ -168,7 +168,7 @@ def _view(inspection: "Inspection") -> RenderableType:
 
 
 def _cells(row: "PositionRow", has_sigma: bool) -> Sequence[RenderableType]:
-    from ..layers.geometry import size_text
+    from ..depthwise.geometry import size_text
 
     sigma = "" if row.mean_sigma is None else f"{row.mean_sigma:.2f}"
     return [

@@ -12,7 +12,7 @@ from .arguments import OUTPUT, InputSize, Json, number, option, with_plan_option
 from .completion import complete_models
 
 if TYPE_CHECKING:
-    from ..reports.survey import ModelRow
+    from ..compare.survey import ModelRow
 
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
 MOST_JOBS = 1024
@@ -52,9 +52,9 @@ def models(
     if json_ and csv:
         raise DclsConvertError("--json and --csv exclude each other")
     with console.steps("models", every=SECONDS_A_LINE) as step:
+        from ..compare.survey import chosen_rows, names_matching, survey_models
         from ..planning.planner import check_overruled
-        from ..reports.survey import chosen_rows, names_matching, survey_models
-        from ..reports.survey_view import failure_lines, summary_line, survey_csv, survey_json, survey_view
+        from ..views.survey import failure_lines, summary_line, survey_csv, survey_json, survey_view
 
         if options.rules != AUTO:
             check_overruled(options.rules, options)  # once, not in every model

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..networks.source import ModelSource
+    from ..pipeline import Start
     from ..progress import Step
-    from ..surgery.convert import Start
 
 Say = Callable[[str], None]
 MODEL_HELP = (
@@ -72,7 +72,7 @@ class Network:
         return "num_classes" in self.source.args
 
     def build(self) -> "tuple[nn.Module, list[str]]":
-        from ..surgery.convert import build_with_weights
+        from ..pipeline import build_with_weights
 
         if self.built is None:
             self.step("building with pretrained weights" if self.pretrained else "building")

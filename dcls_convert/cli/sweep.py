@@ -43,9 +43,9 @@ from .network import (
 if TYPE_CHECKING:
     import torch
 
-    from ..surgery.convert import Start
-    from ..sweeps.candidates import Planner
-    from ..sweeps.rows import Asked, Sweep, TimingSettings
+    from ..compare.candidates import Planner
+    from ..compare.sweep import Asked, Sweep, TimingSettings
+    from ..pipeline import Start
 
 TIMES = "Times"
 SWEPT = ("dilated_size", "kernel_count", "budget")
@@ -177,10 +177,10 @@ def sweep(
     }
     with console.steps(model, quiet=False) as step:
         step("planning")  # which begins with imports of some seconds
+        from ..compare.candidates import combinations
+        from ..compare.run import make_sweep
         from ..networks.source import resolve_model
-        from ..surgery.convert import Start
-        from ..sweeps.candidates import combinations
-        from ..sweeps.run import make_sweep
+        from ..pipeline import Start
 
         timing = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
         source = resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained)
@@ -204,8 +204,8 @@ def sweep(
 
 
 def _draw(found: "Sweep", picture: Path, *, force: bool) -> None:
-    from ..checkpoints.output import new_file
-    from ..pictures.sweep import draw
+    from ..output import new_file
+    from ..views.sweep_plot import draw
 
     with new_file(picture, force=force) as partial:
         draw(found, partial)
@@ -219,8 +219,8 @@ def _planner(
     input_size: tuple[int, ...] | None,
     command: "Callable[[Asked], str]",
 ) -> "Planner":
-    from ..surgery.convert import convs_for
-    from ..sweeps.candidates import Planner
+    from ..compare.candidates import Planner
+    from ..pipeline import convs_for
 
     twin, rebuilt, start = hollow_network(network, checkpoint, start, offline=False, note=show_note)
     if start.elements is not None:
@@ -244,8 +244,8 @@ def _timing(
 ) -> tuple["TimingSettings", "torch.device"]:
     import torch
 
-    from ..sweeps.rows import TimingSettings
-    from ..sweeps.timing import check_device, device_name
+    from ..compare.sweep import TimingSettings
+    from ..compare.timing import check_device, device_name
 
     found = check_device(device or "cpu")
     on_cpu = found.type == "cpu"
@@ -269,7 +269,7 @@ def _check_files(checkpoint: Path | None, images: Path | None, picture: Path | N
     if picture is None:
         return
     check_picture(picture, "--picture")
-    from ..checkpoints.output import check_output, not_a_file
+    from ..output import check_output, not_a_file
 
     check_output(picture, force=force, foreign=not_a_file)
 
@@ -298,7 +298,7 @@ def _command(model: str, options: PlanOptions, given: dict[str, object]) -> "Cal
 
 
 def _show(found: "Sweep", *, as_json: bool, as_csv: bool) -> None:
-    from ..sweeps.view import SweepView, sweep_csv, sweep_json
+    from ..views.sweep import SweepView, sweep_csv, sweep_json
 
     if as_json or as_csv:
         console.write(sweep_json(found) if as_json else sweep_csv(found))

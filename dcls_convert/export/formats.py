@@ -12,11 +12,11 @@ import torch
 
 from ..checkpoints.folder import not_of_a_checkpoint, read_plan
 from ..checkpoints.load import load_converted
-from ..checkpoints.output import check_output, not_a_file
+from ..depthwise.geometry import size_text
 from ..errors import CheckpointError, DclsConvertError, shown
-from ..layers.geometry import size_text
 from ..networks.outputs import check_equal
 from ..options import MOST_PIXELS, FoldFormat
+from ..output import check_output, not_a_file
 from ..progress import Step, silent
 from ..surgery.fold import fold_to_dense_
 from . import onnx, pt2, stock_timm

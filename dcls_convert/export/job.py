@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.output import new_file
 from ..errors import DclsConvertError, ModelError, filled, one_line, shown
 from ..networks.outputs import check_equal
-from ..networks.quiet import quietly
+from ..networks.running import quietly
+from ..output import new_file
 from ..planning.plan import ConversionPlan
 from ..progress import Step
 

@@ -11,13 +11,13 @@ from typing import Any
 from torch import nn
 
 from ..checkpoints.folder import CARD, WEIGHTS, not_of_a_checkpoint
-from ..checkpoints.output import new_folder
 from ..checkpoints.save import loading_code, model_card, save_converted, timm_config, write_files
 from ..errors import DclsConvertError, ModelError
 from ..networks.outputs import ComparisonError, check_equal
 from ..networks.sites import find_convs
 from ..networks.source import ModelSource, build_model
 from ..networks.weights import alias_names, load_file
+from ..output import new_folder
 from ..planning.plan import ConversionPlan
 from ..reports.report import measure_report
 from .job import FOLDING_BOUND, ExportFormat, Folded, Job, run_model

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..depthwise.geometry import extent, grid_positions
 from ..layers.elements import cells_last
-from ..layers.geometry import extent, grid_positions
 from ..layers.interpolation import find_interpolation, learnt_axes
 from .least_squares import spread
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError, one_line, shown
 from ..files import check_images, image_paths
-from ..networks.quiet import quietly
+from ..networks.running import quietly
 from ..planning.plan import ConversionPlan
 
 MOST_IMAGES = 80  # of a folder

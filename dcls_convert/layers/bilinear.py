@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .eager import is_eager, on_cpu
+from ..depthwise.eager import is_eager, on_cpu
 
 # On a CPU, elements per thread and block: temporary tensors stay small and in the cache. torch gives a thread at least
 # as many.

@@ -7,7 +7,7 @@ from typing import cast
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .geometry import DYNAMIC_SAME, Padding
+from ..depthwise.geometry import DYNAMIC_SAME, Padding
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d

@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from ..depthwise.choice import conv2d
+from ..depthwise.geometry import DYNAMIC_SAME, Padding, extent, grown_padding, is_uneven, padded_cells
 from .clamping import clamp_
 from .construction import construct_kernel
 from .conv_classes import PLAIN, Conv, ConvForm, carry_over, find_form, padding_of, why_not_replaceable
-from .depthwise import conv2d
 from .elements import POSITION_STD, largest_elements
-from .geometry import DYNAMIC_SAME, Padding, extent, grown_padding, is_uneven, padded_cells
 from .interpolation import find_interpolation, learnt_axes, position_limits
-from .layer_view import layer_html
 from .ties import Tied
 from .timm_conv_classes import same_padded_conv
 
@@ -329,6 +328,8 @@ class DclsConvNd(Tied):
 
     def _repr_html_(self) -> str:
         """The layer in a notebook."""
+        from ..views.layer import layer_html
+
         return layer_html(self)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .geometry import grid_positions
+from ..depthwise.geometry import grid_positions
 from .interpolation import learnt_axes, position_limits
 
 POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"

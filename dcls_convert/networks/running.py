@@ -1,6 +1,8 @@
-"""Run or change a network that belongs to somebody else, and leave it as it was."""
+"""Run or change a network that belongs to somebody else, and leave it and the process as they were."""
 
 import contextlib
+import io
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -138,3 +140,31 @@ def _contents(module: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, An
     """The attributes of a module, and what its registries hold; the registries stay the same objects."""
     registries = {name: dict(value) for name, value in vars(module).items() if isinstance(value, dict)}
     return dict(vars(module)), registries
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """No warnings and nothing printed from inside the block. Errors go through."""
+    with (
+        warnings.catch_warnings(action="ignore"),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """The generators of the CPU and of all CUDA devices in use start at `seed`, and get their old states back after it.
+
+    None leaves them alone. `torch.manual_seed` will not do: it also reseeds devices whose state nobody keeps.
+    """
+    if seed is None:
+        yield
+        return
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = list(range(torch.cuda.device_count())) if in_use else []
+    with torch.random.fork_rng(devices=devices):
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)):
+            generator.manual_seed(seed)
+        yield

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ..depthwise.geometry import Padding, conv_macs, size_text
 from ..errors import PlanError, one_line
 from ..layers.conv_classes import AnyConv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.geometry import Padding, conv_macs, size_text
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Sizes, Trace, trace
 

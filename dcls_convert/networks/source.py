@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import DclsConvertError, ModelError, did_you_mean, one_line, shown
 from ..files import read_bytes
 from ..layers.conv_classes import AnyConv
-from .quiet import seeded
+from .running import seeded
 
 REGISTRIES = ("timm", "torchvision")
 FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself loads these

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..depthwise.geometry import size_text
 from ..errors import PlanError, one_line, shown
 from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
-from ..layers.geometry import size_text
 from ..options import INTERPOLATIONS
 from .outputs import tensors_in
 

@@ -11,14 +11,13 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from ..depthwise.geometry import check_cells, check_window, conv_macs
 from ..errors import CheckpointError, PlanError, listed, newer_format, one_line, shown
-from ..layers.geometry import check_cells, check_window, conv_macs
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import Skipped
 from ..options import Scope, Tie
 from ..tables import as_html
 from .budget import BudgetUnit
-from .plan_view import plan_view
 
 PLAN_FORMAT = 1
 _STRICT = ConfigDict(strict=True, extra="forbid")
@@ -222,6 +221,8 @@ class ConversionPlan:
 
     def _repr_html_(self) -> str:
         """The plan in a notebook: a row a stage, and the budget in a sentence."""
+        from ..views.plan import plan_view
+
         return as_html(plan_view(self))
 
     def group(self, name: str) -> TieGroup:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..depthwise.geometry import check_cells, check_window, grown_padding, padded_cells, size_text
 from ..errors import NothingMatchesError, PlanError, RuleError, one_line, shown
-from ..layers.geometry import check_cells, check_window, grown_padding, padded_cells, size_text
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
 from ..options import AUTO, ERROR, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, takes_plan_options

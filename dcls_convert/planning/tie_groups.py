@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from ..depthwise.geometry import size_text
 from ..errors import PlanError, listed, shown
-from ..layers.geometry import size_text
 from ..networks.sites import Skipped
 from ..networks.stages import common_parent
 from ..options import Scope, Tie

@@ -158,7 +158,7 @@ class ConversionReport:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def __rich__(self) -> Any:
-        from .report_view import report_view
+        from ..views.report import report_view
 
         return report_view(self)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..depthwise.geometry import size_text
 from ..errors import CheckpointError
 from ..layers.conv_classes import find_form
-from ..layers.geometry import size_text
 from ..layers.interpolation import find_interpolation, spread_sum
 from ..networks.weights import load_weights_, not_finite
 from ..options import AuthorsVersion

@@ -7,8 +7,8 @@ from torch import fx, nn
 
 from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.positions import drop_spare_from_decay_
 from ..layers.ties import OwnMethod
+from ..networks.positions import drop_spare_from_decay_
 from ..networks.running import unchanged_on_failure
 
 # Methods that timm's `reparameterize_model` looks for on a child, in this order; it calls the first one found.

@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import PlanError
 from ..layers.conv_classes import CONV_CLASSES, Conv, why_not_replaceable
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
-from ..layers.positions import spare_from_decay_
+from ..networks.positions import spare_from_decay_
 from ..networks.running import unchanged_on_failure
 from ..planning.plan import ConversionPlan, LayerPlan, TieGroup, check_plan
 from .fold import fold_before_timm_fuses_

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..depthwise.geometry import grid_positions
 from ..errors import PlanError, listed
 from ..fitting.images import Calibration, Images, calibrate
 from ..fitting.warm_start import fit_elements
 from ..layers.conv_classes import PLAIN, find_form
 from ..layers.elements import Elements, first_cells, largest_elements, random_positions
-from ..layers.geometry import grid_positions
 from ..layers.interpolation import find_interpolation
 from ..networks.running import reproducible, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions

@@ -7,7 +7,7 @@ where a docstring says so. Nothing here changes a model, but `clamp_positions_`.
 arXiv:2112.03740, section 3 "Learning techniques".
 """
 
-from ..layers.positions import clamp_positions_, no_weight_decay
+from ..networks.positions import clamp_positions_, no_weight_decay
 from .param_groups import param_groups
 from .repulsion import repulsive_loss
 from .tracker import Histogram, PositionTracker, TrackedPositions, TrackRecord, read_track, show_in_tensorboard

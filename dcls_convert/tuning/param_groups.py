@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
-from ..layers.positions import position_parameters, unwrapped
+from ..networks.positions import position_parameters, unwrapped
 
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
 WEIGHT_DECAY = 0.05  # of the paper's ConvNeXt recipe

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ..layers.eager import is_eager
+from ..depthwise.eager import is_eager
 from ..layers.position_statistics import pairs
-from ..layers.positions import position_parameters, whole
+from ..networks.positions import position_parameters, whole
 
 REACH = 1.0  # cells; elements that far apart or farther do not repel each other
 MOST_DISTANCES = 1 << 20  # held at once: 4 MiB in float32, and a few tensors of that size

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ..errors import DclsConvertError
-from ..layers.positions import clamp_positions_, position_parameters
+from ..networks.positions import clamp_positions_, position_parameters
 from .param_groups import POSITION_LR_SCALE, param_groups
 from .repulsion import repulsive_loss
 from .tracker import PositionTracker, is_first_rank

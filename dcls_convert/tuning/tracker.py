@@ -17,7 +17,7 @@ from ..errors import CheckpointError, DclsConvertError, newer_format, one_line, 
 from ..files import read_bytes
 from ..layers.interpolation import position_limits
 from ..layers.position_statistics import bins, border_share, mean_distance, overlap_share, spread
-from ..layers.positions import PositionParameter, position_parameters, unwrapped, whole
+from ..networks.positions import PositionParameter, position_parameters, unwrapped, whole
 
 TRACK_FORMAT = 1
 FOLLOWED = 64  # elements of each tensor whose own positions are recorded; a picture of more is a blot

@@ -28,7 +28,7 @@ import psutil
 import torch
 
 import dcls_convert
-from dcls_convert.checkpoints import output
+from dcls_convert import output
 from dcls_convert.cli import app
 
 PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl: orphans become this process's children

@@ -13,11 +13,11 @@ import torch
 from hypothesis import strategies as st
 
 from dcls_convert import convert_and_save_
-from dcls_convert.pictures.history import read_history
-from dcls_convert.pictures.page import page
-from dcls_convert.pictures.pictures import pictures_of_folder
-from dcls_convert.pictures.plot import draw
 from dcls_convert.tuning import PositionTracker
+from dcls_convert.views.history import read_history
+from dcls_convert.views.page import page
+from dcls_convert.views.pictures import pictures_of_folder
+from dcls_convert.views.plot import draw
 
 from .campaign import Finding, refusal
 from .folder_edits import BYTES, changed, changes

@@ -16,10 +16,10 @@ import psutil
 import pytest
 from hypothesis import strategies as st
 
-from dcls_convert.checkpoints.output import clean_up
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.cli.app import EXIT_INTERRUPTED, EXIT_MISTAKE
 from dcls_convert.cli.console import EXIT_UNPRINTED
+from dcls_convert.output import clean_up
 
 from ..conftest import TINY
 from .campaign import Finding

@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from dcls_convert.checkpoints import verify
-from dcls_convert.reports import workers
+from dcls_convert.compare import workers
 
 from ..command_line import run as here
 from .campaign import Finding, check_line

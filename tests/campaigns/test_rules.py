@@ -7,7 +7,7 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from dcls_convert.layers.geometry import MOST_CELLS
+from dcls_convert.depthwise.geometry import MOST_CELLS
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.planning.planner import plan_conversion

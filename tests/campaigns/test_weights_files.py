@@ -19,7 +19,7 @@ from torch import nn
 from dcls_convert import convert_from_authors_, find_convs, plan_conversion
 from dcls_convert.networks.weights import MOST_HEADER, load_weights_, read_weights
 
-from ..surgery.test_convert import theirs
+from ..test_pipeline import theirs
 from .campaign import Finding, refusal
 from .nets import build
 from .texts import plain, texts

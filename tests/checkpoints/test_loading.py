@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcls_convert import load_converted, save_converted
+from dcls_convert import pipeline as conversion
 from dcls_convert.checkpoints.folder import WEIGHTS
 from dcls_convert.checkpoints.save import write_files
 from dcls_convert.networks import weights
 from dcls_convert.networks.source import ModelSource, build_hollow, build_model
 from dcls_convert.networks.weights import fill_, load_weights_, read_weights
-from dcls_convert.surgery import convert as conversion
 
 from .folders import convert, run
 

@@ -119,8 +119,8 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
         seen.append(options)
         raise NothingMatchesError("enough")
 
-    monkeypatch.setattr("dcls_convert.surgery.convert.plan_for", plan)
-    monkeypatch.setattr("dcls_convert.reports.survey.survey_models", plan)
+    monkeypatch.setattr("dcls_convert.pipeline.plan_for", plan)
+    monkeypatch.setattr("dcls_convert.compare.survey.survey_models", plan)
     text, value = given[name]
     for command in ([TINY], ["models", TINY]):
         run(*command, f"--{name.replace('_', '-')}", *([text] if text else []), code=3)

@@ -155,7 +155,7 @@ def broken(*_, **__):
 
 
 def test_a_bug_is_one_line_and_exit_code_1(monkeypatch):
-    monkeypatch.setattr("dcls_convert.surgery.convert.plan_for", broken)
+    monkeypatch.setattr("dcls_convert.pipeline.plan_for", broken)
     last = run(PLAIN, code=1)[1].splitlines()[-1]
     assert last.startswith("error: this is a bug in dcls-convert: ZeroDivisionError: oh no")
 
@@ -184,7 +184,7 @@ def crowded(*_, **__):
     ids=["Python", "torch", "library", "thread", "GPU"],
 )
 def test_what_the_system_has_no_more_of_is_no_bug(monkeypatch, work, says):
-    monkeypatch.setattr("dcls_convert.surgery.convert.plan_for", work)
+    monkeypatch.setattr("dcls_convert.pipeline.plan_for", work)
     assert run(PLAIN, code=2)[1].splitlines()[-1] == f"error: {says}"
 
 
@@ -202,7 +202,7 @@ def test_an_error_is_told_without_memory_for_its_looks(monkeypatch):
 
 
 def test_a_traceback_is_shown_on_demand(monkeypatch):
-    monkeypatch.setattr("dcls_convert.surgery.convert.plan_for", broken)
+    monkeypatch.setattr("dcls_convert.pipeline.plan_for", broken)
     monkeypatch.setenv("DCLS_CONVERT_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         main([PLAIN])
@@ -285,7 +285,7 @@ def test_signals_that_were_ignored_stay_ignored():
 def test_an_interrupt_after_the_checkpoint_stands_says_so(monkeypatch):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = lambda *_, **__: signal.raise_signal(signal.SIGINT)  # noqa: E731
-    monkeypatch.setattr("dcls_convert.reports.report_view.report_view", interrupt)
+    monkeypatch.setattr("dcls_convert.views.report.report_view", interrupt)
     _, err = run(PLAIN, "--output", "out", code=130)
     assert err.splitlines()[-2:] == ["note: out was written", "error: interrupted"]
     load_converted("out", model=plain())

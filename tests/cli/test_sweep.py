@@ -10,9 +10,9 @@ import timm
 import torch
 
 from dcls_convert import convert_, fold_to_dense_
+from dcls_convert.compare import candidates, timing
+from dcls_convert.compare.candidates import Planner
 from dcls_convert.errors import PlanError
-from dcls_convert.sweeps import candidates, timing
-from dcls_convert.sweeps.candidates import Planner
 
 from ..command_line import run
 from ..conftest import TINY

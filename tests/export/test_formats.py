@@ -21,7 +21,7 @@ from dcls_convert.errors import DclsConvertError
 from dcls_convert.export.formats import FORMATS, fold_checkpoint
 from dcls_convert.export.job import BATCHES
 from dcls_convert.networks.outputs import relative_error
-from dcls_convert.networks.quiet import quietly
+from dcls_convert.networks.running import quietly
 from dcls_convert.options import FOLD_FORMATS
 
 from ..campaigns.campaign import Finding

@@ -12,7 +12,7 @@ from PIL import Image
 
 from dcls_convert import DclsConvertError, calibrate, find_convs, plan_conversion
 
-from ..surgery.test_convert import assert_unchanged, snapshot
+from ..test_pipeline import assert_unchanged, snapshot
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from timm.layers import ScaledStdConv2d, StdConv2d
 from torch import nn
 
 from dcls_convert import DclsConv2d, convert_
+from dcls_convert.depthwise.geometry import grid_positions
 from dcls_convert.fitting.batches import lines_innermost
 from dcls_convert.fitting.boxes import box_of
 from dcls_convert.fitting.warm_start import fit_elements
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.elements import largest_elements
-from dcls_convert.layers.geometry import grid_positions
 from dcls_convert.layers.interpolation import find_interpolation, learnt_axes, position_limits
 from dcls_convert.planning.rules import parse_rules
 

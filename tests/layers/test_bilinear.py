@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, vmap
 
+from dcls_convert.depthwise.eager import is_eager
 from dcls_convert.layers import bilinear
 from dcls_convert.layers.bilinear import bilinear_kernel
 from dcls_convert.layers.construction import construct_kernel
-from dcls_convert.layers.eager import is_eager
 
-from .gpu_forms import FORMS, as_on_a_gpu
+from ..depthwise.gpu_forms import FORMS, as_on_a_gpu
 from .memory import Sizes
 
 # torch compiles decompositions of its own with it when forward derivatives are first asked for.

@@ -10,8 +10,8 @@ from torch import nn
 
 import dcls_convert
 from dcls_convert import DclsConv2d, PlanError, convert_, find_convs, fold_to_dense_, register_conv
+from dcls_convert.depthwise.geometry import DYNAMIC_SAME
 from dcls_convert.layers.conv_classes import PLAIN, find_form, why_not_replaceable
-from dcls_convert.layers.geometry import DYNAMIC_SAME
 
 SIZES = [(12, 17), (11, 16), (9, 9)]  # both parities: dynamic SAME padding depends on them
 

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dcls_convert.depthwise.geometry import extent
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv1d, DclsConv2d, DclsConv3d
 from dcls_convert.layers.elements import largest_elements
-from dcls_convert.layers.geometry import extent
 from dcls_convert.layers.interpolation import INTERPOLATIONS
 
 FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1

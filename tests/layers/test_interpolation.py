@@ -21,7 +21,7 @@ from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d
 from dcls_convert.layers.interpolation import INTERPOLATIONS, MIN_TRIANGLE_SIGMA, Interpolation, position_limits
 
-from .gpu_forms import FORMS, Watch, as_on_a_gpu
+from ..depthwise.gpu_forms import FORMS, Watch, as_on_a_gpu
 from .memory import Sizes
 
 FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1

@@ -14,9 +14,9 @@ from dcls_convert.errors import PlanError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.tracing import trace
+from dcls_convert.pipeline import convert_
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.reports.report import predict_report
-from dcls_convert.surgery.convert import convert_
 
 SPATIAL = {1: (14,), 2: (9, 14), 3: (5, 9, 7)}  # never square
 

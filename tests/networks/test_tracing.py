@@ -5,15 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dcls_convert.compare.survey import model_row
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.tracing import check_same_shapes
 from dcls_convert.options import PlanOptions
+from dcls_convert.pipeline import convert_
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rules import parse_rules
-from dcls_convert.reports.survey import model_row
-from dcls_convert.surgery.convert import convert_
 
 IMAGE = (4, 9, 14)
 EVERYTHING = parse_rules("format: 1\nrules: [{match: {kernel_size: {min: 2}}}]")
@@ -113,7 +113,7 @@ def test_where_nothing_can_be_compared_nothing_is_refused():
 
 
 def test_the_survey_says_that_such_a_model_does_not_fit(monkeypatch):
-    monkeypatch.setattr("dcls_convert.reports.survey.build_model", lambda *_, **__: PadsOutside())
+    monkeypatch.setattr("dcls_convert.compare.survey.build_model", lambda *_, **__: PadsOutside())
     row = model_row("timm:resnet18", PlanOptions(dilated_size=7), IMAGE)
     assert (row.status, row.params.after) == ("does not fit", None)
     assert "conv: its output would be 7x9 instead of 5x7" in row.reason

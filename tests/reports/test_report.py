@@ -15,7 +15,7 @@ from rich.text import Text
 from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, measure_report, plan_conversion, predict_report
-from dcls_convert.reports.report_view import report_markdown, report_view
+from dcls_convert.views.report import report_markdown, report_view
 
 from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
 

@@ -24,7 +24,7 @@ from dcls_convert.surgery.authors import sort_weights
 
 from ..command_line import run
 from ..conftest import TINY
-from .test_convert import assert_unchanged, snapshot
+from ..test_pipeline import assert_unchanged, snapshot
 
 FLOAT64_ATOL = 1e-10  # their normaliser, were it left out, would make 1e-7
 FLOAT32_TOLERANCE = 1e-5

@@ -15,7 +15,7 @@ from dcls_convert.fitting.images import Calibration
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.planning.rules import parse_rules
 
-from .test_convert import assert_unchanged, snapshot
+from ..test_pipeline import assert_unchanged, snapshot
 
 SMALL = (3, 24, 24)
 ALL_5X5 = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [5, 5]}\n")

@@ -12,14 +12,14 @@ from torch.nn.utils import parametrizations, weight_norm
 from dcls_convert.errors import DclsConvertError, PlanError
 from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
 from dcls_convert.networks.sites import find_convs
+from dcls_convert.pipeline import convert_
 from dcls_convert.planning.plan import plan_from_json
 from dcls_convert.planning.planner import plan_conversion
-from dcls_convert.surgery.convert import convert_
 from dcls_convert.surgery.fold import fold_to_dense_
 from dcls_convert.surgery.start import apply_plan_
 
 from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
-from .test_convert import assert_unchanged, snapshot
+from ..test_pipeline import assert_unchanged, snapshot
 
 
 class OwnForward(nn.Conv2d):

@@ -20,7 +20,7 @@ import dcls_convert
 from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
 from dcls_convert.layers.interpolation import position_limits
-from dcls_convert.layers.positions import SpareFromDecay, position_parameters, unwrapped
+from dcls_convert.networks.positions import SpareFromDecay, position_parameters, unwrapped
 from dcls_convert.tuning.param_groups import WEIGHT_DECAY
 
 from ..conftest import TINY

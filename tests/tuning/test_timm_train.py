@@ -16,7 +16,7 @@ from timm.scheduler import create_scheduler_v2
 import dcls_convert
 from dcls_convert import tuning
 from dcls_convert.errors import DclsConvertError
-from dcls_convert.layers.positions import position_parameters
+from dcls_convert.networks.positions import position_parameters
 from dcls_convert.tuning import timm_train
 
 from ..conftest import TINY

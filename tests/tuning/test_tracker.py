@@ -11,7 +11,7 @@ import dcls_convert
 from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv1d, DclsConv2d
 from dcls_convert.layers.position_statistics import border_share, mean_distance, overlap_share, spread
-from dcls_convert.layers.positions import position_parameters
+from dcls_convert.networks.positions import position_parameters
 from dcls_convert.tuning.tracker import FOLLOWED
 
 from ..conftest import TINY

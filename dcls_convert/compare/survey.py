@@ -1,0 +1,210 @@
+"""What would become of the models of timm's and torchvision's registries: a row of plain values for each."""
+
+import fnmatch
+import functools
+import gc
+import logging
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from pydantic import TypeAdapter
+
+from ..depthwise.geometry import size_text
+from ..errors import ModelError, NothingMatchesError, PlanError, RuleError, did_you_mean, shown
+from ..networks.sites import find_convs, kinds_of_convs
+from ..networks.source import ModelSource, build_model, registry_names, stated_input_size
+from ..networks.tracing import check_same_shapes
+from ..options import Kind, PlanOptions, Sort
+from ..planning.planner import make_plan
+from ..reports.report import Change, MacsChange, predict_report
+from .workers import run_jobs
+
+Status = Literal["planned", "nothing matches", "does not fit", "failed"]
+WILDCARDS = "*?["
+MODELS_A_WORKER = 8  # fewer are not worth the seconds in which a worker imports torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelRow:
+    """One model, and what would become of it."""
+
+    name: str  # "timm:convnext_tiny"
+    status: Status
+    reason: str | None = None  # one line; None where it is planned
+    input_size: tuple[int, ...] | None = None
+    rules: str | None = None  # file or name
+    convolutions: dict[str, int] = field(default_factory=dict)  # "depthwise 7x7" -> 18, the most frequent first
+    replaced: dict[str, int] = field(default_factory=dict)  # those of them that would be replaced
+    dilated_sizes: tuple[tuple[int, ...], ...] = ()  # all that occur
+    kernel_counts: tuple[int, ...] = ()  # all that occur
+    params: Change = field(default_factory=Change)
+    macs: MacsChange = field(default_factory=MacsChange)
+
+
+_ADAPTER: TypeAdapter[Sequence[ModelRow]] = TypeAdapter(Sequence[ModelRow])
+
+
+def rows_to_dicts(rows: Sequence[ModelRow]) -> list[dict[str, Any]]:
+    """Plain JSON values."""
+    return list(_ADAPTER.dump_python(rows, mode="json"))
+
+
+def names_matching(pattern: str | None, known: Sequence[str] | None = None) -> list[str]:
+    """Names of both registries, with their prefix, in the order timm, torchvision.
+
+    Args:
+        pattern: A shell pattern for names with or without prefix: `convnext_*`, `torchvision:*`. Without wildcards it
+            is a name, or where no model is called so, a part of names. Case does not matter. None is for all.
+        known: Names to choose from, with prefix; those of the registries without it.
+
+    Raises:
+        ModelError: No name matches; the closest ones.
+    """
+    known = registry_names() if known is None else known
+    if pattern is None:
+        return list(known)
+    wanted = pattern.lower()
+    found = _matching(wanted, known)
+    if not found and wanted and not set(wanted) & set(WILDCARDS):
+        prefix, colon, part = wanted.rpartition(":")
+        found = _matching(f"{prefix}{colon}*{part}*", known)
+    if not found:
+        bare = wanted.rpartition(":")[2].strip("".join(WILDCARDS))
+        near = did_you_mean(bare, (name.partition(":")[2] for name in known), 3)
+        raise ModelError(f"no model of timm or torchvision matches {shown(pattern)!r}{near}")
+    return found
+
+
+def _matching(pattern: str, known: Iterable[str]) -> list[str]:
+    def fits(name: str) -> bool:
+        return any(fnmatch.fnmatchcase(part.lower(), pattern) for part in (name, name.partition(":")[2]))
+
+    return list(filter(fits, known))
+
+
+def model_row(name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None) -> ModelRow:
+    """Plan one model without its weights.
+
+    Args:
+        name: With its prefix, as `names_matching` gives it.
+        options: For the plan.
+        input_size: (channels, *spatial); without it, the size that the model states.
+
+    Raises:
+        Exception: Only bugs; for a model that cannot be built or converted, the row says why.
+    """
+    source = ModelSource(name=name)
+    try:
+        model = build_model(source, device="meta", offline=True)
+    except ModelError as error:
+        return ModelRow(name=name, status="failed", reason=str(error))
+    try:
+        convs = find_convs(model, input_size or stated_input_size(source, model))
+    except PlanError as error:  # the user's input size does not suit this model
+        return ModelRow(name=name, status="does not fit", reason=str(error))
+    row = ModelRow(
+        name=name,
+        status="planned",
+        convolutions=dict(kinds_of_convs(convs).most_common()),
+        input_size=convs.input_size,
+        params=Change(before=convs.params),
+        macs=MacsChange(before=convs.macs, note=convs.macs_note),
+    )
+    try:
+        plan = make_plan(convs, options, model=name)
+        check_same_shapes(model, plan.windows, plan.input_size, convs.output_sizes)
+        if convs.macs is None and input_size is not None:
+            raise PlanError(f"input size {size_text(input_size)}: {convs.macs_note}")
+    except (NothingMatchesError, PlanError, RuleError) as error:
+        nothing = isinstance(error, NothingMatchesError)
+        return replace(row, status="nothing matches" if nothing else "does not fit", reason=str(error))
+    report = predict_report(plan)
+    replaced = Counter(f"{layer.kind} {size_text(layer.kernel_size)}" for layer in plan.layers)
+    return replace(
+        row,
+        replaced=dict(replaced.most_common()),
+        dilated_sizes=tuple(sorted({layer.dilated_size for layer in plan.layers})),
+        kernel_counts=tuple(sorted({layer.kernel_count for layer in plan.layers})),
+        rules=plan.rules,
+        params=Change(before=report.params.before, after=report.params.after),
+        macs=report.macs,
+    )
+
+
+def survey_models(
+    names: Sequence[str],
+    options: PlanOptions,
+    *,
+    input_size: tuple[int, ...] | None = None,
+    workers: int | None = None,
+    timeout: float | None = None,
+    advance: Callable[[ModelRow], None] = lambda row: None,
+) -> list[ModelRow]:
+    """A row for every name, in their order; `advance` gets each as soon as it is ready.
+
+    A model that crashes or hangs gets a row too.
+
+    Args:
+        names: From `names_matching`.
+        options: For all models.
+        input_size: (channels, *spatial) for all models; without it, the size that each states.
+        workers: Processes; without it, a number that suits the machine.
+        timeout: Seconds for one model.
+        advance: Called with every row.
+    """
+    rows: dict[int, ModelRow] = {}
+    work = functools.partial(model_row, options=options, input_size=input_size)
+    workers = workers or suitable_workers(len(names))
+    for outcome in run_jobs(work, names, workers=workers, timeout=timeout, set_up=set_up_worker):
+        row = outcome.value or ModelRow(name=names[outcome.index], status="failed", reason=outcome.failure)
+        rows[outcome.index] = row
+        advance(row)
+    return [rows[index] for index in range(len(names))]
+
+
+def chosen_rows(rows: Sequence[ModelRow], *, sort: Sort | None = None, kind: Kind | None = None) -> list[ModelRow]:
+    """Rows in an order, or some of them.
+
+    Args:
+        rows: From `survey_models`.
+        sort: The least first, by what the models have before conversion, or by the count of elements or of layers
+            replaced; those of which it is not known come last. Equal ones stay in their order.
+        kind: Keep the models of which convolutions of this kind are replaced, and what failed.
+    """
+    kept = [
+        row
+        for row in rows
+        if kind is None or row.status == "failed" or any(name.split()[0] == kind for name in row.replaced)
+    ]
+    if sort is None:
+        return kept
+    value: Callable[[ModelRow], Any] = {
+        "name": lambda row: row.name.partition(":")[2],
+        "params": lambda row: row.params.before,
+        "macs": lambda row: row.macs.before,
+        "count": lambda row: max(row.kernel_counts, default=None),
+        "layers": lambda row: sum(row.replaced.values()) or None,
+    }[sort]
+    known = [row for row in kept if value(row) is not None]
+    return sorted(known, key=value) + [row for row in kept if value(row) is None]
+
+
+def suitable_workers(models: int) -> int:
+    """One for each processor that this process may use, but none with fewer models than are worth its start."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(processors, models // MODELS_A_WORKER))
+
+
+def set_up_worker() -> None:
+    """For a process that surveys one model after another: imports, one thread."""
+    torch.set_num_threads(1)  # there is a process for every core, and hollow tensors compute nothing
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    registry_names()  # imports timm and torchvision
+    gc.collect()
+    gc.freeze()  # what was imported stays; searching it again after every model would take time

@@ -1,0 +1,234 @@
+"""What a sweep found, as data: a row for each combination of window and count or budget, and which row to take."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from ..depthwise.geometry import size_text
+
+SWEEP_FORMAT = 1
+EQUAL_ERRORS = 0.005  # relative errors that differ less say little of what training will make of them
+Status = Literal["original", "done", "does not fit", "failed"]
+Size = int | tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """One combination."""
+
+    size: Size  # cells, as `dilated_size` of the planning options
+    kernel_count: int | None = None  # None: solved for the budget
+    budget: float | None = None  # percent; None: the default, or a count is given
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Milliseconds of one run, of several that were measured."""
+
+    median: float
+    first_quartile: float
+    third_quartile: float
+    runs: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepRow:
+    """One combination, or the dense original; None and empty stand for what is not known, or was not asked for."""
+
+    asked: Asked | None  # None: the dense original
+    status: Status
+    reason: str | None = None  # one line; None where it is done
+    command: str | None = None  # which converts so
+    layers: int = 0  # replaced
+    dilated_sizes: tuple[tuple[int, ...], ...] = ()  # all that occur
+    kernel_counts: tuple[int, ...] = ()  # all that occur
+    elements: int | None = None  # in all kernels
+    params: int | None = None  # of the whole model
+    macs: int | None = None  # of the whole model, for one image
+    folded_bytes: int | None = None  # of the whole model's weights and buffers, with constructed kernels
+    forward_ms: Timing | None = None  # a batch in eval mode
+    step_ms: Timing | None = None  # a batch forward and backward in training mode, and a step of SGD
+    ways: dict[str, int] = field(default_factory=dict)  # of `depthwise_way`; replaced layers that go each of them
+    kernel_error: float | None = None  # mean of |new - old| / |old| over the replaced kernels
+    images: int | None = None  # that were held out of the calibration, with which outputs were compared
+    output_error: float | None = None  # |new - old| / |old| of the outputs for them; without any, for random images
+    same_top1: float | None = None  # share of them whose class is the same as before
+    dominated: bool = False  # another row is no worse in anything, and better in something
+
+    @property
+    def spread(self) -> float | None:
+        """Percent of the median step by which the middle half of its runs differ."""
+        step = self.step_ms
+        return 100 * (step.third_quartile - step.first_quartile) / step.median if step else None
+
+    @property
+    def window(self) -> str:
+        """ "17x17"; "7x7..9x9" where there are several; as it was asked for where nothing was planned."""
+        if self.asked is None:
+            return "dense"
+        sizes = self.dilated_sizes or ((self.asked.size,) if isinstance(self.asked.size, int) else self.asked.size,)
+        return "..".join(dict.fromkeys(size_text(size) for size in (sizes[0], sizes[-1])))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimingSettings:
+    """How the times of a sweep were measured."""
+
+    device: str  # its name
+    batch: int  # images
+    seconds: float  # for all rows together, at least three rounds
+    amp: bool  # bfloat16 autocast
+    threads: int | None  # of the CPU; None on other devices
+    torch: str  # version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The row to take."""
+
+    row: int | None = None  # its index; None where there is none
+    why: str
+    command: str | None = None  # which converts so
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """All rows, the dense original first."""
+
+    format: int = SWEEP_FORMAT
+    model: str
+    input_size: tuple[int, ...] | None
+    macs_note: str | None = None  # why MACs are not known
+    rows: tuple[SweepRow, ...]
+    timing: TimingSettings | None = None
+    slower: float  # percent by which the cost of the row to take may grow
+    interrupted: bool = False  # rows are missing, or parts of them
+    choice: Choice
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dict(_ADAPTER.dump_python(self, mode="json"))
+
+
+_ADAPTER: TypeAdapter[Sweep] = TypeAdapter(Sweep)
+_Value = Callable[[SweepRow], float | None]
+
+
+def _sides(rows: Sequence[SweepRow]) -> dict[int, tuple[int, ...]]:
+    """Sides of the windows of the rows that are done, by index, all along as many axes."""
+    sizes = {index: row.asked.size for index, row in enumerate(rows) if row.asked and row.status == "done"}
+    axes = max((len(size) for size in sizes.values() if isinstance(size, tuple)), default=1)
+    return {
+        index: (size,) * axes if isinstance(size, int) else (*size, *[1] * (axes - len(size)))
+        for index, size in sizes.items()
+    }
+
+
+def step_ms(row: SweepRow) -> float | None:
+    return row.step_ms.median if row.step_ms else None
+
+
+def _macs(row: SweepRow) -> float | None:
+    return row.macs
+
+
+def _forward_ms(row: SweepRow) -> float | None:
+    return row.forward_ms.median if row.forward_ms else None
+
+
+def _error(row: SweepRow) -> float | None:
+    """Of the outputs where they were compared with images, else of the kernels."""
+    return row.output_error if row.images else row.kernel_error
+
+
+def _known(rows: Sequence[SweepRow], value: _Value) -> bool:
+    return bool(rows) and all(value(row) is not None for row in rows)
+
+
+def compared(rows: Sequence[SweepRow]) -> dict[int, tuple[float, ...]]:
+    """What the rows that are done are compared by, by index; of each number, less is better.
+
+    The window and the parameters; MACs, or the times where they were measured; the number of elements, or the error
+    where there are weights to keep. What is not known of all is left out.
+    """
+    members = [row for row in rows if row.status == "done"]
+    costs: list[_Value] = [lambda row: row.params]
+    timed = [value for value in (step_ms, _forward_ms) if _known(members, value)]
+    costs += timed or [_macs] * _known(members, _macs)
+    costs.append(_error if _known(members, _error) else lambda row: -(row.elements or 0))
+    return {
+        index: (*(-side for side in sides), *(float(value(rows[index]) or 0) for value in costs))
+        for index, sides in _sides(rows).items()
+    }
+
+
+def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
+    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def with_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
+    """The rows, with those marked that another one dominates."""
+    numbers = compared(rows)
+    return tuple(
+        replace(row, dominated=index in numbers and any(dominates(other, numbers[index]) for other in numbers.values()))
+        for index, row in enumerate(rows)
+    )
+
+
+def growth(row: SweepRow, original: SweepRow, value: _Value) -> float:
+    """In percent, of what is known of both."""
+    return 100 * (float(value(row) or 0) / float(value(original) or 1) - 1)
+
+
+def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
+    """The row to take, and why, in one sentence.
+
+    Among rows with windows larger than the old kernels (if there are any: others give elements nowhere new to go) and
+    no more parameters than the original (or the fewest, where all have more), whose cost grows by at most `slower`
+    percent: the largest window, and of equal windows the most elements; where there are weights to keep,
+    of the rows with the least error (EQUAL_ERRORS). The cost is the time of a training step where it was measured, else
+    the MACs. Where all cost more, the one that costs least.
+
+    Args:
+        rows: The dense original first.
+    """
+    original, done = rows[0], {index: row for index, row in enumerate(rows) if row.status == "done"}
+    cost = next((value for value in (step_ms, _macs) if _known([original, *done.values()], value)), None)
+    if not done or cost is None:
+        why = "neither MACs nor times are known" if done else "no row is done"
+        return Choice(why=why)
+    grown = {index: row for index, row in done.items() if (row.folded_bytes or 0) > (original.folded_bytes or 0)}
+    pool = grown or done
+    most = max(original.params or 0, min(row.params or 0 for row in pool.values()))
+    pool = {index: row for index, row in pool.items() if (row.params or 0) <= most}
+    within = [index for index, row in pool.items() if growth(row, original, cost) <= slower]
+    fitted = _known([*done.values()], _error)
+    if fitted and within:
+        least = min(_error(rows[index]) or 0 for index in within)
+        within = [index for index in within if (_error(rows[index]) or 0) <= least + EQUAL_ERRORS]
+
+    sides = _sides(rows)
+
+    def merits(index: int) -> tuple[float, ...]:
+        return math.prod(sides[index]), rows[index].elements or 0, -index
+
+    taken = max(within, key=merits) if within else min(pool, key=lambda index: cost(rows[index]) or 0)
+    row, held = rows[taken], "no more parameters than the original" if most == original.params else "fewest parameters"
+    merit = _error_in_words(row) if fitted else "largest window"
+    limit = f"{slower:g} % more {'time for a training step' if cost is step_ms else 'MACs'}"
+    percent, larger = (
+        f"{growth(row, original, cost):+.1f} %",
+        "windows larger than the old kernels" if grown else "those",
+    )
+    why = f"the {merit} with {held} and at most {limit} ({percent})"
+    if not within:
+        why = f"it costs the least ({percent}) of {larger} with {held}; none has at most {limit}"
+    return Choice(row=taken, why=why, command=row.command)
+
+
+def _error_in_words(row: SweepRow) -> str:
+    of = "outputs for images held out" if row.images else "kernels"
+    return f"least error of {of} ({_error(row):.3f}; of those within {EQUAL_ERRORS:g}, the largest window)"

@@ -1,0 +1,133 @@
+"""The positions and sigmas of a model, found through the layers that use them.
+
+Names alone do not tell: a tied tensor stands on its owner, and a module of the user's may have "positions" of its own.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from ..layers.dcls_conv import DclsConvNd
+from ..layers.ties import POSITION_PARAMETERS, OwnMethod
+
+# Where DDP and DataParallel, EMA copies, `torch.compile` and FSDP1 keep the model that they wrap.
+WRAPPED_AT = ("module", "_orig_mod", "_fsdp_wrapped_module")
+HOOK = "no_weight_decay"  # the method that timm asks for the names of parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PositionParameter:
+    """One positions or sigma tensor of a model, used by a tie group or by one layer."""
+
+    name: str  # in `named_parameters`; below its first layer where the tensor is registered outside the model
+    kind: str  # "positions" or "sigma"
+    tensor: Tensor  # (A, *C, E); the parameter itself
+    layers: tuple[DclsConvNd, ...]
+    layer_names: tuple[str, ...]
+
+    @property
+    def learnt_size(self) -> tuple[int, ...]:
+        """Cells of the window along the learnt axes."""
+        return tuple(self.layers[0].dilated_kernel_size[axis] for axis in self.layers[0].learnt_axes)
+
+    @property
+    def name_below_layer(self) -> str:
+        """The name that the parameter would have if its first layer owned it."""
+        return f"{self.layer_names[0]}.{self.kind}".lstrip(".")
+
+
+def position_parameters(model: nn.Module) -> tuple[PositionParameter, ...]:
+    """Every positions and sigma tensor of the model once, in the order of the layers; none without DCLS layers."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    users: dict[int, list[tuple[str, str, Tensor, DclsConvNd]]] = {}
+    for layer_name, layer in model.named_modules():
+        if isinstance(layer, DclsConvNd):
+            for kind in POSITION_PARAMETERS:
+                if (tensor := getattr(layer, kind)) is not None:
+                    users.setdefault(id(tensor), []).append((layer_name, kind, tensor, layer))
+    found = []
+    for key, uses in users.items():
+        layer_name, kind, tensor, _ = uses[0]
+        found.append(
+            PositionParameter(
+                name=names.get(key, f"{layer_name}.{kind}".lstrip(".")),
+                kind=kind,
+                tensor=tensor,
+                layers=tuple(layer for *_, layer in uses),
+                layer_names=tuple(name for name, *_ in uses),
+            )
+        )
+    return tuple(found)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside wrappers that only call it: DDP, `torch.compile`, EMA copies, FSDP1."""
+    while len(inside := list(model.named_children())) == 1 and not list(model.parameters(recurse=False)):
+        ((name, inner),) = inside
+        if name not in WRAPPED_AT:
+            break
+        model = inner
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A parameter, gathered where FSDP2 spreads it over ranks; differentiable. All ranks must call it."""
+    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered
+
+
+def clamp_positions_(model: nn.Module) -> None:
+    """Bring all positions back into their windows, and sigmas above their least.
+
+    The layers do so themselves whenever they are used in training, and when they are saved. Call this after every step
+    to follow the paper to the letter, so that positions are inside at any time; and under FSDP2, where the layers clamp
+    the gathered copies of their parameters only.
+    """
+    # Once for each tensor and window: layers tied by hand may have different windows.
+    layers = [layer for parameter in position_parameters(model) for layer in parameter.layers]
+    once = {(id(layer.positions), layer.dilated_kernel_size, layer.interpolation): layer for layer in layers}
+    for layer in once.values():
+        layer.clamp_positions_()
+
+
+def no_weight_decay(model: nn.Module) -> set[str]:
+    """The names of all positions and sigmas in `model.named_parameters()`.
+
+    Weight decay would draw the elements to the centre of the kernel (paper, section 3 "Weight decay"), and sigmas to
+    zero. The method `no_weight_decay()` of a converted model, which timm asks, names them too.
+    """
+    own = {id(one.tensor) for one in position_parameters(model)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
+def spare_from_decay_(model: nn.Module) -> None:
+    """Let `model.no_weight_decay()` name positions and sigmas too, so that timm's optimizers do not decay them."""
+    if not isinstance(model, fx.GraphModule):  # whose copies and pickles keep no attributes of this kind
+        vars(model)[HOOK] = SpareFromDecay(model, vars(model).get(HOOK))
+
+
+def drop_spare_from_decay_(model: nn.Module) -> None:
+    """Undo `spare_from_decay_`, in all of the model."""
+    for module in model.modules():
+        hook = vars(module).get(HOOK)
+        if isinstance(hook, SpareFromDecay):
+            del vars(module)[HOOK]
+            if hook.before is not None:
+                vars(module)[HOOK] = hook.before
+
+
+class SpareFromDecay(OwnMethod):
+    """`no_weight_decay` of one model: what the model itself says, and its positions and sigmas."""
+
+    def __init__(self, module: nn.Module, before: Any = None) -> None:
+        super().__init__(module)
+        # What the model had under this name; of an earlier conversion, what it had before that.
+        self.before: Any = before.before if isinstance(before, SpareFromDecay) else before
+
+    def __call__(self) -> set[str]:
+        if self.module is None:  # copied without its module
+            return set()
+        of_class = getattr(type(self.module), HOOK, None)
+        own = self.before() if self.before is not None else of_class(self.module) if of_class is not None else ()
+        return {*own, *no_weight_decay(self.module)}

@@ -1,0 +1,53 @@
+"""How a layer looks in a notebook: its sizes, and where its elements are."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Group
+from rich.text import Text
+
+from ..depthwise.geometry import size_text
+from ..tables import as_html, plain_table
+
+if TYPE_CHECKING:
+    from ..layers.dcls_conv import DclsConvNd
+
+CELL = 10  # pixels of the picture
+
+
+def layer_html(layer: "DclsConvNd") -> str:
+    """A table of a row, and a map of the positions where elements move along one or two axes."""
+    table = plain_table("Channels", "Kernel", "Elements", "Groups", "Stride", "Interpolation", "Positions")
+    table.add_row(
+        f"{layer.in_channels} → {layer.out_channels}",
+        size_text(layer.dilated_kernel_size),
+        f"{layer.kernel_count:,}",
+        f"{layer.groups:,}",
+        size_text(layer.stride),
+        layer.interpolation,
+        "tied" if layer.is_tied else "its own",
+    )
+    return (
+        f"<div>{as_html(Group(Text(type(layer).__name__, style='bold'), Text(), table))}{_positions_map(layer)}</div>"
+    )
+
+
+@torch.no_grad()
+def _positions_map(layer: "DclsConvNd") -> str:
+    """SVG: a square for each cell of the window, the darker the more elements of all kernels are nearest to it."""
+    positions, sides = layer.positions, [layer.dilated_kernel_size[axis] for axis in layer.learnt_axes]
+    if positions.is_meta or len(sides) > 2 or not bool(positions.isfinite().all()):
+        return ""
+    rows, columns = [1, *sides][-2:]
+    index = torch.zeros_like(positions[0], dtype=torch.long)
+    for along, side in zip(positions, sides, strict=True):
+        index = index * side + (along.float() + side // 2).round().long().clamp(0, side - 1)
+    counts = index.flatten().bincount(minlength=rows * columns).tolist()
+    squares = "".join(
+        f'<rect x="{cell % columns * CELL}" y="{cell // columns * CELL}" width="{CELL}" height="{CELL}" '
+        f'fill="#1f77b4" fill-opacity="{count / max(counts):.2f}"><title>{count:,}</title></rect>'
+        for cell, count in enumerate(counts)
+    )
+    width, height = columns * CELL, rows * CELL
+    frame = f'<rect width="{width}" height="{height}" fill="none" stroke="#888"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">{squares}{frame}</svg>'

@@ -1,0 +1,352 @@
+"""`dcls-convert models`: what would become of the models of both registries; and all of them, marked `zoo`."""
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import timm
+import torchvision
+from rich.console import Console
+from torch import nn
+
+from dcls_convert.cli.app import main
+from dcls_convert.compare.survey import ModelRow, chosen_rows, model_row, names_matching, rows_to_dicts, survey_models
+from dcls_convert.errors import ModelError
+from dcls_convert.networks.sites import find_convs
+from dcls_convert.networks.source import ModelSource, build_model, registry_names, stated_input_size
+from dcls_convert.options import PlanOptions
+from dcls_convert.reports.report import Change, MacsChange
+from dcls_convert.views.survey import CSV_COLUMNS, summary, summary_line, survey_csv, survey_json, survey_view
+
+from ..conftest import TINY
+from .test_workers import gone
+
+KNOWN = ["timm:bat", "timm:resnet18", "timm:resnet18d", "torchvision:resnet18", "torchvision:vgg11"]
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as stopped:
+        main(["models", *arguments])
+    return stopped.value.code
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    {
+        None: KNOWN,
+        "timm:*": KNOWN[:3],
+        "resnet18": ["timm:resnet18", "torchvision:resnet18"],  # a name, so not resnet18d
+        "resnet": ["timm:resnet18", "timm:resnet18d", "torchvision:resnet18"],  # a part of names
+        "[rv]*1?": ["timm:resnet18", "torchvision:resnet18", "torchvision:vgg11"],
+    }.items(),
+)
+def test_patterns(pattern, found):
+    assert names_matching(pattern, KNOWN) == found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    {
+        "resnet81": "resnet18",
+        "timm:resnet1_*": "resnet18",
+        "": None,
+        "resnet?": "resnet18",
+    }.items(),
+)
+def test_a_pattern_that_matches_nothing_names_what_is_near(pattern, near):
+    with pytest.raises(ModelError, match="no model of timm or torchvision matches") as error:
+        names_matching(pattern, KNOWN)
+    assert (f"did you mean {near!r}" in str(error.value)) == (near is not None)
+    assert "\n" not in str(error.value)
+
+
+def test_registry_names_are_those_of_the_libraries_in_order():
+    names = registry_names()
+    of = {prefix: [name for name in names if name.startswith(prefix)] for prefix in ("timm:", "torchvision:")}
+    assert names == of["timm:"] + of["torchvision:"]
+    assert of["timm:"] == sorted(f"timm:{name}" for name in timm.list_models() if name != "dcls_convert")
+    assert of["torchvision:"] == sorted(f"torchvision:{name}" for name in torchvision.models.list_models())
+
+
+# torchvision's input sizes.
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    {
+        "resnet50": (3, 224, 224),
+        "vit_h_14": (3, 224, 224),  # its weights are for 518 pixels, without them it is built for 224
+        "deeplabv3_mobilenet_v3_large": (3, 520, 520),
+        "retinanet_resnet50_fpn_v2": (3, 800, 800),
+        "ssd300_vgg16": (3, 300, 300),
+        "s3d": (3, 16, 224, 224),
+        "raft_small": (3, 224, 224),  # nothing is stated
+    }.items(),
+)
+def test_stated_input_sizes(name, size):
+    source = ModelSource(name=f"torchvision:{name}")
+    assert stated_input_size(source, build_model(source, device="meta")) == size
+
+
+@pytest.mark.parametrize(
+    ("convs", "size"),
+    [
+        ([nn.Conv2d(3, 4, 3)], (3, 224, 224)),
+        ([nn.Conv2d(4, 8, 3), nn.Conv2d(3, 4, 3)], (3, 224, 224)),  # the stem is registered last
+        ([nn.Conv2d(1, 4, 3), nn.Conv2d(4, 8, 3)], (1, 224, 224)),
+        ([nn.LazyConv2d(4, 3)], (3, 224, 224)),
+        ([], (3, 224, 224)),
+        ([nn.Conv3d(1, 4, 3), nn.Conv2d(4, 4, 3)], None),
+        ([nn.Conv1d(3, 4, 3)], None),
+    ],
+    ids=str,
+)
+def test_a_model_of_the_users_own_takes_what_its_convolutions_take(convs, size):
+    assert stated_input_size(ModelSource(name="mymodel:build"), nn.Sequential(*convs)) == size
+
+
+@pytest.mark.parametrize(
+    "name",
+    "lraspp_mobilenet_v3_large mc3_18 swin3d_t ssd300_vgg16 fcos_resnet50_fpn retinanet_resnet50_fpn".split(),
+)
+def test_macs_are_those_that_torchvision_states(name):
+    """At the stated size; for detectors too, which do not run to their end without an image."""
+    source = ModelSource(name=f"torchvision:{name}")
+    model = build_model(source, device="meta")
+    convs = find_convs(model, stated_input_size(source, model))
+    stated = torchvision.models.get_model_weights(name).DEFAULT.meta["_ops"]
+    assert convs.macs / 1e9 == pytest.approx(stated, abs=0.0011)
+
+
+def test_macs_that_depend_on_the_image_are_not_counted():
+    row = model_row("torchvision:maskrcnn_resnet50_fpn", PlanOptions())
+    assert (row.status, row.macs.before, row.macs.after) == ("planned", None, None)
+    assert "what a MaskRCNN computes depends on how many regions it finds" in row.macs.note
+
+
+# Which models, and in which order.
+
+SOME = [
+    ModelRow(
+        name="timm:b", status="planned", replaced={"depthwise 3x3": 9}, kernel_counts=(5, 7), params=Change(before=3)
+    ),
+    ModelRow(name="torchvision:a", status="planned", replaced={"dense 3x3": 2}, params=Change(before=1)),
+    ModelRow(name="timm:c", status="failed", reason="no"),
+    ModelRow(name="timm:d", status="nothing matches", reason="no", params=Change(before=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("sort", "order"),
+    {"name": "abcd", "params": "adbc", "macs": "bacd", "count": "bacd", "layers": "abcd", None: "bacd"}.items(),
+)
+def test_models_are_sorted_and_what_is_not_known_comes_last(sort, order):
+    assert "".join(row.name[-1] for row in chosen_rows(SOME, sort=sort)) == order
+
+
+@pytest.mark.parametrize(("kind", "kept"), {"depthwise": "bc", "dense": "ac", "grouped": "c", None: "bacd"}.items())
+def test_models_are_chosen_by_what_is_replaced_and_failures_stay(kind, kept):
+    assert "".join(row.name[-1] for row in chosen_rows(SOME, kind=kind)) == kept
+
+
+def test_the_command_sorts_and_chooses(capsys):
+    assert run("test_*net", "--kind", "depthwise", "--sort", "macs", "--json") == 0
+    models = json.loads(capsys.readouterr().out)["models"]
+    macs = [model["macs"]["before"] for model in models]
+    assert macs == sorted(macs)
+    assert len(models) >= 2
+    assert all(any(name.startswith("depthwise") for name in model["replaced"]) for model in models)
+
+
+# One model.
+
+
+def test_a_planned_model_has_the_papers_numbers():
+    row = model_row("timm:convnext_tiny", PlanOptions(dilated_size=17))
+    assert row.status == "planned"
+    assert row.reason is None
+    assert row.convolutions == {"depthwise 7x7": 18, "dense 2x2": 3, "dense 4x4 in the stem": 1}
+    assert row.replaced == {"depthwise 7x7": 18}
+    assert (row.kernel_counts, row.dilated_sizes) == ((34,), ((17, 17),))
+    assert row.params == Change(before=28_589_128, after=28_587_688)
+    assert row.macs.before == 4_455_531_264
+
+
+def test_a_model_in_which_nothing_matches_says_what_it_has():
+    row = model_row("torchvision:vit_b_16", PlanOptions())
+    assert row.status == "nothing matches"
+    assert "it has 1 dense 16x16 in the stem" in row.reason
+    assert row.params.before == 86_567_656
+    assert row.params.after is row.macs.after is None
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "says"),
+    [
+        ({"dilated_size": 16}, None, "window 16 (axis 0 of 16x16) must be odd as the kernel 7 is"),
+        ({}, (3, 1, 1), "input size 3x1x1"),
+        ({}, (3, 16, 112, 112), "the model is 2-D"),
+    ],
+)
+def test_what_the_user_asks_for_does_not_fit(options, size, says):
+    row = model_row(f"timm:{TINY}", PlanOptions(**options), size)
+    assert row.status == "does not fit"
+    assert says in row.reason
+
+
+# Views.
+
+FULL = ModelRow(
+    name="timm:a",
+    status="failed",
+    reason='a "quoted", reason',
+    convolutions={"dense 3x3": 2},
+    replaced={"dense 3x3": 1},
+    dilated_sizes=((7, 7),),
+    kernel_counts=(5, 6),
+    rules="mine.yaml",
+    input_size=(3, 8, 8),
+    params=Change(before=10, after=9),
+    macs=MacsChange(before=20, after=30, note="a note"),
+)
+
+
+def test_json_and_csv_tell_every_field_of_a_row():
+    empty = ModelRow(name="timm:b", status="failed")
+    assert all(getattr(FULL, x.name) != getattr(empty, x.name) or x.name == "status" for x in fields(FULL))
+    text = survey_json([FULL, empty], PlanOptions(dilated_size=9), pattern="*", input_size=None)
+    data, lines = json.loads(text), list(csv.DictReader(io.StringIO(survey_csv([FULL, empty]))))
+    assert {"pattern": "*", "dilated_size": 9, "rules": "auto", "budget": 100.0}.items() <= data["options"].items()
+    assert data["summary"] == {"models": 2, "planned": 0, "nothing_matches": 0, "does_not_fit": 0, "failed": 2}
+    plain = {name: getattr(FULL, name) for name in "name status reason rules convolutions replaced".split()}
+    assert data["models"][0] == plain | {
+        "input_size": [3, 8, 8],
+        "dilated_sizes": [[7, 7]],
+        "kernel_counts": [5, 6],
+        "params": {"before": 10, "after": 9, "delta": -1},
+        "macs": {"before": 20, "after": 30, "delta": 10, "note": "a note"},
+    }
+    assert data["models"][0].keys() == data["models"][1].keys()
+    assert list(lines[0]) == list(CSV_COLUMNS)
+    assert all(lines[0].values())
+    assert (lines[0]["reason"], lines[0]["params_after"]) == (FULL.reason, "9")
+    assert {key for key, value in lines[1].items() if value} == {"name", "status"}
+
+
+def test_the_table_has_a_line_for_each_model_and_the_failures_again():
+    recorder = Console(width=160, file=io.StringIO(), highlight=False)
+    planned = model_row(f"timm:{TINY}", PlanOptions())
+    failed = ModelRow(name="timm:b", status="failed", reason="its process was killed [by] SIGKILL\x1b")
+    recorder.print(survey_view([planned, failed]))
+    lines = recorder.file.getvalue().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"timm:{TINY} ")]
+    assert "9 depthwise 7x7 → 17x17" in line
+    assert f" {planned.kernel_counts[0]} " in line
+    assert [lines[-2], lines[-1]] == [
+        "failed: timm:b: its process was killed [by] SIGKILL\\x1b",
+        "2 models: 1 planned, 0 nothing matches, 1 failed",
+    ]
+
+
+# The command, with its processes.
+
+
+def test_json_is_all_of_stdout_and_a_failure_is_exit_code_1(capsys, monkeypatch):
+    names = ["torchvision:vit_b_32", "timm:no_such_model", f"timm:{TINY}"]
+    monkeypatch.setattr("dcls_convert.compare.survey.registry_names", lambda: names)
+    assert run("--json", "--dilated-size", "9", "--scope", "stage") == 1
+    out, err = capsys.readouterr()
+    data = json.loads(out)
+    assert list(data) == ["format", "options", "models", "summary"]
+    options = PlanOptions(dilated_size=9, scope="stage")
+    assert data["models"] == rows_to_dicts([model_row(name, options) for name in names])
+    assert [row["status"] for row in data["models"]] == ["nothing matches", "failed", "planned"]
+    assert err.splitlines()[-1].startswith("3 models: ")
+    assert "failed: timm:no_such_model: " in err
+
+
+def test_a_pattern_without_a_model_is_one_line_and_exit_code_2(capsys):
+    assert run("resnot50") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert "did you mean 'resnet50" in line
+
+
+def test_an_option_that_the_rules_overrule_is_refused_once(capsys, tmp_path):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("format: 1\nrules:\n- {match: {kind: depthwise}, dilated_kernel_size: 9}\n")
+    assert run("--rules", str(rules), "--dilated-size", "11") == 2
+    assert "the dilated size given has no effect" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_ctrl_c_while_workers_start_is_one_line_and_leaves_no_process():
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+            "from dcls_convert.cli.app import main; main(['models', '--jobs', '2'])",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(_children(process.pid)) < 3 and time.monotonic() < deadline:  # two workers and a tracker of resources
+        time.sleep(0.05)
+    children = _children(process.pid)
+    assert len(children) >= 3
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("error: interrupted")
+    assert gone(children)
+
+
+def _children(pid):
+    """Of all threads: the pool starts its first workers in one of them, later ones in another."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [int(child) for child in path.read_text().split()]
+        except OSError:
+            continue
+    return found
+
+
+# All of them.
+
+
+@pytest.mark.zoo
+def test_every_model_of_both_registries_is_planned_or_says_why_not():
+    started = time.monotonic()
+    names = names_matching(None)
+    rows = survey_models(names, PlanOptions(), workers=2, timeout=120)
+    print(f"\n{summary_line(rows)}; {time.monotonic() - started:.0f} s")
+    assert [row.name for row in rows] == names
+    assert len(names) == len(timm.list_models()) - timm.is_model("dcls_convert") + len(torchvision.models.list_models())
+    assert [f"{row.name}: {row.reason}" for row in rows if row.status not in ("planned", "nothing matches")] == []
+    counts = summary(rows)
+    assert counts["planned"] + counts["nothing matches"] == counts["models"] == len(names)
+    for row in rows:
+        if row.status == "planned":
+            assert row.replaced, row
+            assert row.params.after <= row.params.before, row
+        else:
+            assert "it has" in row.reason, row
+        assert (row.macs.before is None) == (row.macs.note is not None), row

@@ -1,0 +1,242 @@
+"""The one pipeline: structure apart from values, and a model that is converted as a whole or not at all."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dcls_convert
+from dcls_convert import PlanError, apply_plan_, convert_, find_convs, plan_conversion, save_converted
+from dcls_convert.layers.dcls_conv import DclsConvNd
+from dcls_convert.networks.source import known_source
+from dcls_convert.options import PlanOptions
+from dcls_convert.pipeline import Start, carry_out_, plan_again, plan_for
+from dcls_convert.surgery.authors import sort_weights
+from dcls_convert.surgery.place import place_layers_
+
+from .conftest import TINY
+
+PLACES = 12  # at which a failure is injected, spread over all operations
+
+
+def snapshot(model):
+    """What must not change: objects under every name, values, modes, and attributes of every module."""
+    modules = {name: (id(m), m.training, sorted(vars(m))) for name, m in model.named_modules(remove_duplicate=False)}
+    tensors = {
+        name: (id(tensor), tensor.requires_grad, tensor.detach().clone())
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+    hooks = {name: len(m._forward_hooks) + len(m._forward_pre_hooks) for name, m in model.named_modules()}
+    return modules, tensors, hooks
+
+
+def assert_unchanged(model, before):
+    modules, tensors, hooks = snapshot(model)
+    assert modules == before[0]
+    assert hooks == before[2]
+    assert {name: entry[:2] for name, entry in tensors.items()} == {n: entry[:2] for n, entry in before[1].items()}
+    assert all(torch.equal(value, before[1][name][2]) for name, (*_, value) in tensors.items())
+
+
+class Failing(TorchDispatchMode):
+    """Runs out of memory at one of torch's operations; counts them where none is named."""
+
+    def __init__(self, at=None):
+        super().__init__()
+        self.at, self.seen = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        if self.seen == self.at:
+            raise torch.OutOfMemoryError("injected")
+        return func(*args, **(kwargs or {}))
+
+
+def theirs(model, plan):
+    """A state dict of the authors' package for this plan: random elements, and all else of the model scaled."""
+    generator = torch.Generator().manual_seed(0)
+    state = {name: tensor * 2 if tensor.is_floating_point() else tensor for name, tensor in model.state_dict().items()}
+    for layer in plan.layers:
+        shape = layer.position_shape
+        state[f"{layer.name}.weight"] = torch.randn(shape[1:], generator=generator)
+        state[f"{layer.name}.P"] = torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 4 - 2
+    return state
+
+
+def started(model, kind):
+    convs = find_convs(model)
+    if kind == "authors":
+        plan = plan_conversion(convs, dilated_size=9, kernel_count=4)
+        elements = sort_weights(theirs(model, plan), "theirs")
+        start = Start(elements=elements)
+        return plan_for(model, PlanOptions(dilated_size=9), start), start
+    plan = plan_conversion(convs, dilated_size=9, kernel_count="exact" if kind == "exact" else "auto")
+    return plan, Start(init=kind)
+
+
+def small():
+    """A stem, a depthwise stage with BatchNorm in mixed modes, a head; few operations, so that all can fail."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(3)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(*blocks), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model[1][0][1].eval()  # frozen
+    return model
+
+
+@pytest.mark.parametrize("kind", ["random", "fit", "largest", "exact", "authors"])
+def test_whatever_fails_leaves_the_model_as_it_was(kind):
+    with torch.random.fork_rng():
+        plan, start = started(small(), kind)
+        model = small()
+        with Failing() as counting:
+            carry_out_(model, plan, start)
+        total = counting.seen
+        for at in sorted({1 + (total - 1) * place // PLACES for place in range(PLACES + 1)}):
+            model = small()
+            before = snapshot(model)
+            with pytest.raises(RuntimeError, match="injected"), Failing(at):
+                carry_out_(model, plan, start)
+            assert_unchanged(model, before)
+
+
+def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
+    plan = replace(plan_conversion(find_convs(small()), dilated_size=9, kernel_count=4), input_size=(3, 16, 16))
+    start = Start(init="fit", trained=True)
+    assert carry_out_(small(), plan, start).moved is not None
+    monkeypatch.setattr("dcls_convert.pipeline.MOST_PIXELS", 16 * 16 - 1)
+    assert carry_out_(small(), plan, start).moved is None
+
+
+@pytest.mark.parametrize(
+    "place", ["place.fold_before_timm_fuses_", "place.spare_from_decay_", "place._tell_timm", "convert.measure_report"]
+)
+@pytest.mark.parametrize("kind", ["random", "authors"])
+def test_a_failure_after_the_layers_are_in_place_takes_them_out_again(tiny, monkeypatch, place, kind):
+    plan, start = started(tiny, kind)
+    before = snapshot(tiny)
+
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"dcls_convert.surgery.{place}", fail)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out_(tiny, plan, start)
+    assert_unchanged(tiny, before)
+
+
+def test_a_failure_between_two_layers_takes_out_those_before(tiny, monkeypatch):
+    plan, start = started(tiny, "random")
+    before, tie, calls = snapshot(tiny), DclsConvNd.tie_, []
+
+    def fail_at_the_last(self, *arguments):
+        calls.append(self)
+        if len(calls) == len(plan.layers) - 1:
+            raise MemoryError
+        return tie(self, *arguments)
+
+    monkeypatch.setattr(DclsConvNd, "tie_", fail_at_the_last)
+    with pytest.raises(MemoryError):
+        carry_out_(tiny, plan, start)
+    assert_unchanged(tiny, before)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_placing_gives_structure_alone(device):
+    with torch.device(device):
+        model = timm.create_model(TINY)
+    plan = plan_conversion(find_convs(model), dilated_size=9)
+    state = torch.get_rng_state()
+    with Failing() as operations:
+        place_layers_(model, plan)
+    assert torch.equal(state, torch.get_rng_state())
+    assert operations.seen < 40 * len(plan.layers)  # nothing is computed from the kernels
+    other = timm.create_model(TINY)
+    apply_plan_(other, plan, init="random")
+    placed, full = model.state_dict(), other.state_dict()
+    assert {name: (t.shape, t.dtype) for name, t in placed.items()} == {n: (t.shape, t.dtype) for n, t in full.items()}
+    assert {tensor.device.type for tensor in placed.values()} == {device}
+
+
+@pytest.mark.processes
+def test_loading_imports_nothing_that_fits(tiny, tmp_path):
+    report = convert_(tiny, dilated_size=9, init="random")
+    save_converted(tiny, report.plan, tmp_path / "folder")
+    code = f"""
+import sys, dcls_convert
+dcls_convert.load_converted({str(tmp_path / "folder")!r})
+print([name for name in sys.modules if name.startswith("dcls_convert.fitting")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+class Draws(TorchDispatchMode):
+    """Notes every random number that is drawn for a tensor with values."""
+
+    NAMES = ("uniform", "normal", "random", "bernoulli", "rand", "exponential", "multinomial")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
+        if name.startswith(self.NAMES) and not result.is_meta:
+            self.found.append(name)
+        return result
+
+
+def test_loading_draws_no_random_number(tiny, tmp_path):
+    report = convert_(tiny, dilated_size=9, init="random")
+    folder = save_converted(tiny, report.plan, tmp_path / "folder")
+    with Draws() as drawn:
+        torch.zeros(1).uniform_()
+    assert drawn.found == ["uniform_"]
+    with Draws() as drawn:
+        dcls_convert.load_converted(folder)
+    assert drawn.found == []
+
+
+# A plan on other weights.
+
+
+def test_a_plan_is_carried_out_on_other_weights_of_the_same_model(tiny):
+    plan = convert_(tiny, dilated_size=9, init="random").plan
+    other = timm.create_model(TINY).eval()
+    again = plan_again(other, replace(plan, folded=True), known_source(other))
+    assert again == plan
+    report = carry_out_(other, again, Start(init="random")).report
+    assert report.plan == plan
+    assert {name: t.shape for name, t in other.state_dict().items()} == {
+        n: t.shape for n, t in tiny.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("test_convnext2", {}), (TINY, {"num_classes": 3}), (TINY, {"in_chans": 1}), ("resnet18", {})],
+)
+def test_a_plan_of_another_model_is_refused(tiny, name, arguments):
+    plan = convert_(tiny, dilated_size=9, init="random").plan
+    other = timm.create_model(name, **arguments)
+    before = snapshot(other)
+    with pytest.raises(PlanError, match="the plan is for"):
+        plan_again(other, plan, known_source(other))
+    assert_unchanged(other, before)
+
+
+def test_a_plan_of_the_users_own_model_is_held_to_its_layers(tiny):
+    plan = convert_(small(), dilated_size=9, init="random").plan
+    assert plan.model is None
+    assert plan_again(small(), plan, None) == plan
+    larger = small()
+    larger.append(nn.Linear(4, 4))
+    for model in (larger, nn.Sequential(nn.Conv2d(3, 4, 3))):
+        with pytest.raises(PlanError, match="the plan is for"):
+            plan_again(model, plan, None)

@@ -1,0 +1,90 @@
+"""Effective receptive fields of networks whose fields are known."""
+
+import pytest
+import torch
+from torch import nn
+
+from dcls_convert.errors import ModelError
+from dcls_convert.views.receptive_field import MOST_SIDE, central_side, field_picture, receptive_field
+
+
+def noise(*size, count=2):
+    return list(torch.randn(count, *size, generator=torch.Generator().manual_seed(0)))
+
+
+def conv_of_ones(kernel_size, dims=2, **options):
+    conv = [nn.Conv1d, nn.Conv2d, nn.Conv3d][dims - 1](1, 1, kernel_size, padding="same", bias=False, **options)
+    with torch.no_grad():
+        conv.weight.fill_(-0.5)
+    return nn.Sequential(conv).eval()
+
+
+@pytest.mark.parametrize(("kernel_size", "dilation"), [((3, 7), (1, 1)), ((5, 3), (2, 1))])
+def test_the_field_of_one_convolution_is_its_kernel(kernel_size, dilation):
+    field = receptive_field(conv_of_ones(kernel_size, dilation=dilation), "0", noise(1, 21, 15))
+    rows, columns = (
+        [side // 2 + step * (i - k // 2) for i in range(k)]
+        for side, k, step in zip((21, 15), kernel_size, dilation, strict=True)
+    )
+    wanted = torch.zeros(21, 15, dtype=torch.float64)
+    wanted[torch.tensor(rows)[:, None], torch.tensor(columns)] = 0.5
+    assert torch.equal(field, wanted)
+
+
+def test_the_field_of_two_convolutions_is_that_of_their_product_and_symmetric():
+    model = nn.Sequential(conv_of_ones(3), nn.Conv2d(1, 1, 1), conv_of_ones(3), nn.ReLU())
+    field = receptive_field(model.eval(), "2.0", noise(1, 15, 15))
+    support = field.nonzero()
+    assert support.min() == 5
+    assert support.max() == 9
+    for other in (field.flip(0), field.flip(1), field.T):
+        assert torch.equal(field, other)
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_other_dimensions_are_seen_as_a_picture(dims):
+    field = receptive_field(conv_of_ones(3, dims), "0", noise(1, *[9] * dims))
+    assert field.shape == ((1, 9) if dims == 1 else (9, 9))
+    assert float(field.sum()) == pytest.approx(0.5 * 3**dims)
+
+
+def test_the_model_is_left_as_it_was():
+    model = nn.Sequential(conv_of_ones(3), nn.BatchNorm2d(1)).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    receptive_field(model, "0.0", noise(1, 9, 9))
+    assert model.training
+    assert not model[0][0]._forward_hooks
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("side", [9, 10])
+@pytest.mark.parametrize("square", [1, 3, 5])
+def test_the_central_square_is_found(side, square):
+    square += (side - square) % 2
+    field = torch.zeros(side, side, dtype=torch.float64)
+    first = (side - square) // 2
+    field[first : first + square, first : first + square] = 1.0
+    assert central_side(field, 1.0) == square
+    assert central_side(torch.ones(side, side, dtype=torch.float64), 1.0) == side
+
+
+def test_a_model_that_does_not_run_is_said_to():
+    with pytest.raises(ModelError, match="gradient cannot be had"):
+        receptive_field(nn.Sequential(nn.Conv2d(3, 1, 1)), "0", noise(1, 5, 5))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_gradients_that_are_not_finite_are_said_to_be(value):
+    model = conv_of_ones(3)
+    model[0].weight.data[0, 0, 1, 1] = value
+    with pytest.raises(ModelError, match="gradient is not finite"):
+        receptive_field(model, "0", noise(1, 5, 5))
+
+
+def test_a_picture_is_scaled_to_its_largest_pixel_and_bounded():
+    field = torch.rand(700, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    picture = field_picture(field, "After", "what")
+    assert picture.size == (700, 300)
+    assert (len(picture.logs), len(picture.logs[0])) == (MOST_SIDE, MOST_SIDE)
+    assert max(map(max, picture.logs)) == 0.0
