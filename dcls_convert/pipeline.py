@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from .options import (
 from .planning.budget import parse_percent
 from .planning.plan import ConversionPlan, LayerCounts
 from .planning.planner import make_plan
-from .progress import SECONDS_UNSEEN, Step, is_watched, show_progress, silent
+from .progress import SECONDS_UNSEEN, Notify, is_watched, show_progress, silent
 from .reports.report import ConversionReport, Outcome, measure_report, predict_report
 from .surgery.authors import AuthorsWeights, element_state, sort_weights, start_from_authors_
 from .surgery.counts import counts_by_error
@@ -77,7 +77,7 @@ def plan_for(
     source: ModelSource | None = None,
     input_size: Sequence[int] | None = None,
     convs: ModelConvs | None = None,
-    step: Step = silent,
+    notify: Notify = silent,
 ) -> ConversionPlan:
     """The plan for a model; DclsConvertError where it could not be carried out.
 
@@ -87,12 +87,12 @@ def plan_for(
         start: Its elements, or an exact start, decide the kernel counts.
         input_size: (channels, *spatial) for MACs; without it, the size that the source or a timm model states.
         convs: What `convs_for` found, where it was asked before.
-        step: Told about progress.
+        notify: Told about progress.
     """
     convs = convs or convs_for(model, source, input_size)
     options = replace(options, kernel_count=_kernel_count(options, start))
     if options.scope == ERROR and options.kernel_count == AUTO:
-        options = replace(options, kernel_count=_counts_by_error(model, convs, options, start, step))
+        options = replace(options, kernel_count=_counts_by_error(model, convs, options, start, notify))
     plan = make_plan(convs, options, model=source.name if source else None, model_args=source.args if source else None)
     check_same_shapes(model, plan.windows, plan.input_size, convs.output_sizes)
     if start.elements is not None:
@@ -106,14 +106,14 @@ def convs_for(model: nn.Module, source: ModelSource | None, input_size: Sequence
 
 
 def _counts_by_error(
-    model: nn.Module, convs: ModelConvs, options: PlanOptions, start: Start, step: Step
+    model: nn.Module, convs: ModelConvs, options: PlanOptions, start: Start, notify: Notify
 ) -> LayerCounts:
     if start.how != "fit":
         raise PlanError(f"scope {ERROR!r} is for elements that are fitted to trained kernels, not for {start.how} ones")
     generator = torch.Generator().manual_seed(start.seed)
     base = make_plan(convs, replace(options, scope=SCOPES[0]))
     images = None if start.calibration is None else calibrate(model, base, start.calibration)
-    return counts_by_error(model, convs, options, seed=fit_seed(generator), calibration=images, step=step)
+    return counts_by_error(model, convs, options, seed=fit_seed(generator), calibration=images, notify=notify)
 
 
 def plan_again(model: nn.Module, plan: ConversionPlan, source: ModelSource | None) -> ConversionPlan:
@@ -165,8 +165,8 @@ def carry_out_(
     start: Start,
     *,
     new_classifier: bool = False,
-    note: Callable[[str], None] = lambda _: None,
-    step: Step = silent,
+    note: Notify = silent,
+    notify: Notify = silent,
 ) -> Conversion:
     """Convert a model by its plan, and measure the result.
 
@@ -175,7 +175,7 @@ def carry_out_(
         plan, start: As in `plan_for`.
         new_classifier: The model was built for another number of classes than the elements' checkpoint.
         note: Told what a user should know.
-        step: Told about progress.
+        notify: Told about progress.
 
     Raises:
         DclsConvertError: In one line. Whatever is raised, the model is then unchanged.
@@ -201,7 +201,7 @@ def carry_out_(
             generator=torch.Generator().manual_seed(start.seed),
             calibration=images,
             note=note,
-            step=step,
+            notify=notify,
         )
         report = _measured(model, plan)
         if before is None:
@@ -289,12 +289,12 @@ def convert_(
     """
     options, source = PlanOptions(**planning), known_source(model)
     start = Start(init=init, positions=positions, calibration=calibration, seed=seed)
-    with _progress(model, progress) as step:
-        plan = plan_for(model, options, start, source=source, input_size=input_size, step=step)
-        return carry_out_(model, plan, start, step=step).report
+    with _progress(model, progress) as notify:
+        plan = plan_for(model, options, start, source=source, input_size=input_size, notify=notify)
+        return carry_out_(model, plan, start, notify=notify).report
 
 
-def _progress(model: nn.Module, wanted: bool | None) -> contextlib.AbstractContextManager[Step]:
+def _progress(model: nn.Module, wanted: bool | None) -> contextlib.AbstractContextManager[Notify]:
     if not (is_watched() if wanted is None else wanted):
         return contextlib.nullcontext(silent)
     return show_progress(type(model).__name__, wait=SECONDS_UNSEEN)

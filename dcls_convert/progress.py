@@ -27,14 +27,14 @@ BAR_WIDTH = 16  # columns
 TEXT_LEAST, BESIDE_TEXT = 20, BAR_WIDTH + 11  # columns: of the text, and of spinner, bar and time
 
 
-class Step(Protocol):
-    """Told what is done next, and how much of all that is to be done is done, in any unit; 0 of 0 is not known."""
+class Notify(Protocol):
+    """Told what is done next, and how much of all is done, in any unit (0 of 0: not known); or a note to the user."""
 
     def __call__(self, text: str, done: int = 0, total: int = 0, /) -> None: ...
 
 
 def silent(text: str, done: int = 0, total: int = 0, /) -> None:
-    """A `Step` that shows nothing."""
+    """A `Notify` that shows nothing."""
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def show_progress(
     every: float = 0.0,
     line: Callable[[str], None] | None = None,
     redirect: bool = False,
-) -> Iterator[Step]:
+) -> Iterator[Notify]:
     """Show steps until the block ends.
 
     Args:

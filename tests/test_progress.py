@@ -41,7 +41,7 @@ def test_a_fit_tells_of_every_layer_in_order(tiny, calibrated):
     plan = plan_conversion(find_convs(tiny, (3, 32, 32)), dilated_size=9)
     told = []
     images = [torch.randn(2, 3, 32, 32)] if calibrated else None
-    apply_plan_(tiny, plan, init="fit", calibration=images, step=lambda *step: told.append(step))
+    apply_plan_(tiny, plan, init="fit", calibration=images, notify=lambda *step: told.append(step))
     texts, done, totals = zip(*told, strict=True)
     numbers = [re.search(r", layers? (\d+)(?: to (\d+))? of (\d+)$", text).groups() for text in texts]
     covered = [number for first, last, _ in numbers for number in range(int(first), int(last or first) + 1)]
@@ -57,8 +57,8 @@ def test_python_is_silent_in_a_pipe_and_where_it_is_quick(tiny, capfd, terminal)
     convert_(tiny, dilated_size=9, input_size=(3, 32, 32), init="random")
     assert capfd.readouterr() == ("", "")
     stream = terminal()
-    with show_progress("quick", wait=30) as step:
-        step("nothing to see")
+    with show_progress("quick", wait=30) as notify:
+        notify("nothing to see")
     assert stream.getvalue() == ""
 
 
@@ -83,11 +83,11 @@ def test_somebody_may_be_looking_on_a_terminal_or_in_a_notebook(monkeypatch, ter
 
 def test_a_terminal_gets_a_bar_with_the_time_left_that_vanishes(terminal):
     stream = terminal()
-    with show_progress("net") as step:
-        step("reading")
+    with show_progress("net") as notify:
+        notify("reading")
         time.sleep(0.15)
         for number in range(3):
-            step(f"fitting, layer {number + 1} of 4", number, 4)
+            notify(f"fitting, layer {number + 1} of 4", number, 4)
             time.sleep(0.3)
     assert "net: reading" in seen(stream)
     assert re.search(r"net: fitting, layer 3 of 4 .*━.* 0:00:0\d", seen(stream))
@@ -95,19 +95,19 @@ def test_a_terminal_gets_a_bar_with_the_time_left_that_vanishes(terminal):
 
 
 def test_a_step_that_is_slow_is_shown_when_the_wait_is_over(capsys):
-    with show_progress("net", wait=0.1) as step:
-        step("fast")
-        step("slow")
+    with show_progress("net", wait=0.1) as notify:
+        notify("fast")
+        notify("slow")
         time.sleep(0.3)
-        step("next")
+        notify("next")
     assert capsys.readouterr().err == "net: slow\nnet: next\n"
 
 
 def test_a_dumb_terminal_and_a_pipe_get_lines(terminal, monkeypatch):
     stream = terminal()
     monkeypatch.setenv("TERM", "dumb")
-    with show_progress("\x1b]0;x\x07", every=60) as step:
+    with show_progress("\x1b]0;x\x07", every=60) as notify:
         for number in range(3):
-            step(f"layer {number}", number, 3)
-        step("writing")
+            notify(f"layer {number}", number, 3)
+        notify("writing")
     assert stream.getvalue() == "\\x1b]0;x\\x07: layer 0\n\\x1b]0;x\\x07: writing\n"

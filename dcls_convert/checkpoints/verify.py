@@ -17,7 +17,7 @@ from ..errors import CheckpointError, DclsConvertError, listed, one_line, shown
 from ..files import check_folder
 from ..networks.source import build_model
 from ..networks.weights import load_file, misfits, not_finite
-from ..progress import Step, silent
+from ..progress import Notify, silent
 from ..records import write_json
 from ..tables import counted
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
@@ -88,7 +88,7 @@ Rebuild = Callable[[Path, bool], list[Check]]  # folder, and whether to trust it
 
 
 def verify_folder(
-    folder: str | Path, *, trust_code: bool = False, rebuild: Rebuild | None = None, step: Step = silent
+    folder: str | Path, *, trust_code: bool = False, rebuild: Rebuild | None = None, notify: Notify = silent
 ) -> Verification:
     """Check a checkpoint folder: its files, that they belong together, and that the model they describe can be had.
 
@@ -97,7 +97,7 @@ def verify_folder(
         trust_code: Import and run whatever the folder names as its model's factory. Without it, only a model of timm
             or torchvision is rebuilt.
         rebuild: Rebuilds the model and checks it; `rebuild_in_fresh_process` without it.
-        step: Told what is being done.
+        notify: Told what is being done.
 
     Raises:
         CheckpointError: There is no such folder.
@@ -108,7 +108,7 @@ def verify_folder(
     stamp = readable[0] if readable is not None else None
     _check_texts(checks, folder, config, stamp)
     if readable is not None:
-        step("checking the weights")
+        notify("checking the weights")
         _check_weights(checks, folder, config, stamp)
     try:
         if config is None or readable is None:
@@ -117,7 +117,7 @@ def verify_folder(
     except DclsConvertError as error:
         checks.skip("model", one_line(error))
     else:
-        step("rebuilding the model in a fresh process")
+        notify("rebuilding the model in a fresh process")
         checks += (rebuild or rebuild_in_fresh_process)(folder, trust_code)
     return Verification(folder=str(folder), ok=all(check.ok is not False for check in checks), checks=tuple(checks))
 

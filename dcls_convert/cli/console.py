@@ -19,7 +19,7 @@ from rich.text import Text
 from ..errors import DclsConvertError, printable, shown
 
 if TYPE_CHECKING:
-    from ..progress import Step
+    from ..progress import Notify
 
 EXIT_UNPRINTED = 1  # where stdout is closed or full
 LONGEST_WORD = 250  # characters in a message; paths may have about as many
@@ -69,8 +69,13 @@ def message(text: str, style: str = "") -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def note(text: str, *_: int) -> None:
+    """A `Notify` for what a user should know."""
+    message(f"note: {text}", style="yellow")
+
+
 @contextlib.contextmanager
-def steps(name: object, *, quiet: bool = False, lines: bool = True, every: float = 0.0) -> Iterator["Step"]:
+def steps(name: object, *, quiet: bool = False, lines: bool = True, every: float = 0.0) -> Iterator["Notify"]:
     """Show what is being done, as `show_progress`; nothing when quiet, and on terminals alone without `lines`.
 
     What models and their loaders print meanwhile is progress too, and goes to stderr, away from the results.
@@ -78,8 +83,8 @@ def steps(name: object, *, quiet: bool = False, lines: bool = True, every: float
     from ..progress import show_progress, silent
 
     loud = show_progress(str(name), every=every, line=message if lines else silent, redirect=True)
-    with contextlib.nullcontext(silent) if quiet else loud as step, contextlib.redirect_stdout(sys.stderr):
-        yield step
+    with contextlib.nullcontext(silent) if quiet else loud as notify, contextlib.redirect_stdout(sys.stderr):
+        yield notify
 
 
 @contextlib.contextmanager

@@ -31,12 +31,10 @@ from .network import (
     Network,
     NumClasses,
     Pretrained,
-    Say,
     WeightsFile,
     hollow_network,
     refuse,
     refuse_weights,
-    show_note,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
     from ..networks.source import ModelSource
     from ..pipeline import Conversion, Start
     from ..planning.plan import ConversionPlan
+    from ..progress import Notify
     from ..reports.report import ConversionReport
 
 PLAN_HELP = "Carry out the plan of a checkpoint, on other weights of the same model."
@@ -105,9 +104,9 @@ def convert(
     _check_files(checkpoint, output, calibrate, force=force)
     if plan is not None:
         check_folder(plan)
-    note: Say = (lambda _: None) if quiet else show_note
-    with console.steps(model, quiet=quiet) as step:
-        step("planning")  # which begins with imports of some seconds
+    note: Notify = (lambda *_: None) if quiet else console.note
+    with console.steps(model, quiet=quiet) as notify:
+        notify("planning")  # which begins with imports of some seconds
         from ..checkpoints.save import save_converted
         from ..networks.source import resolve_model
         from ..pipeline import Start
@@ -117,14 +116,14 @@ def convert(
         start = Start(init=init, trained=trained, positions=positions, calibration=calibrate, seed=seed)
         start = replace(start, authors_version=authors_version)
         source = resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained)
-        network = Network(source, f"checkpoint {checkpoint}", pretrained=pretrained, step=step)
+        network = Network(source, f"checkpoint {checkpoint}", pretrained=pretrained, notify=notify)
         made, start = _planned(network, plan, options, start, checkpoint, input_size, offline=dry_run, note=note)
         report, moved = predict_report(made), None
         if not dry_run:
             output = output or _default_output(source, made, start)
             _check_files(None, output, None, force=force)
             converted, done = _carry_out(made, network, start, note=note)
-            step(f"writing {output}")
+            notify(f"writing {output}")
             pictures = _pictures(converted, made, output, done.report, note) if html else None
             save_converted(converted, made, output, report=done.report, force=force, pictures=pictures)
             report, moved = done.report.with_output(str(output)), done.moved
@@ -204,7 +203,7 @@ def _planned(
     input_size: tuple[int, ...] | None,
     *,
     offline: bool,
-    note: Say,
+    note: "Notify",
 ) -> tuple["ConversionPlan", "Start"]:
     """A new plan or the folder's, and the start, which the weights of the checkpoint may decide."""
     from ..checkpoints.folder import read_plan
@@ -219,27 +218,27 @@ def _planned(
         return plan_again(twin, read_plan(folder), rebuilt), start
     # Most plans need no weights, and one that cannot be made is refused before any are loaded.
     model = network.build()[0] if options.scope == ERROR and start.elements is None else twin
-    plan = plan_for(model, options, start, source=rebuilt, input_size=input_size, step=network.step)
+    plan = plan_for(model, options, start, source=rebuilt, input_size=input_size, notify=network.notify)
     if plan.macs is None and input_size is not None:
         raise PlanError(f"input size {size_text(input_size)}: {plan.macs_note}")
     return plan, start
 
 
 def _carry_out(
-    plan: "ConversionPlan", network: Network, start: "Start", *, note: Say
+    plan: "ConversionPlan", network: Network, start: "Start", *, note: "Notify"
 ) -> tuple["nn.Module", "Conversion"]:
     from ..pipeline import carry_out_
 
     model, kept = network.build()
-    network.step("converting")
-    done = carry_out_(model, plan, start, new_classifier=network.new_classifier, note=note, step=network.step)
+    network.notify("converting")
+    done = carry_out_(model, plan, start, new_classifier=network.new_classifier, note=note, notify=network.notify)
     for name in (*kept, *done.kept):
         note(f"{name} has another shape in the checkpoint and starts from random values")
     return model.eval(), done
 
 
 def _pictures(
-    model: "nn.Module", plan: "ConversionPlan", output: Path, report: "ConversionReport", note: Say
+    model: "nn.Module", plan: "ConversionPlan", output: Path, report: "ConversionReport", note: "Notify"
 ) -> dict[str, bytes]:
     from ..files import PLOT_LIBRARY, can_plot
     from ..views.files import picture_files

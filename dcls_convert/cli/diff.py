@@ -23,8 +23,8 @@ def diff(
     """Show what differs between two checkpoints: their plans, layer by layer, and whether their weights are equal."""
     for folder in (checkpoint, other):
         check_folder(folder)
-    with console.steps("diff", lines=False) as step:
-        step("reading")  # which begins with imports of some seconds
+    with console.steps("diff", lines=False) as notify:
+        notify("reading")  # which begins with imports of some seconds
         from ..checkpoints.folder import WEIGHTS, read_plan
         from ..checkpoints.stamp import read_tensors, tensors_hash
 

@@ -40,8 +40,8 @@ def fold(
     from ..export.formats import fold_checkpoint
     from ..records import write_json
 
-    with console.steps(str(checkpoint), quiet=quiet) as step:
-        folded = fold_checkpoint(checkpoint, format, output, force=force, trust_code=trust_code, step=step)
+    with console.steps(str(checkpoint), quiet=quiet) as notify:
+        folded = fold_checkpoint(checkpoint, format, output, force=force, trust_code=trust_code, notify=notify)
     with console.standing(folded.output):
         if json_:
             console.write(write_json(asdict(folded)))

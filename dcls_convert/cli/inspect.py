@@ -15,7 +15,7 @@ from ..options import FigureName
 from ..tables import Name, counted, plain_table
 from . import console
 from .arguments import OUTPUT, Checkpoint, Force, Json, TrustCode, image_size, option
-from .network import refuse, show_note
+from .network import refuse
 
 LEAST_NAME = 16  # columns; most rows are tie groups, whose names are short
 
@@ -53,8 +53,8 @@ def inspect(
     wanted = _Wanted(html, picture, figure, history, images, original, input_size)
     _check(wanted, force=force, alone=plan)
     check_folder(checkpoint)
-    with console.steps(checkpoint, lines=False) as step:
-        step("reading")  # which begins with imports of some seconds
+    with console.steps(checkpoint, lines=False) as notify:
+        notify("reading")  # which begins with imports of some seconds
         from ..checkpoints.folder import read_plan
         from ..checkpoints.inspection import inspect_folder
 
@@ -122,8 +122,8 @@ def _check(wanted: _Wanted, *, force: bool, alone: bool) -> None:
 
 def _draw(checkpoint: Path, wanted: _Wanted, *, force: bool, trust_code: bool) -> None:
     """Write what is wanted, each file whole or not at all."""
-    with console.steps(str(checkpoint), quiet=False) as step:
-        step("starting")  # with imports of some seconds
+    with console.steps(str(checkpoint), quiet=False) as notify:
+        notify("starting")  # with imports of some seconds
         from ..output import new_file
         from ..views.page import page
         from ..views.pictures import FieldOptions, pictures_of_folder
@@ -135,10 +135,10 @@ def _draw(checkpoint: Path, wanted: _Wanted, *, force: bool, trust_code: bool) -
             fields=fields if wanted.draws("receptive-field") else None,
             history=wanted.history,
             trust_code=trust_code,
-            step=step,
-            note=show_note,
+            notify=notify,
+            note=console.note,
         )
-        step("writing")
+        notify("writing")
         if wanted.html is not None:
             with new_file(wanted.html, force=force) as partial:
                 partial.write_text(page(pictures), encoding="utf-8")

@@ -51,7 +51,7 @@ def models(
     """Show what would convert, over the timm and torchvision registries. No weights, no download."""
     if json_ and csv:
         raise DclsConvertError("--json and --csv exclude each other")
-    with console.steps("models", every=SECONDS_A_LINE) as step:
+    with console.steps("models", every=SECONDS_A_LINE) as notify:
         from ..compare.survey import chosen_rows, names_matching, survey_models
         from ..planning.planner import check_overruled
         from ..views.survey import failure_lines, summary_line, survey_csv, survey_json, survey_view
@@ -64,7 +64,7 @@ def models(
         def advance(row: "ModelRow") -> None:
             done[row.status == "failed"] += 1
             failures = f", {done[True]} failed" if done[True] else ""
-            step(f"{row.name}, {done.total()} of {len(names)}{failures}", done.total(), len(names))
+            notify(f"{row.name}, {done.total()} of {len(names)}{failures}", done.total(), len(names))
 
         rows = survey_models(
             names, options, input_size=input_size, workers=jobs, timeout=float(timeout), advance=advance

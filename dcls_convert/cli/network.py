@@ -1,6 +1,6 @@
 """The network that MODEL and its options name: the arguments, its weights, and the network itself, built once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +9,6 @@ import typer
 
 from ..errors import CheckpointError, DclsConvertError
 from ..options import AUTO, ERROR, MOST_COUNT, PlanOptions
-from . import console
 from .arguments import WHAT, WHERE, number, option
 from .completion import complete_models
 
@@ -18,9 +17,8 @@ if TYPE_CHECKING:
 
     from ..networks.source import ModelSource
     from ..pipeline import Start
-    from ..progress import Step
+    from ..progress import Notify
 
-Say = Callable[[str], None]
 MODEL_HELP = (
     "convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, hf-hub:REPO, local-dir:FOLDER, or "
     "package.module:factory, which imports and runs your own code."
@@ -62,7 +60,7 @@ class Network:
     source: "ModelSource"
     where: str  # its weights come from, for messages
     pretrained: bool
-    step: "Step"
+    notify: "Notify"
     state: "dict[str, Tensor] | None" = None  # its weights from a file
     built: "tuple[nn.Module, list[str]] | None" = None  # with the names that kept their initial values
     seed: int = 0
@@ -75,7 +73,7 @@ class Network:
         from ..pipeline import build_with_weights
 
         if self.built is None:
-            self.step("building with pretrained weights" if self.pretrained else "building")
+            self.notify("building with pretrained weights" if self.pretrained else "building")
             self.built = build_with_weights(
                 self.source,
                 self.state,
@@ -89,7 +87,7 @@ class Network:
 
 
 def hollow_network(
-    network: Network, checkpoint: Path | None, start: "Start", *, offline: bool, note: Say
+    network: Network, checkpoint: Path | None, start: "Start", *, offline: bool, note: "Notify"
 ) -> tuple["nn.Module", "ModelSource | None", "Start"]:
     """The network without weights, how it is built again, and the start, which the checkpoint may decide."""
     from ..networks.source import build_model, rebuildable_source
@@ -97,13 +95,13 @@ def hollow_network(
     network.seed = start.seed
     twin = build_model(network.source, device="meta", seed=start.seed, offline=offline, trust_code=True)
     if checkpoint is not None:
-        network.step("reading weights")
+        network.notify("reading weights")
         network.state, start = _read_weights(checkpoint, twin, start, note)
     return twin, rebuildable_source(twin, network.source), start
 
 
 def _read_weights(
-    checkpoint: Path, twin: "nn.Module", start: "Start", note: Say
+    checkpoint: Path, twin: "nn.Module", start: "Start", note: "Notify"
 ) -> tuple["dict[str, Tensor] | None", "Start"]:
     """The file's weights under the model's names; or, with layers of the authors' package, the start that they are."""
     from ..networks.source import with_names_of
@@ -127,7 +125,3 @@ def _read_weights(
     if not elements.has_sigma and start.authors_version is None:
         note(f"{where} is taken for version {RELEASED_VERSION} of the authors' layers; see --authors-version")
     return None, replace(start, elements=elements)
-
-
-def show_note(text: str) -> None:
-    console.message(f"note: {text}", style="yellow")

@@ -76,8 +76,8 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
     Raises:
         DclsConvertError: The rules do not fit the model.
     """
-    with console.steps(model_name, lines=False) as step:
-        step("reading")  # which begins with imports of some seconds
+    with console.steps(model_name, lines=False) as notify:
+        notify("reading")  # which begins with imports of some seconds
         from ..networks.sites import find_convs
         from ..networks.source import build_model, resolve_model
         from ..planning.planner import claim_convs, plan_conversion

@@ -37,7 +37,6 @@ from .network import (
     hollow_network,
     refuse,
     refuse_weights,
-    show_note,
 )
 
 if TYPE_CHECKING:
@@ -175,8 +174,8 @@ def sweep(
         "calibrate": calibrate,
         "input-size": input_size and "x".join(map(str, input_size)),
     }
-    with console.steps(model, quiet=False) as step:
-        step("planning")  # which begins with imports of some seconds
+    with console.steps(model, quiet=False) as notify:
+        notify("planning")  # which begins with imports of some seconds
         from ..compare.candidates import combinations
         from ..compare.run import make_sweep
         from ..networks.source import resolve_model
@@ -184,14 +183,14 @@ def sweep(
 
         timing = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
         source = resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained)
-        network = Network(source, f"checkpoint {checkpoint}", pretrained=pretrained, step=step)
+        network = Network(source, f"checkpoint {checkpoint}", pretrained=pretrained, notify=notify)
         start = Start(trained=trained, calibration=calibrate)
         planner = _planner(network, checkpoint, options, start, input_size, _command(model, options, given))
         if timing and planner.convs.input_size is None:
             raise PlanError(f"{shown(model)}: {planner.convs.macs_note}")
         asked, build = combinations(sizes, counts, budgets), functools.partial(_built, network)
         found = make_sweep(
-            planner, asked, build, model=source.name, timing=timing, slower=slower, note=show_note, step=step
+            planner, asked, build, model=source.name, timing=timing, slower=slower, note=console.note, notify=notify
         )
     _show(found, as_json=json_, as_csv=csv)
     if picture is not None:
@@ -222,7 +221,7 @@ def _planner(
     from ..compare.candidates import Planner
     from ..pipeline import convs_for
 
-    twin, rebuilt, start = hollow_network(network, checkpoint, start, offline=False, note=show_note)
+    twin, rebuilt, start = hollow_network(network, checkpoint, start, offline=False, note=console.note)
     if start.elements is not None:
         raise CheckpointError(f"checkpoint {checkpoint}: has elements of its own, so there is nothing to compare")
     model = network.build()[0] if options.scope == ERROR else twin
@@ -235,7 +234,7 @@ def _planner(
 def _built(network: Network) -> "torch.nn.Module":
     model, kept = network.build()
     for name in kept:
-        show_note(f"{name} has another shape in the checkpoint and starts from random values")
+        console.note(f"{name} has another shape in the checkpoint and starts from random values")
     return model
 
 

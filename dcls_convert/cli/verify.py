@@ -14,11 +14,11 @@ MARKS = {True: ("ok", "green"), False: ("problem", "red"), None: ("skipped", "ye
 def verify(checkpoint: Checkpoint, trust_code: TrustCode = False, json_: Json = False) -> None:
     """Check a checkpoint: rebuild it in a fresh process, and compare names, shapes, hash and outputs."""
     check_folder(checkpoint)
-    with console.steps(checkpoint, lines=False) as step:
-        step("reading")  # which begins with imports of some seconds
+    with console.steps(checkpoint, lines=False) as notify:
+        notify("reading")  # which begins with imports of some seconds
         from ..checkpoints.verify import verify_folder
 
-        found = verify_folder(checkpoint, trust_code=trust_code, step=step)
+        found = verify_folder(checkpoint, trust_code=trust_code, notify=notify)
     if json_:
         console.write(found.to_json())
     else:

@@ -14,11 +14,9 @@ from ..networks.source import ModelSource
 from ..options import AUTO, DEFAULT_BUDGET, PlanOptions
 from ..pipeline import Start, carry_out_, plan_for
 from ..planning.plan import ConversionPlan
-from ..progress import Step
+from ..progress import Notify
 from ..reports.report import predict_report
 from .sweep import Asked, Size, SweepRow
-
-Say = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -100,12 +98,12 @@ class Planner:
         )
 
 
-def fit_(candidate: Candidate, model: nn.Module, start: Start, *, note: Say, step: Step) -> None:
+def fit_(candidate: Candidate, model: nn.Module, start: Start, *, note: Notify, notify: Notify) -> None:
     """Convert a copy of the trained model, and state in the row what that keeps."""
     if candidate.plan is None:
         return
     try:
-        done = carry_out_(copy.deepcopy(model), candidate.plan, start, note=note, step=step)
+        done = carry_out_(copy.deepcopy(model), candidate.plan, start, note=note, notify=notify)
     except Exception as error:
         candidate.fail(error, "fitting")
         return
@@ -120,7 +118,7 @@ def fit_(candidate: Candidate, model: nn.Module, start: Start, *, note: Say, ste
         )
 
 
-def with_images_read(start: Start, model: nn.Module, candidate: Candidate, *, note: Say) -> Start:
+def with_images_read(start: Start, model: nn.Module, candidate: Candidate, *, note: Notify) -> Start:
     """The start with its images in memory, so that they are read once, for all candidates."""
     if start.calibration is None or candidate.plan is None:
         return start

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from ..progress import Step
-from .candidates import Candidate, Planner, Say, fit_, with_images_read
+from ..progress import Notify
+from .candidates import Candidate, Planner, fit_, with_images_read
 from .sweep import Asked, Sweep, TimingSettings, choose, with_dominated
 from .timing import time_
 
@@ -19,8 +19,8 @@ def make_sweep(
     model: str,
     timing: tuple[TimingSettings, torch.device] | None,
     slower: float,
-    note: Say,
-    step: Step,
+    note: Notify,
+    notify: Notify,
 ) -> Sweep:
     """All rows, the dense original first. KeyboardInterrupt ends it early, with what is known by then.
 
@@ -29,7 +29,7 @@ def make_sweep(
         model: What the sweep calls it.
         timing, slower: How to measure times, and percent, for `choose`.
         note: Told what a user should know.
-        step: Told about progress.
+        notify: Told about progress.
 
     Raises:
         DclsConvertError: No combination can be planned, or the network cannot be built.
@@ -38,7 +38,7 @@ def make_sweep(
     interrupted = False
     try:
         for number, asked in enumerate(combinations, 1):
-            step(f"planning {number} of {len(combinations)}")
+            notify(f"planning {number} of {len(combinations)}")
             candidates.append(planner.candidate(asked))
         planned = [candidate for candidate in candidates if candidate.plan]
         fitted = planned if planner.start.trained else []
@@ -46,11 +46,11 @@ def make_sweep(
         start = planner.start
         for number, candidate in enumerate(fitted, 1):
             assert network is not None
-            step(f"fitting {candidate.row.window}, {number} of {len(fitted)}")
+            notify(f"fitting {candidate.row.window}, {number} of {len(fitted)}")
             start = with_images_read(start, network, candidate, note=note)
-            fit_(candidate, network, start, note=note, step=step)
+            fit_(candidate, network, start, note=note, notify=notify)
         if timing is not None and network is not None:
-            time_(candidates, network, *timing, step=step)
+            time_(candidates, network, *timing, notify=notify)
     except KeyboardInterrupt:
         interrupted = True
     rows = with_dominated([candidate.row for candidate in candidates])

@@ -23,7 +23,7 @@ from ..layers.dcls_conv import DclsConvNd
 from ..networks.outputs import tensors_in
 from ..networks.running import run
 from ..planning.plan import ConversionPlan
-from ..progress import Step
+from ..progress import Notify
 from ..surgery.start import apply_plan_
 from .candidates import Candidate
 from .sweep import Timing, TimingSettings
@@ -59,7 +59,7 @@ def device_name(device: torch.device) -> str:
 
 
 def time_(
-    candidates: Sequence[Candidate], model: nn.Module, settings: TimingSettings, device: torch.device, *, step: Step
+    candidates: Sequence[Candidate], model: nn.Module, settings: TimingSettings, device: torch.device, *, notify: Notify
 ) -> None:
     """Measure each candidate, and put the times into its row; the first is the dense original.
 
@@ -67,10 +67,10 @@ def time_(
 
     Args:
         model: The original, with weights of any values. Moved to the device; its parameters are shared.
-        step: Told about progress.
+        notify: Told about progress.
     """
     model.to(device)
-    timed = list(_models(candidates, model, step))
+    timed = list(_models(candidates, model, notify))
     size = next((candidate.plan.input_size for candidate in candidates if candidate.plan), None)
     if size is None:
         return
@@ -82,19 +82,19 @@ def time_(
             spent = time.perf_counter() - begun
             if (spent >= least and count >= LEAST_ROUNDS) or not timed:
                 break
-            step("warming up" if count < 0 else f"timing, round {count + 1}, {spent:.0f} of {least:g} s")
+            notify("warming up" if count < 0 else f"timing, round {count + 1}, {spent:.0f} of {least:g} s")
             timed = [one for one in timed if clock.measure(one, keep=count >= 0)]
     finally:
         for one in timed:
             one.candidate.row = replace(one.candidate.row, forward_ms=summary(one.forward), step_ms=summary(one.step))
 
 
-def _models(candidates: Sequence[Candidate], model: nn.Module, step: Step) -> Iterator[_Timed]:
+def _models(candidates: Sequence[Candidate], model: nn.Module, notify: Notify) -> Iterator[_Timed]:
     for candidate in candidates:
         if candidate.row.status == "original":
             yield _Timed(candidate, model)
         elif candidate.plan is not None:
-            step(f"building {candidate.row.window}")
+            notify(f"building {candidate.row.window}")
             try:
                 yield _Timed(candidate, converted_twin(model, candidate.plan))
             except Exception as error:

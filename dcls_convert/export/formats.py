@@ -17,7 +17,7 @@ from ..errors import CheckpointError, DclsConvertError, shown
 from ..networks.outputs import check_equal
 from ..options import MOST_PIXELS, FoldFormat
 from ..output import check_output, not_a_file
-from ..progress import Step, silent
+from ..progress import Notify, silent
 from ..surgery.fold import fold_to_dense_
 from . import onnx, pt2, stock_timm
 from .job import BATCHES, FOLDING_BOUND, ExportFormat, Folded, Job, run_model
@@ -33,7 +33,7 @@ def fold_checkpoint(
     *,
     force: bool = False,
     trust_code: bool = False,
-    step: Step = silent,
+    notify: Notify = silent,
 ) -> Folded:
     """Fold a checkpoint's model, and write it for use without learnable positions.
 
@@ -43,7 +43,7 @@ def fold_checkpoint(
         output: Folder or file to write; `default_fold_output` without it.
         force: Replace a checkpoint folder, or a file of the same suffix, that is there.
         trust_code: As for `load_converted`.
-        step: Told what is being done.
+        notify: Told what is being done.
 
     Raises:
         DclsConvertError: The checkpoint is damaged, outputs differ, or it cannot be written.
@@ -58,13 +58,13 @@ def fold_checkpoint(
         raise CheckpointError(
             f"{checkpoint}: its plan states images of {size} pixels; outputs are compared on {MOST_PIXELS:,} at most"
         )
-    step("loading")
+    notify("loading")
     model = load_converted(checkpoint, trust_code=trust_code)
     params_before = sum(p.numel() for p in model.parameters())
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     all_images = torch.randn(max(BATCHES), *plan.input_size, generator=torch.Generator().manual_seed(SEED)).to(dtype)
     images = tuple(all_images[:batch] for batch in BATCHES)
-    step("folding")
+    notify("folding")
     wanted = run_model(model, images, f"{checkpoint}: its model")
     fold_to_dense_(model)
     outputs = run_model(model, images, "the folded model")
@@ -74,7 +74,7 @@ def fold_checkpoint(
         checkpoint=checkpoint,
         output=output,
         force=force,
-        step=step,
+        notify=notify,
         model=model,
         plan=replace(plan, folded=True),
         images=images,

@@ -14,7 +14,7 @@ from ..networks.outputs import check_equal
 from ..networks.running import quietly
 from ..output import new_file
 from ..planning.plan import ConversionPlan
-from ..progress import Step
+from ..progress import Notify
 
 FOLDING_BOUND = 1e-4  # relative error in float32: the same sums in another order
 BATCHES = (1, 3)  # numbers of images for which outputs are compared
@@ -52,7 +52,7 @@ class Job:
     checkpoint: Path
     output: Path
     force: bool
-    step: Step
+    notify: Notify
     model: nn.Module
     plan: ConversionPlan  # with `folded` set
     images: tuple[Tensor, ...]  # one tensor for each batch size of BATCHES
@@ -109,13 +109,13 @@ def run_model(model: Exported, batches: tuple[Tensor, ...], what: str) -> tuple[
 def export_file(job: Job, bound: float, export: Export, loading: str) -> Folded:
     """Write one file, for any batch size if the model allows it, else for one image; run it before it is kept."""
     with new_file(job.output, force=job.force) as partial:
-        job.step("exporting")
+        job.notify("exporting")
         try:
             return job.record(job.format, _export(job, partial, bound, export, BATCHES), loading)
         except DclsConvertError as reason:
             for leftover in partial.parent.iterdir():
                 leftover.unlink()
-            job.step("exporting again, for one image at a time")
+            job.notify("exporting again, for one image at a time")
             error = _export(job, partial, bound, export, BATCHES[:1])
             return job.record(job.format, error, loading, batch=1, note=str(reason))
 

@@ -46,11 +46,11 @@ class StockModel:
 
 def write(job: Job) -> Folded:
     """Write a folder that timm loads without this package; if timm cannot, a folded checkpoint of this package."""
-    job.step("looking for timm's own arguments")
+    job.notify("looking for timm's own arguments")
     report = measure_report(job.model, job.plan)
     try:
         stock = find_stock_model(job.model, job.plan)
-        job.step(f"writing {job.output}")
+        job.notify(f"writing {job.output}")
         files = f"timm builds its own {stock}; no other package is needed."
         card = model_card(report, LOAD_WITH_STOCK_TIMM, files)
         with new_folder(job.output, force=job.force, foreign=not_of_a_checkpoint) as partial:
@@ -63,7 +63,7 @@ def write(job: Job) -> Folded:
     except NotStockError as reason:
         if job.was_folded:
             raise DclsConvertError(f"{job.checkpoint} is folded already, and {reason}") from reason
-        job.step(f"writing {job.output}, a checkpoint of this program")
+        job.notify(f"writing {job.output}, a checkpoint of this program")
         save_converted(job.model, job.plan, job.output, report=report, force=job.force)
         return job.record("dcls", 0.0, loading_code(job.plan.model), note=str(reason))
 

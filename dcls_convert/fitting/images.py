@@ -1,6 +1,6 @@
 """The images of a calibration: read from a folder as the model takes them, some of them held out."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from ..errors import DclsConvertError, one_line, shown
 from ..files import check_images, image_paths
 from ..networks.running import quietly
 from ..planning.plan import ConversionPlan
+from ..progress import Notify, silent
 
 MOST_IMAGES = 80  # of a folder
 HELD_OUT = 5  # every fifth image of a folder is not fitted to, and shows what the conversion did to the outputs
@@ -39,7 +40,7 @@ def calibrate(
     plan: ConversionPlan,
     images: Images | Calibration,
     *,
-    note: Callable[[str], None] = lambda _: None,
+    note: Notify = silent,
 ) -> Calibration:
     """Images by which a conversion keeps outputs, for `apply_plan_(calibration=...)`.
 
@@ -75,7 +76,7 @@ def _batches(images: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def read_images(
-    folder: Path, model: nn.Module, size: Sequence[int] | None, note: Callable[[str], None], *, most: int = MOST_IMAGES
+    folder: Path, model: nn.Module, size: Sequence[int] | None, note: Notify, *, most: int = MOST_IMAGES
 ) -> list[Tensor]:
     """So many images of a folder at most, evenly spaced over the order of their names, as the model takes them.
 
@@ -97,7 +98,7 @@ def read_images(
     return [image for path in chosen if (image := _read_image(path, size, model, note)) is not None]
 
 
-def _read_image(path: Path, size: Sequence[int], model: nn.Module, note: Callable[[str], None]) -> Tensor | None:
+def _read_image(path: Path, size: Sequence[int], model: nn.Module, note: Notify) -> Tensor | None:
     """(channels, rows, columns), normalised as the model states it; None for what is no image."""
     from PIL import Image, ImageOps
 

@@ -22,7 +22,7 @@ from ..layers.conv_classes import PLAIN, find_form
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.running import evaluating, run
 from ..planning.plan import LayerPlan
-from ..progress import Step, silent
+from ..progress import Notify, silent
 from .place import LayerGroup
 
 Fill = Callable[[LayerGroup, Tensor | None], object]  # gives a group its elements; roots as for `fit_elements`
@@ -54,7 +54,7 @@ def fit_to_outputs_(
     calibration: Calibration,
     fill: Fill,
     *,
-    step: Step = silent,
+    notify: Notify = silent,
 ) -> list[Offset]:
     """Give new layers the elements by which the model keeps its outputs.
 
@@ -66,7 +66,7 @@ def fit_to_outputs_(
         groups: Layers made for it, without values.
         calibration: Images that it takes.
         fill: Gives the layers of a group their positions and first weights.
-        step: Told which layer is next.
+        notify: Told which layer is next.
 
     Returns:
         An offset for each layer, to be applied when the layers stand in the model.
@@ -82,7 +82,7 @@ def fit_to_outputs_(
         for number, conv in enumerate(relay.calls):
             group, index = place_of[conv]
             plan, layer = group.plans[index], group.layers[index]
-            step(f"calibrating {plan.name}, layer {number + 1} of {len(relay.calls)}", number, len(relay.calls))
+            notify(f"calibrating {plan.name}, layer {number + 1} of {len(relay.calls)}", number, len(relay.calls))
             joint = _moments(plan, layer, joint=True)
             alone: dict[nn.Module, Moments] = {}
             if id(group) not in filled:
@@ -109,10 +109,10 @@ def seen_by_layers(
     groups: Sequence[LayerGroup],
     calibration: Calibration,
     *,
-    step: Step = silent,
+    notify: Notify = silent,
 ) -> list[Tensor | None]:
     """What an error of a kernel does to the outputs in the old network: for each group, roots as for `fit_elements`."""
-    step("looking at the images")
+    notify("looking at the images")
     convs = {conv: (group.plans[i], group.layers[i]) for group in groups for i, conv in enumerate(group.convs)}
     alone: dict[nn.Module, Moments] = {conv: _moments(*pair, joint=False) for conv, pair in convs.items()}
     with evaluating(model), _Relay(model, list(convs), calibration) as relay:

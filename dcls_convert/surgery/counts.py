@@ -13,7 +13,7 @@ from ..networks.sites import ModelConvs
 from ..options import ERROR, SCOPES, PlanOptions
 from ..planning.plan import LayerCounts
 from ..planning.planner import make_plan
-from ..progress import Step, silent
+from ..progress import Notify, silent
 from .calibrate import seen_by_layers
 from .place import LayerGroup, make_layers
 from .start import effective_kernels, fit_options
@@ -27,7 +27,7 @@ def counts_by_error(
     *,
     seed: int,
     calibration: Calibration | None = None,
-    step: Step = silent,
+    notify: Notify = silent,
 ) -> LayerCounts:
     """The counts by which the layers' relative errors have the least sum, within the budget of the whole model.
 
@@ -36,7 +36,7 @@ def counts_by_error(
         options: What is asked for; its scope is not looked at.
         seed: Of the fits, as in `apply_plan_`.
         calibration: Images; errors of outputs then count instead of those of kernels.
-        step: Told about progress.
+        notify: Told about progress.
 
     Raises:
         PlanError: The model has no values, or the budget admits no element for each group.
@@ -46,12 +46,12 @@ def counts_by_error(
     if any(conv.weight.is_meta for group in groups for conv in group.convs):
         raise PlanError(f"scope {ERROR!r} measures what the kernels lose, and the model is on the meta device")
     none: list[Tensor | None] = [None] * len(groups)
-    seen = none if calibration is None else seen_by_layers(model, groups, calibration, step=step)
+    seen = none if calibration is None else seen_by_layers(model, groups, calibration, notify=notify)
     count_of = [{layer.name: layer.kernel_count for layer in plan.layers} for plan in plans]
     shares = []
     for number, (group, roots) in enumerate(zip(groups, seen, strict=True)):
         what = f"measuring errors of {group.plans[0].stage or group.plans[0].name}, {number + 1} of {len(groups)}"
-        step(what, number, len(groups))
+        notify(what, number, len(groups))
         shares.append(_share(group, {counts[group.plans[0].name] for counts in count_of}, roots, seed))
     limit = sum(unit.limit for unit in plans[0].budget)
     chosen = least_error(shares, limit)

@@ -3,7 +3,7 @@
 Axes: O output channels, I input channels per group, D cells of the dense axes, E kernel elements, A learnt axes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,9 @@ from ..layers.interpolation import find_interpolation
 from ..networks.running import reproducible, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
-from ..progress import Step, silent
+from ..progress import Notify, silent
 from .calibrate import Offset, fit_to_outputs_
 from .place import LayerGroup, make_layers, put_layers_
-
-Say = Callable[[str], None]
 
 
 @torch.no_grad()
@@ -36,8 +34,8 @@ def apply_plan_(
     positions: Positions = "normal",
     generator: torch.Generator | None = None,
     calibration: Images | Calibration | None = None,
-    note: Say = lambda _: None,
-    step: Step = silent,
+    note: Notify = silent,
+    notify: Notify = silent,
 ) -> dict[str, float]:
     """Replace every convolution of the plan by its DCLS layer, with values from the old kernels.
 
@@ -52,7 +50,7 @@ def apply_plan_(
         generator: Source of all randomness; seeded with 0 without it.
         calibration: For "fit": images, as in `convert_`.
         note: Told what a user should know.
-        step: Told which layers are next.
+        notify: Told which layers are next.
 
     Returns:
         For every layer by name the relative error of its constructed kernel, |new - old| / |old|; nothing for "random"
@@ -75,12 +73,12 @@ def apply_plan_(
         for group in groups:
             _fill_(group, _random_elements(group, generator, uniform=positions == "uniform"))
     elif calibration is None:
-        for group in _one_by_one(groups, step):
+        for group in _one_by_one(groups, notify):
             _fill_from_kernels_(group, init, seed)
     else:
         images = calibrate(model, plan, calibration, note=note)
         offsets = fit_to_outputs_(
-            model, groups, images, lambda group, roots: _fill_from_kernels_(group, init, seed, roots), step=step
+            model, groups, images, lambda group, roots: _fill_from_kernels_(group, init, seed, roots), notify=notify
         )
         _say_what_is_lost(offsets, note)
     errors: dict[str, float] = {}
@@ -93,7 +91,7 @@ def apply_plan_(
     return errors
 
 
-def _one_by_one(groups: Sequence[LayerGroup], step: Step) -> Iterator[LayerGroup]:
+def _one_by_one(groups: Sequence[LayerGroup], notify: Notify) -> Iterator[LayerGroup]:
     """The groups, each told as the next. Work is counted in kernel weights, which time goes with."""
     total, layers = (
         sum(layer.dense_weights for group in groups for layer in group.plans),
@@ -103,12 +101,12 @@ def _one_by_one(groups: Sequence[LayerGroup], step: Step) -> Iterator[LayerGroup
     for group in groups:
         last = first + len(group.plans)
         which = f"layer {last}" if last == first + 1 else f"layers {first + 1} to {last}"
-        step(f"fitting {group.plans[0].stage or group.plans[0].name}, {which} of {layers}", done, total)
+        notify(f"fitting {group.plans[0].stage or group.plans[0].name}, {which} of {layers}", done, total)
         yield group
         first, done = last, done + sum(layer.dense_weights for layer in group.plans)
 
 
-def _say_what_is_lost(offsets: Sequence[Offset], note: Say) -> None:
+def _say_what_is_lost(offsets: Sequence[Offset], note: Notify) -> None:
     lost = [offset.name for offset in offsets if offset.home is None]
     if lost:
         note(

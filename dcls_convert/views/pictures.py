@@ -1,7 +1,7 @@
 """All pictures of a checkpoint as data: of a folder, or of a model in memory."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from ..files import check_images
 from ..fitting.images import read_images
 from ..networks.source import ModelSource
 from ..planning.plan import ConversionPlan
+from ..progress import Notify, silent
 from ..reports.report import Change, ConversionReport, predict_report
 from .history import HistoryPicture, read_history
 from .kernels import LayerKernels, kernel_pictures
@@ -25,7 +26,6 @@ from .original import original_if_random, original_model
 from .positions import PositionPicture, position_pictures
 from .receptive_field import FieldPicture, field_picture, receptive_field
 
-Step = Callable[[str], None]
 NOISE_IMAGES, MOST_IMAGES = 4, 16
 MOST_FIELD_PIXELS = 1024 * 1024  # of an image whose size the folder states; a gradient keeps what every layer gives
 SEED = 0  # of the noise
@@ -127,8 +127,8 @@ def pictures_of_folder(
     fields: FieldOptions | None = None,
     history: Path | None = None,
     trust_code: bool = False,
-    step: Step = lambda _: None,
-    note: Step = lambda _: None,
+    notify: Notify = silent,
+    note: Notify = silent,
 ) -> Pictures:
     """Pictures of a checkpoint folder.
 
@@ -138,7 +138,7 @@ def pictures_of_folder(
         history: Also draw what a `PositionTracker` wrote.
         trust_code: As for `load_converted`. A model that needs it and does not get it is not rebuilt: kernels are then
             those of the stored weights, and there are no receptive fields.
-        step, note: Told about progress, and about files that are no images.
+        notify, note: Told about progress, and about files that are no images.
 
     Raises:
         DclsConvertError: The folder or a file is damaged; says which.
@@ -155,15 +155,15 @@ def pictures_of_folder(
         reason = one_line(error)
         state = dict(read_tensors(folder / WEIGHTS))
     else:
-        step("loading")
+        notify("loading")
         model = load_converted(folder, trust_code=trust_code)
         state = model.state_dict()
-    step("drawing positions and kernels")
+    notify("drawing positions and kernels")
     pictures = _of_state(folder.resolve().name, plan, state, model, predict_report(plan), inspection)
     pictures = replace(pictures, raw_weights=reason, history=track)
     if fields is None or model is None:
         return pictures
-    return replace(pictures, fields=_fields(model, source, plan, state, fields, step, note))
+    return replace(pictures, fields=_fields(model, source, plan, state, fields, notify, note))
 
 
 def _fields(
@@ -172,17 +172,17 @@ def _fields(
     plan: ConversionPlan,
     state: Mapping[str, Tensor],
     options: FieldOptions,
-    step: Step,
-    note: Step,
+    notify: Notify,
+    note: Notify,
 ) -> FieldPictures:
-    step("building the network of before")
+    notify("building the network of before")
     before, what, notes = _before(source, plan, state, options.original)
     images, words = _images(model, plan, options, note)
     layer, found = plan.layers[-1].name, []
     for title, whose, network in (("Before", what, before), ("After", "this checkpoint", model.float())):
         if network is None or not images:
             continue
-        step(f"effective receptive field {title.lower()}")
+        notify(f"effective receptive field {title.lower()}")
         try:
             found.append(field_picture(receptive_field(network, layer, images), title, whose))
         except DclsConvertError as error:
@@ -204,7 +204,9 @@ def _before(
     return None, "", ["The checkpoint holds no weights from before the conversion; --original FILE draws their field."]
 
 
-def _images(model: nn.Module, plan: ConversionPlan, options: FieldOptions, note: Step) -> tuple[Sequence[Tensor], str]:
+def _images(
+    model: nn.Module, plan: ConversionPlan, options: FieldOptions, note: Notify
+) -> tuple[Sequence[Tensor], str]:
     """Images (channels, *spatial), and what they are, or why there are none."""
     size = options.input_size or plan.input_size
     if size is None:

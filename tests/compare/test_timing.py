@@ -43,7 +43,7 @@ def candidates(plan):
 def test_training_steps_change_no_parameter(tiny, plan):
     before = {name: tensor.clone() for name, tensor in tiny.named_parameters()}
     found = candidates(plan)
-    time_(found, tiny, SETTINGS, torch.device("cpu"), step=lambda _: None)
+    time_(found, tiny, SETTINGS, torch.device("cpu"), notify=lambda _: None)
     assert all(torch.equal(before[name], tensor) for name, tensor in tiny.named_parameters())
     assert all(tensor.grad is None for tensor in tiny.parameters())
     assert [candidate.row.step_ms.runs for candidate in found] == [3, 3]
@@ -68,7 +68,7 @@ def test_the_ways_named_are_those_that_the_convolutions_ask_for(monkeypatch, amp
     model = timm.create_model("test_efficientnet").eval()
     plan = plan_conversion(find_convs(model, (3, 64, 64)), dilated_size=5)
     found = candidates(plan)
-    time_(found, model, replace(SETTINGS, amp=amp), torch.device("cpu"), step=lambda _: None)
+    time_(found, model, replace(SETTINGS, amp=amp), torch.device("cpu"), notify=lambda _: None)
     assert asked["sweeps"]
     assert asked["sweeps"] == asked["layers"]
 
@@ -80,7 +80,7 @@ def test_a_model_that_fails_says_so_and_the_others_go_on(tiny, plan, monkeypatch
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(DclsConvNd, "forward", fail)
-    time_(found, tiny, SETTINGS, torch.device("cpu"), step=lambda _: None)
+    time_(found, tiny, SETTINGS, torch.device("cpu"), notify=lambda _: None)
     assert found[0].row.step_ms.runs == 3
     assert (found[1].row.status, found[1].row.reason) == ("failed", "timing: RuntimeError: no memory")
     assert found[1].row.step_ms is None
