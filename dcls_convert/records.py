@@ -1,13 +1,52 @@
-"""Records to JSON and back: checked by pydantic, without NaN, and with one line for what does not fit."""
+"""Records to JSON and back: checked by pydantic, versioned, without NaN, and with one line for what does not fit."""
 
+import functools
 import json
-from typing import TypeVar
+from dataclasses import fields
+from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
 from .errors import CheckpointError, newer_format, shown
 
-Record = TypeVar("Record")
+
+@functools.cache
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """pydantic's adapter of a record's class, made once."""
+    return TypeAdapter(kind)
+
+
+class Record:
+    """A dataclass that can be written as JSON; its field `format`, if it has one, states the version by its default."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dict(adapter(type(self)).dump_python(self, mode="json"))  # type: ignore[arg-type]
+
+    def to_json(self) -> str:
+        return write_json(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str | bytes, where: str) -> Self:
+        """The record that `to_json` wrote.
+
+        Raises:
+            CheckpointError: Not such a text, or of a newer format; begins with `where`.
+        """
+        known: Any = next((field.default for field in fields(cls) if field.name == "format"), None)  # type: ignore[arg-type]
+        stated = _stated_format(text)
+        if isinstance(known, int) and isinstance(stated, int) and stated > known:
+            raise CheckpointError(newer_format(where, stated, known))
+        try:
+            record: Self = adapter(cls).validate_json(text)  # type: ignore[arg-type]
+        except ValidationError as error:
+            problem = error.errors()[0]
+            place = ".".join(map(str, problem["loc"]))
+            place = f"{shown(place)}: " if place else ""
+            raise CheckpointError(f"{where}: {place}{shown(problem['msg'], 200)}") from error
+        return record
 
 
 def write_json(data: object) -> str:
@@ -33,18 +72,8 @@ def read_json(text: str, where: str) -> dict[str, object]:
     return data
 
 
-def read_record(adapter: TypeAdapter[Record], text: str, where: str, known_format: int) -> Record:
-    """The record that was written as this JSON.
-
-    Raises:
-        CheckpointError: Not such a text, or of a newer format; begins with `where`.
-    """
-    stated = read_json(text, where).get("format")
-    if isinstance(stated, int) and stated > known_format:
-        raise CheckpointError(newer_format(where, stated, known_format))
+def _stated_format(text: str | bytes) -> object:
     try:
-        return adapter.validate_json(text)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
-        raise CheckpointError(f"{where}: {place + ': ' if place else ''}{problem['msg']}") from error
+        return json.loads(text)["format"]
+    except (ValueError, RecursionError, TypeError, KeyError, IndexError):
+        return None

@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 from huggingface_hub import constants
+from hypothesis import HealthCheck, settings
 from torch import nn
 
 from .hub import Hub
@@ -21,10 +22,11 @@ TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
 torch.set_num_threads(1)  # the tensors are small, and on a busy machine two threads wait for one another
 
 
-def pytest_addoption(parser):
-    parser.addoption("--seconds", type=float, default=20.0, help="of each campaign (pytest -m campaign)")
-    parser.addoption("--seed", type=int, default=0, help="of the campaigns' inputs")
-    parser.addoption("--first", action="store_true", help="end a campaign at its first finding, and make it no smaller")
+# HYPOTHESIS_PROFILE=campaign looks for long, from a new seed each time; the plain tests look at the same few examples.
+_HYPOTHESIS = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+settings.register_profile("plain", max_examples=20, derandomize=True, **_HYPOTHESIS)
+settings.register_profile("campaign", max_examples=2000, print_blob=True, **_HYPOTHESIS)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "plain"))
 
 
 @pytest.fixture

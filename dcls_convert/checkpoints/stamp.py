@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict
 from torch import Tensor
 
 from ..networks.weights import opened
-from ..records import read_record
+from ..records import Record
 from .fingerprint import Fingerprint
 
 STAMP_FORMAT = 1
@@ -19,7 +19,7 @@ METADATA_KEY = "dcls_convert"  # one key alone: safetensors writes several in an
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stamp:
+class Stamp(Record):
     """The metadata that `save_converted` puts into the weights file."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
@@ -32,12 +32,9 @@ class Stamp:
     fingerprint: Fingerprint | None  # None where none was wanted
 
 
-_ADAPTER = TypeAdapter(Stamp)
-
-
 def stamp_text(stamp: Stamp) -> str:
     """The stamp as JSON, in the same bytes for the same stamp."""
-    data = _ADAPTER.dump_python(stamp, mode="json")
+    data = stamp.to_dict()
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -51,7 +48,7 @@ def read_stamp(path: Path) -> Stamp | None:
     """
     with opened(path) as file:
         text = (file.metadata() or {}).get(METADATA_KEY)
-    return None if text is None else read_record(_ADAPTER, text, f"{path}: its metadata {METADATA_KEY!r}", STAMP_FORMAT)
+    return None if text is None else Stamp.from_json(text, f"{path}: its metadata {METADATA_KEY!r}")
 
 
 def text_hash(text: str) -> str:
