@@ -1,24 +1,37 @@
-"""The one conversion pipeline: plan, place, fit, measure. `convert_` and the command line are thin around it."""
+"""One job: a network's source, weights, options and start in one record; what is planned and converted by it.
+
+`convert_`, `convert_from_authors_`, the command line, the sweep and the survey are thin around it.
+"""
 
 import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .depthwise.geometry import size_text
 from .errors import CheckpointError, PlanError, listed, shown
 from .fitting.images import Calibration, Images, calibrate
 from .networks.outputs import relative_distance, same_top1
 from .networks.running import evaluating, reproducible, run, unchanged_on_failure
 from .networks.sites import ModelConvs, find_convs
-from .networks.source import ModelSource, build_hollow, build_model, known_source, stated_input_size, with_names_of
+from .networks.source import (
+    ModelSource,
+    build_hollow,
+    build_model,
+    known_source,
+    rebuildable_source,
+    stated_input_size,
+    with_names_of,
+)
 from .networks.tracing import check_same_shapes
-from .networks.weights import checked_entries, fill_, load_weights_, read_weights
+from .networks.weights import check_weights, checked_entries, fill_, load_weights_, read_weights
 from .options import (
     AUTO,
     ERROR,
@@ -32,105 +45,253 @@ from .options import (
     takes_plan_options,
 )
 from .planning.budget import parse_percent
-from .planning.plan import ConversionPlan, LayerCounts
+from .planning.plan import ConversionPlan
 from .planning.planner import make_plan
 from .progress import SECONDS_UNSEEN, Notify, is_watched, show_progress, silent
 from .reports.report import ConversionReport, Outcome, measure_report, predict_report
-from .surgery.authors import AuthorsWeights, element_state, sort_weights, start_from_authors_
+from .surgery.authors import RELEASED_VERSION, AuthorsWeights, element_state, sort_weights, start_from_authors_
 from .surgery.counts import counts_by_error
 from .surgery.place import make_layers
 from .surgery.start import apply_plan_, fit_seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
-    """What the new layers start from."""
+class Conversion:
+    """What a job did."""
 
-    init: Init = "auto"  # "auto" is "fit" where the kernels are trained, else "random"
-    trained: bool = True  # whether the model's kernels are worth keeping
+    model: nn.Module
+    report: ConversionReport  # measured on the converted model
+    moved: float | None = None  # |new - old| / |old| of the outputs for random images; None where not compared
+
+
+@dataclass(kw_only=True)
+class Job:
+    """Which network is converted, from which weights, how, and what its new layers start from.
+
+    Nothing is built, read or traced before it is asked for, and each of them once.
+    """
+
+    model: nn.Module | None = None  # in memory, with its weights; None: built from `source`
+    source: ModelSource | None = None  # how it is built; may run the user's own code
+    pretrained: bool = False  # with the weights that the source's library offers
+    weights: Mapping[str, Tensor] | Path | None = None  # a state dict or its file; may be of the authors' layers
+    options: PlanOptions = field(default_factory=PlanOptions)
+    input_size: Sequence[int] | None = None  # (channels, *spatial) for MACs; None: as the source or a timm model states
+    init: Init = "auto"  # "fit" where the kernels are trained, else "random"
     positions: Positions = "normal"  # of "random"
     calibration: Images | Calibration | None = None  # for "fit"
+    authors_version: AuthorsVersion | None = None  # of elements in `weights`
     seed: int = 0
-    elements: AuthorsWeights | None = None  # of a checkpoint that has elements already; overrules the rest
-    authors_version: AuthorsVersion | None = None  # of those elements
+    offline: bool = False  # no download
+    notify: Notify = silent  # told about progress
+    note: Notify = silent  # told what a user should know
+
+    @property
+    def trained(self) -> bool:
+        """Whether the network's kernels are worth keeping."""
+        return self.model is not None or self.pretrained or self.weights is not None
 
     @property
     def how(self) -> Init:
         """`init`, decided."""
         return self.init if self.init != AUTO else "fit" if self.trained else "random"
 
+    @property
+    def where(self) -> str:
+        """What messages call the weights."""
+        return "the state dict" if isinstance(self.weights, Mapping) else f"checkpoint {self.weights}"
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conversion:
-    """What the pipeline did."""
+    @property
+    def new_classifier(self) -> bool:
+        return self.source is not None and "num_classes" in self.source.args
 
-    report: ConversionReport  # measured on the converted model
-    kept: tuple[str, ...] = ()  # names of the classifier that kept their initial values
-    moved: float | None = None  # |new - old| / |old| of the outputs for random images; None where not compared
+    @cached_property
+    def meta(self) -> nn.Module:
+        """The network without weights, to plan from; a model in memory itself."""
+        if self.source is None or self.model is not None:
+            assert self.model is not None
+            return self.model
+        return build_model(self.source, device="meta", seed=self.seed, offline=self.offline, trust_code=True)
 
+    @cached_property
+    def rebuilt_from(self) -> ModelSource | None:
+        """How a checkpoint says that the network is built; None where only its user can."""
+        if self.source is None or self.model is not None:
+            return known_source(self.meta)
+        return rebuildable_source(self.meta, self.source)
 
-def plan_for(
-    model: nn.Module,
-    options: PlanOptions,
-    start: Start,
-    *,
-    source: ModelSource | None = None,
-    input_size: Sequence[int] | None = None,
-    convs: ModelConvs | None = None,
-    notify: Notify = silent,
-) -> ConversionPlan:
-    """The plan for a model; DclsConvertError where it could not be carried out.
+    @cached_property
+    def convs(self) -> ModelConvs:
+        """The network's convolutions, traced at the input size."""
+        source = self.rebuilt_from
+        return find_convs(self.meta, self.input_size or (stated_input_size(source, self.meta) if source else None))
 
-    Args:
-        model: Not changed; may be on the meta device, but for scope "error".
-        options, source: What is asked for, and how the model is built again.
-        start: Its elements, or an exact start, decide the kernel counts.
-        input_size: (channels, *spatial) for MACs; without it, the size that the source or a timm model states.
-        convs: What `convs_for` found, where it was asked before.
-        notify: Told about progress.
-    """
-    convs = convs or convs_for(model, source, input_size)
-    options = replace(options, kernel_count=_kernel_count(options, start))
-    if options.scope == ERROR and options.kernel_count == AUTO:
-        options = replace(options, kernel_count=_counts_by_error(model, convs, options, start, notify))
-    plan = make_plan(convs, options, model=source.name if source else None, model_args=source.args if source else None)
-    check_same_shapes(model, plan.windows, plan.input_size, convs.output_sizes)
-    if start.elements is not None:
-        element_state(start.elements, plan, start.authors_version)
-    return plan
+    @cached_property
+    def elements(self) -> AuthorsWeights | None:
+        """Elements that `weights` has already, of the authors' layers; they overrule `init` and the counts."""
+        if self.weights is None:
+            return None
+        elements = sort_weights(self.state, self.where)
+        if elements is None:
+            if self.authors_version is not None:
+                raise CheckpointError(f"{self.where}: has no layers of the authors' package; leave --authors-version")
+            return None
+        for option, stated in [
+            (f"--init {self.init}", self.init != AUTO),
+            (f"--positions {self.positions}", self.positions != "normal"),
+            ("--calibrate", self.calibration is not None),
+        ]:
+            if stated:
+                raise CheckpointError(f"{self.where}: has elements of its own, with positions; leave {option}")
+        if not elements.has_sigma and self.authors_version is None:
+            self.note(
+                f"{self.where} is taken for version {RELEASED_VERSION} of the authors' layers; see --authors-version"
+            )
+        return elements
 
+    @cached_property
+    def state(self) -> dict[str, Tensor]:
+        """The entries of `weights`, under the network's names; emptied when the network has taken them."""
+        assert self.weights is not None
+        self.notify("reading weights")
+        if isinstance(self.weights, Mapping):
+            return with_names_of(self.meta, checked_entries(self.weights, self.where))
+        return with_names_of(self.meta, read_weights(self.weights))
 
-def convs_for(model: nn.Module, source: ModelSource | None, input_size: Sequence[int] | None = None) -> ModelConvs:
-    """What is planned from: the model's convolutions at this input size, or at the size that the source states."""
-    return find_convs(model, input_size or (stated_input_size(source, model) if source else None))
+    @cached_property
+    def network(self) -> nn.Module:
+        """The network with the weights to start from."""
+        if self.source is None or self.model is not None:
+            return self.meta
+        self.notify("building with pretrained weights" if self.pretrained else "building")
+        state = self.state if self.weights is not None and self.elements is None else None
+        network, kept = build_with_weights(
+            self.source,
+            state,
+            where=self.where,
+            pretrained=self.pretrained,
+            seed=self.seed,
+            new_classifier=self.new_classifier,
+        )
+        self._say_kept(kept)
+        return network
 
+    def plan(self, options: PlanOptions | None = None) -> ConversionPlan:
+        """The plan for the network, with other options than the job's if these are given; no weights are built.
 
-def _counts_by_error(
-    model: nn.Module, convs: ModelConvs, options: PlanOptions, start: Start, notify: Notify
-) -> LayerCounts:
-    if start.how != "fit":
-        raise PlanError(f"scope {ERROR!r} is for elements that are fitted to trained kernels, not for {start.how} ones")
-    generator = torch.Generator().manual_seed(start.seed)
-    base = make_plan(convs, replace(options, scope=SCOPES[0]))
-    images = None if start.calibration is None else calibrate(model, base, start.calibration)
-    return counts_by_error(model, convs, options, seed=fit_seed(generator), calibration=images, notify=notify)
+        Scope "error" alone measures the kernels, so it builds the network.
 
+        Raises:
+            DclsConvertError: It could not be carried out.
+        """
+        options = options or self.options
+        options = replace(options, kernel_count=self._kernel_count(options))
+        if options.scope == ERROR and options.kernel_count == AUTO:
+            options = replace(options, kernel_count=self._counts_by_error(options))
+        source = self.rebuilt_from
+        plan = make_plan(
+            self.convs, options, model=source.name if source else None, model_args=source.args if source else None
+        )
+        check_same_shapes(self.meta, plan.windows, plan.input_size, self.convs.output_sizes)
+        if self.elements is not None:
+            element_state(self.elements, plan, self.authors_version)
+        elif self.offline and self.weights is not None:  # which will not be built, but would be refused
+            check_weights(self.meta, self.state, self.where, new_classifier=self.new_classifier)
+        if plan.macs is None and self.input_size is not None and self.model is None:
+            raise PlanError(f"input size {size_text(self.input_size)}: {plan.macs_note}")
+        return plan
 
-def plan_again(model: nn.Module, plan: ConversionPlan, source: ModelSource | None) -> ConversionPlan:
-    """A plan of another checkpoint, for this model. PlanError says in what it is another model than the plan's."""
-    found, wanted = (source.name, source.args) if source else (None, {}), (plan.model, plan.model_args)
-    if found != wanted:
-        raise PlanError(f"the plan is for {_described(*wanted)}, not for {_described(*found)}")
-    make_layers(model, plan)
-    params = sum(parameter.numel() for parameter in model.parameters())
-    if params != plan.params:
-        raise PlanError(f"the plan is for a model of {plan.params:,} parameters, this one has {params:,}")
-    return replace(plan, folded=False)
+    def plan_again(self, plan: ConversionPlan) -> ConversionPlan:
+        """A plan of another checkpoint, for this network. PlanError says in what it is another one than the plan's."""
+        source = self.rebuilt_from
+        own, planned = (source.name, source.args) if source else (None, {}), (plan.model, plan.model_args)
+        if own != planned:
+            raise PlanError(f"the plan is for {_described(*planned)}, not for {_described(*own)}")
+        make_layers(self.meta, plan)
+        params = sum(parameter.numel() for parameter in self.meta.parameters())
+        if params != plan.params:
+            raise PlanError(f"the plan is for a model of {plan.params:,} parameters, this one has {params:,}")
+        return replace(plan, folded=False)
+
+    def convert(self, plan: ConversionPlan | None = None, *, model: nn.Module | None = None) -> Conversion:
+        """Carry out a plan (the job's own without one), and measure the result.
+
+        Args:
+            plan: From `plan` or `plan_again`.
+            model: Converted in place instead of the job's network, of which it is a copy.
+
+        Raises:
+            DclsConvertError: In one line. Whatever is raised, the model is then unchanged.
+        """
+        plan, model = plan or self.plan(), model or self.network
+        self.notify("converting")
+        elements = self.elements
+        if elements is not None:
+            with unchanged_on_failure(model, values=[*model.parameters(), *model.buffers()]):
+                kept = start_from_authors_(
+                    model, plan, elements, version=self.authors_version, new_classifier=self.new_classifier
+                )
+                report = _measured(model, plan)
+            self._say_kept(kept)
+            return Conversion(model=model, report=report)
+        images = None if self.calibration is None else calibrate(model, plan, self.calibration, note=self.note)
+        # Calibration also changes biases and running means.
+        values = [] if images is None else [t for t in (*model.parameters(), *model.buffers()) if t.dim() == 1]
+        with unchanged_on_failure(model, values=values):
+            compared = self.trained and self.how != "random"
+            before = _answers(model, plan, images) if compared else None
+            errors = apply_plan_(
+                model,
+                plan,
+                init=self.how,
+                positions=self.positions,
+                generator=torch.Generator().manual_seed(self.seed),
+                calibration=images,
+                note=self.note,
+                notify=self.notify,
+            )
+            report = _measured(model, plan)
+            if before is None:
+                return Conversion(model=model, report=report.with_fit_errors(errors))
+            after = _answers(model, plan, images)
+        outcome = _outcome(errors, before, after, images)
+        moved = None if before.random is None else relative_distance(before.random, after.random)
+        return Conversion(model=model, report=report.with_fit_errors(errors, outcome), moved=moved)
+
+    def _say_kept(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.note(f"{name} has another shape in the checkpoint and starts from random values")
+
+    def _kernel_count(self, options: PlanOptions) -> Any:
+        """What decides the counts: the elements that there are, the cells of the old kernels, or the options."""
+        stated_of = (options.kernel_count != AUTO, options.scope != SCOPES[0], parse_percent(options.budget) != 1)
+        stated = list(itertools.compress(("kernel count", "scope", "budget"), stated_of))
+        leave = f"leave {' and '.join(stated)}"
+        if self.elements is not None:
+            counts = set(self.elements.kernel_counts.counts.values())
+            if stated and (stated != ["kernel count"] or counts != {options.kernel_count}):
+                raise CheckpointError(
+                    f"{self.where}: has elements of its own, {listed(sorted(counts))} in a kernel; {leave}"
+                )
+            return self.elements.kernel_counts
+        if self.init != EXACT:
+            return options.kernel_count
+        if stated and options.kernel_count != EXACT:
+            raise PlanError(f"an exact start takes an element for each cell of the old kernels: {leave}")
+        return EXACT
+
+    def _counts_by_error(self, options: PlanOptions) -> Any:
+        if self.how != "fit":
+            raise PlanError(f"scope {ERROR!r} is for elements fitted to trained kernels, not for {self.how} ones")
+        base = make_plan(self.convs, replace(options, scope=SCOPES[0]))
+        images = None if self.calibration is None else calibrate(self.network, base, self.calibration)
+        seed = fit_seed(torch.Generator().manual_seed(self.seed))
+        return counts_by_error(self.network, self.convs, options, seed=seed, calibration=images, notify=self.notify)
 
 
 def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
-    given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    return shown(name or "a model that only its user can build") + (f" with {shown(given)}" if given else "")
+    stated = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return shown(name or "a model that only its user can build") + (f" with {shown(stated)}" if stated else "")
 
 
 def build_with_weights(
@@ -151,65 +312,12 @@ def build_with_weights(
     """
     if state is None:
         return build_model(source, pretrained=pretrained, seed=seed, trust_code=True), []
-    hollow, kept = build_hollow(source), list[str]()
-    if hollow is None or not fill_(hollow, state, where, new_classifier=new_classifier):
-        hollow = build_model(source, seed=seed, trust_code=True)
-        kept = load_weights_(hollow, state, where, new_classifier=new_classifier)
+    network, kept = build_hollow(source), list[str]()
+    if network is None or not fill_(network, state, where, new_classifier=new_classifier):
+        network = build_model(source, seed=seed, trust_code=True)
+        kept = load_weights_(network, state, where, new_classifier=new_classifier)
     state.clear()
-    return hollow, kept
-
-
-def carry_out_(
-    model: nn.Module,
-    plan: ConversionPlan,
-    start: Start,
-    *,
-    new_classifier: bool = False,
-    note: Notify = silent,
-    notify: Notify = silent,
-) -> Conversion:
-    """Convert a model by its plan, and measure the result.
-
-    Args:
-        model: With the weights to start from; changed in place.
-        plan, start: As in `plan_for`.
-        new_classifier: The model was built for another number of classes than the elements' checkpoint.
-        note: Told what a user should know.
-        notify: Told about progress.
-
-    Raises:
-        DclsConvertError: In one line. Whatever is raised, the model is then unchanged.
-    """
-    if start.elements is not None:
-        with unchanged_on_failure(model, values=[*model.parameters(), *model.buffers()]):
-            kept = start_from_authors_(
-                model, plan, start.elements, version=start.authors_version, new_classifier=new_classifier
-            )
-            return Conversion(report=_measured(model, plan), kept=tuple(kept))
-    images = None if start.calibration is None else calibrate(model, plan, start.calibration, note=note)
-    # Calibration also changes biases and running means.
-    values = (
-        [] if images is None else [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dim() == 1]
-    )
-    with unchanged_on_failure(model, values=values):
-        before = _answers(model, plan, images) if start.trained and start.how != "random" else None
-        errors = apply_plan_(
-            model,
-            plan,
-            init=start.how,
-            positions=start.positions,
-            generator=torch.Generator().manual_seed(start.seed),
-            calibration=images,
-            note=note,
-            notify=notify,
-        )
-        report = _measured(model, plan)
-        if before is None:
-            return Conversion(report=report.with_fit_errors(errors))
-        after = _answers(model, plan, images)
-    outcome = _outcome(errors, before, after, images)
-    moved = None if before.random is None else relative_distance(before.random, after.random)
-    return Conversion(report=report.with_fit_errors(errors, outcome), moved=moved)
+    return network, kept
 
 
 def _measured(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
@@ -231,8 +339,8 @@ class _Answers:
 def _answers(model: nn.Module, plan: ConversionPlan, images: Calibration | None) -> _Answers:
     random = None
     with evaluating(model):
-        size, hollow = plan.input_size, any(tensor.is_meta for tensor in model.parameters())
-        if size is not None and not hollow and math.prod(size[1:]) <= MOST_PIXELS:
+        size, on_meta = plan.input_size, any(tensor.is_meta for tensor in model.parameters())
+        if size is not None and not on_meta and math.prod(size[1:]) <= MOST_PIXELS:
             noise = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device="cpu")
             with contextlib.suppress(Exception):  # the model's own code, and a comparison to be spared
                 random = run(model, noise)
@@ -287,17 +395,19 @@ def convert_(
     Raises:
         DclsConvertError: With one line that says what does not fit; the model is then unchanged.
     """
-    options, source = PlanOptions(**planning), known_source(model)
-    start = Start(init=init, positions=positions, calibration=calibration, seed=seed)
-    with _progress(model, progress) as notify:
-        plan = plan_for(model, options, start, source=source, input_size=input_size, notify=notify)
-        return carry_out_(model, plan, start, notify=notify).report
-
-
-def _progress(model: nn.Module, wanted: bool | None) -> contextlib.AbstractContextManager[Notify]:
-    if not (is_watched() if wanted is None else wanted):
-        return contextlib.nullcontext(silent)
-    return show_progress(type(model).__name__, wait=SECONDS_UNSEEN)
+    job = Job(
+        model=model,
+        options=PlanOptions(**planning),
+        input_size=input_size,
+        init=init,
+        positions=positions,
+        calibration=calibration,
+        seed=seed,
+    )
+    watched = is_watched() if progress is None else progress
+    shown = show_progress(type(model).__name__, wait=SECONDS_UNSEEN) if watched else contextlib.nullcontext(silent)
+    with shown as job.notify:
+        return job.convert().report
 
 
 @takes_plan_options
@@ -328,30 +438,14 @@ def convert_from_authors_(
     Raises:
         DclsConvertError: With one line that says what does not fit; the model is then unchanged.
     """
-    where = "the state dict" if isinstance(weights, Mapping) else f"checkpoint {weights}"
-    state = checked_entries(weights, where) if isinstance(weights, Mapping) else read_weights(weights)
-    elements = sort_weights(with_names_of(model, state), where)
-    if elements is None:
-        raise CheckpointError(f"{where}: has no layers of the authors' package, with a P beside the weight")
-    start = Start(elements=elements, authors_version=version)
-    plan = plan_for(model, PlanOptions(**planning), start, source=known_source(model), input_size=input_size)
-    return carry_out_(model, plan, start).report
-
-
-def _kernel_count(options: PlanOptions, start: Start) -> Any:
-    """What decides the counts: the elements that there are, the cells of the old kernels, or the options."""
-    given = (options.kernel_count != AUTO, options.scope != SCOPES[0], parse_percent(options.budget) != 1)
-    stated = list(itertools.compress(("kernel count", "scope", "budget"), given))
-    leave = f"leave {' and '.join(stated)}"
-    if start.elements is not None:
-        counts = set(start.elements.kernel_counts.counts.values())
-        if stated and (stated != ["kernel count"] or counts != {options.kernel_count}):
-            raise CheckpointError(
-                f"{start.elements.where}: has elements of its own, {listed(sorted(counts))} in a kernel; {leave}"
-            )
-        return start.elements.kernel_counts
-    if start.init != EXACT:
-        return options.kernel_count
-    if stated and options.kernel_count != EXACT:
-        raise PlanError(f"an exact start takes an element for each cell of the old kernels: {leave}")
-    return EXACT
+    state = weights if isinstance(weights, Mapping) else Path(weights)
+    job = Job(
+        model=model,
+        weights=state,
+        options=PlanOptions(**planning),
+        input_size=input_size,
+        authors_version=version,
+    )
+    if sort_weights(job.state, job.where) is None:
+        raise CheckpointError(f"{job.where}: has no layers of the authors' package, with a P beside the weight")
+    return job.convert().report

@@ -14,7 +14,6 @@ from ..errors import DclsConvertError, exhausted, one_line, shown
 from . import console
 from .arguments import CommandGroup
 from .convert import convert
-from .defaults import Command, Defaults, find_defaults, place_of
 from .diff import diff
 from .fold import fold
 from .inspect import inspect
@@ -31,7 +30,6 @@ EXIT_CODES = (
     "left; 3 nothing in the model matches the rules; 130 interrupted."
 )
 NETWORKS = ("torch", "torchvision", "timm")  # which some install by themselves, and pip may have left out
-NEEDS_NO_DEFAULTS = {"-h", "--help", "--version"}
 COMPLETION_VARIABLE = "_DCLS_CONVERT_COMPLETE"
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -85,7 +83,7 @@ def _main(
 
 
 for _command in (convert, models, sweep, inspect, diff, fold, verify):
-    app.command(cls=Command)(_command)
+    app.command()(_command)
 app.add_typer(rules_app, name="rules")
 
 
@@ -111,20 +109,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(arguments: list[str]) -> tuple[int, str | None]:
     """The exit code, and what went wrong, in one line."""
-    defaults: Defaults | None = None
-    settings: dict[str, Any] = {}
     try:
-        program = typer.main.get_command(app)
-        if not NEEDS_NO_DEFAULTS & set(arguments) and COMPLETION_VARIABLE not in os.environ:
-            defaults = find_defaults(program)
-        if defaults is not None:
-            settings = {"obj": defaults, "default_map": dict(defaults.values)}
-        result = program.main(arguments, prog_name="dcls-convert", standalone_mode=False, **settings)
+        result = typer.main.get_command(app).main(arguments, prog_name="dcls-convert", standalone_mode=False)
     except typer.TyperException as error:  # the parser's
         message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
         command = getattr(getattr(error, "ctx", None), "command_path", "dcls-convert")
         end = "" if message.endswith("?") else "."
-        return EXIT_MISTAKE, f"{place_of(error, arguments, defaults)}{message}{end} Try '{command} --help'."
+        return EXIT_MISTAKE, f"{message}{end} Try '{command} --help'."
     except DclsConvertError as error:
         return error.exit_code, error.on_command_line
     except OSError as error:  # the disk, a permission, a name that no file system takes

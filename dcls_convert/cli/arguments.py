@@ -6,7 +6,7 @@
 import functools
 import inspect
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,9 +15,11 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import DclsConvertError, shown
+from ..files import check_images, check_weights_file
 from ..options import (
     AUTO,
     DEFAULT_BUDGET,
+    ERROR,
     INTERPOLATIONS,
     MOST_COUNT,
     MOST_SIDE,
@@ -28,7 +30,7 @@ from ..options import (
     Tie,
 )
 from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
-from .completion import complete_checkpoints, complete_rules
+from .completion import complete_checkpoints, complete_models, complete_rules
 
 # Groups of options in --help.
 WHAT, HOW_MANY, WHERE, OUTPUT = "What to convert", "How many elements", "Where they start", "Output"
@@ -139,6 +141,19 @@ Quiet = Annotated[bool, option(OUTPUT, "No progress and no report, only the outp
 TRUST = "Import and run the code of your own that the checkpoint names as its model. Never for folders of others."
 TrustCode = Annotated[bool, typer.Option("--trust-code", help=TRUST)]
 
+# The network to convert.
+MODEL_HELP = (
+    "convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, hf-hub:REPO, local-dir:FOLDER, or "
+    "package.module:factory, which imports and runs your own code."
+)
+WEIGHTS_HELP = "Start from the weights in a safetensors or torch file, also one of DCLS's authors."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_models)]
+Pretrained = Annotated[bool, option(WHAT, "Start from timm's or torchvision's trained weights.", "--pretrained")]
+WeightsFile = Annotated[Path | None, option(WHAT, WEIGHTS_HELP, metavar="FILE")]
+NumClasses = Annotated[int | None, number(int, 0, MOST_COUNT, WHAT, "Classes of the model's head.", metavar="N")]
+InChans = Annotated[int | None, number(int, 1, MOST_COUNT, WHAT, "Input channels.", metavar="N")]
+Images = Annotated[Path | None, option(WHERE, "Images: fit outputs for them, not kernels.", metavar="FOLDER")]
+
 COUNT_HELP = "Elements in a kernel; auto: as many as the budget admits."
 SIZE_HELP = "Window in which elements move: 17 or 17x9 cells. Without it, the size that the rules state."
 BUDGET_HELP = "Parameters for the new kernels, in percent of the weights that they replace."
@@ -189,3 +204,25 @@ def with_plan_options(command: Callable[..., None], *, but: Container[str] = ())
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
+
+
+def refuse(conflicts: Mapping[str, object]) -> None:
+    """Raise the first message whose conflict there is."""
+    for message, conflict in conflicts.items():
+        if conflict:
+            raise DclsConvertError(message)
+
+
+def check_network(options: PlanOptions, *, pretrained: bool, checkpoint: Path | None, images: Path | None) -> None:
+    """Refuse two sources of weights, what needs one where there is none, and files that are not there."""
+    needs = options.scope == ERROR and not pretrained and checkpoint is None
+    refuse(
+        {
+            "--pretrained and --checkpoint exclude each other": pretrained and checkpoint is not None,
+            "--scope error needs trained kernels: --pretrained or --checkpoint": needs,
+        }
+    )
+    if checkpoint is not None:
+        check_weights_file(checkpoint)
+    if images is not None:
+        check_images(images)

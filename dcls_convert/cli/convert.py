@@ -4,10 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rich.text import Text
-
-from ..errors import PlanError, filled
-from ..files import check_folder, check_images, check_weights_file, check_working_folder
+from ..files import PLOT_LIBRARY, can_plot, check_folder, check_working_folder
 from ..options import AUTO, ERROR, EXACT, AuthorsVersion, Init, PlanOptions, Positions
 from . import console
 from .arguments import (
@@ -16,35 +13,26 @@ from .arguments import (
     WHAT,
     WHERE,
     Force,
+    Images,
+    InChans,
     InputSize,
     Json,
+    Model,
+    NumClasses,
+    Pretrained,
     Quiet,
+    WeightsFile,
+    check_network,
     number,
     option,
+    refuse,
     with_plan_options,
 )
 from .completion import complete_checkpoints
-from .network import (
-    Images,
-    InChans,
-    Model,
-    Network,
-    NumClasses,
-    Pretrained,
-    WeightsFile,
-    hollow_network,
-    refuse,
-    refuse_weights,
-)
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from ..networks.source import ModelSource
-    from ..pipeline import Conversion, Start
+    from ..pipeline import Job
     from ..planning.plan import ConversionPlan
-    from ..progress import Notify
-    from ..reports.report import ConversionReport
 
 PLAN_HELP = "Carry out the plan of a checkpoint, on other weights of the same model."
 INIT_HELP = (
@@ -86,199 +74,107 @@ def convert(
     quiet: Quiet = False,
 ) -> None:
     """Replace a model's convolutions, report, and write a checkpoint."""
-    trained = refuse_weights(options, pretrained=pretrained, checkpoint=checkpoint)
-    _refuse_output(output, force=force, dry_run=dry_run, as_json=json_, verbose=verbose, quiet=quiet)
-    _refuse_start(init, positions, calibrate, trained=trained, dry_run=dry_run)
-    made_anew = options != PlanOptions() or input_size is not None
+    trained = pretrained or checkpoint is not None
+    keeps = init != "random" and (trained or init == EXACT)
     refuse(
         {
+            "--force has no effect with --dry-run": dry_run and force,
+            "--output has no effect with --dry-run": dry_run and output is not None,
+            "--html has no effect with --dry-run": dry_run and html,
+            "--calibrate has no effect with --dry-run": dry_run and calibrate is not None,
+            "--scope error measures what kernels lose; --dry-run reads none": dry_run and options.scope == ERROR,
+            "--quiet and --verbose exclude each other": quiet and verbose > 0,
+            "--json and --verbose exclude each other; the JSON has every layer": json_ and verbose > 0,
+            "--quiet with --dry-run would print nothing": quiet and dry_run and not json_,
+            f"--init {init} needs trained kernels: --pretrained or --checkpoint": init in ("largest", "fit")
+            and not trained,
+            "--calibrate is for --init fit, with --pretrained or --checkpoint": calibrate is not None
+            and not (trained and init in (AUTO, "fit")),
+            "--positions is for random positions, --init auto or exact keeps those of old kernels; "
+            "use --init random": positions != "normal" and keeps,
             "--authors-version describes the file of --checkpoint": authors_version is not None and checkpoint is None,
-            "--plan carries out a plan as it is: leave the options that make one": plan is not None and made_anew,
-            "--scope error measures what kernels lose; --dry-run reads none": options.scope == ERROR and dry_run,
-            "--html has no effect with --dry-run": html and dry_run,
+            "--plan carries out a plan as it is: leave the options that make one": plan is not None
+            and (options != PlanOptions() or input_size is not None),
             "--scope error is for --init fit": options.scope == ERROR and init not in (AUTO, "fit"),
         }
     )
+    check_network(options, pretrained=pretrained, checkpoint=checkpoint, images=calibrate)
     if not dry_run:
         check_working_folder()
-    _check_files(checkpoint, output, calibrate, force=force)
+    if output is not None:
+        _check_output(output, force=force)
     if plan is not None:
         check_folder(plan)
-    note: Notify = (lambda *_: None) if quiet else console.note
     with console.steps(model, quiet=quiet) as notify:
         notify("planning")  # which begins with imports of some seconds
+        from ..checkpoints.folder import read_plan
         from ..checkpoints.save import save_converted
         from ..networks.source import resolve_model
-        from ..pipeline import Start
+        from ..pipeline import Job
+        from ..progress import silent
         from ..reports.report import predict_report
+        from ..views.files import picture_files
+        from ..views.next_steps import next_steps
         from ..views.report import report_view
 
-        start = Start(init=init, trained=trained, positions=positions, calibration=calibrate, seed=seed)
-        start = replace(start, authors_version=authors_version)
-        source = resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained)
-        network = Network(source, f"checkpoint {checkpoint}", pretrained=pretrained, notify=notify)
-        made, start = _planned(network, plan, options, start, checkpoint, input_size, offline=dry_run, note=note)
-        report, moved = predict_report(made), None
+        job = Job(
+            source=resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained),
+            pretrained=pretrained,
+            weights=checkpoint,
+            options=options,
+            input_size=input_size,
+            init=init,
+            positions=positions,
+            calibration=calibrate,
+            authors_version=authors_version,
+            seed=seed,
+            offline=dry_run,
+            notify=notify,
+            note=silent if quiet else console.note,
+        )
+        conversion_plan = job.plan() if plan is None else job.plan_again(read_plan(plan))
+        report, steps = predict_report(conversion_plan), []
         if not dry_run:
-            output = output or _default_output(source, made, start)
-            _check_files(None, output, None, force=force)
-            converted, done = _carry_out(made, network, start, note=note)
+            output = output or _default_output(job, conversion_plan)
+            _check_output(output, force=force)
+            done = job.convert(conversion_plan)
             notify(f"writing {output}")
-            pictures = _pictures(converted, made, output, done.report, note) if html else None
-            save_converted(converted, made, output, report=done.report, force=force, pictures=pictures)
-            report, moved = done.report.with_output(str(output)), done.moved
+            if html and not can_plot():
+                job.note(
+                    f"{PLOT_LIBRARY} is missing, so the model card has no picture: pip install 'dcls-convert[plot]'"
+                )
+            pictures = picture_files(done.model, conversion_plan, output, done.report) if html else None
+            network = done.model.eval()
+            save_converted(network, conversion_plan, output, report=done.report, force=force, pictures=pictures)
+            report, steps = done.report.with_output(str(output)), next_steps(job, done, output)
     with console.standing(output):
         if json_:
             console.write(report.to_json())
         elif quiet:
             console.show(str(output))
         else:
-            console.show(report_view(replace(report, outcome=None), verbose=verbose))
-            console.show(*([] if output is None else _next_steps(report, output, start, moved)))
+            console.show(report_view(replace(report, outcome=None), verbose=verbose), *steps)
 
 
-def _default_output(source: "ModelSource", plan: "ConversionPlan", start: "Start") -> Path:
-    """convnext_tiny-dcls17 or -dcls17x9, -dcls where the plan has several sizes; -dcls17-fit where kernels are kept."""
-    from ..depthwise.geometry import size_text
-
-    sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes} or {plan.layers[0].dilated_size}
-    size = "" if len(sizes) > 1 else next(size_text(size) if len(set(size)) > 1 else str(size[0]) for size in sizes)
-    how = "" if start.how == "random" or start.elements is not None else f"-{start.how}"
-    return Path(f"{source.short_name}-dcls{size}{how}")
-
-
-def _refuse_output(
-    output: Path | None, *, force: bool, dry_run: bool, as_json: bool, verbose: int, quiet: bool
-) -> None:
-    refuse(
-        {
-            "--force has no effect with --dry-run": dry_run and force,
-            "--output has no effect with --dry-run": dry_run and output is not None,
-            "--quiet and --verbose exclude each other": quiet and verbose > 0,
-            "--json and --verbose exclude each other; the JSON has every layer": as_json and verbose > 0,
-            "--quiet with --dry-run would print nothing": quiet and dry_run and not as_json,
-        }
-    )
-
-
-def _refuse_start(init: Init, positions: Positions, calibrate: Path | None, *, trained: bool, dry_run: bool) -> None:
-    fits = trained and init in (AUTO, "fit")
-    keeps = init != "random" and (trained or init == EXACT)
-    kept = "--init auto or exact keeps those of old kernels"
-    needs = not trained and init in ("largest", "fit")
-    refuse(
-        {
-            f"--init {init} needs trained kernels: --pretrained or --checkpoint": needs,
-            "--calibrate is for --init fit, with --pretrained or --checkpoint": calibrate is not None and not fits,
-            "--calibrate has no effect with --dry-run": calibrate is not None and dry_run,
-            f"--positions is for random positions, {kept}; use --init random": positions != "normal" and keeps,
-        }
-    )
-
-
-def _check_files(checkpoint: Path | None, output: Path | None, images: Path | None, *, force: bool) -> None:
-    """Refuse files that cannot be read or written, before any work."""
+def _check_output(output: Path, *, force: bool) -> None:
+    """Refuse an output that could not be written, before any work."""
 
     def not_of_a_checkpoint(path: Path) -> str | None:
         from ..checkpoints import folder  # imports torch, and is needed only where something is replaced
 
         return folder.not_of_a_checkpoint(path)
 
-    if checkpoint is not None:
-        check_weights_file(checkpoint)
-    if images is not None:
-        check_images(images)
-    if output is not None:
-        from ..output import check_output
+    from ..output import check_output
 
-        check_output(output, force=force, foreign=not_of_a_checkpoint)
+    check_output(output, force=force, foreign=not_of_a_checkpoint)
 
 
-def _planned(
-    network: Network,
-    folder: Path | None,
-    options: PlanOptions,
-    start: "Start",
-    checkpoint: Path | None,
-    input_size: tuple[int, ...] | None,
-    *,
-    offline: bool,
-    note: "Notify",
-) -> tuple["ConversionPlan", "Start"]:
-    """A new plan or the folder's, and the start, which the weights of the checkpoint may decide."""
-    from ..checkpoints.folder import read_plan
+def _default_output(job: "Job", plan: "ConversionPlan") -> Path:
+    """convnext_tiny-dcls17 or -dcls17x9, -dcls where the plan has several sizes; -dcls17-fit where kernels are kept."""
     from ..depthwise.geometry import size_text
-    from ..networks.weights import check_weights
-    from ..pipeline import plan_again, plan_for
 
-    twin, rebuilt, start = hollow_network(network, checkpoint, start, offline=offline, note=note)
-    if offline and network.state is not None:  # a dry run, which refuses what the run would
-        check_weights(twin, network.state, network.where, new_classifier=network.new_classifier)
-    if folder is not None:
-        return plan_again(twin, read_plan(folder), rebuilt), start
-    # Most plans need no weights, and one that cannot be made is refused before any are loaded.
-    model = network.build()[0] if options.scope == ERROR and start.elements is None else twin
-    plan = plan_for(model, options, start, source=rebuilt, input_size=input_size, notify=network.notify)
-    if plan.macs is None and input_size is not None:
-        raise PlanError(f"input size {size_text(input_size)}: {plan.macs_note}")
-    return plan, start
-
-
-def _carry_out(
-    plan: "ConversionPlan", network: Network, start: "Start", *, note: "Notify"
-) -> tuple["nn.Module", "Conversion"]:
-    from ..pipeline import carry_out_
-
-    model, kept = network.build()
-    network.notify("converting")
-    done = carry_out_(model, plan, start, new_classifier=network.new_classifier, note=note, notify=network.notify)
-    for name in (*kept, *done.kept):
-        note(f"{name} has another shape in the checkpoint and starts from random values")
-    return model.eval(), done
-
-
-def _pictures(
-    model: "nn.Module", plan: "ConversionPlan", output: Path, report: "ConversionReport", note: "Notify"
-) -> dict[str, bytes]:
-    from ..files import PLOT_LIBRARY, can_plot
-    from ..views.files import picture_files
-
-    if not can_plot():
-        note(f"{PLOT_LIBRARY} is missing, so the model card has no picture: pip install 'dcls-convert[plot]'")
-    return picture_files(model, plan, output, report)
-
-
-def _next_steps(report: "ConversionReport", output: Path, start: "Start", moved: float | None) -> list[str | Text]:
-    from ..checkpoints.save import training_code
-    from ..views.report import outcome_sentences
-
-    training = filled(training_code(report.model), output).splitlines()
-    return [
-        "",
-        f"Wrote {output}, from {_start_in_words(start)}.",
-        Text("Fine-tune it:\n", style="bold"),
-        *[f"    {line}" if line else "" for line in training],
-        *(["", *outcome_sentences(report)] if report.outcome else []),
-        *(
-            []
-            if moved is None or (report.outcome and report.outcome.images)
-            else [f"Outputs for random images moved by {100 * moved:.2g} %."]
-        ),
-    ]
-
-
-def _start_in_words(start: "Start") -> str:
-    """What the new layers start from."""
-    if start.elements is not None:
-        return "the authors' elements and positions; it gives the outputs of their network"
-    if start.how == EXACT:
-        source = "the trained weights" if start.trained else f"random initialisation (seed {start.seed})"
-        return f"{source}; every old cell is an element at its place, so that the outputs are the old ones"
-    if not start.trained:
-        return f"random initialisation (seed {start.seed}), as in the paper; --pretrained or --checkpoint load weights"
-    if start.how == "random":
-        return "trained weights, but random elements in the new layers"
-    fitted = (
-        "with elements fitted to what they give for images" if start.calibration else "with elements fitted to them"
-    )
-    return f"the trained kernels, {'reduced to their largest cells' if start.how == 'largest' else fitted}"
+    sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes} or {plan.layers[0].dilated_size}
+    size = "" if len(sizes) > 1 else next(size_text(size) if len(set(size)) > 1 else str(size[0]) for size in sizes)
+    how = "" if job.how == "random" or job.elements is not None else f"-{job.how}"
+    assert job.source is not None
+    return Path(f"{job.source.short_name}-dcls{size}{how}")

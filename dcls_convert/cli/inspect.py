@@ -14,8 +14,7 @@ from ..files import check_folder, check_images, check_picture, check_weights_fil
 from ..options import FigureName
 from ..tables import Name, counted, plain_table
 from . import console
-from .arguments import OUTPUT, Checkpoint, Force, Json, TrustCode, image_size, option
-from .network import refuse
+from .arguments import OUTPUT, Checkpoint, Force, Json, TrustCode, image_size, option, refuse
 
 LEAST_NAME = 16  # columns; most rows are tie groups, whose names are short
 

@@ -11,7 +11,6 @@ from ..tables import counted
 from . import console
 from .arguments import CommandGroup
 from .completion import complete_models, complete_rules
-from .defaults import Command
 
 if TYPE_CHECKING:
     from ..planning.rules import RuleSet
@@ -26,7 +25,7 @@ def rules_argument(metavar: str, help: str) -> Any:
 rules_app = typer.Typer(cls=CommandGroup, help="Show and check rule files, which say what is replaced, and how.")
 
 
-@rules_app.command("list", cls=Command)
+@rules_app.command("list")
 def rules_list() -> None:
     """List the built-in rule sets."""
     from ..planning.rules import load_rules
@@ -34,7 +33,7 @@ def rules_list() -> None:
     console.show(*[f"{name:12} {load_rules(name).description}" for name in builtin_rules()])
 
 
-@rules_app.command("show", cls=Command)
+@rules_app.command("show")
 def rules_show(
     name: Annotated[str, rules_argument("NAME|FILE", "A built-in set, or a file.")],
 ) -> None:
@@ -44,7 +43,7 @@ def rules_show(
     console.write(load_rules(name).text)
 
 
-@rules_app.command("check", cls=Command)
+@rules_app.command("check")
 def rules_check(
     file: Annotated[str, rules_argument("FILE", "A rule file, or a built-in set.")],
     model: Annotated[
@@ -62,7 +61,7 @@ def rules_check(
         console.show(f"{count}; in {model}:", *_claims(rules, model))
 
 
-@rules_app.command("schema", cls=Command)
+@rules_app.command("schema")
 def rules_schema() -> None:
     """Print the JSON Schema of rule files, for an editor."""
     from ..planning.rules import rules_schema

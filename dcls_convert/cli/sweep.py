@@ -3,48 +3,41 @@
 import functools
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import CheckpointError, PlanError, shown
-from ..files import check_images, check_picture, check_weights_file
-from ..options import ERROR, MOST_COUNT, MOST_SIDE, SCOPES, PlanOptions
+from ..errors import PlanError, shown
+from ..files import check_picture
+from ..options import MOST_COUNT, MOST_SIDE, SCOPES, PlanOptions
 from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
 from . import console
 from .arguments import (
     HOW_MANY,
     OUTPUT,
     Force,
-    InputSize,
-    Json,
-    number,
-    option,
-    parse_size,
-    with_plan_options,
-)
-from .network import (
     Images,
     InChans,
+    InputSize,
+    Json,
     Model,
-    Network,
     NumClasses,
     Pretrained,
     WeightsFile,
-    hollow_network,
+    check_network,
+    number,
+    option,
+    parse_size,
     refuse,
-    refuse_weights,
+    with_plan_options,
 )
 
 if TYPE_CHECKING:
     import torch
 
-    from ..compare.candidates import Planner
-    from ..compare.sweep import Asked, Sweep, TimingSettings
-    from ..pipeline import Start
+    from ..compare.sweep import Asked, TimingSettings
 
 TIMES = "Times"
 SWEPT = ("dilated_size", "kernel_count", "budget")
@@ -151,7 +144,7 @@ def sweep(
 
     A row each; the last line is the command of the row to take.
     """
-    trained = refuse_weights(options, pretrained=pretrained, checkpoint=checkpoint)
+    trained = pretrained or checkpoint is not None
     number_of_rows = len(sizes) * len(counts or budgets or [None])
     idle = {"--device": device, "--batch-size": batch_size, "--amp": amp, "--seconds": seconds}
     refuse(
@@ -165,8 +158,13 @@ def sweep(
             **{f"{name} is for --time": bool(value) and not time for name, value in idle.items()},
         }
     )
-    _check_files(checkpoint, calibrate, picture, force=force)
-    given = {
+    check_network(options, pretrained=pretrained, checkpoint=checkpoint, images=calibrate)
+    if picture is not None:
+        check_picture(picture, "--picture")
+        from ..output import check_output, not_a_file
+
+        check_output(picture, force=force, foreign=not_a_file)
+    stated = {
         "pretrained": pretrained,
         "checkpoint": checkpoint,
         "num-classes": num_classes,
@@ -176,66 +174,41 @@ def sweep(
     }
     with console.steps(model, quiet=False) as notify:
         notify("planning")  # which begins with imports of some seconds
-        from ..compare.candidates import combinations
-        from ..compare.run import make_sweep
+        from ..compare.candidates import combinations, make_sweep
         from ..networks.source import resolve_model
-        from ..pipeline import Start
+        from ..pipeline import Job
+        from ..views.sweep import SweepView, sweep_csv, sweep_json
 
         timing = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
-        source = resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained)
-        network = Network(source, f"checkpoint {checkpoint}", pretrained=pretrained, notify=notify)
-        start = Start(trained=trained, calibration=calibrate)
-        planner = _planner(network, checkpoint, options, start, input_size, _command(model, options, given))
-        if timing and planner.convs.input_size is None:
-            raise PlanError(f"{shown(model)}: {planner.convs.macs_note}")
-        asked, build = combinations(sizes, counts, budgets), functools.partial(_built, network)
-        found = make_sweep(
-            planner, asked, build, model=source.name, timing=timing, slower=slower, note=console.note, notify=notify
+        job = Job(
+            source=resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained),
+            pretrained=pretrained,
+            weights=checkpoint,
+            options=options,
+            input_size=input_size,
+            calibration=calibrate,
+            notify=notify,
+            note=console.note,
         )
-    _show(found, as_json=json_, as_csv=csv)
+        command = functools.partial(_command, model, options, stated)
+        sweep = make_sweep(job, combinations(sizes, counts, budgets), command, timing=timing, slower=slower)
+    if json_ or csv:
+        console.write(sweep_json(sweep) if json_ else sweep_csv(sweep))
+    else:
+        taken = [] if sweep.choice.row is None else ["", f"    {sweep.rows[sweep.choice.row].command}"]
+        console.show(SweepView(sweep), least_width=WIDTH_IN_A_FILE)
+        console.show(*taken)
     if picture is not None:
-        _draw(found, picture, force=force)
+        from ..output import new_file
+        from ..views.sweep_plot import draw
+
+        with new_file(picture, force=force) as partial:
+            draw(sweep, partial)
         console.message(f"{model}: wrote {picture}")
-    if found.interrupted:
+    if sweep.interrupted:
         raise KeyboardInterrupt
-    if not any(row.status == "done" for row in found.rows):
-        raise PlanError(f"no row is done; of the first: {found.rows[1].reason}")
-
-
-def _draw(found: "Sweep", picture: Path, *, force: bool) -> None:
-    from ..output import new_file
-    from ..views.sweep_plot import draw
-
-    with new_file(picture, force=force) as partial:
-        draw(found, partial)
-
-
-def _planner(
-    network: Network,
-    checkpoint: Path | None,
-    options: PlanOptions,
-    start: "Start",
-    input_size: tuple[int, ...] | None,
-    command: "Callable[[Asked], str]",
-) -> "Planner":
-    from ..compare.candidates import Planner
-    from ..pipeline import convs_for
-
-    twin, rebuilt, start = hollow_network(network, checkpoint, start, offline=False, note=console.note)
-    if start.elements is not None:
-        raise CheckpointError(f"checkpoint {checkpoint}: has elements of its own, so there is nothing to compare")
-    model = network.build()[0] if options.scope == ERROR else twin
-    convs = convs_for(model, rebuilt, input_size)
-    if convs.macs is None and input_size is not None:
-        raise PlanError(f"input size {'x'.join(map(str, input_size))}: {convs.macs_note}")
-    return Planner(model=model, convs=convs, options=options, start=start, source=rebuilt, command=command)
-
-
-def _built(network: Network) -> "torch.nn.Module":
-    model, kept = network.build()
-    for name in kept:
-        console.note(f"{name} has another shape in the checkpoint and starts from random values")
-    return model
+    if not any(row.status == "done" for row in sweep.rows):
+        raise PlanError(f"no row is done; of the first: {sweep.rows[1].reason}")
 
 
 def _timing(
@@ -246,34 +219,20 @@ def _timing(
     from ..compare.sweep import TimingSettings
     from ..compare.timing import check_device, device_name
 
-    found = check_device(device or "cpu")
-    on_cpu = found.type == "cpu"
+    place = check_device(device or "cpu")
+    on_cpu = place.type == "cpu"
     settings = TimingSettings(
-        device=device_name(found),
+        device=device_name(place),
         batch=batch or (CPU_BATCH if on_cpu else GPU_BATCH),
         seconds=seconds,
         amp=amp,
         threads=torch.get_num_threads() if on_cpu else None,
         torch=torch.__version__,
     )
-    return settings, found
+    return settings, place
 
 
-def _check_files(checkpoint: Path | None, images: Path | None, picture: Path | None, *, force: bool) -> None:
-    """Refuse what cannot be read or written, before any work."""
-    if checkpoint is not None:
-        check_weights_file(checkpoint)
-    if images is not None:
-        check_images(images)
-    if picture is None:
-        return
-    check_picture(picture, "--picture")
-    from ..output import check_output, not_a_file
-
-    check_output(picture, force=force, foreign=not_a_file)
-
-
-def _command(model: str, options: PlanOptions, given: dict[str, object]) -> "Callable[[Asked], str]":
+def _command(model: str, options: PlanOptions, stated: dict[str, object], asked: "Asked") -> str:
     """The command that converts as a row."""
     planning = {
         field.name: getattr(options, field.name)
@@ -282,26 +241,11 @@ def _command(model: str, options: PlanOptions, given: dict[str, object]) -> "Cal
     }
     if "rules" in planning:
         planning["rules"] = planning["rules"].source
-
-    def command(asked: "Asked") -> str:
-        size = asked.size if isinstance(asked.size, int) else "x".join(map(str, asked.size))
-        budget = None if asked.budget is None else f"{asked.budget:.12g}%"
-        swept = {"dilated-size": size, "kernel-count": asked.kernel_count, "budget": budget}
-        words = ["dcls-convert", model]
-        for name, value in (given | swept | planning).items():
-            if value is not None and value is not False:
-                words += [f"--{name}"] + [str(value)] * (value is not True)
-        return shlex.join(words)
-
-    return command
-
-
-def _show(found: "Sweep", *, as_json: bool, as_csv: bool) -> None:
-    from ..views.sweep import SweepView, sweep_csv, sweep_json
-
-    if as_json or as_csv:
-        console.write(sweep_json(found) if as_json else sweep_csv(found))
-        return
-    console.show(SweepView(found), least_width=WIDTH_IN_A_FILE)
-    if found.choice.row is not None:
-        console.show("", f"    {found.rows[found.choice.row].command}")
+    size = asked.size if isinstance(asked.size, int) else "x".join(map(str, asked.size))
+    budget = None if asked.budget is None else f"{asked.budget:.12g}%"
+    words = ["dcls-convert", model]
+    swept = {"dilated-size": size, "kernel-count": asked.kernel_count, "budget": budget}
+    for name, value in (stated | swept | planning).items():
+        if value is not None and value is not False:
+            words += [f"--{name}"] + [str(value)] * (value is not True)
+    return shlex.join(words)

@@ -1,22 +1,21 @@
-"""Plan and fit each combination of a sweep. What goes wrong in one is its row."""
+"""Plan, fit and time each combination of a sweep. What goes wrong in one is its row."""
 
 import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
-from ..errors import DclsConvertError, NothingMatchesError, RuleError, one_line
+from ..errors import CheckpointError, DclsConvertError, NothingMatchesError, PlanError, RuleError, one_line, shown
 from ..fitting.images import calibrate
-from ..networks.sites import ModelConvs
-from ..networks.source import ModelSource
-from ..options import AUTO, DEFAULT_BUDGET, PlanOptions
-from ..pipeline import Start, carry_out_, plan_for
+from ..options import AUTO, DEFAULT_BUDGET
+from ..pipeline import Job
 from ..planning.plan import ConversionPlan
-from ..progress import Notify
 from ..reports.report import predict_report
-from .sweep import Asked, Size, SweepRow
+from .sweep import Asked, Size, Sweep, SweepRow, TimingSettings, choose, with_dominated
+from .timing import Timed, time_
 
 
 @dataclass(slots=True)
@@ -42,68 +41,102 @@ def combinations(
     return [Asked(size=size, budget=budget) for size, budget in itertools.product(sizes, budgets or (None,))]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planner:
-    """What all plans of a sweep are made from."""
+def make_sweep(
+    job: Job,
+    asked: Sequence[Asked],
+    command: Callable[[Asked], str],
+    *,
+    timing: tuple[TimingSettings, torch.device] | None = None,
+    slower: float,
+) -> Sweep:
+    """All rows, the dense original first. KeyboardInterrupt ends it early, with what is known by then.
 
-    model: nn.Module  # may be on the meta device, but for scope "error"
-    convs: ModelConvs
-    options: PlanOptions  # for all; size, count and budget are those of the combination
-    start: Start
-    source: ModelSource | None
-    command: Callable[[Asked], str]
+    Args:
+        job: With what all combinations have in common.
+        asked: The combinations.
+        command: The one that converts as a combination.
+        timing, slower: How to measure times, and percent, for `choose`.
 
-    def original(self) -> SweepRow:
-        return SweepRow(
-            asked=None,
-            status="original",
-            params=self.convs.params,
-            macs=self.convs.macs,
-            folded_bytes=state_bytes(self.model),
-        )
-
-    def candidate(self, asked: Asked) -> Candidate:
-        """Plan one combination; one that does not fit has the reason in its row.
-
-        Raises:
-            DclsConvertError: None can be planned: nothing matches, or the rules do not fit the model or the options.
-        """
-        count = AUTO if asked.kernel_count is None else asked.kernel_count
-        budget = DEFAULT_BUDGET if asked.budget is None else asked.budget
-        options = replace(self.options, dilated_size=asked.size, kernel_count=count, budget=budget)
-        row = SweepRow(asked=asked, status="done", command=self.command(asked))
-        try:
-            plan = plan_for(self.model, options, self.start, source=self.source, convs=self.convs)
-        except (NothingMatchesError, RuleError):
-            raise
-        except DclsConvertError as error:
-            return Candidate(replace(row, status="does not fit", reason=str(error)))
-        except Exception as error:
-            failed = Candidate(row)
-            failed.fail(error, "planning")
-            return failed
-        return Candidate(self._planned(row, plan), plan)
-
-    def _planned(self, row: SweepRow, plan: ConversionPlan) -> SweepRow:
-        report = predict_report(plan)
-        return replace(
-            row,
-            layers=len(plan.layers),
-            dilated_sizes=tuple(sorted({layer.dilated_size for layer in plan.layers})),
-            kernel_counts=tuple(sorted({layer.kernel_count for layer in plan.layers})),
-            elements=report.params.weights,
-            params=report.params.after,
-            macs=report.macs.after,
-            folded_bytes=folded_bytes(self.model, plan),
-        )
-
-
-def fit_(candidate: Candidate, model: nn.Module, start: Start, *, note: Notify, notify: Notify) -> None:
-    """Convert a copy of the trained model, and state in the row what that keeps."""
-    if candidate.plan is None:
-        return
+    Raises:
+        DclsConvertError: No combination can be planned, or the network cannot be built.
+    """
+    convs, source = job.convs, job.source
+    assert source is not None
+    if job.elements is not None:
+        raise CheckpointError(f"{job.where}: has elements of its own, so there is nothing to compare")
+    if convs.macs is None and (job.input_size is not None or (timing and convs.input_size is None)):
+        raise PlanError(f"{shown(source.name)}: {convs.macs_note}")
+    original = SweepRow(
+        asked=None, status="original", params=convs.params, macs=convs.macs, folded_bytes=_state_bytes(job.meta)
+    )
+    candidates = [Candidate(original)]
+    interrupted = False
     try:
-        done = carry_out_(copy.deepcopy(model), candidate.plan, start, note=note, notify=notify)
+        for number, one in enumerate(asked, 1):
+            job.notify(f"planning {number} of {len(asked)}")
+            candidates.append(_planned(job, one, command(one)))
+        planned = [candidate for candidate in candidates if candidate.plan]
+        for number, candidate in enumerate(planned if job.trained else [], 1):
+            job.notify(f"fitting {candidate.row.window}, {number} of {len(planned)}")
+            _fit(job, candidate)
+        if timing is not None and planned:
+            _time(job, candidates, *timing)
+    except KeyboardInterrupt:
+        interrupted = True
+    rows = with_dominated([candidate.row for candidate in candidates])
+    return Sweep(
+        model=source.name,
+        input_size=convs.input_size,
+        macs_note=convs.macs_note,
+        rows=rows,
+        timing=timing[0] if timing else None,
+        slower=slower,
+        interrupted=interrupted,
+        choice=choose(rows, slower),
+    )
+
+
+def _planned(job: Job, asked: Asked, command: str) -> Candidate:
+    """One combination; one that does not fit has the reason in its row.
+
+    Raises:
+        DclsConvertError: None can be planned: nothing matches, or the rules do not fit the model or the options.
+    """
+    count = AUTO if asked.kernel_count is None else asked.kernel_count
+    budget = DEFAULT_BUDGET if asked.budget is None else asked.budget
+    candidate = Candidate(SweepRow(asked=asked, status="done", command=command))
+    try:
+        plan = job.plan(replace(job.options, dilated_size=asked.size, kernel_count=count, budget=budget))
+    except (NothingMatchesError, RuleError):
+        raise
+    except DclsConvertError as error:
+        candidate.row = replace(candidate.row, status="does not fit", reason=str(error))
+        return candidate
+    except Exception as error:
+        candidate.fail(error, "planning")
+        return candidate
+    report = predict_report(plan)
+    row = replace(
+        candidate.row,
+        layers=len(plan.layers),
+        dilated_sizes=tuple(sorted({layer.dilated_size for layer in plan.layers})),
+        kernel_counts=tuple(sorted({layer.kernel_count for layer in plan.layers})),
+        elements=report.params.weights,
+        params=report.params.after,
+        macs=report.macs.after,
+        folded_bytes=_folded_bytes(job.meta, plan),
+    )
+    return Candidate(row, plan)
+
+
+def _fit(job: Job, candidate: Candidate) -> None:
+    """Convert a copy of the trained network, and state in the row what that keeps."""
+    assert candidate.plan is not None
+    network = job.network
+    if job.calibration is not None:  # read once, for all candidates
+        job.calibration = calibrate(network, candidate.plan, job.calibration, note=job.note)
+    try:
+        done = job.convert(candidate.plan, model=copy.deepcopy(network))
     except Exception as error:
         candidate.fail(error, "fitting")
         return
@@ -118,26 +151,40 @@ def fit_(candidate: Candidate, model: nn.Module, start: Start, *, note: Notify, 
         )
 
 
-def with_images_read(start: Start, model: nn.Module, candidate: Candidate, *, note: Notify) -> Start:
-    """The start with its images in memory, so that they are read once, for all candidates."""
-    if start.calibration is None or candidate.plan is None:
-        return start
-    return replace(start, calibration=calibrate(model, candidate.plan, start.calibration, note=note))
+def _time(job: Job, candidates: Sequence[Candidate], settings: TimingSettings, device: torch.device) -> None:
+    """Measure those that have a plan, and the original, and put the times into their rows."""
+    size = job.convs.input_size
+    assert size is not None
+    network = job.network.to(device)
+    timed: list[tuple[Candidate, Timed]] = []
+    for candidate in candidates:
+        if candidate.plan is None and candidate.row.asked is not None:
+            continue
+        job.notify(f"building {candidate.row.window}")
+        try:
+            timed.append((candidate, Timed.of(network, candidate.plan)))
+        except Exception as error:
+            candidate.fail(error, "building")
+    try:
+        time_([one for _, one in timed], size, settings, device, notify=job.notify)
+    finally:
+        for candidate, one in timed:
+            candidate.row = replace(candidate.row, ways=dict(one.ways))
+            if one.error is not None:
+                candidate.fail(one.error, "timing")
+            else:
+                candidate.row = replace(candidate.row, forward_ms=one.forward_ms, step_ms=one.step_ms)
 
 
-def state_bytes(model: nn.Module) -> int:
+def _state_bytes(model: nn.Module) -> int:
     """Bytes of a model's state dict, a shared tensor once."""
     tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def folded_bytes(model: nn.Module, plan: ConversionPlan) -> int:
-    """Bytes of the state dict of the converted model when folded.
-
-    Args:
-        model: The original.
-    """
-    total = state_bytes(model)
+def _folded_bytes(model: nn.Module, plan: ConversionPlan) -> int:
+    """Bytes of the state dict of the converted model when folded; `model` is the original."""
+    total = _state_bytes(model)
     for layer in plan.layers:
         weight = model.get_submodule(layer.name).weight
         assert isinstance(weight, Tensor)

@@ -10,8 +10,8 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from ..networks.running import run
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
 from ..surgery.start import apply_plan_
-from .candidates import Candidate
 from .sweep import Timing, TimingSettings
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 100
@@ -33,13 +32,32 @@ CALLS_ON_GPU = 5  # a measured run on a GPU is their mean, since the end of the 
 
 
 @dataclass(slots=True)
-class _Timed:
-    """A candidate, the model that it becomes, and the milliseconds of its runs so far."""
+class Timed:
+    """A model, and the milliseconds of its runs so far."""
 
-    candidate: Candidate
     model: nn.Module
     forward: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
+    ways: Counter[str] = field(default_factory=Counter)  # of `depthwise_way`; converted layers that go each of them
+    error: Exception | None = None  # for which it was given up
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: ConversionPlan | None) -> Self:
+        """The model itself, or converted with random elements; what is not converted is then the model's own."""
+        if plan is None:
+            return cls(model)
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        converted = copy.deepcopy(model, shared)
+        apply_plan_(converted, plan, init="random")
+        return cls(converted)
+
+    @property
+    def forward_ms(self) -> Timing | None:
+        return _summary(self.forward)
+
+    @property
+    def step_ms(self) -> Timing | None:
+        return _summary(self.step)
 
 
 def check_device(name: str) -> torch.device:
@@ -59,57 +77,26 @@ def device_name(device: torch.device) -> str:
 
 
 def time_(
-    candidates: Sequence[Candidate], model: nn.Module, settings: TimingSettings, device: torch.device, *, notify: Notify
+    timed: Sequence[Timed], input_size: Sequence[int], settings: TimingSettings, device: torch.device, *, notify: Notify
 ) -> None:
-    """Measure each candidate, and put the times into its row; the first is the dense original.
+    """Measure models on a device; one that fails is given up, with its error.
 
-    All take turns, one round after the other. Where this is interrupted, the rows have the times measured so far.
-
-    Args:
-        model: The original, with weights of any values. Moved to the device; its parameters are shared.
-        notify: Told about progress.
+    All take turns, one round after the other. Where this is interrupted, they have the times measured so far.
     """
-    model.to(device)
-    timed = list(_models(candidates, model, notify))
-    size = next((candidate.plan.input_size for candidate in candidates if candidate.plan), None)
-    if size is None:
-        return
-    images = torch.randn(settings.batch, *size, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(settings.batch, *input_size, generator=torch.Generator().manual_seed(0))
     clock = _Clock(images.to(device), device, settings.amp)
-    try:
-        begun, least = time.perf_counter(), settings.seconds
-        for count in range(-1, MOST_ROUNDS):  # a round for warmth first
-            spent = time.perf_counter() - begun
-            if (spent >= least and count >= LEAST_ROUNDS) or not timed:
-                break
-            notify("warming up" if count < 0 else f"timing, round {count + 1}, {spent:.0f} of {least:g} s")
-            timed = [one for one in timed if clock.measure(one, keep=count >= 0)]
-    finally:
-        for one in timed:
-            one.candidate.row = replace(one.candidate.row, forward_ms=summary(one.forward), step_ms=summary(one.step))
+    begun = time.perf_counter()
+    for count in range(-1, MOST_ROUNDS):  # a round for warmth first
+        spent = time.perf_counter() - begun
+        going = [one for one in timed if one.error is None]
+        if (spent >= settings.seconds and count >= LEAST_ROUNDS) or not going:
+            break
+        notify("warming up" if count < 0 else f"timing, round {count + 1}, {spent:.0f} of {settings.seconds:g} s")
+        for one in going:
+            clock.measure(one, keep=count >= 0)
 
 
-def _models(candidates: Sequence[Candidate], model: nn.Module, notify: Notify) -> Iterator[_Timed]:
-    for candidate in candidates:
-        if candidate.row.status == "original":
-            yield _Timed(candidate, model)
-        elif candidate.plan is not None:
-            notify(f"building {candidate.row.window}")
-            try:
-                yield _Timed(candidate, converted_twin(model, candidate.plan))
-            except Exception as error:
-                candidate.fail(error, "building")
-
-
-def converted_twin(model: nn.Module, plan: ConversionPlan) -> nn.Module:
-    """The converted model with random elements; what is not converted is the model's own."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin = copy.deepcopy(model, shared)
-    apply_plan_(twin, plan, init="random")
-    return twin
-
-
-def summary(runs: Sequence[float]) -> Timing | None:
+def _summary(runs: Sequence[float]) -> Timing | None:
     """Quartiles, by linear interpolation; None without runs."""
     if not runs:
         return None
@@ -122,8 +109,8 @@ class _Clock:
         self.images, self.device, self.amp = images, device, amp
         self.calls = CALLS_ON_GPU if device.type != "cpu" else 1
 
-    def measure(self, timed: _Timed, *, keep: bool) -> bool:
-        """One run of each part; False where the model fails, which its row then says."""
+    def measure(self, timed: Timed, *, keep: bool) -> None:
+        """One run of each part."""
         model = timed.model
         try:
             with contextlib.nullcontext() if keep else self._watching(timed):
@@ -133,13 +120,12 @@ class _Clock:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             step = self._milliseconds(lambda: self._step(model, optimizer))
         except Exception as error:
-            timed.candidate.fail(error, "timing")
-            return False
+            timed.error = error
+        else:
+            timed.forward += [forward] * keep
+            timed.step += [step] * keep
         finally:
             model.zero_grad(set_to_none=True)
-        timed.forward += [forward] * keep
-        timed.step += [step] * keep
-        return True
 
     def _milliseconds(self, call: Callable[[], object]) -> float:
         self._wait()
@@ -170,24 +156,21 @@ class _Clock:
         optimizer.step()
 
     @contextlib.contextmanager
-    def _watching(self, timed: _Timed) -> Iterator[None]:
-        """Note in the row which ways the converted layers go."""
-        ways: Counter[str] = Counter()
-        handles = []
-        names = {layer for layer in timed.model.modules() if isinstance(layer, DclsConvNd)}
+    def _watching(self, timed: Timed) -> Iterator[None]:
+        """Note which ways the converted layers go, each at its first call."""
+        layers = {layer for layer in timed.model.modules() if isinstance(layer, DclsConvNd)}
 
-        def note(layer: Any, inputs: tuple[Tensor, ...]) -> None:
-            if layer in names:
-                names.discard(layer)
-                ways[self._way(layer, inputs[0])] += 1
+        def watch(layer: Any, inputs: tuple[Tensor, ...]) -> None:
+            if layer in layers:
+                layers.discard(layer)
+                timed.ways[self._way(layer, inputs[0])] += 1
 
-        handles = [layer.register_forward_pre_hook(note) for layer in names]
+        handles = [layer.register_forward_pre_hook(watch) for layer in layers]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-        timed.candidate.row = replace(timed.candidate.row, ways=dict(ways))
 
     def _way(self, layer: Any, input: Tensor) -> str:
         if layer.dims != 2 or input.dim() != 4:
