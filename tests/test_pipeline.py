@@ -13,10 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dcls_convert
 from dcls_convert import PlanError, apply_plan_, convert_, find_convs, plan_conversion, save_converted
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.source import known_source
 from dcls_convert.options import PlanOptions
-from dcls_convert.pipeline import Start, carry_out_, plan_again, plan_for
-from dcls_convert.surgery.authors import sort_weights
+from dcls_convert.pipeline import Job
 from dcls_convert.surgery.place import place_layers_
 
 from .conftest import TINY
@@ -68,15 +66,14 @@ def theirs(model, plan):
     return state
 
 
-def started(model, kind):
-    convs = find_convs(model)
+def job_for(model, kind):
+    """Convert `model` from this start; the plan is made already."""
+    weights = None
     if kind == "authors":
-        plan = plan_conversion(convs, dilated_size=9, kernel_count=4)
-        elements = sort_weights(theirs(model, plan), "theirs")
-        start = Start(elements=elements)
-        return plan_for(model, PlanOptions(dilated_size=9), start), start
-    plan = plan_conversion(convs, dilated_size=9, kernel_count="exact" if kind == "exact" else "auto")
-    return plan, Start(init=kind)
+        weights = theirs(model, plan_conversion(find_convs(model), dilated_size=9, kernel_count=4))
+    init = "auto" if kind == "authors" else kind
+    job = Job(model=model, weights=weights, options=PlanOptions(dilated_size=9), init=init)
+    return job, job.plan()
 
 
 def small():
@@ -91,46 +88,52 @@ def small():
 @pytest.mark.parametrize("kind", ["random", "fit", "largest", "exact", "authors"])
 def test_whatever_fails_leaves_the_model_as_it_was(kind):
     with torch.random.fork_rng():
-        plan, start = started(small(), kind)
+        job, plan = job_for(small(), kind)
         model = small()
         with Failing() as counting:
-            carry_out_(model, plan, start)
+            job.convert(plan, model=model)
         total = counting.seen
         for at in sorted({1 + (total - 1) * place // PLACES for place in range(PLACES + 1)}):
             model = small()
             before = snapshot(model)
             with pytest.raises(RuntimeError, match="injected"), Failing(at):
-                carry_out_(model, plan, start)
+                job.convert(plan, model=model)
             assert_unchanged(model, before)
 
 
 def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
-    plan = replace(plan_conversion(find_convs(small()), dilated_size=9, kernel_count=4), input_size=(3, 16, 16))
-    start = Start(init="fit", trained=True)
-    assert carry_out_(small(), plan, start).moved is not None
+    job, plan = job_for(small(), "fit")
+    plan = replace(plan, input_size=(3, 16, 16))
+    assert job.convert(plan).moved is not None
     monkeypatch.setattr("dcls_convert.pipeline.MOST_PIXELS", 16 * 16 - 1)
-    assert carry_out_(small(), plan, start).moved is None
+    assert job.convert(plan, model=small()).moved is None
 
 
 @pytest.mark.parametrize(
-    "place", ["place.fold_before_timm_fuses_", "place.spare_from_decay_", "place._tell_timm", "convert.measure_report"]
+    "place",
+    [
+        "surgery.place.fold_before_timm_fuses_",
+        "surgery.place.spare_from_decay_",
+        "surgery.place._tell_timm",
+        "pipeline.measure_report",
+    ],
 )
 @pytest.mark.parametrize("kind", ["random", "authors"])
 def test_a_failure_after_the_layers_are_in_place_takes_them_out_again(tiny, monkeypatch, place, kind):
-    plan, start = started(tiny, kind)
+    job, plan = job_for(tiny, kind)
     before = snapshot(tiny)
 
     def fail(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"dcls_convert.surgery.{place}", fail)
+    monkeypatch.setattr(f"dcls_convert.{place}", fail)
     with pytest.raises(KeyboardInterrupt):
-        carry_out_(tiny, plan, start)
+        job.convert(plan)
     assert_unchanged(tiny, before)
 
 
 def test_a_failure_between_two_layers_takes_out_those_before(tiny, monkeypatch):
-    plan, start = started(tiny, "random")
+    job, plan = job_for(tiny, "random")
     before, tie, calls = snapshot(tiny), DclsConvNd.tie_, []
 
     def fail_at_the_last(self, *arguments):
@@ -141,7 +144,7 @@ def test_a_failure_between_two_layers_takes_out_those_before(tiny, monkeypatch):
 
     monkeypatch.setattr(DclsConvNd, "tie_", fail_at_the_last)
     with pytest.raises(MemoryError):
-        carry_out_(tiny, plan, start)
+        job.convert(plan)
     assert_unchanged(tiny, before)
 
 
@@ -209,9 +212,10 @@ def test_loading_draws_no_random_number(tiny, tmp_path):
 def test_a_plan_is_carried_out_on_other_weights_of_the_same_model(tiny):
     plan = convert_(tiny, dilated_size=9, init="random").plan
     other = timm.create_model(TINY).eval()
-    again = plan_again(other, replace(plan, folded=True), known_source(other))
+    job = Job(model=other, init="random")
+    again = job.plan_again(replace(plan, folded=True))
     assert again == plan
-    report = carry_out_(other, again, Start(init="random")).report
+    report = job.convert(again).report
     assert report.plan == plan
     assert {name: t.shape for name, t in other.state_dict().items()} == {
         n: t.shape for n, t in tiny.state_dict().items()
@@ -227,16 +231,16 @@ def test_a_plan_of_another_model_is_refused(tiny, name, arguments):
     other = timm.create_model(name, **arguments)
     before = snapshot(other)
     with pytest.raises(PlanError, match="the plan is for"):
-        plan_again(other, plan, known_source(other))
+        Job(model=other).plan_again(plan)
     assert_unchanged(other, before)
 
 
 def test_a_plan_of_the_users_own_model_is_held_to_its_layers(tiny):
     plan = convert_(small(), dilated_size=9, init="random").plan
     assert plan.model is None
-    assert plan_again(small(), plan, None) == plan
+    assert Job(model=small()).plan_again(plan) == plan
     larger = small()
     larger.append(nn.Linear(4, 4))
     for model in (larger, nn.Sequential(nn.Conv2d(3, 4, 3))):
         with pytest.raises(PlanError, match="the plan is for"):
-            plan_again(model, plan, None)
+            Job(model=model).plan_again(plan)

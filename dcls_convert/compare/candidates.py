@@ -160,7 +160,8 @@ def _time(job: Job, candidates: Sequence[Candidate], settings: TimingSettings, d
     for candidate in candidates:
         if candidate.plan is None and candidate.row.asked is not None:
             continue
-        job.notify(f"building {candidate.row.window}")
+        if candidate.plan is not None:
+            job.notify(f"building {candidate.row.window}")
         try:
             timed.append((candidate, Timed.of(network, candidate.plan)))
         except Exception as error:

@@ -16,11 +16,12 @@ import torch
 
 from dcls_convert import load_converted
 from dcls_convert.checkpoints.folder import FILES
-from dcls_convert.cli.arguments import HOW_MANY, OUTPUT, PLANNING, WHAT, WHERE
+from dcls_convert.cli.arguments import PLANNING
 from dcls_convert.cli.convert import convert
 from dcls_convert.cli.models import models
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.options import PlanOptions
+from dcls_convert.pipeline import Job
 from dcls_convert.planning.rules import load_rules
 
 from ..command_line import run
@@ -48,18 +49,12 @@ def test_main_job():
     assert load_converted(f"{TINY}-dcls17-tuned").num_classes == names["model"].num_classes == 10
 
 
-@pytest.mark.parametrize("name", ["it's", 'a "b"', "two\nlines", "back\\slash\\", "{brace}", "é\x1b[0m"])
+@pytest.mark.parametrize("name", ['it\'s a "b"', "two\nlines\\{brace}é\x1b[0m"])
 def test_what_is_to_be_pasted_is_python_whatever_the_folder_is_called(name):
     out, _ = run(TINY, "--dilated-size", 9, "--output", name)
     snippet = re.search(r"Fine-tune it:\n\n(.*)", out, re.DOTALL)[1]
     exec("\n".join(line[4:] for line in snippet.splitlines()), {})
     assert load_converted(f"{name}-tuned").num_classes == 10
-
-
-def test_runs_with_other_starts_do_not_collide():
-    for start in ([], ["--init", "exact"]):
-        run(TINY, "--dilated-size", 9, *start)
-    assert [path.name for path in sorted(Path().iterdir())] == [f"{TINY}-dcls9", f"{TINY}-dcls9-exact"]
 
 
 def test_two_checkpoints_are_compared():
@@ -115,12 +110,14 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
     }
     seen = []
 
-    def plan(_model, options, *_, **__):
-        seen.append(options)
+    def plan(job):
+        seen.append(job.options)
         raise NothingMatchesError("enough")
 
-    monkeypatch.setattr("dcls_convert.pipeline.plan_for", plan)
-    monkeypatch.setattr("dcls_convert.compare.survey.survey_models", plan)
+    monkeypatch.setattr("dcls_convert.pipeline.Job.plan", plan)
+    monkeypatch.setattr(
+        "dcls_convert.compare.survey.survey_models", lambda _, options, **__: plan(Job(options=options))
+    )
     text, value = given[name]
     for command in ([TINY], ["models", TINY]):
         run(*command, f"--{name.replace('_', '-')}", *([text] if text else []), code=3)
@@ -188,18 +185,6 @@ def test_torchvision_models_convert():
     assert torch.equal(load_converted("mobilenet_v3_small-dcls9")(x), by_timm(x))
 
 
-def test_uniform_positions_fill_the_window():
-    run(TINY, "--positions", "uniform", "--quiet", "--output", "uniform")
-    run(TINY, "--quiet", "--output", "normal")
-    spread = {}
-    for name in ("uniform", "normal"):
-        positions = load_converted(name).stages[3].blocks.dcls_positions
-        assert positions.abs().max() <= 8
-        spread[name] = positions.std().item()
-    assert spread["normal"] == pytest.approx(0.5, rel=0.05)  # cells; the paper's N(0, 0.5)
-    assert spread["uniform"] == pytest.approx(16 / 12**0.5, rel=0.05)
-
-
 def test_rules_commands():
     names = {line.split()[0] for line in run("rules", "list")[0].splitlines()}
     assert names == {"conv3x3", "dense3x3", "dense3x3x3", "depthwise"}
@@ -211,15 +196,6 @@ def test_rules_commands():
     Path("no_size.yaml").write_text("format: 1\nrules: [{match: {kind: depthwise}}]\n")
     assert "a rule states no size" in run("rules", "check", "no_size.yaml", "--model", TINY)[0]
     assert json.loads(run("rules", "schema")[0])["title"] == "RuleSet"
-
-
-def test_help_names_every_option_in_a_group(monkeypatch):
-    monkeypatch.setenv("TERMINAL_WIDTH", "120")
-    out, _ = run("convert", "--help")
-    for name in inspect.signature(convert).parameters.keys() - {"model"}:
-        assert f" --{name.rstrip('_').replace('_', '-')} " in out
-    groups = [line.split("─ ")[1].split(" ─")[0] for line in out.splitlines() if line.startswith("╭")]
-    assert groups == ["Arguments", "Options", WHAT, HOW_MANY, WHERE, OUTPUT]
 
 
 @pytest.mark.processes

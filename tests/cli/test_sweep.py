@@ -9,10 +9,10 @@ import pytest
 import timm
 import torch
 
-from dcls_convert import convert_, fold_to_dense_
-from dcls_convert.compare import candidates, timing
-from dcls_convert.compare.candidates import Planner
+from dcls_convert import DclsConv2d, convert_, fold_to_dense_
+from dcls_convert.compare import timing
 from dcls_convert.errors import PlanError
+from dcls_convert.pipeline import Job
 
 from ..command_line import run
 from ..conftest import TINY
@@ -81,14 +81,14 @@ def test_folded_bytes_are_those_of_the_folded_state_dict(size):
 
 
 def test_what_does_not_fit_or_fails_is_a_row_with_its_reason(monkeypatch):
-    plan_for = candidates.plan_for
+    plan = Job.plan
 
-    def failing(model, options, *arguments, **keywords):
+    def failing(job, options):
         if options.dilated_size == 11:
             raise RuntimeError("something [broke]\nhere")
-        return plan_for(model, options, *arguments, **keywords)
+        return plan(job, options)
 
-    monkeypatch.setattr(candidates, "plan_for", failing)
+    monkeypatch.setattr(Job, "plan", failing)
     found, _ = sweep(TINY, "--sizes", "8..11..1")
     assert [row["status"] for row in found["rows"]] == ["original", "does not fit", "done", "does not fit", "failed"]
     assert "must be odd as the kernel 7 is" in found["rows"][1]["reason"]
@@ -105,21 +105,15 @@ def test_without_a_row_that_fits_the_rows_are_shown_and_it_is_a_mistake():
     assert err.splitlines()[-1].startswith("error: no row is done; of the first: stages.0")
 
 
-def test_nothing_that_matches_ends_it():
-    out, err = run("sweep", "test_vit", "--sizes", "7..9", code=3)
-    assert out == ""
-    assert "nothing in the model matches" in err.splitlines()[-1]
-
-
 def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
-    candidate = Planner.candidate
+    plan = Job.plan
 
-    def interrupted(self, asked):
-        if asked.size == 11:
+    def interrupted(job, options):
+        if options.dilated_size == 11:
             raise KeyboardInterrupt
-        return candidate(self, asked)
+        return plan(job, options)
 
-    monkeypatch.setattr(Planner, "candidate", interrupted)
+    monkeypatch.setattr(Job, "plan", interrupted)
     found, err = sweep(TINY, "--sizes", "7..15", code=130)
     assert found["interrupted"]
     assert [row["asked"] and row["asked"]["size"] for row in found["rows"]] == [None, 7, 9]
@@ -128,11 +122,16 @@ def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
     assert "Interrupted" in out
 
 
+def _window(model):
+    sizes = {layer.dilated_kernel_size[0] for layer in model.modules() if isinstance(layer, DclsConv2d)}
+    return f"{max(sizes)}x{max(sizes)}" if sizes else "dense"
+
+
 def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
     measure, calls = timing._Clock.measure, []
 
     def interrupted(self, timed, *, keep):
-        calls.append((timed.candidate.row.window, keep))
+        calls.append((_window(timed.model), keep))
         if len(calls) == 8:
             raise KeyboardInterrupt
         return measure(self, timed, keep=keep)
@@ -232,12 +231,6 @@ def test_a_picture_of_the_rows(tmp_path, suffix):
     _, err = run("sweep", TINY, "--sizes", "7", "--picture", path, code=2)
     assert "already exists" in err
     sweep(TINY, "--sizes", "7", "--picture", path, "--force")
-
-
-def test_without_matplotlib_a_picture_is_refused_at_once(monkeypatch):
-    monkeypatch.setattr("dcls_convert.files.find_spec", lambda name: None)
-    _, err = run("sweep", TINY, "--sizes", "7", "--picture", "front.png", code=2)
-    assert err == "error: --picture needs matplotlib: pip install 'dcls-convert[plot]'\n"
 
 
 @pytest.mark.parametrize(
