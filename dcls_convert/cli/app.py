@@ -3,9 +3,8 @@
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -33,9 +32,6 @@ NETWORKS = ("torch", "torchvision", "timm")  # which some install by themselves,
 COMPLETION_VARIABLE = "_DCLS_CONVERT_COMPLETE"
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-LATER = getattr(signal, "SIGVTALRM", None)  # of a timer; not on Windows
-SECONDS_TO_LATER = 0.001
-SECONDS_TO_CLEAN = 5.0  # after a signal; the next one in this time is ignored
 
 
 class _Program(CommandGroup):
@@ -89,18 +85,16 @@ app.add_typer(rules_app, name="rules")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Ends the process, with one line at most of what went wrong."""
-    streams = sys.stdout, sys.stderr
+    interrupts = _raise_interrupts()
+    console.set_up()
     try:
-        interrupts = _interrupt_once()
-        console.set_up()
         code, line = _run(list(sys.argv[1:] if arguments is None else arguments))
-        _ignore_signals()
         if interrupts and code:  # of which a library made another error
             code, line = EXIT_INTERRUPTED, "interrupted"
     except KeyboardInterrupt:
-        _ignore_signals()
         code, line = EXIT_INTERRUPTED, "interrupted"
-    sys.stdout, sys.stderr = streams  # a signal may have kept contextlib.redirect_stderr from giving it back
+    for number in SIGNALS:  # all is done but for the last line
+        signal.signal(number, signal.SIG_IGN)
     if line:
         console.message(f"error: {line}", style="red")
     console.finish()
@@ -137,41 +131,18 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
     return code, "interrupted" if code == EXIT_INTERRUPTED else None
 
 
-def _interrupt_once() -> list[int]:
-    """Let the first signal raise KeyboardInterrupt, so that everything cleans up; further ones must not disturb that.
+def _raise_interrupts() -> list[int]:
+    """Let each signal raise KeyboardInterrupt, so that everything cleans up; the list will hold those that came.
 
     A signal that was ignored when the program started (by nohup, or for a shell's background job) stays ignored.
-    The list returned will hold each signal that was raised so.
     """
-    raised: list[int] = []
-    first = -SECONDS_TO_CLEAN
+    interrupts: list[int] = []
 
     def interrupt(number: int, _frame: object) -> None:
-        nonlocal first
-        now = time.monotonic()
-        if now - first >= SECONDS_TO_CLEAN:  # again later, in case a library swallowed the first
-            first = now
-            raised.append(number)
-            raise KeyboardInterrupt
+        interrupts.append(number)
+        raise KeyboardInterrupt
 
-    def interrupt_later(lost: Any) -> None:
-        """Python calls this with what it cannot raise, in C code or as an object is deleted; nor can it raise here."""
-        nonlocal first
-        if lost.exc_type is not KeyboardInterrupt or LATER is None:
-            sys.__unraisablehook__(lost)
-            return
-        first = -SECONDS_TO_CLEAN
-        signal.signal(LATER, interrupt)
-        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_TO_LATER)
-
-    sys.unraisablehook = interrupt_later
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)
-    return raised
-
-
-def _ignore_signals() -> None:
-    """All is done but for the last line."""
-    for number in filter(None, (*SIGNALS, LATER)):
-        signal.signal(number, signal.SIG_IGN)
+    return interrupts

@@ -65,8 +65,6 @@ def message(text: str, style: str = "") -> None:
         sys.stderr.flush()
     except OSError:
         _drop(sys.stderr)
-    except MemoryError:
-        print(line, file=sys.stderr, flush=True)
 
 
 def note(text: str, *_: int) -> None:

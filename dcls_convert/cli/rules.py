@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..files import builtin_rules
+from ..options import PlanOptions
 from ..tables import counted
 from . import console
 from .arguments import CommandGroup
@@ -77,21 +78,21 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
     """
     with console.steps(model_name, lines=False) as notify:
         notify("reading")  # which begins with imports of some seconds
-        from ..networks.sites import find_convs
-        from ..networks.source import build_model, resolve_model
-        from ..planning.planner import claim_convs, plan_conversion
+        from ..networks.source import resolve_model
+        from ..pipeline import Job
+        from ..planning.planner import claim_convs
         from ..planning.rules import claim_sites
 
-        convs = find_convs(build_model(resolve_model(model_name), device="meta", offline=True, trust_code=True))
+        job = Job(source=resolve_model(model_name), options=PlanOptions(rules=rules), offline=True)
         default = rules.defaults.dilated_kernel_size
         sized = all(rule.skip or rule.dilated_kernel_size or default for rule in rules.rules)
-        _ = plan_conversion(convs, rules) if sized else claim_convs(rules, convs)
-        claims = claim_sites(rules, convs.sites)
+        _ = job.plan() if sized else claim_convs(rules, job.convs)
+        claims = claim_sites(rules, job.convs.sites)
     counts = Counter(claims.rule_of.values())
     lines = [
         f"  {rules.label(index)}: {'converts' if rule.skip is None else 'skips'} {counts[index]} "
-        f"of {counted(len(convs.sites), 'convolution')}"
+        f"of {counted(len(job.convs.sites), 'convolution')}"
         for index, rule in enumerate(rules.rules)
     ]
-    lines.append(f"  no rule: {len(claims.reasons)}, cannot be converted: {len(convs.skipped)}")
+    lines.append(f"  no rule: {len(claims.reasons)}, cannot be converted: {len(job.convs.skipped)}")
     return lines if sized else [*lines, "  a rule states no size: give --dilated-size when you convert"]

@@ -170,33 +170,6 @@ def test_a_traceback_is_shown_on_demand(monkeypatch):
 
 # Signals.
 
-BOTH = [signal.SIGINT, signal.SIGTERM]
-
-
-def interrupted_while_cleaning():
-    """A model whose construction is interrupted, and the cleaning after it too."""
-    first, second = (signal.Signals[name] for name in os.environ["SIGNALS"].split())
-    try:
-        signal.raise_signal(first)
-    finally:
-        signal.raise_signal(second)
-        Path("cleaned").touch()
-
-
-class Deleted:
-    def __del__(self):
-        signal.raise_signal(signal.SIGTERM)
-
-
-def interrupted_where_nothing_can_be_raised():
-    Deleted()
-    return plain()
-
-
-def test_an_interrupt_that_python_cannot_raise_comes_again():
-    err = run(f"{__name__}:interrupted_where_nothing_can_be_raised", "--quiet", code=130)[1]
-    assert err.splitlines() == ["error: interrupted"]
-
 
 def interrupted_with_another_error():
     try:
@@ -208,14 +181,6 @@ def interrupted_with_another_error():
 def test_an_interrupt_of_which_a_library_makes_another_error_is_one():
     err = run(f"{__name__}:interrupted_with_another_error", "--quiet", code=130)[1]
     assert err.splitlines() == ["error: interrupted"]
-
-
-@pytest.mark.parametrize(("first", "second"), [BOTH, BOTH[::-1]])
-def test_a_second_signal_does_not_disturb_the_cleaning(monkeypatch, first, second):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been started with SIGINT ignored
-    monkeypatch.setenv("SIGNALS", f"{first.name} {second.name}")
-    assert run(f"{__name__}:interrupted_while_cleaning", code=130)[1].splitlines()[-1] == "error: interrupted"
-    assert Path("cleaned").exists()
 
 
 def signalled():

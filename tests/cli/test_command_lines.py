@@ -1,0 +1,136 @@
+"""Random command lines, in this process: the documented exit codes, one line of error, and nothing left behind."""
+
+import importlib
+import shutil
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from dcls_convert.cli.app import app
+
+from ..command_line import ended
+
+SMALL = ("--input-size", "3x32x32")
+OWN = f"{__name__}:build"
+FOLDERS = ["good", "empty", "nowhere", "file", "mine", "out", "a" * 240, "out\x1b[31m", "out\nput"]
+PATHS = st.sampled_from([*FOLDERS, "weights.pth", "rules.yaml", "page.html", "picture.png"])
+WORDS = st.sampled_from(["7", "9", "9x9", "7..11", "auto", "depthwise", "conv3x3", "3x32x32", "60%,100%", "99.5", "-1"])
+TEXTS = st.text(max_size=20).map(lambda text: text.replace("\0", "").replace("../", "./").replace(":", ";"))
+# Slow, of typer, or meant to run code.
+NEVER = {"--pretrained", "--jobs", "--time", "--install-completion", "--show-completion", "--help", "--trust-code"}
+EXPORTERS = {"onnx", "pt2"}  # compile code of their own
+REPLACEABLE = {"good", "out", "empty", "file", "weights.pth", "rules.yaml"}  # with --force
+RIGHT = [
+    (OWN, "--dilated-size", "9", *SMALL),
+    (OWN, "--rules", "rules.yaml", *SMALL, "--quiet", "--checkpoint", "weights.pth", "--init", "random"),
+    (OWN, "--plan", "good", "--dry-run", "--json"),
+    ("fold", "good", "--trust-code"),
+    ("inspect", "good", "--trust-code"),
+    ("sweep", OWN, "--sizes", "7,9", *SMALL),
+    ("verify", "good"),
+    ("diff", "good", "out"),
+    ("rules", "check", "rules.yaml", "--model", OWN),
+]
+
+
+def build():
+    """A network of the user's own that converts in no time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 1), *[nn.Conv2d(8, 8, 3, padding=1, groups=8) for _ in range(2)])
+
+
+def commands():
+    """Every command of the program, by its words."""
+    for name, command in typer.main.get_command(app).commands.items():
+        inner = getattr(command, "commands", None)
+        yield from [((name, word), each) for word, each in inner.items()] if inner else [((name,), command)]
+
+
+def values_of(parameter):
+    """Mostly ones that the parameter may take."""
+    if parameter.name == "model":
+        return st.sampled_from([OWN, OWN, "nomodel", "timm:nope", "torchvision:"]) | TEXTS
+    if parameter.name == "pattern":  # of `models`; some patterns take minutes
+        return TEXTS.map(lambda text: f"nope{text}")
+    annotation = parameter.type_descriptor.annotation
+    choices = [choice for choice in get_args(annotation) if isinstance(choice, str)]
+    paths = Path in (annotation, *get_args(annotation))
+    return st.one_of(st.sampled_from(choices) if choices else PATHS if paths else WORDS, TEXTS)
+
+
+@st.composite
+def any_command(draw):
+    words, command = draw(st.sampled_from(list(commands())))
+    line = [*words, *(draw(values_of(each)) for each in command.params if each.param_type_name == "argument")]
+    options = [each for each in command.params if each.param_type_name == "option" and each.opts[0] not in NEVER]
+    for option in draw(st.lists(st.sampled_from(options), max_size=6)) if options else ():
+        line.append(draw(st.sampled_from(option.opts)))
+        if not option.is_flag and not option.count:
+            line.append(draw(values_of(option)))
+    return line
+
+
+@st.composite
+def nearly_right(draw):
+    """A command line that is right but for its output, with a word or two changed, dropped or doubled."""
+    line = [*draw(st.sampled_from(RIGHT)), *draw(st.sampled_from([["--force"], []]))]
+    if line[0] not in ("verify", "diff", "rules") and draw(st.booleans()):
+        line += [{"sweep": "--picture", "inspect": "--html"}.get(line[0], "--output"), draw(PATHS)]
+    for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
+        place = draw(st.integers(0, len(line) - 1))
+        if line[place] != OWN:
+            line[place : place + 1] = draw(st.sampled_from([[], [draw(PATHS | WORDS | TEXTS)], line[place:][:1] * 2]))
+    return line
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A folder with folders and files for command lines to name."""
+    importlib.import_module("matplotlib.font_manager")  # now, so that its cache stands
+    place = tmp_path_factory.mktemp("original")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        assert ended(*RIGHT[0], "--output", "good")[0] == 0
+    shutil.copytree(place / "good", place / "out")
+    for folder in ("empty", "mine"):
+        (place / folder).mkdir()
+    for file in ("mine/notes.txt", "file"):
+        (place / file).write_text("the user's own")
+    (place / "rules.yaml").write_text("format: 1\nrules: [{match: {kind: depthwise}, dilated_kernel_size: 7}]\n")
+    torch.save(build().state_dict(), place / "weights.pth")
+    return place
+
+
+def seen(folder):
+    return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@given(line=(any_command() | nearly_right()).filter(lambda line: not EXPORTERS & {*line}))
+def test_every_command_line_ends_as_documented(original, monkeypatch, tmp_path, line):
+    place = tmp_path / "here"
+    if not place.is_dir() or seen(place) != seen(original):
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(original, place)
+    monkeypatch.chdir(place)
+    before = seen(place)
+    code, out, err = ended(*line)
+    after = seen(place)
+    assert code in (0, 2, 3), err
+    assert "Traceback" not in out + err
+    assert out.replace("\n", "").replace("\t", "").isprintable()
+    errors = [text for text in err.splitlines() if text.startswith("error: ")]
+    if code:
+        assert errors == err.splitlines()[-1:]
+        assert len(errors[0]) < 1000
+        assert "cannot be written: " not in errors[0], "refused when all was done"
+    new = {path for path in after.keys() - before.keys() if len(path.parts) == 1}
+    assert not new or (code == 0 and not any(path.name.endswith(".partial") for path in new))
+    changed = {path.parts[0] for path, time in before.items() if after.get(path) != time}
+    assert changed <= REPLACEABLE
+    assert not changed or ("--force" in line and code == 0)
