@@ -254,8 +254,14 @@ class Job:
             if before is None:
                 return Conversion(model=model, report=report.with_fit_errors(errors))
             after = _answers(model, plan, images)
-        outcome = _outcome(errors, before, after, images)
-        moved = None if before.random is None else relative_distance(before.random, after.random)
+        (random, held_out), (new_random, new_held_out) = before, after
+        outcome = Outcome(
+            kernel_error=sum(errors.values()) / len(errors) if errors else None,
+            images=sum(map(len, images.held_out)) if images else 0,
+            same_top1=same_top1(held_out, new_held_out) if held_out else None,
+            output_error=relative_distance(held_out, new_held_out) if held_out else None,
+        )
+        moved = None if random is None else relative_distance(random, new_random)
         return Conversion(model=model, report=report.with_fit_errors(errors, outcome), moved=moved)
 
     def _say_kept(self, names: Sequence[str]) -> None:
@@ -327,16 +333,9 @@ def _measured(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
     return report
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Answers:
-    """What a model gives."""
-
-    random: Any  # for two images of random numbers; None for a model that takes something else
-    held_out: list[Any]  # for the batches that calibration holds out
-
-
 @reproducible()
-def _answers(model: nn.Module, plan: ConversionPlan, images: Calibration | None) -> _Answers:
+def _answers(model: nn.Module, plan: ConversionPlan, images: Calibration | None) -> tuple[Any, list[Any]]:
+    """What a model gives for two random images (None where it takes something else), and for those held out."""
     random = None
     with evaluating(model):
         size, on_meta = plan.input_size, any(tensor.is_meta for tensor in model.parameters())
@@ -344,18 +343,7 @@ def _answers(model: nn.Module, plan: ConversionPlan, images: Calibration | None)
             noise = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device="cpu")
             with contextlib.suppress(Exception):  # the model's own code, and a comparison to be spared
                 random = run(model, noise)
-        held_out = [] if images is None else [run(model, batch) for batch in images.held_out]
-    return _Answers(random=random, held_out=held_out)
-
-
-def _outcome(errors: Mapping[str, float], before: _Answers, after: _Answers, images: Calibration | None) -> Outcome:
-    compared = bool(before.held_out)
-    return Outcome(
-        kernel_error=sum(errors.values()) / len(errors) if errors else None,
-        images=sum(map(len, images.held_out)) if images else 0,
-        same_top1=same_top1(before.held_out, after.held_out) if compared else None,
-        output_error=relative_distance(before.held_out, after.held_out) if compared else None,
-    )
+        return random, [] if images is None else [run(model, batch) for batch in images.held_out]
 
 
 @takes_plan_options
