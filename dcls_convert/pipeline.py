@@ -16,9 +16,9 @@ from .fitting.images import Calibration, Images, calibrate
 from .networks.outputs import relative_distance, same_top1
 from .networks.running import evaluating, reproducible, run, unchanged_on_failure
 from .networks.sites import ModelConvs, find_convs
-from .networks.source import ModelSource, build_hollow, build_model, known_source, stated_input_size, with_names_of
+from .networks.source import ModelSource, build_empty, build_model, known_source, stated_input_size, with_names_of
 from .networks.tracing import check_same_shapes
-from .networks.weights import checked_entries, fill_, load_weights_, read_weights
+from .networks.weights import assign_weights_, checked_entries, load_weights_, read_weights
 from .options import (
     AUTO,
     ERROR,
@@ -94,7 +94,7 @@ def plan_for(
     if options.scope == ERROR and options.kernel_count == AUTO:
         options = replace(options, kernel_count=_counts_by_error(model, convs, options, start, notify))
     plan = make_plan(convs, options, model=source.name if source else None, model_args=source.args if source else None)
-    check_same_shapes(model, plan.windows, plan.input_size, convs.output_sizes)
+    check_same_shapes(model, plan.windows, plan.input_size, convs.output_sizes, meta=convs.meta)
     if start.elements is not None:
         element_state(start.elements, plan, start.authors_version)
     return plan
@@ -151,12 +151,12 @@ def build_with_weights(
     """
     if state is None:
         return build_model(source, pretrained=pretrained, seed=seed, trust_code=True), []
-    hollow, kept = build_hollow(source), list[str]()
-    if hollow is None or not fill_(hollow, state, where, new_classifier=new_classifier):
-        hollow = build_model(source, seed=seed, trust_code=True)
-        kept = load_weights_(hollow, state, where, new_classifier=new_classifier)
+    model, kept = build_empty(source), list[str]()
+    if model is None or not assign_weights_(model, state, where, new_classifier=new_classifier):
+        model = build_model(source, seed=seed, trust_code=True)
+        kept = load_weights_(model, state, where, new_classifier=new_classifier)
     state.clear()
-    return hollow, kept
+    return model, kept
 
 
 def carry_out_(

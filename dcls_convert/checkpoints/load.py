@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, PlanError
-from ..networks.source import ModelSource, build_hollow, build_model, check_source
-from ..networks.weights import fill_, load_file, load_weights_
+from ..networks.source import ModelSource, build_empty, build_model, check_source
+from ..networks.weights import assign_weights_, load_file, load_weights_
 from ..planning.plan import ConversionPlan
 from ..surgery.place import place_layers_
 from .folder import WEIGHTS, read_checked_stamp, read_folder, the_plan
@@ -71,9 +71,9 @@ def rebuilt(
         prepare_(model)
         return model
 
-    hollow = build_hollow(source)
-    if hollow is not None and fill_(prepared(hollow), state, where):
-        return hollow
+    empty = build_empty(source)
+    if empty is not None and assign_weights_(prepared(empty), state, where):
+        return empty
     model = prepared(build_model(source, trust_code=True))
     load_weights_(model, state, where)
     return model

@@ -14,8 +14,8 @@ from dcls_convert import pipeline as conversion
 from dcls_convert.checkpoints.folder import WEIGHTS
 from dcls_convert.checkpoints.save import write_files
 from dcls_convert.networks import weights
-from dcls_convert.networks.source import ModelSource, build_hollow, build_model
-from dcls_convert.networks.weights import fill_, load_weights_, read_weights
+from dcls_convert.networks.source import ModelSource, build_empty, build_model
+from dcls_convert.networks.weights import assign_weights_, load_weights_, read_weights
 
 from .folders import convert, run
 
@@ -47,8 +47,8 @@ def tensors_of(model):
 
 def filled(source, file):
     """A model of hollow weights and a file; None where it has to be built on the CPU."""
-    model = build_hollow(source)
-    return model if model is not None and fill_(model, read_weights(file), "file") else None
+    model = build_empty(source)
+    return model if model is not None and assign_weights_(model, read_weights(file), "file") else None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -85,12 +85,12 @@ class Unsaved(nn.Module):
 @pytest.mark.parametrize("values", [lambda: torch.empty(3).normal_(), lambda: torch.randn(3)], ids=["empty", "randn"])
 def test_a_model_with_random_values_that_no_file_has_is_built(monkeypatch, values):
     monkeypatch.setattr("dcls_convert.networks.source._build", lambda *_, **__: Unsaved(values))
-    hollow = build_hollow(ModelSource(name="timm:x"))
-    assert hollow is None or not fill_(hollow, Unsaved(values).state_dict(), "file")
+    hollow = build_empty(ModelSource(name="timm:x"))
+    assert hollow is None or not assign_weights_(hollow, Unsaved(values).state_dict(), "file")
 
 
 def test_the_users_own_code_is_run_once():
-    assert build_hollow(ModelSource(name="collections:OrderedDict")) is None
+    assert build_empty(ModelSource(name="collections:OrderedDict")) is None
 
 
 class Allocated(TorchDispatchMode):
@@ -118,8 +118,8 @@ def test_loading_allocates_no_second_model(tmp_path):
     state = read_weights(tmp_path / "w.safetensors")
     pointers = {name: tensor.data_ptr() for name, tensor in state.items()}
     with Allocated() as counted:
-        model = build_hollow(source)
-        assert fill_(model, state, "file")
+        model = build_empty(source)
+        assert assign_weights_(model, state, "file")
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == pointers
     assert counted.most < 0.05 * sum(tensor.nbytes for tensor in state.values())
 
@@ -127,7 +127,7 @@ def test_loading_allocates_no_second_model(tmp_path):
 def test_views_of_one_memory_become_tensors_of_their_own():
     whole = torch.arange(8.0)
     model = nn.Linear(4, 1, device="meta")
-    assert fill_(model, {"weight": whole[:4].reshape(1, 4), "bias": whole[4:5]}, "file")
+    assert assign_weights_(model, {"weight": whole[:4].reshape(1, 4), "bias": whole[4:5]}, "file")
     with torch.no_grad():
         model.weight.zero_()
     assert torch.equal(whole, torch.arange(8.0))
@@ -137,7 +137,7 @@ def test_views_of_one_memory_become_tensors_of_their_own():
 def test_another_precision_in_the_file_becomes_the_models():
     model = nn.Linear(4, 1, device="meta")
     state = nn.Linear(4, 1).half().state_dict()
-    assert fill_(model, state, "file")
+    assert assign_weights_(model, state, "file")
     assert model.weight.dtype == torch.float32
     assert torch.equal(model.weight, state["weight"].float())
 
@@ -152,7 +152,7 @@ def test_the_command_draws_no_weights_that_a_file_has(tmp_path, monkeypatch, cap
     for folder in folders:
         run(*arguments, folder)
         assert len(drawn) == folders.index(folder)
-        monkeypatch.setattr(conversion, "build_hollow", lambda _: None)
+        monkeypatch.setattr(conversion, "build_empty", lambda _: None)
     capsys.readouterr()
     for path in sorted(folders[0].iterdir()):
         assert path.read_bytes() == (folders[1] / path.name).read_bytes(), path.name

@@ -16,7 +16,7 @@ from dcls_convert.checkpoints.folder import CONFIG
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.networks.source import (
     ModelSource,
-    build_hollow,
+    build_empty,
     build_model,
     check_source,
     known_source,
@@ -173,7 +173,7 @@ def test_plain_arguments_are_allowed():
             check_source(ModelSource(name=f"timm:{TINY}", args={name: value}))
 
 
-@pytest.mark.parametrize("build", [lambda source: build_model(source, device="meta"), build_hollow])
+@pytest.mark.parametrize("build", [lambda source: build_model(source, device="meta"), build_empty])
 def test_a_folders_arguments_cannot_ask_for_a_network_without_end(build, monkeypatch):
     import timm
 
