@@ -16,9 +16,9 @@ from .fitting.images import Calibration, Images, calibrate
 from .networks.outputs import relative_distance, same_top1
 from .networks.running import evaluating, reproducible, run, unchanged_on_failure
 from .networks.sites import ModelConvs, find_convs
-from .networks.source import ModelSource, build_empty, build_model, known_source, stated_input_size, with_names_of
+from .networks.source import ModelSource, build_model, known_source, stated_input_size, with_names_of
 from .networks.tracing import check_same_shapes
-from .networks.weights import assign_weights_, checked_entries, load_weights_, read_weights
+from .networks.weights import build_with_state, checked_entries, read_weights
 from .options import (
     AUTO,
     ERROR,
@@ -151,10 +151,7 @@ def build_with_weights(
     """
     if state is None:
         return build_model(source, pretrained=pretrained, seed=seed, trust_code=True), []
-    model, kept = build_empty(source), list[str]()
-    if model is None or not assign_weights_(model, state, where, new_classifier=new_classifier):
-        model = build_model(source, seed=seed, trust_code=True)
-        kept = load_weights_(model, state, where, new_classifier=new_classifier)
+    model, kept = build_with_state(source, state, where, seed=seed, new_classifier=new_classifier)
     state.clear()
     return model, kept
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, PlanError
-from ..networks.source import ModelSource, build_empty, build_model, check_source
-from ..networks.weights import assign_weights_, load_file, load_weights_
+from ..networks.source import ModelSource, check_source
+from ..networks.weights import build_with_state, load_file, load_weights_
 from ..planning.plan import ConversionPlan
 from ..surgery.place import place_layers_
 from .folder import WEIGHTS, read_checked_stamp, read_folder, the_plan
@@ -65,18 +65,12 @@ def rebuilt(
         prepare_: Changes the model, which may be on meta, before it takes its weights.
     """
 
-    def prepared(model: nn.Module) -> nn.Module:
+    def prepare(model: nn.Module) -> None:
         if plan is not None:
             place_(model, plan)
         prepare_(model)
-        return model
 
-    empty = build_empty(source)
-    if empty is not None and assign_weights_(prepared(empty), state, where):
-        return empty
-    model = prepared(build_model(source, trust_code=True))
-    load_weights_(model, state, where)
-    return model
+    return build_with_state(source, state, where, prepare_=prepare)[0]
 
 
 def buildable(source: ModelSource | None, folder: Path, *, trust_code: bool) -> ModelSource:

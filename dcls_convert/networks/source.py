@@ -29,6 +29,7 @@ from .running import seeded
 
 REGISTRIES = ("timm", "torchvision")
 FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself loads these
+LIBRARIES = (*REGISTRIES, *FOREIGN_SOURCES)  # whose code builds the model; all others are the user's own
 OWN_ENTRY = "dcls_convert"  # our entry in timm's registry; it rebuilds converted models and cannot be converted
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet's classifiers; for models that state no size
 VIDEO_FRAMES = 16  # frames of a clip, for torchvision's video models
@@ -166,7 +167,8 @@ def build_model(
     Args:
         source: From `resolve_model`, or from a plan.
         pretrained: Load the weights that timm or torchvision offer for it.
-        device: "meta" gives a meta model, without any values; one that cannot be built on meta is built on the CPU.
+        device: "meta" gives a meta model, which has no weights: for plans, and for `assign_weights_`. Where its factory
+            calculates with tensors, only the weights are on meta; where that fails too, it is built on the CPU.
         seed: Seeds the random initialisation and leaves the global generators alone. None draws from the global ones.
         offline: Refuse a download.
         trust_code: The user vouches for the source: it may be a factory of any module, the hub or a folder. Without
@@ -184,8 +186,13 @@ def build_model(
     with seeded(seed), warnings.catch_warnings(action="ignore"):
         if device == "meta" and not pretrained:
             for way in (torch.device("meta"), _EmptyWeights()):
-                if (meta := _tried(source, way)) is not None:
-                    return meta
+                try:
+                    with way:
+                        return _build(source, pretrained=False)
+                except _EndlessError:
+                    raise
+                except ModelError:  # if not due to the way of building, it is repeated, and reported, on the CPU
+                    pass
         with seeded(seed):
             model = _build(source, pretrained=pretrained)
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -193,42 +200,10 @@ def build_model(
     return model
 
 
-def build_empty(source: ModelSource) -> nn.Module | None:
-    """As `build_model` for timm and torchvision, but without weights: those of a file are put in their place.
-
-    The layers' weights are on meta (`assign_weights_` replaces them); no random ones are drawn, and memory holds one
-    copy of the network. Unlike in a meta model, tensors that a constructor calculates (relative positions, blur
-    kernels, anchors) have their values.
-
-    The caller trusts the source, or has called `check_source`.
-
-    Returns:
-        None if the model must be built on the CPU: it is the user's own, cannot be built this way, or draws random
-        numbers for more than its weights.
-    """
-    if source.kind not in (*REGISTRIES, *FOREIGN_SOURCES):
-        return None
-    with seeded(0), warnings.catch_warnings(action="ignore"):
-        before = torch.get_rng_state()
-        model = _tried(source, _EmptyWeights())
-        return model if torch.equal(before, torch.get_rng_state()) else None
-
-
-def _tried(source: ModelSource, way: contextlib.AbstractContextManager[object]) -> nn.Module | None:
-    """The model, built inside `way`; None where it cannot be built so."""
-    try:
-        with way:
-            return _build(source, pretrained=False)
-    except _EndlessError:
-        raise
-    except ModelError:  # if not due to the way of building, it is repeated, and reported, on the CPU
-        return None
-
-
 def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
     kind, _, name = source.name.partition(":")
     try:
-        with _bounded(source.name) if kind in (*REGISTRIES, *FOREIGN_SOURCES) else contextlib.nullcontext():
+        with _bounded(source.name) if kind in LIBRARIES else contextlib.nullcontext():
             if kind == "torchvision":
                 model = _build_torchvision(name, source.args, pretrained)
             elif kind == "timm" or kind in FOREIGN_SOURCES:

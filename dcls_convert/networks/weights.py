@@ -7,7 +7,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, listed, one_line, shown
 from ..files import check_weights_file
 from .outputs import tensors_in
+from .source import LIBRARIES, ModelSource, build_model
 
 # Where training scripts put a state dict, in the order of preference: averaged weights first, as timm does.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
@@ -101,7 +102,7 @@ def load_weights_(
 
 
 def assign_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False) -> bool:
-    """As `load_weights_`, for a model of `build_empty`: the tensors of the state dict become the model's own.
+    """As `load_weights_`, for a meta model: the tensors of the state dict become its own, and are not copied.
 
     A tensor is copied only if its dtype differs or if it is a part of some other memory.
 
@@ -118,6 +119,34 @@ def assign_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str, *
     model.load_state_dict(_versioned(model, ready), strict=False, assign=True)
     # Also those in attributes of a module, which are neither parameters nor buffers.
     return not any(tensor.is_meta for module in model.modules() for tensor in tensors_in(vars(module)))
+
+
+def build_with_state(
+    source: ModelSource,
+    state: Mapping[str, Tensor],
+    where: str,
+    *,
+    prepare_: Callable[[nn.Module], None] = lambda _: None,
+    seed: int = 0,
+    new_classifier: bool = False,
+) -> tuple[nn.Module, list[str]]:
+    """The network of a trusted source with the weights of a state dict, in memory once, and the names it lacks.
+
+    Weights are drawn only where the state dict does not give all values: then the network is built again, on the CPU.
+
+    Args:
+        source, seed: As in `build_model`.
+        state, where, new_classifier: As in `load_weights_`, whose CheckpointError it raises.
+        prepare_: Changes the model, which may be a meta model, before it takes its weights.
+    """
+    if source.kind in LIBRARIES:  # the user's own code is run once
+        model = build_model(source, device="meta", seed=seed, trust_code=True)
+        prepare_(model)
+        if assign_weights_(model, state, where, new_classifier=new_classifier):
+            return model, []
+    model = build_model(source, seed=seed, trust_code=True)
+    prepare_(model)
+    return model, load_weights_(model, state, where, new_classifier=new_classifier)
 
 
 def check_weights(
