@@ -1,6 +1,6 @@
 """A model's convolutions as plain values, with the stage of each, and what the model costs before conversion."""
 
-import functools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class ConvSite:
     @property
     def weights(self) -> int:
         """Weights of the dense kernel."""
-        return self.out_channels * self.in_channels // self.groups * functools.reduce(int.__mul__, self.kernel_size)
+        return self.out_channels * self.in_channels // self.groups * math.prod(self.kernel_size)
 
     @property
     def macs(self) -> int | None:
@@ -110,12 +110,9 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         if isinstance(module, AnyConv):
             names_of.setdefault(module, []).append(name)
     size = _input_size(model, input_size, max((len(conv.kernel_size) for conv in names_of), default=2))
-    traced, note = _traced(model, size)
-    stages = find_stages(
-        model,
-        _output_strides(traced, size),
-        {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1},
-    )
+    traced, strides, note = _traced(model, size)
+    spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
+    stages = find_stages(model, strides, spatial)
     shared = _shared_weights(model)
     sites: list[ConvSite] = []
     skipped: list[Skipped] = []
@@ -180,17 +177,6 @@ def _site(
     )
 
 
-def _output_strides(traced: Trace | None, input_size: tuple[int, ...] | None) -> dict[str, OutputStride]:
-    """By name, of the convolutions whose output has as many spatial axes as the image."""
-    if traced is None or input_size is None:
-        return {}
-    return {
-        name: output_stride(input_size[1:], call.sizes[0])
-        for name, call in traced.calls.items()
-        if len(call.sizes[0]) == len(input_size) - 1 and min(call.sizes[0]) > 0
-    }
-
-
 def _shared_weights(model: nn.Module) -> dict[int, str]:
     """id of each parameter that several modules hold -> the names of those modules."""
     holders: dict[int, list[str]] = {}
@@ -218,11 +204,17 @@ def _input_size(model: nn.Module, asked: Sequence[int] | None, dims: int) -> tup
     return tuple(asked) if len(asked) > dims else (IMAGE_CHANNELS, *asked)
 
 
-def _traced(model: nn.Module, input_size: tuple[int, ...] | None) -> tuple[Trace | None, str | None]:
-    """The trace of one image, or why there is none."""
+def _traced(
+    model: nn.Module, input_size: tuple[int, ...] | None
+) -> tuple[Trace | None, dict[str, OutputStride], str | None]:
+    """The trace of one image, the output strides of the convolutions with its axes, or why there are none."""
     if input_size is None:
-        return None, "no input size is known; state one"
+        return None, {}, "no input size is known; state one"
     try:
-        return trace(model, input_size), None
+        traced = trace(model, input_size)
     except Exception as error:  # any model code may run here; without a trace, the model can still be converted
-        return None, f"the model does not run on the meta device at {input_size}: {one_line(error)[:200]}"
+        return None, {}, f"the model does not run on the meta device at {input_size}: {one_line(error)[:200]}"
+    sides = input_size[1:]
+    sizes = {name: call.sizes[0] for name, call in traced.calls.items()}
+    sizes = {name: size for name, size in sizes.items() if len(size) == len(sides) and min(size) > 0}
+    return traced, {name: output_stride(sides, size) for name, size in sizes.items()}, None

@@ -202,7 +202,7 @@ class _HeadIsDoneError(Exception):
     pass
 
 
-def _run_head(detector: nn.Module, image: Tensor) -> None:
+def _run_head(detector: nn.Module, image: Tensor) -> object:
     """Run a one-stage detector up to the end of its head.
 
     The rest sorts boxes by their values, which meta tensors do not have. It has no MACs: those up to here are what
@@ -216,7 +216,7 @@ def _run_head(detector: nn.Module, image: Tensor) -> None:
         try:
             detector([image[0]])
         except _HeadIsDoneError:
-            return
+            return None
     raise ValueError(f"{type(detector).__name__} did not ask its head")
 
 

@@ -109,11 +109,9 @@ def assign_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str, *
     Returns:
         Whether the whole model has values now. If not, build it on the CPU, and take `load_weights_`.
     """
-    if check_weights(model, state, where, new_classifier=new_classifier):
+    if check_weights(model, state, where, new_classifier=new_classifier) or alias_names(model):
         return False
     own = model.state_dict()
-    if alias_names(model) or own.keys() - state.keys():
-        return False
     taken: set[int] = set()
     ready = {name: _of_its_own(tensor, own[name].dtype, taken) for name, tensor in state.items()}
     model.load_state_dict(_versioned(model, ready), strict=False, assign=True)
