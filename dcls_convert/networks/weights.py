@@ -23,7 +23,7 @@ from .source import LIBRARIES, ModelSource, build_model
 # Where training scripts put a state dict, in the order of preference: averaged weights first, as timm does.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 MOST_WRAPPERS = 3  # one inside the other; a mapping can hold itself
-PREFIXES = re.compile(r"(module\.|_orig_mod\.)+")  # DistributedDataParallel, torch.compile
+PREFIXES = re.compile(r"^(module\.|_orig_mod\.)+")  # DistributedDataParallel, torch.compile
 ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it
 MOST_HEADER = 16 << 20  # bytes of a safetensors file's, where 150,000 tensors have room
 MOST_GROWTH = 20  # times the size of a torch file, when it is unpacked; torch itself compresses nothing
@@ -52,8 +52,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{where}: holds {kind}, not a state dict (names to tensors)")
     state: dict[str, Tensor] = {}
     for name, tensor in checked_entries(unwrapped, where).items():
-        prefix = PREFIXES.match(name)
-        bare = name[prefix.end() :] if prefix else name
+        bare = PREFIXES.sub("", name)
         if bare in state:
             raise CheckpointError(f"{where}: {shown(name, 120)} is there twice, with and without a wrapper's prefix")
         state[bare] = tensor
@@ -68,11 +67,15 @@ def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{where}: entry {shown(name, 120)!r} is a {type(value).__name__}, not a tensor")
-        if value.layout != torch.strided or value.is_meta or value.is_quantized:
-            kind = "without data (meta)" if value.is_meta else "quantized" if value.is_quantized else str(value.layout)
-            raise CheckpointError(f"{where}: {shown(name, 120)} is {kind}; weights must be ordinary dense tensors")
-        if value.dtype not in NUMBERS:
-            raise CheckpointError(f"{where}: {shown(name, 120)} is {value.dtype}, which torch does not take as numbers")
+        kinds = {
+            "without data (meta)": value.is_meta,
+            "quantized": value.is_quantized,
+            str(value.layout): value.layout != torch.strided,
+            str(value.dtype): value.dtype not in NUMBERS,
+        }
+        for kind in filter(kinds.get, kinds):
+            name = shown(name, 120)
+            raise CheckpointError(f"{where}: {name} is {kind}; weights must be ordinary dense tensors of numbers")
     return {name: value.detach() for name, value in state.items()}
 
 

@@ -60,7 +60,7 @@ CHANGES = {  # of a tensor, and what is said of the file then; None where it is 
     "meta": (lambda t: t.to("meta"), "is without data"),
     "sparse": (lambda t: t.to_sparse(), r"is torch\.sparse_coo; weights must be ordinary dense tensors"),
     "quantised": (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), "is quantized"),
-    "packed bits": (lambda t: t.contiguous().view(torch.uint8).view(torch.bits8), "does not take as numbers"),
+    "packed bits": (lambda t: t.contiguous().view(torch.uint8).view(torch.bits8), r"is torch\.bits8; weights must be"),
     "no tensor": (lambda t: t.tolist(), "is a list, not a tensor"),
     "payload": (lambda t: Payload(), "is damaged or holds more than tensors"),
     "transposed": (lambda t: t.transpose(0, -1).contiguous().transpose(0, -1), None),
