@@ -22,8 +22,8 @@ from .networks.outputs import relative_distance, same_top1
 from .networks.running import evaluating, reproducible, run, unchanged_on_failure
 from .networks.sites import ModelConvs, find_convs
 from .networks.source import (
+    LIBRARIES,
     ModelSource,
-    build_hollow,
     build_model,
     known_source,
     rebuildable_source,
@@ -31,7 +31,7 @@ from .networks.source import (
     with_names_of,
 )
 from .networks.tracing import check_same_shapes
-from .networks.weights import check_weights, checked_entries, fill_, load_weights_, read_weights
+from .networks.weights import assign_weights_, check_weights, checked_entries, load_weights_, read_weights
 from .options import (
     AUTO,
     ERROR,
@@ -165,15 +165,14 @@ class Job:
             return self.meta
         self.notify("building with pretrained weights" if self.pretrained else "building")
         state = self.state if self.weights is not None and self.elements is None else None
-        network, kept = build_with_weights(
-            self.source,
-            state,
-            where=self.where,
-            pretrained=self.pretrained,
-            seed=self.seed,
-            new_classifier=self.new_classifier,
-        )
-        self._say_kept(kept)
+        if state is None:
+            return build_model(self.source, pretrained=self.pretrained, seed=self.seed, trust_code=True)
+        of_library = self.source.kind in LIBRARIES  # the user's own code is run as it is
+        if of_library and assign_weights_(self.meta, state, self.where, new_classifier=self.new_classifier):
+            return self.meta
+        network = build_model(self.source, seed=self.seed, trust_code=True)
+        self._say_kept(load_weights_(network, state, self.where, new_classifier=self.new_classifier))
+        state.clear()
         return network
 
     def plan(self, options: PlanOptions | None = None) -> ConversionPlan:
@@ -192,7 +191,7 @@ class Job:
         plan = make_plan(
             self.convs, options, model=source.name if source else None, model_args=source.args if source else None
         )
-        check_same_shapes(self.meta, plan.windows, plan.input_size, self.convs.output_sizes)
+        check_same_shapes(self.meta, plan.windows, plan.input_size, self.convs.output_sizes, meta=self.convs.meta)
         if self.elements is not None:
             element_state(self.elements, plan, self.authors_version)
         elif self.offline and self.weights is not None:  # which will not be built, but would be refused
@@ -298,32 +297,6 @@ class Job:
 def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
     stated = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     return shown(name or "a model that only its user can build") + (f" with {shown(stated)}" if stated else "")
-
-
-def build_with_weights(
-    source: ModelSource,
-    state: dict[str, Tensor] | None,
-    *,
-    where: str,
-    pretrained: bool = False,
-    seed: int = 0,
-    new_classifier: bool = False,
-) -> tuple[nn.Module, list[str]]:
-    """The network to convert, and the names that kept their initial values.
-
-    Args:
-        source, pretrained, seed: As in `build_model`; may run the user's own code.
-        state: Its weights, where they come from a file; emptied, so that they need not stay in memory.
-        where, new_classifier: As in `load_weights_`.
-    """
-    if state is None:
-        return build_model(source, pretrained=pretrained, seed=seed, trust_code=True), []
-    network, kept = build_hollow(source), list[str]()
-    if network is None or not fill_(network, state, where, new_classifier=new_classifier):
-        network = build_model(source, seed=seed, trust_code=True)
-        kept = load_weights_(network, state, where, new_classifier=new_classifier)
-    state.clear()
-    return network, kept
 
 
 def _measured(model: nn.Module, plan: ConversionPlan) -> ConversionReport:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import dcls_convert
 from dcls_convert import DclsConvertError
-from dcls_convert.networks.source import ModelSource
-from dcls_convert.networks.weights import read_weights
-from dcls_convert.pipeline import build_with_weights
+from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.networks.weights import build_with_state, read_weights
 
 
 def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Module, Any]:
@@ -39,8 +38,9 @@ def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | N
     source, path = find_source(args.teacher), args.teacher_checkpoint
     if path:
         source.args["num_classes"] = student.num_classes
-    state = read_weights(path) if path else None
-    teacher, _ = build_with_weights(source, state, where=f"--teacher-checkpoint {path}", pretrained=path is None)
+        teacher, _ = build_with_state(source, read_weights(path), f"--teacher-checkpoint {path}")
+    else:
+        teacher = build_model(source, pretrained=True, trust_code=True)
     if teacher.num_classes != student.num_classes:
         raise DclsConvertError(
             f"--teacher {args.teacher}: has {teacher.num_classes} classes, {args.model} has {student.num_classes}"

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, PlanError
-from ..networks.source import ModelSource, build_hollow, build_model, check_source
-from ..networks.weights import fill_, load_file, load_weights_
+from ..networks.source import ModelSource, check_source
+from ..networks.weights import build_with_state, load_file, load_weights_
 from ..planning.plan import ConversionPlan
 from ..surgery.place import place_layers_
 from .folder import WEIGHTS, read_checked_stamp, read_folder, the_plan
@@ -65,18 +65,12 @@ def rebuilt(
         prepare_: Changes the model, which may be on meta, before it takes its weights.
     """
 
-    def prepared(model: nn.Module) -> nn.Module:
+    def prepare(model: nn.Module) -> None:
         if plan is not None:
             place_(model, plan)
         prepare_(model)
-        return model
 
-    hollow = build_hollow(source)
-    if hollow is not None and fill_(prepared(hollow), state, where):
-        return hollow
-    model = prepared(build_model(source, trust_code=True))
-    load_weights_(model, state, where)
-    return model
+    return build_with_state(source, state, where, prepare_=prepare)[0]
 
 
 def buildable(source: ModelSource | None, folder: Path, *, trust_code: bool) -> ModelSource:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..errors import DclsConvertError
 
+CONTAINERS = (tuple, list, dict)
+
 
 class ComparisonError(DclsConvertError):
     """Outputs that cannot be compared, or differ too much."""
@@ -17,7 +19,7 @@ class ComparisonError(DclsConvertError):
 def parts(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """The value and all in its tuples, lists and dicts, each with its place, such as "['logits'][0]"."""
     yield place, value
-    if isinstance(value, (tuple, list, dict)):
+    if isinstance(value, CONTAINERS):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from parts(inner, f"{place}[{key!r}]")
 
@@ -37,11 +39,19 @@ def relative_error(outputs: Any, others: Any) -> float:
     Raises:
         ComparisonError: Another structure or shape, no tensor at all, or values that are not finite; says where.
     """
-    ours, theirs = (list(parts(given, "output")) for given in (outputs, others))
-    if [_structure(*part) for part in ours] != [_structure(*part) for part in theirs]:
+    ours, theirs = list(parts(outputs, "output")), list(parts(others, "output"))
+    structures = [
+        [(place, type(part) if isinstance(part, CONTAINERS) else None) for place, part in side]
+        for side in (ours, theirs)
+    ]
+    if structures[0] != structures[1]:
         raise ComparisonError(f"outputs differ in structure: {_described(outputs)} and {_described(others)}")
-    found = (_error_of(place, part, other) for (place, part), (_, other) in zip(ours, theirs, strict=True))
-    errors = [error for error in found if error is not None]
+    errors: list[float] = []
+    for (place, part), (_, other) in zip(ours, theirs, strict=True):
+        if isinstance(part, Tensor) and isinstance(other, Tensor):
+            errors.append(_error_of(place, part, other))
+        elif not isinstance(part, CONTAINERS) and (type(part) is not type(other) or part != other):
+            raise ComparisonError(f"{place} is {_described(part)} and {_described(other)}")
     if not errors:
         raise ComparisonError(f"there is no tensor to compare in {_described(outputs)}")
     return max(errors)
@@ -67,9 +77,7 @@ def relative_distance(outputs: Any, others: Any) -> float | None:
 
     None where there is no such number: other shapes, such as other detections; or a is 0 or not finite.
     """
-    ours, theirs = (
-        [tensor.double() for tensor in tensors_in(given) if tensor.is_floating_point()] for given in (outputs, others)
-    )
+    ours, theirs = ([t.double() for t in tensors_in(side) if t.is_floating_point()] for side in (outputs, others))
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         return None
     left = sum(float((a - b).square().sum()) for a, b in zip(ours, theirs, strict=True))
@@ -86,24 +94,12 @@ def same_top1(outputs: Any, others: Any) -> float | None:
     return float(same.double().mean())
 
 
-def _structure(place: str, part: object) -> tuple[str, type | None]:
-    return place, type(part) if isinstance(part, (tuple, list, dict)) else None
-
-
-def _error_of(place: str, tensor: object, other: object) -> float | None:
-    """The error of two tensors; None for two equal values that are no tensors, and for what holds others."""
-    if _structure(place, tensor)[1] is not None:
-        return None
-    if not isinstance(tensor, Tensor) or not isinstance(other, Tensor):
-        if isinstance(tensor, Tensor) or type(tensor) is not type(other) or tensor != other:
-            raise ComparisonError(f"{place} is {_described(tensor)} and {_described(other)}")
-        return None
+def _error_of(place: str, tensor: Tensor, other: Tensor) -> float:
     if tensor.shape != other.shape:
         raise ComparisonError(f"{place} has shape {tuple(tensor.shape)} and {tuple(other.shape)}")
     a, b = (t.detach().cpu().to(torch.complex128 if t.is_complex() else torch.float64) for t in (tensor, other))
-    for values in (a, b):
-        if not torch.isfinite(values).all():
-            raise ComparisonError(f"{place} has values that are not finite (NaN or infinite)")
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise ComparisonError(f"{place} has values that are not finite (NaN or infinite)")
     if torch.equal(a, b):
         return 0.0
     scale = float(a.abs().max())
@@ -113,6 +109,6 @@ def _error_of(place: str, tensor: object, other: object) -> float | None:
 def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, (tuple, list, dict)):
+    if isinstance(value, CONTAINERS):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}"

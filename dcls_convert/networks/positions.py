@@ -40,25 +40,21 @@ class PositionParameter:
 def position_parameters(model: nn.Module) -> tuple[PositionParameter, ...]:
     """Every positions and sigma tensor of the model once, in the order of the layers; none without DCLS layers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    users: dict[int, list[tuple[str, str, Tensor, DclsConvNd]]] = {}
+    users: dict[int, tuple[str, Tensor, dict[str, DclsConvNd]]] = {}
     for layer_name, layer in model.named_modules():
-        if isinstance(layer, DclsConvNd):
-            for kind in POSITION_PARAMETERS:
-                if (tensor := getattr(layer, kind)) is not None:
-                    users.setdefault(id(tensor), []).append((layer_name, kind, tensor, layer))
-    found = []
-    for key, uses in users.items():
-        layer_name, kind, tensor, _ = uses[0]
-        found.append(
-            PositionParameter(
-                name=names.get(key, f"{layer_name}.{kind}".lstrip(".")),
-                kind=kind,
-                tensor=tensor,
-                layers=tuple(layer for *_, layer in uses),
-                layer_names=tuple(name for name, *_ in uses),
-            )
+        for kind in POSITION_PARAMETERS if isinstance(layer, DclsConvNd) else ():
+            if (tensor := getattr(layer, kind)) is not None:
+                users.setdefault(id(tensor), (kind, tensor, {}))[2][layer_name] = layer
+    return tuple(
+        PositionParameter(
+            name=names.get(key, f"{next(iter(layers))}.{kind}".lstrip(".")),
+            kind=kind,
+            tensor=tensor,
+            layers=tuple(layers.values()),
+            layer_names=tuple(layers),
         )
-    return tuple(found)
+        for key, (kind, tensor, layers) in users.items()
+    )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -119,7 +119,11 @@ def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> 
         model: What the block changes.
         values: Tensors of the model into which the block writes; copies of them are kept meanwhile.
     """
-    before = [(module, _contents(module)) for module in model.modules()]
+    # The registries (parameters, children, hooks) are refilled: they stay the same objects.
+    before = [
+        (vars(module), dict(vars(module)), [(own, dict(own)) for own in vars(module).values() if isinstance(own, dict)])
+        for module in model.modules()
+    ]
     copies = [tensor.detach().clone() for tensor in values]
     try:
         yield
@@ -127,30 +131,20 @@ def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> 
         with torch.no_grad():
             for tensor, copy in zip(values, copies, strict=True):
                 tensor.copy_(copy)
-        for module, (attributes, registries) in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for name, entries in registries.items():
-                attributes[name].clear()
-                attributes[name].update(entries)
+        for now, attributes, registries in before:
+            for own, contents in [(now, attributes), *registries]:
+                own.clear()
+                own.update(contents)
         raise
-
-
-def _contents(module: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The attributes of a module, and what its registries hold; the registries stay the same objects."""
-    registries = {name: dict(value) for name, value in vars(module).items() if isinstance(value, dict)}
-    return dict(vars(module)), registries
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """No warnings and nothing printed from inside the block. Errors go through."""
-    with (
-        warnings.catch_warnings(action="ignore"),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        yield
+    unread = io.StringIO()
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(unread):
+        with contextlib.redirect_stderr(unread):
+            yield
 
 
 @contextlib.contextmanager
@@ -159,12 +153,10 @@ def seeded(seed: int | None) -> Iterator[None]:
 
     None leaves them alone. `torch.manual_seed` will not do: it also reseeds devices whose state nobody keeps.
     """
-    if seed is None:
-        yield
-        return
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = list(range(torch.cuda.device_count())) if in_use else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices, enabled=seed is not None):
         for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)):
-            generator.manual_seed(seed)
+            if seed is not None:
+                generator.manual_seed(seed)
         yield

@@ -1,6 +1,6 @@
 """A model's convolutions as plain values, with the stage of each, and what the model costs before conversion."""
 
-import functools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from ..depthwise.geometry import Padding, conv_macs, size_text
 from ..errors import PlanError, one_line
 from ..layers.conv_classes import AnyConv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
-from .stages import OutputStride, find_stages, output_stride
-from .tracing import Calls, Sizes, Trace, trace
+from .stages import OutputStride, Stages, find_stages, output_stride
+from .tracing import Sizes, Trace, trace
 
 IMAGE_CHANNELS = 3  # where no input size is known
 
@@ -50,7 +50,7 @@ class ConvSite:
     @property
     def weights(self) -> int:
         """Weights of the dense kernel."""
-        return self.out_channels * self.in_channels // self.groups * functools.reduce(int.__mul__, self.kernel_size)
+        return self.out_channels * self.in_channels // self.groups * math.prod(self.kernel_size)
 
     @property
     def macs(self) -> int | None:
@@ -81,6 +81,7 @@ class ModelConvs:
     macs_note: str | None  # why macs is None
     stages_from: str  # how the stages were found
     output_sizes: Sizes = field(default_factory=dict, repr=False)  # empty without a trace
+    meta: nn.Module | None = field(default=None, repr=False, compare=False)  # the meta copy that gave these sizes
 
     def __iter__(self) -> Iterator[tuple[ConvSite, ...] | tuple[Skipped, ...]]:
         """`sites, skipped = find_convs(...)`."""
@@ -109,9 +110,9 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         if isinstance(module, AnyConv):
             names_of.setdefault(module, []).append(name)
     size = _input_size(model, input_size, max((len(conv.kernel_size) for conv in names_of), default=2))
-    traced, note = _traced(model, size)
+    traced, strides, note = _traced(model, size)
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
-    stages = find_stages(model, _output_strides(traced, size), spatial)
+    stages = find_stages(model, strides, spatial)
     shared = _shared_weights(model)
     sites: list[ConvSite] = []
     skipped: list[Skipped] = []
@@ -119,14 +120,10 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         reason = why_not_replaceable(conv)
         if reason is None and id(conv.weight) in shared:
             reason = f"its weight is shared with {shared[id(conv.weight)]}"
-        if reason is not None:
+        if reason is None:
+            sites.append(_site(conv, tuple(names), stages, traced, size, first=not sites))
+        else:
             skipped.append(Skipped(name=names[0], type=type(conv).__name__, reason=reason))
-            continue
-        calls = traced.calls.get(names[0]) if traced else None
-        first = calls.takes_image if calls else traced is None and not sites
-        image = conv.in_channels == (size[0] if size else IMAGE_CHANNELS) and first
-        stem = stages.in_stem(names[0]) or image
-        sites.append(_site(conv, tuple(names), stages.stage_of(names[0]), stem, calls, traced is not None))
     return ModelConvs(
         sites=tuple(sites),
         skipped=tuple(skipped),
@@ -136,6 +133,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         macs_note=note,
         stages_from=stages.source,
         output_sizes=traced.sizes if traced else {},
+        meta=traced.meta if traced else None,
     )
 
 
@@ -146,15 +144,24 @@ def kinds_of_convs(convs: ModelConvs) -> Counter[str]:
 
 
 def _site(
-    conv: AnyConv, names: tuple[str, ...], stage: str | None, stem: bool, calls: Calls | None, traced: bool
+    conv: AnyConv,
+    names: tuple[str, ...],
+    stages: Stages,
+    traced: Trace | None,
+    size: Sequence[int] | None,
+    *,
+    first: bool,
 ) -> ConvSite:
+    """`first`: of all that can be replaced, which stands for the order of the calls where there is no trace."""
+    calls = traced.calls.get(names[0]) if traced else None
+    takes_image = calls.takes_image if calls else first and traced is None
     depthwise = conv.groups == conv.in_channels and conv.groups > 1
     return ConvSite(
         names=names,
         type=type(conv).__name__,
         kind="depthwise" if depthwise else "grouped" if conv.groups > 1 else "dense",
-        stage=stage,
-        stem=stem,
+        stage=stages.stage_of(names[0]),
+        stem=stages.in_stem(names[0]) or (takes_image and conv.in_channels == (size[0] if size else IMAGE_CHANNELS)),
         in_channels=conv.in_channels,
         out_channels=conv.out_channels,
         groups=conv.groups,
@@ -164,21 +171,10 @@ def _site(
         dilation=tuple(conv.dilation),
         padding_mode=conv.padding_mode,
         bias=conv.bias is not None,
-        output_size=calls.output_size if calls else None,
+        output_size=calls.sizes[0] if calls else None,
         input_extent=calls.input_extent if calls else None,
         output_positions=calls.output_positions if calls else 0 if traced else None,  # 0: never called
     )
-
-
-def _output_strides(traced: Trace | None, input_size: tuple[int, ...] | None) -> dict[str, OutputStride]:
-    """By name, of the convolutions whose output has as many spatial axes as the image."""
-    if traced is None or input_size is None:
-        return {}
-    return {
-        name: output_stride(input_size[1:], call.output_size)
-        for name, call in traced.calls.items()
-        if len(call.output_size) == len(input_size) - 1 and min(call.output_size) > 0
-    }
 
 
 def _shared_weights(model: nn.Module) -> dict[int, str]:
@@ -190,30 +186,35 @@ def _shared_weights(model: nn.Module) -> dict[int, str]:
     return {key: " and ".join(names) for key, names in holders.items() if len(names) > 1}
 
 
-def _input_size(model: nn.Module, given: Sequence[int] | None, dims: int) -> tuple[int, ...] | None:
-    if given is None:
-        stated = getattr(model, "pretrained_cfg", None) or {}
-        given = stated.get("input_size") if isinstance(stated, Mapping) else None
+def _input_size(model: nn.Module, asked: Sequence[int] | None, dims: int) -> tuple[int, ...] | None:
+    """(channels, *spatial): as asked for, or as a timm model states it."""
+    if asked is None:
+        config = getattr(model, "pretrained_cfg", None)
+        stated = config.get("input_size") if isinstance(config, Mapping) else None
         channels = getattr(model, "_model_args", {}).get("in_chans")  # as timm was asked; its config still says 3
-        return (channels or given[0], *given[1:]) if given else None
+        return (channels or stated[0], *stated[1:]) if stated else None
     if (
-        not isinstance(given, Sequence)
-        or not 2 <= len(given) <= 4
-        or any(not isinstance(size, int) or size < 1 for size in given)
+        not isinstance(asked, Sequence)
+        or not 2 <= len(asked) <= 4
+        or any(not isinstance(side, int) or side < 1 for side in asked)
     ):
-        raise PlanError(f"input size {given!r} must be channels and spatial sizes, such as (3, 224, 224)")
-    if len(given) == dims:
-        return (IMAGE_CHANNELS, *given)
-    if len(given) != dims + 1:
-        raise PlanError(f"input size {size_text(given)} must be channels and {dims} sides, the model is {dims}-D")
-    return tuple(given)
+        raise PlanError(f"input size {asked!r} must be channels and spatial sizes, such as (3, 224, 224)")
+    if len(asked) not in (dims, dims + 1):
+        raise PlanError(f"input size {size_text(asked)} must be channels and {dims} sides, the model is {dims}-D")
+    return tuple(asked) if len(asked) > dims else (IMAGE_CHANNELS, *asked)
 
 
-def _traced(model: nn.Module, input_size: tuple[int, ...] | None) -> tuple[Trace | None, str | None]:
-    """The trace of one image, or why there is none."""
+def _traced(
+    model: nn.Module, input_size: tuple[int, ...] | None
+) -> tuple[Trace | None, dict[str, OutputStride], str | None]:
+    """The trace of one image, the output strides of the convolutions with its axes, or why there are none."""
     if input_size is None:
-        return None, "no input size is known; state one"
+        return None, {}, "no input size is known; state one"
     try:
-        return trace(model, input_size), None
+        traced = trace(model, input_size)
     except Exception as error:  # any model code may run here; without a trace, the model can still be converted
-        return None, f"the model does not run on the meta device at {input_size}: {one_line(error)[:200]}"
+        return None, {}, f"the model does not run on the meta device at {input_size}: {one_line(error)[:200]}"
+    sides = input_size[1:]
+    sizes = {name: call.sizes[0] for name, call in traced.calls.items()}
+    sizes = {name: size for name, size in sizes.items() if len(size) == len(sides) and min(size) > 0}
+    return traced, {name: output_stride(sides, size) for name, size in sizes.items()}, None

@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import inspect
 import itertools
-import json
 import os
 import sys
 import warnings
@@ -25,10 +24,12 @@ from torch.overrides import TorchFunctionMode
 from ..errors import DclsConvertError, ModelError, did_you_mean, one_line, shown
 from ..files import read_bytes
 from ..layers.conv_classes import AnyConv
+from ..records import read_json
 from .running import seeded
 
 REGISTRIES = ("timm", "torchvision")
 FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself loads these
+LIBRARIES = (*REGISTRIES, *FOREIGN_SOURCES)  # whose code builds the model; all others are the user's own
 OWN_ENTRY = "dcls_convert"  # our entry in timm's registry; it rebuilds converted models and cannot be converted
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet's classifiers; for models that state no size
 VIDEO_FRAMES = 16  # frames of a clip, for torchvision's video models
@@ -101,8 +102,18 @@ def _check_value(value: Any, where: str) -> None:
 
 def _is_registered(kind: str, name: str) -> bool:
     if kind == "torchvision":
-        return name in _import("torchvision.models").list_models()
+        return name in _models_of(kind)
     return name != OWN_ENTRY and bool(_import("timm").is_model(name.partition(".")[0]))
+
+
+def _models_of(kind: str) -> list[str]:
+    registry = _import("timm") if kind == "timm" else _import("torchvision.models")
+    return [name for name in registry.list_models() if name != OWN_ENTRY]
+
+
+def registry_names() -> list[str]:
+    """Every model of both registries: "timm:..." and then "torchvision:...", each sorted."""
+    return [f"{kind}:{name}" for kind in REGISTRIES for name in sorted(_models_of(kind))]
 
 
 def resolve_model(
@@ -113,31 +124,33 @@ def resolve_model(
     Raises:
         ModelError: There is no such model (the closest names are listed), or it cannot have these options.
     """
-    args = {"num_classes": num_classes, "in_chans": in_chans}
-    args = {key: value for key, value in args.items() if value is not None}
+    stated = {"num_classes": num_classes, "in_chans": in_chans}
+    args = {key: value for key, value in stated.items() if value is not None}
     prefix, colon, rest = name.partition(":")
-    if (not rest and colon) or not name.strip():
+    if (colon and not rest) or not name.strip():
         raise ModelError(f"model {name!r} has no name")
     if colon and prefix in FOREIGN_SOURCES:
         return ModelSource(name=name, args=args)
-    wanted, kinds = (rest, (prefix,)) if colon else (name, REGISTRIES)
-    if "timm" in kinds and _is_registered("timm", wanted):
-        _check_tag(wanted)
-        return ModelSource(name=f"timm:{wanted}", args=args)
-    if "torchvision" in kinds and _is_registered("torchvision", wanted):
-        if pretrained and num_classes is not None:
-            raise ModelError(
-                f"torchvision:{wanted}: its pretrained weights have a fixed number of classes; leave --num-classes"
-            )
-        if in_chans is not None:
-            raise ModelError(f"torchvision:{wanted} has a fixed number of input channels; --in-chans is for timm")
-        return ModelSource(name=f"torchvision:{wanted}", args=args)
     if colon and prefix not in REGISTRIES:
         if pretrained:
             raise ModelError(f"{name}: --pretrained is for timm and torchvision; let the factory load, or --checkpoint")
         return ModelSource(name=name, args=args)
-    known = [other for kind in kinds for other in _models_of(kind)]
-    raise ModelError(f"no model {name!r}{did_you_mean(wanted, known, 3)}")
+    bare, kinds = (rest, (prefix,)) if colon else (name, REGISTRIES)
+    kind = next((kind for kind in kinds if _is_registered(kind, bare)), None)
+    if kind is None:
+        known = [other for kind in kinds for other in _models_of(kind)]
+        raise ModelError(f"no model {name!r}{did_you_mean(bare, known, 3)}")
+    source = ModelSource(name=f"{kind}:{bare}", args=args)
+    architecture, dot, tag = bare.partition(".")
+    if kind == "timm" and dot:
+        tags = [known.partition(".")[2] for known in _import("timm").list_pretrained(f"{architecture}.*")]
+        if tag not in tags:
+            raise ModelError(f"timm:{architecture} has no weights tagged {tag!r}; tags: {', '.join(tags) or 'none'}")
+    elif kind == "torchvision" and pretrained and num_classes is not None:
+        raise ModelError(f"{source.name}: its pretrained weights have a fixed number of classes; leave --num-classes")
+    elif kind == "torchvision" and in_chans is not None:
+        raise ModelError(f"{source.name} has a fixed number of input channels; --in-chans is for timm")
+    return source
 
 
 def build_model(
@@ -154,25 +167,32 @@ def build_model(
     Args:
         source: From `resolve_model`, or from a plan.
         pretrained: Load the weights that timm or torchvision offer for it.
-        device: "meta" builds without weights; a model that cannot be built on meta is built on the CPU.
+        device: "meta" gives a meta model, which has no weights: for plans, and for `assign_weights_`. Where its factory
+            calculates with tensors, only the weights are on meta; where that fails too, it is built on the CPU.
         seed: Seeds the random initialisation and leaves the global generators alone. None draws from the global ones.
         offline: Refuse a download.
         trust_code: The user vouches for the source: it may be a factory of any module, the hub or a folder. Without
             it, `check_source` decides.
 
     Raises:
-        ModelError: The model is not allowed or cannot be built, or its weights cannot be loaded.
+        DclsConvertError: The model is not allowed or cannot be built, or its weights cannot be loaded.
     """
     if not trust_code:
         check_source(source)
     if source.kind == "hf-hub":
-        _have_config(source.name.partition(":")[2], offline=offline)
+        _check_hub(source.name, offline=offline)
+    if source.kind == "local-dir":
+        _check_folder(source.name)
     with seeded(seed), warnings.catch_warnings(action="ignore"):
         if device == "meta" and not pretrained:
-            for hollow in (torch.device("meta"), _WeightsOnMeta()):
-                # A failure that is not due to meta is repeated, and reported, on the CPU below.
-                with _unless_endless(), hollow:
-                    return _build(source, pretrained=False)
+            for way in (torch.device("meta"), _EmptyWeights()):
+                try:
+                    with way:
+                        return _build(source, pretrained=False)
+                except _EndlessError:
+                    raise
+                except ModelError:  # if not due to the way of building, it is repeated, and reported, on the CPU
+                    pass
         with seeded(seed):
             model = _build(source, pretrained=pretrained)
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -180,37 +200,119 @@ def build_model(
     return model
 
 
-def build_hollow(source: ModelSource) -> nn.Module | None:
-    """As `build_model` for timm and torchvision, but with the layers' weights on meta.
+def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
+    kind, _, name = source.name.partition(":")
+    try:
+        with _bounded(source.name) if kind in LIBRARIES else contextlib.nullcontext():
+            if kind == "torchvision":
+                model = _build_torchvision(name, source.args, pretrained)
+            elif kind == "timm" or kind in FOREIGN_SOURCES:
+                target = name if kind == "timm" else source.name
+                model = _import("timm").create_model(target, pretrained=pretrained, **source.args)
+            else:
+                model = _build_own(source)
+    except DclsConvertError:
+        raise
+    except SystemExit as error:
+        raise ModelError(
+            f"{source.name}: its factory leaves the program (SystemExit {one_line(error)[:200]})"
+        ) from error
+    except Exception as error:  # what timm, torchvision, the hub or the user's factory raise has no common base
+        what = "its pretrained weights cannot be had" if pretrained else "cannot be built"
+        raise ModelError(f"{source.name}: {what}: {type(error).__name__}: {one_line(error)[:300]}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{source.name}: gives a {type(model).__name__}, not a torch.nn.Module")
+    return model
 
-    Weights from a file then replace the meta tensors: no random weights are drawn, and memory holds one copy of the
-    network. Tensors that a constructor calculates (relative positions, blur kernels, anchors) have their values.
 
-    The caller trusts the source, or has called `check_source`.
+@contextlib.contextmanager
+def _bounded(name: str) -> Iterator[None]:
+    """Refuse (ModelError) arguments that ask for a network without end, such as a depth of a million."""
+    count = itertools.count(1)
 
-    Returns:
-        None if the model must be built on the CPU: it is the user's own, cannot be built this way, or draws random
-        numbers for more than its weights.
+    def refuse_more(*_: object) -> None:
+        if next(count) > MOST_MODULES:
+            raise _EndlessError(f"{name}: its arguments ask for more than {MOST_MODULES:,} modules")
+
+    hook = register_module_module_registration_hook(refuse_more)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _build_torchvision(name: str, args: dict[str, Any], pretrained: bool) -> nn.Module:
+    models = _import("torchvision.models")
+    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
+        args = {**args, "weights_backbone": None}  # torchvision downloads a backbone by default
+    return models.get_model(name, weights="DEFAULT" if pretrained else None, **args)  # type: ignore[no-any-return]
+
+
+def _build_own(source: ModelSource) -> nn.Module:
+    module_name, _, attribute = source.name.partition(":")
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ModelError(
+            f"{source.name}: module {module_name!r} cannot be imported: {one_line(error)}"
+            + did_you_mean(module_name, (*REGISTRIES, *FOREIGN_SOURCES))
+        ) from error
+    finally:
+        sys.path.remove(here)
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise ModelError(f"{source.name}: module {module_name!r} has no function {attribute!r}")
+    return factory(**source.args)  # type: ignore[no-any-return]
+
+
+def _check_hub(name: str, *, offline: bool) -> None:
+    """Fetch a repository's config, or find it in the cache; what goes wrong is told once, in words.
+
+    timm's factory would fetch it too, but is called again where a model cannot be built on meta.
     """
-    if source.kind not in (*REGISTRIES, *FOREIGN_SOURCES):
-        return None
-    with seeded(0), warnings.catch_warnings(action="ignore"), _unless_endless():
-        before = torch.get_rng_state()
-        with _WeightsOnMeta():
-            model = _build(source, pretrained=False)
-        if torch.equal(before, torch.get_rng_state()):
-            return model
-    return None
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    timm, repository = _import("timm"), name.partition(":")[2]
+    id_, _, revision = repository.partition("@")
+    try:
+        if not offline:
+            timm.models.load_model_config_from_hf(repository)
+        elif not isinstance(try_to_load_from_cache(id_, "config.json", revision=revision or None), str):
+            raise ModelError(f"{name}: its config is not in the local cache, and a dry run downloads nothing")
+    except DclsConvertError:
+        raise
+    except Exception as error:  # the hub's, of its HTTP client, or of a config that is no JSON
+        # The hub's client gives the reason for a file that it lacks as a cause.
+        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
+        problem = f"{type(cause).__name__}: {one_line(cause)[:300]}"
+        if isinstance(cause, RepositoryNotFoundError):
+            problem = (
+                f"{constants.ENDPOINT} has no such repository, or it is private and there is no token for it (HF_TOKEN)"
+            )
+        raise ModelError(f"{name}: cannot be built: {problem}") from error
 
 
-def registry_names() -> list[str]:
-    """Every model of both registries: "timm:..." and then "torchvision:...", each sorted."""
-    return [f"{kind}:{name}" for kind in REGISTRIES for name in sorted(_models_of(kind))]
+def _check_folder(name: str) -> None:
+    path = Path(name.partition(":")[2]) / "config.json"
+    try:
+        config = read_json(read_bytes(path).decode(), f"{name}: {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{name}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not isinstance(config.get("architecture"), str):
+        raise ModelError(f"{name}: {path} names no architecture; it is not a config of timm")
 
 
-def _models_of(kind: str) -> list[str]:
-    registry = _import("timm") if kind == "timm" else _import("torchvision.models")
-    return [name for name in registry.list_models() if name != OWN_ENTRY]
+class _EmptyWeights(TorchFunctionMode):
+    """Let `torch.empty` give meta tensors: layers get meta weights; what a factory calculates stays real."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
 def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
@@ -230,6 +332,24 @@ def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] 
         return None
     channels = [conv.in_channels for conv in convs]
     return (usual if usual in channels or not channels else channels[0], *sides)
+
+
+def _torchvision_input_size(name: str, model: nn.Module) -> tuple[int, ...]:
+    models = _import("torchvision.models")
+    family = models.get_model_builder(name).__module__.removeprefix(models.__name__ + ".").partition(".")[0]
+    if family == "detection":  # these scale their images: take the size that they scale to
+        scaling: Any = model.transform
+        side = scaling.min_size[-1]
+        return (3, *(scaling.fixed_size or (side, side)))
+    if isinstance(side := getattr(model, "image_size", None), int):  # transformers are built for one size
+        return (3, side, side)
+    weights = getattr(models.get_model_weights(name), "DEFAULT", None)
+    transforms = weights.transforms() if weights is not None else None
+    stated = getattr(transforms, "crop_size", None) or getattr(transforms, "resize_size", None)
+    if not stated:
+        return USUAL_INPUT_SIZE
+    rows, columns = (stated * 2)[:2]  # one number stands for both sides
+    return (3, VIDEO_FRAMES, rows, columns) if family == "video" else (3, rows, columns)
 
 
 def rebuildable_source(model: nn.Module, source: ModelSource) -> ModelSource | None:
@@ -266,171 +386,6 @@ def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     except Exception:  # it does not know these names; loading then says what does not fit
         return dict(state)
     return dict(translated) if fits_better and has_data else dict(state)
-
-
-def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
-    kind, _, name = source.name.partition(":")
-    try:
-        if kind == "local-dir":
-            _check_folder(Path(name))
-        if kind == "timm" or kind in FOREIGN_SOURCES:
-            target = name if kind == "timm" else source.name
-            with _bounded(source.name):
-                model = _import("timm").create_model(target, pretrained=pretrained, **source.args)
-        elif kind == "torchvision":
-            with _bounded(source.name):
-                model = _build_torchvision(name, source.args, pretrained)
-        else:
-            model = _build_own(source)
-    except DclsConvertError:
-        raise
-    except SystemExit as error:
-        raise ModelError(
-            f"{source.name}: its factory leaves the program (SystemExit {one_line(error)[:200]})"
-        ) from error
-    except Exception as error:  # what timm, torchvision, the hub or the user's factory raise has no common base
-        what = "its pretrained weights cannot be had" if pretrained else "cannot be built"
-        raise ModelError(f"{source.name}: {what}: {type(error).__name__}: {one_line(error)[:300]}") from error
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"{source.name}: gives a {type(model).__name__}, not a torch.nn.Module")
-    return model
-
-
-@contextlib.contextmanager
-def _bounded(name: str) -> Iterator[None]:
-    """Refuse (ModelError) arguments that ask for a network without end, such as a depth of a million."""
-    count = itertools.count(1)
-
-    def refuse_more(*_: object) -> None:
-        if next(count) > MOST_MODULES:
-            raise _EndlessError(f"{name}: its arguments ask for more than {MOST_MODULES:,} modules")
-
-    hook = register_module_module_registration_hook(refuse_more)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextlib.contextmanager
-def _unless_endless() -> Iterator[None]:
-    """Suppress ModelErrors, which may be due to the way of building."""
-    try:
-        yield
-    except _EndlessError:
-        raise
-    except ModelError:
-        pass
-
-
-def _build_torchvision(name: str, args: dict[str, Any], pretrained: bool) -> nn.Module:
-    models = _import("torchvision.models")
-    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
-        args = {**args, "weights_backbone": None}  # torchvision downloads a backbone by default
-    return models.get_model(name, weights="DEFAULT" if pretrained else None, **args)  # type: ignore[no-any-return]
-
-
-def _torchvision_input_size(name: str, model: nn.Module) -> tuple[int, ...]:
-    models = _import("torchvision.models")
-    family = models.get_model_builder(name).__module__.removeprefix(models.__name__ + ".").partition(".")[0]
-    if family == "detection":  # these scale their images: take the size that they scale to
-        scaling: Any = model.transform
-        side = scaling.min_size[-1]
-        return (3, *(scaling.fixed_size or (side, side)))
-    if isinstance(side := getattr(model, "image_size", None), int):  # transformers are built for one size
-        return (3, side, side)
-    weights = getattr(models.get_model_weights(name), "DEFAULT", None)
-    transforms = weights.transforms() if weights is not None else None
-    stated = getattr(transforms, "crop_size", None) or getattr(transforms, "resize_size", None)
-    if not stated:
-        return USUAL_INPUT_SIZE
-    rows, columns = (stated * 2)[:2]  # one number stands for both sides
-    return (3, VIDEO_FRAMES, rows, columns) if family == "video" else (3, rows, columns)
-
-
-def _build_own(source: ModelSource) -> nn.Module:
-    module_name, _, attribute = source.name.partition(":")
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ModelError(
-            f"{source.name}: module {module_name!r} cannot be imported: {one_line(error)}"
-            + did_you_mean(module_name, (*REGISTRIES, *FOREIGN_SOURCES))
-        ) from error
-    finally:
-        sys.path.remove(here)
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        raise ModelError(f"{source.name}: module {module_name!r} has no function {attribute!r}")
-    return factory(**source.args)  # type: ignore[no-any-return]
-
-
-def _have_config(repository: str, *, offline: bool) -> None:
-    """Fetch a repository's config, or find it in the cache; what goes wrong is told once, in words.
-
-    timm's factory would fetch it too, but is called again where a model cannot be built on meta.
-    """
-    import huggingface_hub
-
-    where, (name, _, revision) = f"hf-hub:{repository}", repository.partition("@")
-    try:
-        if not offline:
-            _import("timm").models.load_model_config_from_hf(repository)
-        elif not isinstance(
-            huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision or None), str
-        ):
-            raise ModelError(f"{where}: its config is not in the local cache, and a dry run downloads nothing")
-    except DclsConvertError:
-        raise
-    except Exception as error:  # the hub's, of its HTTP client, or of a config that is no JSON
-        raise ModelError(f"{where}: cannot be built: {_hub_problem(error)}") from error
-
-
-def _hub_problem(error: Exception) -> str:
-    """What the hub's client reports, in a line; it gives the reason for a file that it lacks as a cause."""
-    from huggingface_hub import constants, errors
-
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return f"{constants.ENDPOINT} has no such repository, or it is private and there is no token for it (HF_TOKEN)"
-    cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
-    response = getattr(cause, "response", None)
-    if isinstance(cause, errors.RevisionNotFoundError | errors.EntryNotFoundError) or response is None:
-        return f"{type(cause).__name__}: {one_line(cause)[:300]}"
-    # The response is one of httpx; of requests in clients before 1.0.
-    reason = getattr(response, "reason_phrase", None) or getattr(response, "reason", "")
-    return f"{constants.ENDPOINT} answers {response.status_code} {reason}".rstrip()
-
-
-def _check_folder(folder: Path) -> None:
-    path = folder / "config.json"
-    try:
-        config = json.loads(read_bytes(path))
-    except (OSError, ValueError) as error:
-        problem = (
-            f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is not JSON: {one_line(error)}"
-        )
-        raise ModelError(f"local-dir:{folder}: {path} {problem}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
-        raise ModelError(f"local-dir:{folder}: {path} names no architecture; it is not a config of timm")
-
-
-def _check_tag(name: str) -> None:
-    architecture, dot, tag = name.partition(".")
-    tags = [known.partition(".")[2] for known in _import("timm").list_pretrained(architecture + ".*")] if dot else [tag]
-    if tag not in tags:
-        raise ModelError(f"timm:{architecture} has no weights tagged {tag!r}; tags: {', '.join(tags) or 'none'}")
-
-
-class _WeightsOnMeta(TorchFunctionMode):
-    """Let `torch.empty` give meta tensors: layers get meta weights; what a factory calculates stays real."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
 
 
 def _import(name: str) -> ModuleType:

@@ -7,12 +7,13 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 from torch import nn
+
+from ..depthwise.geometry import size_text
 
 # The deepest stems have this many spatial convolutions. A "stem" with more is a backbone (hybrids of ResNet and ViT).
 MOST_STEM_CONVS = 8
@@ -44,15 +45,23 @@ def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: 
             strided one still works at the resolution of the previous stage.
     """
     blocks, stems = _timm_patterns(model)
-    if sum(_any_matches(stems, name) for name in spatial) > MOST_STEM_CONVS:
+    if sum(any(stem.match(name + ".") for stem in stems) for name in spatial) > MOST_STEM_CONVS:
         stems = []
-    in_stem = functools.partial(_any_matches, stems)
+
+    def in_stem(name: str) -> bool:
+        return any(stem.match(name + ".") for stem in stems)
+
+    def stage_by_timm(name: str) -> str | None:
+        matches = (block.match(name + ".") for block in blocks)
+        return next((match.group(0).rstrip(".") for match in matches if match and match.groups()), None)
+
     if blocks:
-        by_patterns = functools.partial(_stage_by_timm, blocks)
-        return Stages(source="timm's group_matcher", stage_of=by_patterns, in_stem=in_stem)
+        return Stages(source="timm's group_matcher", stage_of=stage_by_timm, in_stem=in_stem)
     if strides:
-        found = _stages_from_structure({name: stride for name, stride in strides.items() if not in_stem(name)}, spatial)
-        return Stages(source="output stride and module path", stage_of=found.get, in_stem=in_stem)
+        stages = _stages_from_structure(
+            {name: stride for name, stride in strides.items() if not in_stem(name)}, spatial
+        )
+        return Stages(source="output stride and module path", stage_of=stages.get, in_stem=in_stem)
     by_path = functools.partial(_stage_from_path, common_parent(spatial))
     return Stages(source="module path", stage_of=by_path, in_stem=in_stem)
 
@@ -76,29 +85,18 @@ def common_parent(names: Iterable[str]) -> str:
 
 def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
     """Patterns of the stages, none where the model names only blocks, and patterns of the stem."""
+    blocks: list[re.Pattern[str]] = []
+    stems: list[re.Pattern[str]] = []
     try:
         coarse, fine = model.group_matcher(coarse=True), model.group_matcher(coarse=False)  # type: ignore[operator]
-        blocks, stems = list(_patterns(coarse, stem=False)), list(_patterns(coarse, stem=True))
+        for group, specs in coarse.items():
+            for spec in [specs] if isinstance(specs, str) else specs:
+                pattern, ordinal = (spec, None) if isinstance(spec, str) else spec
+                if ordinal is None:  # in timm's convention, a pattern with a number is for the head
+                    (stems if group.startswith("stem") else blocks).append(re.compile(pattern))
     except Exception:  # the model's own code; without a usable matcher, the structure decides
         return [], []
     return ([] if coarse == fine else blocks), stems
-
-
-def _patterns(groups: Mapping[str, Any], *, stem: bool) -> Iterator[re.Pattern[str]]:
-    for specs in (specs for name, specs in groups.items() if name.startswith("stem") == stem):
-        for spec in [specs] if isinstance(specs, str) else specs:
-            pattern, ordinal = (spec, None) if isinstance(spec, str) else spec
-            if ordinal is None:  # in timm's convention, a pattern with a number is for the head
-                yield re.compile(pattern)
-
-
-def _any_matches(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
-    return any(pattern.match(name + ".") for pattern in patterns)
-
-
-def _stage_by_timm(patterns: Sequence[re.Pattern[str]], name: str) -> str | None:
-    matches = (pattern.match(name + ".") for pattern in patterns)
-    return next((found.group(0).rstrip(".") for found in matches if found and found.groups()), None)
 
 
 def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str]) -> dict[str, str]:
@@ -112,22 +110,23 @@ def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str
     networks = _networks(strides)
     for name, stride in strides.items():
         container, counts = _container(name, networks)
-        if container is not None and not counts:
-            stages[name] = container
-        elif container is not None:
+        if container is not None and counts:
             counted.setdefault((container, stride), []).append(name)
-    heads = {
-        key: {_up_to_number(key[0], name) for name in names if name in spatial}
-        for key, names in counted.items()
-        if not spatial.isdisjoint(names)
-    }
-    taken = [head for found in heads.values() for head in found]
-    for (container, stride), found in heads.items():
-        names = counted[container, stride]
-        head, *more = found
-        alone = not more and taken.count(head) == 1 and head not in names
-        by_stride = f"{container}/stride{_stride_text(stride)}".lstrip("/")
-        stages |= dict.fromkeys(names, head if alone else by_stride)
+        elif container is not None:
+            stages[name] = container
+    children: dict[tuple[str, OutputStride], set[str]] = {}  # such as "features.3" for ("features", (8, 8))
+    for key, names in counted.items():
+        depth = key[0].count(".") + 2 if key[0] else 1
+        if named := {".".join(name.split(".")[:depth]) for name in names if name in spatial}:
+            children[key] = named
+    uses = Counter(child for named in children.values() for child in named)
+    for (container, stride), named in children.items():
+        names, child = counted[container, stride], next(iter(named))
+        if len(named) == 1 and uses[child] == 1 and child not in names:
+            stage = child
+        else:
+            stage = f"{container}/stride{size_text(stride if len(set(stride)) > 1 else stride[:1])}".lstrip("/")
+        stages |= dict.fromkeys(names, stage)
     return stages
 
 
@@ -138,16 +137,14 @@ def _networks(strides: Mapping[str, OutputStride]) -> set[str]:
         parts = name.split(".")
         for end in range(1, len(parts)):
             inside.setdefault(".".join(parts[:end]), set()).add(stride)
-    series = Counter(map(_series, inside))
-    return {
-        path for path, found in inside.items() if len(found) > MOST_STRIDES_OF_A_STAGE and series[_series(path)] == 1
-    }
 
+    def series(path: str) -> str:
+        """ "net.layer12" -> "net.layer#", the same for all modules of a series."""
+        parent, dot, name = path.rpartition(".")
+        return parent + dot + re.sub(r"\d+", "#", name)
 
-def _series(path: str) -> str:
-    """("net.layer12") -> "net.layer#", the same for all modules of a series."""
-    parent, dot, name = path.rpartition(".")
-    return parent + dot + re.sub(r"\d+", "#", name)
+    members = Counter(map(series, inside))
+    return {path for path in inside if len(inside[path]) > MOST_STRIDES_OF_A_STAGE and members[series(path)] == 1}
 
 
 def _container(name: str, networks: Set[str]) -> tuple[str | None, bool]:
@@ -161,15 +158,6 @@ def _container(name: str, networks: Set[str]) -> tuple[str | None, bool]:
         if index + 1 < len(parts) and any(character.isdigit() for character in part):
             return ".".join(parts[: index + 1]), False
     return None, False
-
-
-def _up_to_number(container: str, name: str) -> str:
-    """("features", "features.3.conv") -> "features.3"."""
-    return ".".join(name.split(".")[: container.count(".") + 2 if container else 1])
-
-
-def _stride_text(stride: OutputStride) -> str:
-    return "x".join(map(str, stride if len(set(stride)) > 1 else stride[:1]))
 
 
 def _stage_from_path(common: str, name: str) -> str | None:

@@ -2,12 +2,12 @@
 
 import argparse
 import contextlib
-import functools
 import math
 import pickle
+import re
 import warnings
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,20 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, listed, one_line, shown
 from ..files import check_weights_file
 from .outputs import tensors_in
+from .source import LIBRARIES, ModelSource, build_model
 
 # Where training scripts put a state dict, in the order of preference: averaged weights first, as timm does.
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
+MOST_WRAPPERS = 3  # one inside the other; a mapping can hold itself
+PREFIXES = re.compile(r"^(module\.|_orig_mod\.)+")  # DistributedDataParallel, torch.compile
 ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it
 MOST_HEADER = 16 << 20  # bytes of a safetensors file's, where 150,000 tensors have room
-MOST_GROWTH = 20  # times the size of a torch file, which is a zip file, when it is unpacked
-ZIP = b"PK\x03\x04"  # how one begins
-MOST_WRAPPERS = 3  # one inside the other; a mapping can hold itself
-PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
+MOST_GROWTH = 20  # times the size of a torch file, when it is unpacked; torch itself compresses nothing
+ZIP = b"PK\x03\x04"  # how such a file begins, but for old ones
+# Not packed bits (bits8, float4_e2m1fn_x2), which operators of their own read.
+FRACTIONS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+NUMBERS = {*FRACTIONS, *INTEGERS, torch.complex64, torch.complex128}
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -40,45 +45,38 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     path = Path(path)
     where = f"checkpoint {path}"
     content = load_file(path, "checkpoint") if path.suffix == ".safetensors" else _read_torch(path, where)
-    _check_keys(content, where)
     if (unwrapped := _unwrapped(content)) is None:
-        kind = f"a mapping with {listed(content)}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        kind = f"a {type(content).__name__}"
+        if isinstance(content, Mapping):
+            kind = f"a mapping with {listed(key for key in content if isinstance(key, str))}"
         raise CheckpointError(f"{where}: holds {kind}, not a state dict (names to tensors)")
     state: dict[str, Tensor] = {}
-    for name, value in checked_entries(unwrapped, where).items():
-        stripped = _stripped(name)
-        if stripped in state:
-            raise CheckpointError(
-                f"{where}: {shown(name, 120)} is there twice, with and without the prefix of a wrapper"
-            )
-        state[stripped] = value
+    for name, tensor in checked_entries(unwrapped, where).items():
+        bare = PREFIXES.sub("", name)
+        if bare in state:
+            raise CheckpointError(f"{where}: {shown(name, 120)} is there twice, with and without a wrapper's prefix")
+        state[bare] = tensor
     return state
 
 
 def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
     """Detached; CheckpointError for what is no state dict, names to ordinary dense tensors."""
-    _check_keys(state, where)
+    # Odd keys are not shown: a small file can hold a tuple that takes gigabytes in words.
+    if odd := {type(key).__name__ for key in state if not isinstance(key, str)}:
+        raise CheckpointError(f"{where}: has keys of type {listed(sorted(odd))}; weights have names")
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{where}: entry {shown(name, 120)!r} is a {type(value).__name__}, not a tensor")
-        if value.layout != torch.strided or value.is_meta or value.is_quantized:
-            kind = "without data (meta)" if value.is_meta else "quantized" if value.is_quantized else str(value.layout)
-            raise CheckpointError(f"{where}: {shown(name, 120)} is {kind}; weights must be ordinary dense tensors")
-        if not _of_numbers(value.dtype):
-            raise CheckpointError(f"{where}: {shown(name, 120)} is {value.dtype}, which torch does not take as numbers")
+        kinds = {
+            "without data (meta)": value.is_meta,
+            "quantized": value.is_quantized,
+            str(value.layout): value.layout != torch.strided,
+            str(value.dtype): value.dtype not in NUMBERS,
+        }
+        for kind in filter(kinds.get, kinds):
+            name = shown(name, 120)
+            raise CheckpointError(f"{where}: {name} is {kind}; weights must be ordinary dense tensors of numbers")
     return {name: value.detach() for name, value in state.items()}
-
-
-@functools.cache
-def _of_numbers(dtype: torch.dtype) -> bool:
-    """False for packed bits (bits8, float4_e2m1fn_x2), which operators of their own read."""
-    if dtype.is_complex:  # torch warns of some
-        return True
-    try:
-        torch.empty(1, dtype=dtype, device="cpu").double()
-    except NotImplementedError:
-        return False
-    return True
 
 
 def load_weights_(
@@ -106,38 +104,65 @@ def load_weights_(
     return kept
 
 
-def check_weights(
-    model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
-) -> list[str]:
-    """What `load_weights_` would return or raise, without loading; the model may be on the meta device."""
-    kept = _kept(model, state, new_classifier)
-    state = {name: tensor for name, tensor in state.items() if name not in kept}
-    check_state(model, state, where, lacking=kept)
-    return kept
-
-
-def fill_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False) -> bool:
-    """As `load_weights_`, for a model built without its weights: the tensors of the state dict become the model's own.
+def assign_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False) -> bool:
+    """As `load_weights_`, for a meta model: the tensors of the state dict become its own, and are not copied.
 
     A tensor is copied only if its dtype differs or if it is a part of some other memory.
-
-    Args:
-        model: From `build_hollow`; the others as in `load_weights_`, whose CheckpointError it raises.
 
     Returns:
         Whether the whole model has values now. If not, build it on the CPU, and take `load_weights_`.
     """
-    if _kept(model, state, new_classifier):
+    if check_weights(model, state, where, new_classifier=new_classifier) or alias_names(model):
         return False
-    check_state(model, state, where)
     own = model.state_dict()
-    if alias_names(model) or own.keys() - state.keys():
-        return False
     taken: set[int] = set()
     ready = {name: _of_its_own(tensor, own[name].dtype, taken) for name, tensor in state.items()}
     model.load_state_dict(_versioned(model, ready), strict=False, assign=True)
     # Also those in attributes of a module, which are neither parameters nor buffers.
     return not any(tensor.is_meta for module in model.modules() for tensor in tensors_in(vars(module)))
+
+
+def build_with_state(
+    source: ModelSource,
+    state: Mapping[str, Tensor],
+    where: str,
+    *,
+    prepare_: Callable[[nn.Module], None] = lambda _: None,
+    seed: int = 0,
+    new_classifier: bool = False,
+) -> tuple[nn.Module, list[str]]:
+    """The network of a trusted source with the weights of a state dict, in memory once, and the names it lacks.
+
+    Weights are drawn only where the state dict does not give all values: then the network is built again, on the CPU.
+
+    Args:
+        source, seed: As in `build_model`.
+        state, where, new_classifier: As in `load_weights_`, whose CheckpointError it raises.
+        prepare_: Changes the model, which may be a meta model, before it takes its weights.
+    """
+    if source.kind in LIBRARIES:  # the user's own code is run once
+        model = build_model(source, device="meta", seed=seed, trust_code=True)
+        prepare_(model)
+        if assign_weights_(model, state, where, new_classifier=new_classifier):
+            return model, []
+    model = build_model(source, seed=seed, trust_code=True)
+    prepare_(model)
+    return model, load_weights_(model, state, where, new_classifier=new_classifier)
+
+
+def check_weights(
+    model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
+) -> list[str]:
+    """What `load_weights_` would return or raise, without loading; the model may be on the meta device."""
+    kept: list[str] = []
+    if new_classifier:
+        config = getattr(model, "pretrained_cfg", None)
+        stated = (config.get("classifier") if isinstance(config, dict) else None) or ("fc", "classifier", "head")
+        prefixes = tuple(f"{module}." for module in ([stated] if isinstance(stated, str) else stated))
+        own = model.state_dict()
+        kept = [n for n in own if n.startswith(prefixes) and n in state and state[n].shape != own[n].shape]
+    check_state(model, {name: state[name] for name in state if name not in kept}, where, lacking=kept)
+    return kept
 
 
 def check_state(model: nn.Module, state: Mapping[str, Tensor], where: str, *, lacking: Collection[str] = ()) -> None:
@@ -149,13 +174,10 @@ def check_state(model: nn.Module, state: Mapping[str, Tensor], where: str, *, la
         where: What the message calls it.
         lacking: Names that need not be there.
     """
-    problems = list(misfits(model, state, lacking=lacking))
-    if not problems:
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        found = (not_finite(name, tensor, mask=name not in parameters) for name, tensor in state.items())
-        problems = list(filter(None, found))
-    if problems:
-        raise CheckpointError(f"{where}: {problems[0]}")
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    infinite = (not_finite(name, tensor, mask=name not in parameters) for name, tensor in state.items())
+    if problem := next(misfits(model, state, lacking=lacking), None) or next(filter(None, infinite), None):
+        raise CheckpointError(f"{where}: {problem}")
 
 
 def misfits(model: nn.Module, state: Mapping[str, Tensor], *, lacking: Collection[str] = ()) -> Iterator[str]:
@@ -166,12 +188,12 @@ def misfits(model: nn.Module, state: Mapping[str, Tensor], *, lacking: Collectio
     if missing or unexpected:
         parts = [f"lacks {listed(missing)}"] * bool(missing) + [f"has {listed(unexpected)} too many"] * bool(unexpected)
         yield f"does not fit the model: it {' and '.join(parts)}"
-    for name, tensor in state.items():
-        wanted = own.get(name, tensor)
-        if tensor.shape != wanted.shape:
-            yield f"{name} has shape {tuple(tensor.shape)}, the model needs {tuple(wanted.shape)}"
-        if tensor.is_complex() != wanted.is_complex() or tensor.is_floating_point() < wanted.is_floating_point():
-            yield f"{name} is {tensor.dtype}, the model needs {wanted.dtype}"
+    for name, theirs in state.items():
+        ours = own.get(name, theirs)
+        if theirs.shape != ours.shape:
+            yield f"{name} has shape {tuple(theirs.shape)}, the model needs {tuple(ours.shape)}"
+        if theirs.is_complex() != ours.is_complex() or theirs.is_floating_point() < ours.is_floating_point():
+            yield f"{name} is {theirs.dtype}, the model needs {ours.dtype}"
 
 
 def not_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
@@ -197,24 +219,12 @@ def _of_its_own(tensor: Tensor, dtype: torch.dtype, taken: set[int]) -> Tensor:
     """
     tensor = tensor.detach().to(device="cpu", dtype=dtype)
     memory = tensor.untyped_storage()
-    whole = memory.nbytes() == tensor.nbytes
-    aligned = tensor.data_ptr() % ALIGNMENT == 0
-    if not (tensor.is_contiguous() and whole and aligned) or memory.data_ptr() in taken:
+    alone = memory.nbytes() == tensor.nbytes and memory.data_ptr() not in taken
+    if not (alone and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     if tensor.numel():
         taken.add(tensor.untyped_storage().data_ptr())
     return tensor
-
-
-def _kept(model: nn.Module, state: Mapping[str, Tensor], new_classifier: bool) -> list[str]:
-    """Names of the classifier that keep their initial values, since the model has another number of classes."""
-    if not new_classifier:
-        return []
-    config = getattr(model, "pretrained_cfg", None)
-    stated = (config.get("classifier") if isinstance(config, dict) else None) or ("fc", "classifier", "head")
-    prefixes = tuple(f"{module}." for module in ([stated] if isinstance(stated, str) else stated))
-    own = model.state_dict()
-    return [n for n in own if n.startswith(prefixes) and n in state and state[n].shape != own[n].shape]
 
 
 def _versioned(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -262,7 +272,11 @@ def load_file(path: Path, what: str = "") -> dict[str, Tensor]:
 def _read_torch(path: Path, where: str) -> Any:
     check_weights_file(path)
     try:
-        _check_unpacked_size(path, where)
+        with path.open("rb") as file:
+            parts = zipfile.ZipFile(file).infolist() if file.read(len(ZIP)) == ZIP else []
+        if (unpacked := sum(part.file_size for part in parts)) > MOST_GROWTH * path.stat().st_size:
+            more = f"more than {MOST_GROWTH} times the file's size"
+            raise CheckpointError(f"{where}: its parts unpack to {unpacked:,} bytes, {more}")
         # timm's training checkpoints hold their arguments as a Namespace; old files make torch warn about itself.
         with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -276,37 +290,10 @@ def _read_torch(path: Path, where: str) -> Any:
         ) from error
 
 
-def _check_unpacked_size(path: Path, where: str) -> None:
-    """Refuse a zip file that would fill the memory; torch itself compresses nothing."""
-    with path.open("rb") as file:
-        if file.read(len(ZIP)) != ZIP:
-            return
-        with zipfile.ZipFile(file) as parts:
-            unpacked = sum(part.file_size for part in parts.infolist())
-    if unpacked > MOST_GROWTH * path.stat().st_size:
-        raise CheckpointError(
-            f"{where}: its parts unpack to {unpacked:,} bytes, more than {MOST_GROWTH} times the file's size"
-        )
-
-
-def _check_keys(content: Any, where: str, depth: int = 0) -> None:
-    """Refuse keys that are no texts, and show none: a small file can hold a tuple that takes gigabytes in words."""
-    if isinstance(content, Mapping) and depth <= MOST_WRAPPERS:
-        if odd := {type(key).__name__ for key in content if not isinstance(key, str)}:
-            raise CheckpointError(f"{where}: has keys of type {listed(sorted(odd))}; weights have names")
-        for key in WRAPPERS:
-            _check_keys(content.get(key), where, depth + 1)
-
-
-def _unwrapped(content: Any, depth: int = 0) -> Mapping[str, Any] | None:
+def _unwrapped(content: Any, depth: int = 0) -> Mapping[Any, Any] | None:
     """The state dict inside the mappings of a training script; None where there are no tensors anywhere."""
     if not isinstance(content, Mapping) or depth > MOST_WRAPPERS:
         return None
     inner = (_unwrapped(content.get(key), depth + 1) for key in WRAPPERS)
     own = content if any(isinstance(value, Tensor) for value in content.values()) else None
     return next((state for state in inner if state is not None), own)
-
-
-def _stripped(name: str) -> str:
-    stripped = functools.reduce(str.removeprefix, PREFIXES, name)
-    return name if stripped == name else _stripped(stripped)

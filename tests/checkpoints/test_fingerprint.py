@@ -12,7 +12,7 @@ from torch import nn
 from dcls_convert import find_convs
 from dcls_convert.checkpoints.fingerprint import Fingerprint, take_fingerprint
 from dcls_convert.checkpoints.stamp import tensors_hash
-from dcls_convert.networks.source import ModelSource, build_hollow, build_model
+from dcls_convert.networks.source import ModelSource, build_model
 
 from .folders import IMAGE, convert
 
@@ -33,7 +33,7 @@ def state_of_the_process():
     )
 
 
-@pytest.mark.parametrize("call", ["build", "hollow", "find", "fingerprint"])
+@pytest.mark.parametrize("call", ["build", "meta", "find", "fingerprint"])
 def test_the_process_stays_as_it_was(monkeypatch, call):
     """`torch.manual_seed` also seeds the devices, at once or later, and nobody puts those back."""
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("a device is seeded"))
@@ -42,7 +42,7 @@ def test_the_process_stays_as_it_was(monkeypatch, call):
     before = state_of_the_process()
     {
         "build": lambda: build_model(source, seed=3),
-        "hollow": lambda: build_hollow(source),
+        "meta": lambda: build_model(source, device="meta"),
         "find": lambda: find_convs(model, IMAGE),
         "fingerprint": lambda: take_fingerprint(model, IMAGE),
     }[call]()

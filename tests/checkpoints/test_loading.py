@@ -10,12 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcls_convert import load_converted, save_converted
-from dcls_convert import pipeline as conversion
 from dcls_convert.checkpoints.folder import WEIGHTS
 from dcls_convert.checkpoints.save import write_files
 from dcls_convert.networks import weights
-from dcls_convert.networks.source import ModelSource, build_hollow, build_model
-from dcls_convert.networks.weights import fill_, load_weights_, read_weights
+from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.networks.weights import assign_weights_, build_with_state, load_weights_, read_weights
 
 from .folders import convert, run
 
@@ -31,7 +30,7 @@ FAMILIES = {
     "torchvision:ssdlite320_mobilenet_v3_large": {},  # anchors in a plain attribute
 }
 # Not to be had without drawing or calculating more than the file has; on the CPU, as ever.
-BUILT = {"timm:resnetblur18", "timm:swin_tiny_patch4_window7_224", "torchvision:ssdlite320_mobilenet_v3_large"}
+BUILT = {"timm:resnetblur18", "timm:swin_tiny_patch4_window7_224"}
 
 
 def tensors_of(model):
@@ -46,9 +45,9 @@ def tensors_of(model):
 
 
 def filled(source, file):
-    """A model of hollow weights and a file; None where it has to be built on the CPU."""
-    model = build_hollow(source)
-    return model if model is not None and fill_(model, read_weights(file), "file") else None
+    """A meta model with the weights of a file; None where it has to be built on the CPU."""
+    model = build_model(source, device="meta")
+    return model if assign_weights_(model, read_weights(file), "file") else None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -85,12 +84,15 @@ class Unsaved(nn.Module):
 @pytest.mark.parametrize("values", [lambda: torch.empty(3).normal_(), lambda: torch.randn(3)], ids=["empty", "randn"])
 def test_a_model_with_random_values_that_no_file_has_is_built(monkeypatch, values):
     monkeypatch.setattr("dcls_convert.networks.source._build", lambda *_, **__: Unsaved(values))
-    hollow = build_hollow(ModelSource(name="timm:x"))
-    assert hollow is None or not fill_(hollow, Unsaved(values).state_dict(), "file")
+    model = build_model(ModelSource(name="timm:x"), device="meta", trust_code=True)
+    assert not assign_weights_(model, Unsaved(values).state_dict(), "file")
 
 
-def test_the_users_own_code_is_run_once():
-    assert build_hollow(ModelSource(name="collections:OrderedDict")) is None
+def test_the_users_own_code_is_run_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr("builtins.build_own", lambda: calls.append(1) or nn.Linear(2, 2), raising=False)
+    build_with_state(ModelSource(name="builtins:build_own"), nn.Linear(2, 2).state_dict(), "file")
+    assert calls == [1]
 
 
 class Allocated(TorchDispatchMode):
@@ -118,8 +120,8 @@ def test_loading_allocates_no_second_model(tmp_path):
     state = read_weights(tmp_path / "w.safetensors")
     pointers = {name: tensor.data_ptr() for name, tensor in state.items()}
     with Allocated() as counted:
-        model = build_hollow(source)
-        assert fill_(model, state, "file")
+        model = build_model(source, device="meta")
+        assert assign_weights_(model, state, "file")
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == pointers
     assert counted.most < 0.05 * sum(tensor.nbytes for tensor in state.values())
 
@@ -127,7 +129,7 @@ def test_loading_allocates_no_second_model(tmp_path):
 def test_views_of_one_memory_become_tensors_of_their_own():
     whole = torch.arange(8.0)
     model = nn.Linear(4, 1, device="meta")
-    assert fill_(model, {"weight": whole[:4].reshape(1, 4), "bias": whole[4:5]}, "file")
+    assert assign_weights_(model, {"weight": whole[:4].reshape(1, 4), "bias": whole[4:5]}, "file")
     with torch.no_grad():
         model.weight.zero_()
     assert torch.equal(whole, torch.arange(8.0))
@@ -137,7 +139,7 @@ def test_views_of_one_memory_become_tensors_of_their_own():
 def test_another_precision_in_the_file_becomes_the_models():
     model = nn.Linear(4, 1, device="meta")
     state = nn.Linear(4, 1).half().state_dict()
-    assert fill_(model, state, "file")
+    assert assign_weights_(model, state, "file")
     assert model.weight.dtype == torch.float32
     assert torch.equal(model.weight, state["weight"].float())
 
@@ -146,13 +148,15 @@ def test_the_command_draws_no_weights_that_a_file_has(tmp_path, monkeypatch, cap
     save_file(build_model(ModelSource(name="timm:test_convnext"), seed=3).state_dict(), tmp_path / "w.safetensors")
     arguments = ["timm:test_convnext", "--dilated-size", "9", "--init", "largest", "-q"]
     arguments += ["--checkpoint", str(tmp_path / "w.safetensors"), "--output"]
-    folders = [tmp_path / "hollow", tmp_path / "ordinary"]
+    folders = [tmp_path / "assigned", tmp_path / "ordinary"]
     real, drawn = build_model, []
-    monkeypatch.setattr(conversion, "build_model", lambda *a, **k: drawn.append(a) or real(*a, **k))
+    monkeypatch.setattr(
+        weights, "build_model", lambda *a, **k: drawn.extend([a] * (k.get("device") != "meta")) or real(*a, **k)
+    )
     for folder in folders:
         run(*arguments, folder)
         assert len(drawn) == folders.index(folder)
-        monkeypatch.setattr(conversion, "build_hollow", lambda _: None)
+        monkeypatch.setattr(weights, "assign_weights_", lambda *_, **__: False)
     capsys.readouterr()
     for path in sorted(folders[0].iterdir()):
         assert path.read_bytes() == (folders[1] / path.name).read_bytes(), path.name
@@ -179,5 +183,5 @@ def test_writing_allocates_no_second_model(tmp_path):
 def test_a_checkpoint_is_loaded_without_drawing_weights(tmp_path, monkeypatch, name):
     folder = save_converted(*convert(name, seed=1), tmp_path / "folder")
     wanted = load_converted(folder, model=build_model(ModelSource(name=name), seed=2))
-    monkeypatch.setattr("dcls_convert.checkpoints.load.build_model", lambda *_, **__: pytest.fail("weights are drawn"))
+    monkeypatch.setattr(weights, "load_weights_", lambda *_, **__: pytest.fail("weights are drawn"))
     check_equal_tensors(load_converted(folder), wanted)

@@ -38,14 +38,7 @@ def test_converted_layers_are_in_these_stages(build, name, source, stages):
     assert sorted({layer.stage for layer in plan.layers}) == sorted(stages)
 
 
-@pytest.mark.parametrize(
-    ("build", "name"),
-    [
-        (timm.create_model, "hrnet_w18_small"),
-        (GET, "mobilenet_v3_small"),
-        (GET, "mnasnet0_5"),
-    ],
-)
+@pytest.mark.parametrize(("build", "name"), [(timm.create_model, "hrnet_w18_small"), (GET, "mnasnet0_5")])
 def test_tied_layers_are_of_one_stage_shape_and_resolution(build, name):
     convs = convs_of(name, IMAGE, build)
     plan = plan_conversion(convs)
@@ -69,11 +62,51 @@ def test_convolutions_of_the_stem_are_in_no_stage():
     assert outside == ["features.0", "pre_logits.fc1", "pre_logits.fc2"]
 
 
-def test_a_model_that_cannot_be_traced_has_its_paths():
-    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 3)), nn.Sequential(nn.Conv2d(5, 5, 3)))
-    convs = find_convs(model, (3, 32, 32))
-    assert convs.macs is None
-    assert (convs.stages_from, [site.stage for site in convs.sites]) == (PATH, ["0", "1"])
+@pytest.mark.parametrize(
+    ("path", "stage"),
+    [
+        ("conv1", None),  # the number of a layer, not of a stage
+        ("stem.conv1", None),
+        ("layer1.0.conv2", "layer1"),
+        ("down_0.conv_0", "down_0"),
+        ("features.3.1.block.0", "features.3"),
+        ("body.stages.2.blocks.7.dw", "body.stages.2"),
+    ],
+)
+def test_without_a_trace_the_stage_is_the_path_up_to_its_first_number(path, stage):
+    model = module = nn.Module()
+    *parents, last = path.split(".")
+    for name in parents:
+        module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    module.add_module(last, nn.Conv2d(4, 4, 3))
+    convs = find_convs(model, (4, 32, 32))
+    assert (convs.macs, convs.stages_from) == (None, PATH)
+    assert {site.name: site.stage for site in convs.sites} == {path: stage}
+
+
+class WithMatcher(nn.Sequential):
+    def __init__(self, groups):
+        super().__init__(nn.Sequential(nn.Conv2d(4, 4, 3)))
+        self.groups = groups
+
+    def group_matcher(self, coarse=False):
+        if not coarse:
+            return {"blocks": r"^single\.(\d+)"}
+        return self.groups() if callable(self.groups) else self.groups
+
+
+@pytest.mark.parametrize(
+    ("groups", "stage"),
+    [
+        ({"stem": r"^0", "blocks": [(r"^other\.(\d+)", None)]}, None),
+        ({"blocks": [(r"^(\d+)", None), (r"^norm", (99999,))]}, "0"),
+        ({"blocks": [(r"^0", (99999,))]}, "0"),  # a head alone says nothing: the module path does
+        (lambda: 1 / 0, "0"),
+    ],
+)
+def test_a_matcher_that_says_nothing_gives_way_to_the_module_path(groups, stage):
+    assert [site.stage for site in find_convs(WithMatcher(groups)).sites] == [stage]
 
 
 class Versioned(nn.Module):
@@ -100,11 +133,6 @@ def test_a_number_of_a_whole_network_makes_no_stage(options):
     assert convs.stages_from == (STRUCTURE if model.traced else PATH)
     stages = [f"{model.name}.stages.{index}" for index in range(3) for _ in range(2)]
     assert [site.stage for site in convs.sites] == stages + [None] * ("head" in options)
-
-
-def test_without_a_trace_the_first_number_is_the_stage():
-    model = nn.ModuleDict({f"down_{index}": nn.ModuleDict({"conv_0": nn.Conv2d(4, 4, 3)}) for index in range(2)})
-    assert [site.stage for site in find_convs(model).sites] == ["down_0", "down_1"]
 
 
 @pytest.mark.parametrize("size", [32, 33, 223, 224, 299])

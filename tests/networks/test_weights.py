@@ -1,11 +1,8 @@
-"""Trained weights: from files, from the hub (a faked client), and what conversion keeps of them."""
+"""Trained weights: from files, from a hub, and what conversion keeps of them."""
 
 import argparse
-import re
 import shutil
-import struct
-import zipfile
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import timm
@@ -18,7 +15,7 @@ from dcls_convert import load_converted
 from dcls_convert.checkpoints.folder import read_plan
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.dcls_conv import DclsConv2d
-from dcls_convert.networks.weights import MOST_HEADER, load_weights_, read_weights
+from dcls_convert.networks.weights import load_weights_, read_weights
 
 from ..command_line import run
 from ..conftest import TINY
@@ -37,10 +34,6 @@ def trained():
     return model
 
 
-def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -55,12 +48,9 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 )
 def test_wrappers_and_prefixes_are_understood(tmp_path, trained, wrap):
     torch.save(wrap(trained.state_dict()), tmp_path / "weights.pth")
-    assert equal(read_weights(tmp_path / "weights.pth"), dict(trained.state_dict()))
-
-
-def test_safetensors_are_read(tmp_path, trained):
-    save_file(trained.state_dict(), tmp_path / "weights.safetensors")
-    assert equal(read_weights(tmp_path / "weights.safetensors"), dict(trained.state_dict()))
+    state = read_weights(tmp_path / "weights.pth")
+    assert state.keys() == trained.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in trained.state_dict().items())
 
 
 def test_everything_but_the_replaced_kernels_is_kept_exactly(tmp_path, monkeypatch, trained):
@@ -89,15 +79,6 @@ def test_replaced_kernels_keep_their_largest_cells_over_the_tie_group(trained):
             assert found.count_nonzero() == expected.count_nonzero()  # nothing outside the old kernel
 
 
-def test_with_every_cell_kept_the_network_is_the_old_one(trained):
-    x = torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        before = trained(x)
-        dcls_convert.convert_(trained, dilated_size=17, kernel_count=49)
-        # The same products in another order of summation, float32.
-        torch.testing.assert_close(trained(x), before, rtol=1e-4, atol=1e-4)
-
-
 def test_another_head_starts_afresh_and_says_so(tmp_path, monkeypatch, trained):
     monkeypatch.chdir(tmp_path)
     save_file(trained.state_dict(), "weights.safetensors")
@@ -107,101 +88,6 @@ def test_another_head_starts_afresh_and_says_so(tmp_path, monkeypatch, trained):
     converted = load_converted("out")
     assert converted.num_classes == 5
     assert torch.equal(converted.stem[0].weight, trained.stem[0].weight)
-
-
-def test_mismatches_leave_the_model_alone(trained):
-    other = timm.create_model(TINY)
-    before = {name: t.clone() for name, t in other.state_dict().items()}
-    state = dict(trained.state_dict())
-    del state["stem.0.bias"]
-    with pytest.raises(CheckpointError, match=r"lacks stem\.0\.bias$"):
-        load_weights_(other, state, "file")
-    with pytest.raises(CheckpointError, match=r"stem\.0\.bias has shape \(3,\), the model needs \(24,\)"):
-        load_weights_(other, state | {"stem.0.bias": torch.zeros(3)}, "file")
-    assert equal(other.state_dict(), before)
-
-
-WRONG = {
-    "NaN": (lambda t: t.index_fill(0, torch.tensor([0, 1]), torch.nan), "has 2 of 24 values that are NaN or infinite"),
-    "infinite": (lambda t: t.index_fill(0, torch.tensor([0]), -torch.inf), "has 1 of 24 values that are NaN"),
-    "integers": (lambda t: t.int(), r"is torch\.int32, the model needs torch\.float32"),
-    "booleans": (lambda t: t > 0, r"is torch\.bool, the model needs torch\.float32"),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-def test_weights_that_are_not_finite_or_no_fractions_are_refused(tmp_path, monkeypatch, trained, kind, suffix):
-    change, says = WRONG[kind]
-    monkeypatch.chdir(tmp_path)
-    state = trained.state_dict()
-    state["stem.0.bias"] = change(state["stem.0.bias"].clone())
-    save = torch.save if suffix == "pth" else save_file
-    save(state, f"weights.{suffix}")
-    before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
-    with pytest.raises(CheckpointError, match=rf"stem\.0\.bias {says}"):
-        load_weights_(trained, state, "file")
-    assert equal(trained.state_dict(), before)
-    for option in ("--force", "--dry-run"):
-        _, err = run(TINY, "--checkpoint", f"weights.{suffix}", option, code=2)
-        assert re.search(rf"stem\.0\.bias {says}", err)
-    assert [path.name for path in tmp_path.iterdir()] == [f"weights.{suffix}"]
-
-
-def tuples(depth):
-    """A tuple that holds one tuple twice, and so on: some bytes in a file, 2**depth in words."""
-    return () if depth == 0 else (tuples(depth - 1),) * 2
-
-
-@pytest.mark.parametrize("key", [tuples(20), 0, b"weight", None], ids=["tuple", "integer", "bytes", "none"])
-@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"model": state}, lambda state: {"a": 1, **state}])
-def test_keys_that_are_no_names_are_refused_unseen(tmp_path, key, wrap):
-    torch.save(wrap({key: torch.ones(2), "b": torch.ones(2)}), tmp_path / "weights.pth")
-    with pytest.raises(CheckpointError, match=rf"weights.pth: has keys of type {type(key).__name__}; "):
-        read_weights(tmp_path / "weights.pth")
-
-
-def test_files_that_take_much_more_memory_than_disk_are_refused(tmp_path):
-    """A header without tensors, and a part of a torch file of which only zeros were left out."""
-    header = b"{" + b" " * MOST_HEADER + b"}"
-    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    with pytest.raises(CheckpointError, match=r"a.safetensors: .*header has 16,777,218 bytes; 16,777,216 are the most"):
-        read_weights(tmp_path / "a.safetensors")
-    torch.save({"a": torch.zeros(1 << 20)}, tmp_path / "a.pth")
-    with (
-        zipfile.ZipFile(tmp_path / "a.pth") as old,
-        zipfile.ZipFile(tmp_path / "b.pth", "w", zipfile.ZIP_DEFLATED) as new,
-    ):
-        for part in old.infolist():
-            new.writestr(part.filename, old.read(part))
-    assert read_weights(tmp_path / "a.pth").keys() == {"a"}
-    with pytest.raises(
-        CheckpointError, match=r"b.pth: its parts unpack to 4,19\d,\d+ bytes, more than 20 times the file"
-    ):
-        read_weights(tmp_path / "b.pth")
-
-
-@pytest.mark.parametrize("dtype", ["bits8", "bits16", "float4_e2m1fn_x2"])
-def test_packed_bits_are_no_weights(tmp_path, dtype):
-    if not hasattr(torch, dtype):
-        pytest.skip("this torch does not have it")
-    state = torch.nn.BatchNorm2d(2).state_dict()
-    for name in ("weight", "num_batches_tracked"):
-        torch.save(state | {name: torch.zeros(4, dtype=torch.uint8).view(getattr(torch, dtype))}, tmp_path / "a.pth")
-        with pytest.raises(CheckpointError, match=rf"a.pth: {name} is torch.{dtype}, which torch does not take as num"):
-            read_weights(tmp_path / "a.pth")
-
-
-@pytest.mark.filterwarnings("error")
-def test_parameters_are_read_without_a_warning_and_names_are_shown_cut(tmp_path):
-    path, linear = tmp_path / "weights.pth", torch.nn.Linear(1, 1)
-    torch.save(dict(linear.named_parameters()), path)
-    load_weights_(torch.nn.Linear(1, 1), read_weights(path), "the file")
-    torch.save({"\0" + "x" * 5000: torch.ones(1, device="meta"), "b": torch.ones(1)}, path)
-    with pytest.raises(CheckpointError, match="without data") as refused:
-        read_weights(path)
-    assert str(refused.value).isprintable()
-    assert len(str(refused.value)) < 400
 
 
 def test_masks_and_counters_of_a_model_are_loaded():
@@ -228,46 +114,29 @@ def test_only_the_classifier_may_keep_its_initial_values():
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch, trained):
-    """A hub client that serves one repository from a folder, and notes what was asked for."""
-    folder = tmp_path / "hub"
-    timm.models.save_for_hf(trained, folder, safe_serialization=True)
-    asked: list[str] = []
-
-    def download(repo_id=None, filename=None, **_options):
-        asked.append(f"{repo_id}/{filename}")
-        return str(folder / filename)
-
-    monkeypatch.setattr("timm.models._hub.hf_hub_download", download)
+def folder(tmp_path, monkeypatch, trained):
+    """Of timm's, with the trained network."""
     monkeypatch.chdir(tmp_path)
-    return asked
+    timm.models.save_for_hf(trained, tmp_path / "folder", safe_serialization=True)
+    return tmp_path / "folder"
 
 
-def test_pretrained_comes_through_timm(hub, trained):
+def test_pretrained_comes_through_timm(folder, monkeypatch, trained):
+    asked = []
+    monkeypatch.setattr(
+        "timm.models._hub.hf_hub_download",
+        lambda repo_id, filename, **_: asked.append(f"{repo_id}/{filename}") or str(folder / filename),
+    )
     run(TINY, "--pretrained", *LARGEST)
-    assert hub == [f"timm/{trained.pretrained_cfg['hf_hub_id'].removeprefix('timm/')}/model.safetensors"]
+    assert asked == [f"timm/{trained.pretrained_cfg['hf_hub_id'].removeprefix('timm/')}/model.safetensors"]
     assert torch.equal(load_converted("out").stem[0].weight, trained.stem[0].weight)
 
 
-def test_hub_repositories_and_local_folders_are_models(hub, tmp_path, trained):
-    run("hf-hub:someone/model", "--pretrained", *LARGEST[:2], "--output", "from-hub")
-    run(f"local-dir:{tmp_path / 'hub'}", "--pretrained", *LARGEST[:2], "--output", "from-folder")
-    plans = [read_plan(tmp_path / name) for name in ("from-hub", "from-folder")]
-    assert {plan.model for plan in plans} == {f"timm:{TINY}"}  # rebuilt without the hub
-    shutil.rmtree(tmp_path / "hub")
-    for name in ("from-hub", "from-folder"):
-        assert torch.equal(load_converted(tmp_path / name).stem[0].weight, trained.stem[0].weight)
-
-
-def test_unreachable_weights_are_one_line(tmp_path, monkeypatch):
-    def download(*_args, **_options):
-        raise ConnectionError("the hub\ncannot be reached")
-
-    monkeypatch.setattr("timm.models._hub.hf_hub_download", download)
-    monkeypatch.chdir(tmp_path)
-    _, err = run(TINY, "--pretrained", code=2)
-    assert "its pretrained weights cannot be had: ConnectionError: the hub cannot be reached" in err
-    assert list(tmp_path.iterdir()) == []
+def test_a_local_folder_is_a_model_and_the_conversion_does_without_it(folder, trained):
+    run(f"local-dir:{folder}", "--pretrained", *LARGEST)
+    shutil.rmtree(folder)
+    assert read_plan(Path("out")).model == f"timm:{TINY}"
+    assert torch.equal(load_converted("out").stem[0].weight, trained.stem[0].weight)
 
 
 def test_torchvision_weights_come_through_its_own_loader(tmp_path, monkeypatch):
@@ -277,13 +146,3 @@ def test_torchvision_weights_come_through_its_own_loader(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("torchvision:shufflenet_v2_x0_5", "--pretrained", "--dilated-size", "9", *LARGEST)
     assert torch.equal(load_converted("out").conv1[0].weight, state["conv1.0.weight"])
-
-
-def test_a_module_that_asks_for_the_version_of_its_format_loads_from_files_that_keep_none(tmp_path):
-    """torchvision's MNASNet does."""
-    model = torchvision.models.get_model("mnasnet0_5", num_classes=3)
-    report = dcls_convert.convert_(model, init="largest", input_size=(3, 64, 64))
-    plan = replace(report.plan, model="torchvision:mnasnet0_5", model_args={"num_classes": 3})
-    dcls_convert.save_converted(model, plan, tmp_path / "out")
-    loaded = dcls_convert.load_converted(tmp_path / "out")
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())

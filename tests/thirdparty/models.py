@@ -2,74 +2,50 @@
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 
 STAGES = {"hidden_sizes": [8, 12, 16, 24], "depths": [1, 2, 2, 1], "num_labels": 5}
 
 
-def hf_convnext():
-    from transformers import ConvNextConfig, ConvNextForImageClassification
+def hf(family, **sizes):
+    import transformers
 
-    return ConvNextForImageClassification(ConvNextConfig(**STAGES))
-
-
-def hf_convnext_tiny():
-    from transformers import ConvNextConfig, ConvNextForImageClassification
-
-    return ConvNextForImageClassification(ConvNextConfig())
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    return getattr(transformers, f"{family}ForImageClassification")(config)
 
 
-def hf_convnext_v2():
-    from transformers import ConvNextV2Config, ConvNextV2ForImageClassification
-
-    return ConvNextV2ForImageClassification(ConvNextV2Config(**STAGES))
-
-
-def hf_resnet():
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    return ResNetForImageClassification(ResNetConfig(embedding_size=8, layer_type="basic", **STAGES))
-
-
-def hf_regnet():
-    from transformers import RegNetConfig, RegNetForImageClassification
-
-    return RegNetForImageClassification(RegNetConfig(embedding_size=8, groups_width=4, **STAGES))
+hf_convnext = partial(hf, "ConvNext", **STAGES)
+hf_convnext_tiny = partial(hf, "ConvNext")
+hf_convnext_v2 = partial(hf, "ConvNextV2", **STAGES)
+hf_resnet = partial(hf, "ResNet", embedding_size=8, layer_type="basic", **STAGES)
+hf_regnet = partial(hf, "RegNet", embedding_size=8, groups_width=4, **STAGES)
+# With transformers' default of 0.02, outputs of an untrained model are about 1e-37.
+hf_efficientnet = partial(
+    *(hf, "EfficientNet"),
+    **{"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320, "initializer_range": 0.5},
+    **{"image_size": 64, "num_labels": 5},
+)
 
 
-def hf_efficientnet():
-    from transformers import EfficientNetConfig, EfficientNetForImageClassification
-
-    # With transformers' default of 0.02, outputs of an untrained model are about 1e-37.
-    sizes = {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320, "initializer_range": 0.5}
-    return EfficientNetForImageClassification(EfficientNetConfig(image_size=64, num_labels=5, **sizes))
-
-
-def smp_unet_convnext():
+def smp_unet(encoder, **sizes):
     from segmentation_models_pytorch import Unet
 
-    channels = (32, 16, 16, 8)
-    return Unet("tu-test_convnext", encoder_weights=None, encoder_depth=4, decoder_channels=channels, classes=2)
+    return Unet(encoder, encoder_weights=None, classes=2, **sizes)
 
 
-def smp_unet_resnet():
-    from segmentation_models_pytorch import Unet
-
-    return Unet("tu-test_resnet", encoder_weights=None, decoder_channels=(16, 16, 8, 8, 8), classes=2)
+smp_unet_convnext = partial(smp_unet, "tu-test_convnext", encoder_depth=4, decoder_channels=(32, 16, 16, 8))
+smp_unet_resnet = partial(smp_unet, "tu-test_resnet", decoder_channels=(16, 16, 8, 8, 8))
 
 
-def monai_unet():
-    from monai.networks.nets import UNet
+def monai(name, **sizes):
+    from monai.networks import nets
 
-    return UNet(
-        spatial_dims=3, in_channels=1, out_channels=2, channels=(4, 8, 8, 16), strides=(2, 2, 2), num_res_units=1
-    )
+    return getattr(nets, name)(spatial_dims=3, in_channels=1, out_channels=2, **sizes)
 
 
-def monai_basic_unet():
-    from monai.networks.nets import BasicUNet
-
-    return BasicUNet(spatial_dims=3, in_channels=1, out_channels=2, features=(4, 4, 8, 8, 16, 4))
+monai_unet = partial(monai, "UNet", channels=(4, 8, 8, 16), strides=(2, 2, 2), num_res_units=1)
+monai_basic_unet = partial(monai, "BasicUNet", features=(4, 4, 8, 8, 16, 4))
 
 
 def open_clip_small():
@@ -97,9 +73,5 @@ def yolo(name):
     return YOLO(name, verbose=False).model
 
 
-def yolov8n():
-    return yolo("yolov8n.yaml")
-
-
-def yolo26n():
-    return yolo("yolo26n.yaml")
+yolov8n = partial(yolo, "yolov8n.yaml")
+yolo26n = partial(yolo, "yolo26n.yaml")

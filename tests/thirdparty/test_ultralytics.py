@@ -50,12 +50,3 @@ def test_a_file_of_ultralytics_holds_the_converted_model(yolo, tmp_path):
     assert relative_error(wanted, boxes(again)) == 0
     again.fuse()
     assert relative_error(wanted, boxes(again)) < 1e-3
-
-
-def test_a_network_that_is_built_anew_takes_no_elements(yolo):
-    """`yolo.train` builds its network from the YAML and copies the tensors that fit: that network is not converted."""
-    from ultralytics.nn.tasks import DetectionModel
-
-    anew = DetectionModel("yolov8n.yaml", verbose=False)
-    anew.load(yolo.model, verbose=False)
-    assert not any(isinstance(module, DclsConvNd) for module in anew.modules())

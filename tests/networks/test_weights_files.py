@@ -1,0 +1,304 @@
+"""Weights files, damaged or made to harm: read as they are, or refused in one line; no code of theirs runs."""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import struct
+import warnings
+import zipfile
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save, save_file
+from torch import nn
+
+from dcls_convert import convert_from_authors_, find_convs, plan_conversion
+from dcls_convert.errors import CheckpointError, DclsConvertError
+from dcls_convert.networks.weights import MOST_HEADER, load_weights_, read_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+FIRST, COUNTER = "0.weight", "1.1.num_batches_tracked"  # of `network`
+RAN = []  # what a pickle calls
+
+
+def network():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        stage = nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1, groups=4), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 5, 1, 2, groups=4))
+        pool = nn.AdaptiveAvgPool2d(1)
+        return nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), stage, pool, nn.Flatten(), nn.Linear(4, 3))
+
+
+def ran(*args):
+    RAN.append(args)
+    return torch.zeros(1)
+
+
+class Payload:
+    def __reduce__(self):
+        return ran, ("payload",)
+
+
+def nested(depth):
+    """A tuple that holds one tuple twice, and so on: some bytes in a file, 2**depth in words."""
+    return () if depth == 0 else (nested(depth - 1),) * 2
+
+
+CHANGES = {  # of a tensor, and what is said of the file then; None where it is read
+    "NaN": (lambda t: t * torch.nan, r"has \d+ of \d+ values that are NaN or infinite"),
+    "infinite": (lambda t: t - torch.inf, "values that are NaN or infinite"),
+    "integers": (lambda t: t.int(), r"is torch\.int32, the model needs torch\.float32"),
+    "booleans": (lambda t: t > 0, r"is torch\.bool, the model needs torch\.float32"),
+    "complex": (lambda t: t.to(torch.complex64), r"is torch\.complex64, the model needs torch\.float32"),
+    "empty": (lambda t: t[:0], r"has shape \(0, 3, 3, 3\), the model needs \(4, 3, 3, 3\)"),
+    "one more row": (lambda t: torch.cat([t, t[:1]]), r"has shape \(5, 3, 3, 3\)"),
+    "meta": (lambda t: t.to("meta"), "is without data"),
+    "sparse": (lambda t: t.to_sparse(), r"is torch\.sparse_coo; weights must be ordinary dense tensors"),
+    "quantised": (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), "is quantized"),
+    "packed bits": (lambda t: t.contiguous().view(torch.uint8).view(torch.bits8), r"is torch\.bits8; weights must be"),
+    "no tensor": (lambda t: t.tolist(), "is a list, not a tensor"),
+    "payload": (lambda t: Payload(), "is damaged or holds more than tensors"),
+    "transposed": (lambda t: t.transpose(0, -1).contiguous().transpose(0, -1), None),
+    "expanded": (lambda t: t.reshape(-1)[:1].expand(t.numel()).view(t.shape), None),
+    "half": (lambda t: t.half(), None),
+    "double": (lambda t: t.double(), None),
+    "float8": (lambda t: t.to(torch.float8_e4m3fn), None),
+    "parameter": (nn.Parameter, None),
+}
+
+
+def torch_file(content):
+    """A file of torch.save with what `content` makes of the state dict."""
+    return lambda state, path: torch.save(content(state), path)
+
+
+def cut(write):
+    def write_and_cut(state, path):
+        write(state, path)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    return write_and_cut
+
+
+def holding_itself(_):
+    content = {}
+    content["model"] = content
+    return content
+
+
+def compressed(state, path):
+    """A torch file of which only zeros were left out; torch reads it."""
+    source = io.BytesIO()
+    torch.save({"a": torch.zeros(1 << 20)}, source)
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for part in old.infolist():
+            new.writestr(part.filename, old.read(part))
+
+
+def with_header(length, header=b"{}"):
+    """A safetensors file whose header is said to be so long."""
+    return lambda _, path: path.write_bytes(struct.pack("<Q", length) + header)
+
+
+NO_TORCH = r"is damaged.*, or is no file of torch.save; it is read with weights_only=True, so save its state dict alone"
+NO_SAFETENSORS = "not a readable safetensors file"
+DAMAGES = {
+    "missing.pth": (lambda *_: None, "there is no such file"),
+    "folder.pth": (lambda _, path: path.mkdir(), "is not a file"),
+    "pipe.pth": (lambda _, path: os.mkfifo(path), "is not a file"),
+    "broken link.pth": (lambda _, path: path.symlink_to("nowhere"), "leads nowhere"),
+    "empty.pth": (lambda _, path: path.touch(), NO_TORCH),
+    "safetensors called torch.pth": (save_file, NO_TORCH),
+    "half.pth": (cut(torch.save), NO_TORCH),
+    "half.safetensors": (cut(save_file), NO_SAFETENSORS),
+    "long header.safetensors": (
+        with_header(MOST_HEADER + 1, b"{" + b" " * (MOST_HEADER - 1) + b"}"),
+        "header has 16,777,217 bytes; 16,777,216 are the most",
+    ),
+    "lying header.safetensors": (with_header(2**63), NO_SAFETENSORS),
+    "short header.safetensors": (with_header(100), NO_SAFETENSORS),
+    "compressed.pth": (compressed, r"its parts unpack to 4,19\d,\d+ bytes, more than 20 times the file's size"),
+    "code.pth": (torch_file(lambda _: Payload()), r"holds more than tensors.*\(UnpicklingError\)"),
+    "tensor.pth": (torch_file(lambda _: torch.zeros(3)), r"holds a Tensor, not a state dict \(names to tensors\)"),
+    "holds itself.pth": (torch_file(holding_itself), "holds a mapping with model, not a state dict"),
+    "no tensors.pth": (torch_file(lambda _: {nested(20): 1, "a": 2}), "holds a mapping with a, not a state dict"),
+    "more than tensors.pth": (torch_file(lambda s: s | {"epoch": 3}), "entry 'epoch' is a int, not a tensor"),
+    "one missing.pth": (torch_file(lambda s: {n: s[n] for n in s if n != FIRST}), f"the model: it lacks {FIRST}$"),
+    "one too many.pth": (torch_file(lambda s: s | {"x": torch.zeros(1)}), "the model: it has x too many$"),
+    "named twice.pth": (torch_file(lambda s: s | {f"module.{FIRST}": s[FIRST]}), f"module.{FIRST} is there twice"),
+    "bits.pth": (
+        torch_file(lambda s: s | {COUNTER: torch.zeros(1, dtype=torch.uint8).view(torch.bits8)}),
+        f"{COUNTER} is torch.bits",
+    ),
+    "long name.pth": (torch_file(lambda s: s | {"\0" + "x" * 5000: 3}), r"entry '\\\\x00xx.*xx' is a int"),
+    **{
+        f"key of {type(key).__name__}.pth": (
+            torch_file(lambda s, key=key: {"epoch": 1, "model": {key: torch.ones(2), **s}}),
+            f"has keys of type {type(key).__name__}; weights have names",
+        )
+        for key in (nested(20), 0, b"weight", None)
+    },
+    **{
+        f"{change}.pth": (torch_file(lambda s, make=make: s | {FIRST: make(s[FIRST])}), says)
+        for change, (make, says) in CHANGES.items()
+        if says is not None
+    },
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_each_damage_is_one_line_and_the_model_stays(tmp_path, name):
+    write, says = DAMAGES[name]
+    path, model = tmp_path / name, network()
+    write(model.state_dict(), path)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    RAN.clear()
+    with pytest.raises(CheckpointError, match=says) as refused:
+        load_weights_(model, read_weights(path), f"checkpoint {path}")
+    check_line(refused.value)
+    assert str(refused.value).startswith(f"checkpoint {path}: ")
+    assert RAN == []
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+def check_line(error):
+    assert re.fullmatch(r".{1,700}", str(error))
+    assert str(error).isprintable()
+
+
+@st.composite
+def states(draw):
+    """The network's, with entries that are odd, under other names or wrapped."""
+    state = dict(network().state_dict())
+    for _ in range(draw(st.integers(0, 2))):
+        name = draw(st.sampled_from(sorted(state)))
+        make, _ = CHANGES[draw(st.sampled_from(sorted(CHANGES)))]
+        with contextlib.suppress(RuntimeError, IndexError):  # a scalar has no rows, ...
+            state[draw(st.sampled_from([name, name, f"module.{name}", "more"]))] = make(state[name])
+    if draw(st.integers(0, 9)) == 0:
+        state[draw(st.integers() | st.none() | st.tuples(st.integers()) | st.binary(max_size=3))] = torch.ones(2)
+    for _ in range(draw(st.integers(0, 2))):
+        state = {draw(st.sampled_from(["state_dict", "model", "state_dict_ema", "epoch"])): state, "lr": 0.1}
+    return state
+
+
+@st.composite
+def torch_files(draw):
+    buffer = io.BytesIO()
+    with contextlib.suppress(Exception):  # torch does not write it
+        torch.save(draw(states()), buffer, _use_new_zipfile_serialization=draw(st.booleans()))
+    return ".pth", damaged(draw, buffer.getvalue())
+
+
+@st.composite
+def safetensors_files(draw):
+    data = save({name: tensor.contiguous() for name, tensor in network().state_dict().items()})
+    if draw(st.booleans()):  # another header, which may say anything
+        size = struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8 : 8 + size])
+        entry = header[draw(st.sampled_from(sorted(header)))]
+        key = draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))
+        odd = ["F64", "I8", "F8_E4M3", "", None, 3, [], [0], [2**40], [-1, 3], [0, 8], [8, 0], [2**63, 2**63]]
+        entry[key] = draw(st.sampled_from([*odd, *(other.get("data_offsets") for other in header.values())]))
+        text = json.dumps(header).encode()
+        if draw(st.integers(0, 3)) == 0:  # each key twice
+            text = text[:-1] + b", " + text[1:]
+        data = struct.pack("<Q", len(text)) + text + data[8 + size :]
+    return ".safetensors", damaged(draw, data)
+
+
+def damaged(draw, data):
+    data = bytearray(data)
+    for _ in range(draw(st.sampled_from([0, 0, 1, 3, 30])) if data else 0):
+        data[draw(st.integers(0, min(len(data) - 1, 2000)))] = draw(st.integers(0, 255))
+    return bytes(data[: draw(st.none() | st.integers(0, len(data)))])
+
+
+@given(torch_files() | safetensors_files())
+@pytest.mark.filterwarnings("ignore")
+def test_any_file_is_read_as_it_is_or_refused_in_one_line(tmp_path, file):
+    suffix, data = file
+    path, model = tmp_path / f"weights{suffix}", network()
+    path.write_bytes(data)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    RAN.clear()
+    try:
+        state = read_weights(path)
+        load_weights_(model, state, "the file")
+        expected = state
+    except CheckpointError as error:
+        check_line(error)
+    assert RAN == []
+    assert all(torch.equal(own, expected[name].to(own.dtype)) for name, own in model.state_dict().items())
+
+
+# Weights of the authors' package.
+
+
+@functools.cache
+def of_authors():
+    plan = plan_conversion(find_convs(network(), (3, 32, 32)), dilated_size=7, kernel_count=3)
+    generator = torch.Generator().manual_seed(0)
+    elements = {
+        f"{layer.name}.weight": torch.randn(layer.position_shape[1:], generator=generator) for layer in plan.layers
+    }
+    positions = {
+        f"{layer.name}.P": torch.zeros(layer.position_shape) + index for index, layer in enumerate(plan.layers)
+    }
+    return network().state_dict() | elements | positions
+
+
+@st.composite
+def changed_of_authors(draw):
+    """Of which some entries are odd, gone or beside others."""
+    state = dict(of_authors())
+    for _ in range(draw(st.integers(0, 2))):
+        name = draw(st.sampled_from(sorted(name for name, value in state.items() if isinstance(value, torch.Tensor))))
+        tensor, change = (
+            state.pop(name),
+            draw(st.sampled_from([*CHANGES, "cut", "one more axis", "far", "SIG", "gone"])),
+        )
+        with contextlib.suppress(RuntimeError, IndexError), warnings.catch_warnings(action="ignore"):
+            match change:
+                case "cut":
+                    state[name] = tensor[..., : draw(st.integers(0, 2))]
+                case "one more axis":
+                    state[name] = tensor[None]
+                case "far":
+                    state[name] = tensor * draw(st.sampled_from([0.0, 10.0, 1e30]))
+                case "SIG":
+                    state |= {name: tensor, name.rpartition(".")[0] + ".SIG": tensor.clone()}
+                case odd if odd in CHANGES:
+                    state[name] = CHANGES[odd][0](tensor)
+    return state
+
+
+@given(
+    changed_of_authors(),
+    st.sampled_from([None, "v0", "v1"]),
+    st.sampled_from(["bilinear", "triangle", "gaussian"]),
+)
+def test_entries_of_the_authors_are_taken_as_they_are_or_the_model_stays(state, version, interpolation):
+    model = network()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    RAN.clear()
+    try:
+        convert_from_authors_(
+            model, state, version=version, dilated_size=7, interpolation=interpolation, input_size=(3, 32, 32)
+        )
+    except DclsConvertError as error:
+        check_line(error)
+        assert model.state_dict().keys() == before.keys()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        return
+    after = model.state_dict()
+    assert all(tensor.isfinite().all() for tensor in after.values())
+    if version != "v1" and interpolation == "bilinear":  # other elements are normalised
+        for name in (name.removesuffix("P") + "weight" for name in state if name.endswith(".P")):
+            own, theirs = (part.flatten().sort().values for part in (after[name], state[name].to(after[name])))
+            assert torch.equal(own, theirs)
