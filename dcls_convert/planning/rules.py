@@ -169,13 +169,7 @@ class Rule(Defaults):
         return self
 
     def stage_of(self, name: str) -> str | None:
-        """The stage that `stage_pattern` gives a module; None where there is no pattern, or where it finds nothing.
-
-        >>> Rule(stage_pattern=r"blocks\\.(?:(?P<early>[0-3])|(?P<late>[4-9]))\\.").stage_of("blocks.5.conv")
-        'late'
-        >>> Rule(stage_pattern=r"(stage\\d)").stage_of("net.stage2.unit1.conv")
-        'stage2'
-        """
+        """The stage that `stage_pattern` gives a module; None where there is no pattern, or where it finds nothing."""
         match = re.search(self.stage_pattern, name) if self.stage_pattern else None
         if match is None:
             return None
@@ -256,8 +250,8 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
-            if isinstance(value, int):
-                str(value)  # ValueError: Python prints only so many digits
+            if isinstance(value, int | str):
+                str(value).encode()  # ValueError of too many digits, or of half a surrogate pair
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise _yaml_error(f"{type(error).__name__}: {one_line(error)}", node) from error
         return value
