@@ -115,35 +115,9 @@ def test_the_smallest_budget_that_is_named_does_and_less_does_not(layers, hundre
             solve_counts(layers, named - HUNDREDTH_OF_A_PERCENT)
 
 
-@given(layers=layer_costs())
-def test_units_do_not_borrow_from_each_other(layers):
-    """Solving units together is solving each by itself."""
-    try:
-        _, together = solve_counts(layers, Fraction(1))
-    except PlanError:
-        return
-    for unit in together:
-        _, (alone,) = solve_counts(by_unit(layers)[unit.name], Fraction(1))
-        assert alone == unit
-
-
 def cost(name="a", **changes):
     values = {"unit": "model", "tie_group": None, "lines": 4, "dense_weights": 36, "coordinates": 2, "cells": 49}
     return BudgetLayer(name=name, **(values | changes))
-
-
-def test_a_given_count_over_the_budget_is_kept():
-    _, (unit,) = solve_counts([cost(given_count=4)], Fraction(1))
-    assert (unit.kernel_count, unit.used, unit.limit) == (4, 48, 36)
-    assert unit.exact_count == 3
-
-
-def test_given_counts_that_leave_nothing_for_the_rest_are_refused():
-    """4 * 3 * 5 = 60 of 72 parameters are spent; the free layer needs 12, and has them at a hundred percent alone."""
-    spent = [cost("a", given_count=5), cost("b")]
-    assert solve_counts(spent, Fraction(1))[0] == {"a": 5, "b": 1}
-    with pytest.raises(PlanError, match=r"a budget of 99.99 % admits no element in model; .* is 100 %"):
-        solve_counts(spent, Fraction("0.9999"))
 
 
 def test_a_count_above_the_cells_is_refused_with_the_most_that_fits():
@@ -198,12 +172,6 @@ def test_a_limit_is_rounded_down_once_and_from_the_exact_product():
 
 # The paper's numbers.
 
-CONVNEXT = {  # depth and width of the stages
-    "convnext_tiny": ((3, 3, 9, 3), (96, 192, 384, 768)),
-    "convnext_small": ((3, 3, 27, 3), (96, 192, 384, 768)),
-    "convnext_base": ((3, 3, 27, 3), (128, 256, 512, 1024)),
-}
-
 
 @pytest.mark.parametrize(
     ("model", "size", "options", "counts"),
@@ -222,17 +190,6 @@ def test_counts_of_the_paper(model, size, options, counts):
     assert [unit.kernel_count for unit in plan.budget] == counts
     assert {layer.kernel_count for layer in plan.layers} == set(counts)
     assert sum(unit.used for unit in plan.budget) <= sum(unit.limit for unit in plan.budget)
-
-
-@pytest.mark.parametrize(("interpolation", "coordinates"), [("bilinear", 2), ("gaussian", 4)])
-@pytest.mark.parametrize("model", CONVNEXT)
-def test_exact_counts_of_convnext_follow_from_its_depths_and_widths(model, interpolation, coordinates):
-    depths, widths = CONVNEXT[model]
-    lines = sum(depth * width for depth, width in zip(depths, widths, strict=True))
-    plan = plan_conversion(convs_of(model), dilated_size=17, interpolation=interpolation)
-    (unit,) = plan.budget
-    assert unit.exact_count == Fraction(49 * lines, lines + coordinates * sum(widths))
-    assert unit.limit == 49 * lines
 
 
 # From plan to budget and back.
