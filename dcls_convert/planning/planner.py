@@ -14,7 +14,7 @@ from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
 from ..options import AUTO, ERROR, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, takes_plan_options
 from .budget import parse_percent
 from .plan import ConversionPlan, LayerCounts, LayerPlan, taken_from
-from .rules import AUTO_RULES, Claims, Rule, RuleSet, choose_rules, claim_sites, load_rules
+from .rules import AUTO_RULES, Rule, RuleSet, choose_rules, claim_sites, load_rules
 from .tie_groups import UNSOLVED, group_layers, named_owners, with_counts, with_given_counts
 
 
@@ -145,16 +145,12 @@ def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
 
 def _check_options(options: PlanOptions) -> None:
     size, count = options.dilated_size, options.kernel_count
-    sides = size if isinstance(size, Sequence) else () if size is None else (size,)
-    if (isinstance(size, Sequence) and not size) or any(type(side) is not int or side < 1 for side in sides):
+    sides = size if isinstance(size, Sequence) else [size]
+    if size is not None and (not sides or any(type(side) is not int or side < 1 for side in sides)):
         raise PlanError(f"dilated size {shown(repr(size))} must be a positive integer, or one for each side")
-    for name, value, allowed in [
-        ("scope", options.scope, SCOPES),
-        ("tie", options.tie, TIES),
-        ("interpolation", options.interpolation or INTERPOLATIONS[0], INTERPOLATIONS),
-    ]:
-        if value not in allowed:
-            raise PlanError(f"{name}={shown(repr(value))} must be one of {', '.join(allowed)}")
+    for name, allowed in (("scope", SCOPES), ("tie", TIES), ("interpolation", (None, *INTERPOLATIONS))):
+        if (value := getattr(options, name)) not in allowed:
+            raise PlanError(f"{name}={shown(repr(value))} must be one of {', '.join(filter(None, allowed))}")
     if count not in (AUTO, EXACT) and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise PlanError(f"kernel count {shown(repr(count))} must be a positive integer, auto or exact")
 
@@ -188,10 +184,10 @@ def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list
             rule_of[site.name] = index
         else:
             skipped.append(Skipped(name=site.name, type=site.type, reason=str(reason)))
-    if claims.rule_of and not rule_of:
-        raise NothingMatchesError(f"{rules.source}: its rules skip all that they match; nothing would be converted")
+    if not claims.rule_of:
+        raise NothingMatchesError(_nothing_matches(rules, convs))
     if not rule_of:
-        raise NothingMatchesError(_nothing_matches(rules, convs, claims))
+        raise NothingMatchesError(f"{rules.source}: its rules skip all that they match; nothing would be converted")
     for index, rule in enumerate(rules.rules):
         if index not in claims.rule_of.values():
             shadowed = any(rule.match.misses(site) is None for site in convs.sites)
@@ -200,7 +196,7 @@ def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list
     return rule_of, skipped
 
 
-def _nothing_matches(rules: RuleSet, convs: ModelConvs, claims: Claims) -> str:
+def _nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
     kinds = kinds_of_convs(convs).most_common(4)
     has = ", ".join(f"{count} {kind}" for kind, count in kinds) or "no convolution at all"
     message = f"nothing in the model matches rules {rules.source!r}; it has {has}"

@@ -220,17 +220,13 @@ def load_rules(source: str | Path) -> RuleSet:
     """
     path = builtin_rules().get(str(source), Path(source))
     try:
-        exists = path.is_file()
-    except OSError as error:
-        raise RuleError(f"rules {shown(source)!r}: {error.strerror}") from error
-    if not exists:
-        known = [*builtin_rules(), AUTO]
-        near = did_you_mean(str(source), known)
-        raise RuleError(f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}")
-    try:
+        if not path.is_file():
+            known = [*builtin_rules(), AUTO]
+            near = did_you_mean(str(source), known)
+            raise RuleError(f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}")
         text = read_bytes(path, MOST_BYTES).decode("utf-8-sig")  # some editors begin with a byte order mark
     except OSError as error:
-        raise RuleError(f"{source}: cannot be read: {error.strerror}") from error
+        raise RuleError(f"rules {shown(source, MOST_SHOWN)}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise RuleError(f"{source}: is not a UTF-8 text: {one_line(error)}") from error
     return parse_rules(text, source=str(source))

@@ -1,6 +1,5 @@
 """Rule files: which convolution a rule claims, what it then says, and that none can be wrong in silence."""
 
-import copy
 import re
 from dataclasses import replace
 
@@ -305,13 +304,11 @@ MISTAKES = {
     "format: 1\nrules: [3]": "rules[0]: found 3; allowed is a mapping with ",
     rule("match: depthwise"): "rules[0].match: found 'depthwise'; allowed is a mapping",
     rule("match: {kind: depthwize}"): "rules[0].match.kind: found 'depthwize'; allowed is depthwise, grouped, dense",
-    rule("match: {stem: 0}"): "rules[0].match.stem: found 0; allowed is true or false",
     rule("match: {kernel_size: [3, 3, 3, 3]}"): "rules[0].match.kernel_size: found [3, 3, 3, 3]; allowed is",
     rule("dilated_kernel_size: 17x17"): "rules[0].dilated_kernel_size: found '17x17'; allowed is",
     rule("dilated_kernel_size: 10001"): "rules[0].dilated_kernel_size: found 10001; allowed is an integer",
     rule("kernel_count: true"): "rules[0].kernel_count: found True; allowed is an integer from 1 to 1000000000",
     rule("interpolation: cubic"): "rules[0].interpolation: found 'cubic'; allowed is bilinear or triangle or gaussian",
-    rule("dense_axes: 0"): "rules[0].dense_axes: found 0; allowed is a list",
     rule("stage_pattern: ''"): "rules[0].stage_pattern: found ''; allowed is a regular expression for module names",
     "": "is empty, but must be a mapping with format, description, defaults, rules",
     # what could not be shown as it is
@@ -324,9 +321,7 @@ MISTAKES_BEYOND_A_SCHEMA = {  # relations between values, keys that JSON does no
     rule("match: {kernel_size: {min: 5, max: 3}}"): "rules[0].match.kernel_size: min 5 is above max 3",
     rule("match: {kernel_size: {}}"): "rules[0].match.kernel_size: a range needs min, max or both",
     rule("skip: x, kernel_count: 3"): "rules[0]: a rule that skips cannot also state kernel_count",
-    rule("skip: x, stage_pattern: x"): "rules[0]: a rule that skips cannot also state stage_pattern",
     rule("stage_pattern: '('"): "rules[0].stage_pattern: '(' is not a regular expression: ",
-    rule(f"stage_pattern: '({'x' * 900}'"): "rules[0].stage_pattern: '(xxxx",
     rule(f"stage_pattern: '{'(' * 5000}'"): "rules[0].stage_pattern: '((((",
     rule("match: {1: 2}"): "rules[0].match: unknown key '1'",
     "format: 1\nformat: 1\nrules: [{}]": "line 2: not valid YAML: key 'format' stands twice",
@@ -394,27 +389,17 @@ def mappings(value, place=""):
             yield from mappings(inner, f"{place}[{index}]")
 
 
-@st.composite
-def misspellings(draw):
-    """VALID with one letter of one key left out, changed or doubled; the key, and its place."""
-    data = copy.deepcopy(yaml.safe_load(VALID))
-    mapping, place = draw(st.sampled_from(list(mappings(data))))
-    key = draw(st.sampled_from(list(mapping)))
-    at, letter = draw(st.integers(0, len(key) - 1)), draw(st.sampled_from("abcxyz_-T 1"))
-    wrong = key[:at] + draw(st.sampled_from([key[at + 1 :], letter + key[at + 1 :], letter + key[at:]]))
-    if wrong in {"format", "description", "defaults", "rules", "name", "match", "skip", "min", "max", *mapping, ""}:
-        wrong = key + "s"
-    mapping[wrong] = mapping.pop(key)
-    return yaml.safe_dump(data), wrong, place
-
-
-@given(misspellings())
-def test_no_misspelt_key_is_passed_over(case):
-    text, wrong, place = case
-    with pytest.raises(RuleError) as error:
-        parse_rules(text, source="my.yaml")
-    message = one_line(str(error.value), "my.yaml")
-    assert message.startswith(f"{place}: unknown key {wrong!r}" if place else f"unknown key {wrong!r}")
+def test_no_misspelt_key_is_passed_over():
+    for index, (mapping, place) in enumerate(mappings(yaml.safe_load(VALID))):
+        for key in mapping:
+            for wrong in (key + "s", key[1:], key[:-1] + "q"):
+                data = yaml.safe_load(VALID)
+                misspelt, _ = list(mappings(data))[index]
+                misspelt[wrong] = misspelt.pop(key)
+                with pytest.raises(RuleError) as error:
+                    parse_rules(yaml.safe_dump(data), source="my.yaml")
+                message = one_line(str(error.value), "my.yaml")
+                assert message.startswith(f"{place}: unknown key {wrong!r}" if place else f"unknown key {wrong!r}")
 
 
 # Any text at all: files with some of the keys, whose values mostly fit them, and pieces of YAML anywhere.
