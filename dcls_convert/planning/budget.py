@@ -41,11 +41,6 @@ class BudgetUnit:
     limit: int  # parameters
     used: int  # parameters: weights of the elements, and positions
 
-    @property
-    def slack(self) -> int:
-        """Parameters left; negative where a given count is over the budget."""
-        return self.limit - self.used
-
 
 def parse_percent(text: str | float | int) -> Fraction:
     """A percentage as an exact fraction of 1: "99.5" -> 199/200.
@@ -71,13 +66,17 @@ def solve_counts(layers: Sequence[BudgetLayer], share: Fraction) -> tuple[dict[s
     Raises:
         PlanError: The budget of a unit admits no element; names the smallest one that would.
     """
-    _refuse_too_many(layers)
     units: dict[str, list[BudgetLayer]] = {}
     for layer in layers:
+        if layer.given_count is not None and layer.given_count > layer.cells:
+            raise PlanError(
+                f"{layer.name}: kernel count {layer.given_count} is more than the {layer.cells} cells of its window; "
+                f"use {layer.cells} or fewer"
+            )
         units.setdefault(layer.unit, []).append(layer)
     counts: dict[str, int] = {}
     solved: list[BudgetUnit] = []
-    needed: list[tuple[Fraction, str]] = []
+    needed: dict[str, Fraction] = {}  # unit without an element -> the share with which it would have one
     for name, members in units.items():
         replaced = sum(layer.dense_weights for layer in members)
         limit = math.floor(share * replaced)
@@ -88,13 +87,19 @@ def solve_counts(layers: Sequence[BudgetLayer], share: Fraction) -> tuple[dict[s
         if free:
             exact = Fraction(limit - spent, element)
             count = min(math.floor(exact), min(layer.cells for layer in free))
-            needed.append((Fraction(spent + element, replaced), name))
+            if count < 1:
+                needed[name] = Fraction(spent + element, replaced)
         elif len({layer.given_count for layer in members}) == 1:
             exact, count = Fraction(limit, element), members[0].given_count
         counts |= {layer.name: layer.given_count or count or 0 for layer in members}
-        used = spent + (count or 0) * element if free else spent
+        used = _params((layer, counts[layer.name]) for layer in members)
         solved.append(BudgetUnit(name=name, kernel_count=count, exact_count=exact, limit=limit, used=used))
-    _refuse_none(solved, needed, share)
+    if needed:
+        least = math.ceil(max(needed.values()) * 10_000) / 100  # percent, rounded up
+        raise PlanError(
+            f"a budget of {float(share * 100):.6g} % admits no element in {listed(needed, 1)}; "
+            f"the smallest budget that does is {f'{least:.2f}'.rstrip('0').rstrip('.')} %"
+        )
     return counts, tuple(solved)
 
 
@@ -103,23 +108,3 @@ def _params(counted: Iterable[tuple[BudgetLayer, int]]) -> int:
     counted = list(counted)
     tied = {layer.tie_group or f"\0{layer.name}": layer.lines * layer.coordinates * n for layer, n in counted}
     return sum(layer.lines * n for layer, n in counted) + sum(tied.values())
-
-
-def _refuse_too_many(layers: Sequence[BudgetLayer]) -> None:
-    for layer in layers:
-        if layer.given_count is not None and layer.given_count > layer.cells:
-            raise PlanError(
-                f"{layer.name}: kernel count {layer.given_count} is more than the {layer.cells} cells of its window; "
-                f"use {layer.cells} or fewer"
-            )
-
-
-def _refuse_none(units: Sequence[BudgetUnit], needed: Sequence[tuple[Fraction, str]], share: Fraction) -> None:
-    empty = [unit.name for unit in units if unit.kernel_count is not None and unit.kernel_count < 1]
-    if not empty:
-        return
-    least = math.ceil(max(need for need, name in needed if name in empty) * 10_000) / 100  # percent, rounded up
-    raise PlanError(
-        f"a budget of {float(share * 100):.6g} % admits no element in {listed(empty, 1)}; "
-        f"the smallest budget that does is {f'{least:.2f}'.rstrip('0').rstrip('.')} %"
-    )

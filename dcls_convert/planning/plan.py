@@ -1,32 +1,27 @@
 """A conversion plan as data: what becomes what, what is tied; to and from JSON."""
 
-import contextlib
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 
 from ..depthwise.geometry import check_cells, check_window, conv_macs
-from ..errors import CheckpointError, PlanError, listed, newer_format, one_line, shown
+from ..errors import CheckpointError, PlanError, listed, one_line, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import Skipped
 from ..options import Scope, Tie
+from ..records import Record
 from ..tables import as_html
 from .budget import BudgetUnit
 
 PLAN_FORMAT = 1
 _STRICT = ConfigDict(strict=True, extra="forbid")
-_FOLLOWING = (
-    "layers",
-    "tie_groups",
-    "budget",
-    "skipped",
-)  # fields that layers and options imply, or are compared alone
+_FOLLOWING = {"layers", "tie_groups", "budget", "skipped"}  # follow from layers and options, or are compared alone
 
 
 def taken_from(record: object, kind: type) -> dict[str, Any]:
@@ -62,17 +57,6 @@ class LayerPlan:
         return self.names[0]
 
     @property
-    def lines(self) -> int:
-        """Kernel lines: what one more element costs in weights."""
-        dense = [self.dilated_size[axis] for axis in self.dense_axes]
-        return math.prod([self.out_channels, self.in_channels // self.groups, *dense])
-
-    @property
-    def cells(self) -> int:
-        """Cells of the window along the learnt axes."""
-        return math.prod(side for axis, side in enumerate(self.dilated_size) if axis not in self.dense_axes)
-
-    @property
     def shared_parameters(self) -> tuple[str, ...]:
         """What layers of a tie group have in common."""
         return ("positions", "sigma") if find_interpolation(self.interpolation).has_sigma else ("positions",)
@@ -85,9 +69,19 @@ class LayerPlan:
         return (axes, self.out_channels, self.in_channels // self.groups, *dense, self.kernel_count)
 
     @property
+    def lines(self) -> int:
+        """Kernel lines: what one more element costs in weights."""
+        return math.prod(self.position_shape[1:-1])
+
+    @property
+    def cells(self) -> int:
+        """Cells of the window along the learnt axes."""
+        return math.prod(side for axis, side in enumerate(self.dilated_size) if axis not in self.dense_axes)
+
+    @property
     def coordinates(self) -> int:
         """Learnable coordinates of one element: its position, and sigma where the interpolation has one."""
-        return (len(self.dilated_size) - len(self.dense_axes)) * len(self.shared_parameters)
+        return self.position_shape[0] * len(self.shared_parameters)
 
     @property
     def dense_weights(self) -> int:
@@ -105,7 +99,7 @@ class LayerPlan:
     @property
     def position_params(self) -> int:
         """Parameters for positions and sigma, shared by the tie group."""
-        return self.lines * self.kernel_count * self.coordinates
+        return self.element_weights * self.coordinates
 
     def macs(self, size: Sequence[int]) -> int | None:
         """Multiply-accumulates for one image with a kernel of that size."""
@@ -144,8 +138,8 @@ class Difference:
     layers: tuple[str, ...] = ()  # in which it differs so; none for the plan as a whole
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConversionPlan:
+@dataclass(frozen=True, kw_only=True)  # no slots: `super()` would not find the class
+class ConversionPlan(Record):
     """Everything that the conversion decides; enough to rebuild the converted model from its source."""
 
     __pydantic_config__ = _STRICT
@@ -174,22 +168,26 @@ class ConversionPlan:
         """(dilated size, dense axes) of each layer, under all its names."""
         return {name: (layer.dilated_size, layer.dense_axes) for layer in self.layers for name in layer.names}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dict(_ADAPTER.dump_python(self, mode="json"))
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
-
     @classmethod
-    def from_dict(cls, data: object, where: str = "the plan") -> "ConversionPlan":
-        """The plan of `to_dict`; CheckpointError names `where` if it is damaged, newer, or contradicts itself."""
-        plan = plan_from_json(json.dumps(data), where)
+    def from_json(cls, text: str | bytes, where: str = "the plan") -> Self:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            CheckpointError: It is damaged, of a newer format, or contradicts itself; begins with `where`.
+        """
+        plan = super().from_json(text, where)
         try:
-            check_plan(plan)
+            for layer in plan.layers:
+                _check_layer(layer)
+            _check_tie_groups(plan)
         except PlanError as error:
             raise CheckpointError(f"{where}: {error}") from error
         return plan
+
+    @classmethod
+    def from_dict(cls, data: object, where: str = "the plan") -> Self:
+        """As `from_json`, of what `to_dict` gave."""
+        return cls.from_json(json.dumps(data), where)
 
     @property
     def hash(self) -> str:
@@ -199,25 +197,24 @@ class ConversionPlan:
     def diff(self, other: "ConversionPlan") -> tuple[Difference, ...]:
         """What differs between this plan and another: first as a whole, then in layers, equal differences together."""
         mine, theirs = self.to_dict(), other.to_dict()
-        found = [
+        differences = [
             Difference(what=name, one=mine[name], other=theirs[name])
             for name in mine
             if name not in _FOLLOWING and mine[name] != theirs[name]
         ]
         ours, others = ({layer["names"][0]: layer for layer in plan["layers"]} for plan in (mine, theirs))
-        for there, lacking in ((True, others), (False, ours)):
-            missing = tuple(name for name in (ours if there else others) if name not in lacking)
-            if missing:
-                found.append(Difference(what="layers", one=there, other=not there, layers=missing))
+        for there, layers, lacking in ((True, ours, others), (False, others, ours)):
+            if missing := tuple(name for name in layers if name not in lacking):
+                differences.append(Difference(what="layers", one=there, other=not there, layers=missing))
         alike: dict[str, list[str]] = {}
-        for name, layer in ours.items():
-            for what, value in layer.items() if name in others else ():
+        for name in (name for name in ours if name in others):
+            for what, value in ours[name].items():
                 if value != others[name][what]:
                     alike.setdefault(json.dumps([what, value, others[name][what]]), []).append(name)
         for key, names in alike.items():
-            what, one, other_value = json.loads(key)
-            found.append(Difference(what=what, one=one, other=other_value, layers=tuple(names)))
-        return tuple(found)
+            what, one, another = json.loads(key)
+            differences.append(Difference(what=what, one=one, other=another, layers=tuple(names)))
+        return tuple(differences)
 
     def _repr_html_(self) -> str:
         """The plan in a notebook: a row a stage, and the budget in a sentence."""
@@ -229,38 +226,31 @@ class ConversionPlan:
         return next(group for group in self.tie_groups if group.name == name)
 
 
-def check_plan(plan: ConversionPlan) -> None:
-    """Refuse a plan that contradicts itself; one that was edited by hand may.
-
-    Raises:
-        PlanError: Names the layer or the group, and what is wrong with it.
-    """
-    for layer in plan.layers:
-        _check_layer(layer)
+def _check_tie_groups(plan: ConversionPlan) -> None:
     members: dict[str, list[LayerPlan]] = {}
     for layer in plan.layers:
         if layer.tie_group is not None:
             members.setdefault(layer.tie_group, []).append(layer)
-    groups = {group.name: group for group in plan.tie_groups}
-    if len(groups) != len(plan.tie_groups) or groups.keys() != members.keys():
+    names = [group.name for group in plan.tie_groups]
+    if sorted(names) != sorted(members):
         raise PlanError(
-            f"the plan's tie groups are {listed(sorted(groups))}, its layers are in {listed(sorted(members))}"
+            f"the plan's tie groups are {listed(sorted(names))}, its layers are in {listed(sorted(members))}"
         )
-    for name, group in groups.items():
-        where = f"tie group {shown(name)}"
-        if group.layers != tuple(layer.name for layer in members[name]):
+    for group in plan.tie_groups:
+        where, layers = f"tie group {shown(group.name)}", members[group.name]
+        if group.layers != tuple(layer.name for layer in layers):
             raise PlanError(f"{where}: lists {len(group.layers)} layers, other than those that name it")
-        shapes = {(layer.position_shape, layer.dilated_size, layer.interpolation) for layer in members[name]}
+        shapes = {(layer.position_shape, layer.dilated_size, layer.interpolation) for layer in layers}
         if len(shapes) > 1:
             raise PlanError(f"{where}: its layers have {len(shapes)} different shapes")
-        if group.parameters.keys() != set(members[name][0].shared_parameters):
-            raise PlanError(f"{where}: must say where {' and '.join(members[name][0].shared_parameters)} are")
+        if group.parameters.keys() != set(layers[0].shared_parameters):
+            raise PlanError(f"{where}: must say where {' and '.join(layers[0].shared_parameters)} are")
 
 
 def _check_layer(layer: LayerPlan) -> None:
+    if not layer.names:
+        raise PlanError("a layer: has no name")
     try:
-        if not layer.names:
-            raise PlanError("has no name")
         dims = len(layer.kernel_size)
         for name in ("in_channels", "out_channels"):
             channels = getattr(layer, name)
@@ -281,31 +271,4 @@ def _check_layer(layer: LayerPlan) -> None:
                 f"kernel count {layer.kernel_count} must be from 1 to the {layer.cells} cells of its window"
             )
     except ValueError as error:
-        raise PlanError(f"{shown(layer.names[0]) if layer.names else 'a layer'}: {one_line(error)}") from error
-
-
-_ADAPTER: TypeAdapter[ConversionPlan] = TypeAdapter(ConversionPlan)
-
-
-def plan_from_json(text: str | bytes, where: str) -> ConversionPlan:
-    """The plan that `to_json` wrote.
-
-    Raises:
-        CheckpointError: The text is no plan, or a newer program wrote it; names `where` and the place in it.
-    """
-    try:
-        return _ADAPTER.validate_json(text)
-    except ValidationError as error:
-        if (newer := _newer_format(text)) is not None:
-            raise CheckpointError(newer_format(where, newer, PLAN_FORMAT)) from error
-        problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
-        raise CheckpointError(f"{where}: {shown(place) + ': ' if place else ''}{shown(problem['msg'], 200)}") from error
-
-
-def _newer_format(text: str | bytes) -> int | None:
-    """The format that the text states, if it is newer than this program's."""
-    with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
-        stated = json.loads(text)["format"]
-        return stated if isinstance(stated, int) and stated > PLAN_FORMAT else None
-    return None
+        raise PlanError(f"{shown(layer.name)}: {one_line(error)}") from error

@@ -7,15 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..depthwise.geometry import check_cells, check_window, grown_padding, padded_cells, size_text
+from ..depthwise.geometry import check_cells, grown_padding, padded_cells, size_text
 from ..errors import NothingMatchesError, PlanError, RuleError, one_line, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
 from ..options import AUTO, ERROR, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, takes_plan_options
 from .budget import parse_percent
 from .plan import ConversionPlan, LayerCounts, LayerPlan, taken_from
-from .rules import AUTO_RULES, Claims, Rule, RuleSet, choose_rules, claim_sites, load_rules
-from .stage_pattern import stage_by_pattern
+from .rules import AUTO_RULES, Rule, RuleSet, choose_rules, claim_sites, load_rules
 from .tie_groups import UNSOLVED, group_layers, named_owners, with_counts, with_given_counts
 
 
@@ -57,59 +56,57 @@ def make_plan(
     convs: ModelConvs, options: PlanOptions, *, model: str | None = None, model_args: dict[str, Any] | None = None
 ) -> ConversionPlan:
     """As `plan_conversion`."""
-    counts = options.kernel_count if isinstance(options.kernel_count, LayerCounts) else None
-    if counts is not None:
-        options = replace(options, kernel_count=AUTO)
+    counts = None
+    if isinstance(options.kernel_count, LayerCounts):
+        counts, options = options.kernel_count, replace(options, kernel_count=AUTO)
     elif options.scope == ERROR and options.kernel_count == AUTO:
         raise PlanError(f"scope {ERROR!r} measures what trained kernels lose; convert_ and dcls-convert MODEL can")
     _check_options(options)
     share = parse_percent(options.budget)
     arguments = _json_arguments(model_args or {})
-    ruleset = _rules(options.rules, convs)
-    rule_of, skipped = claim_convs(ruleset, convs)
-    check_overruled(ruleset, options)
+    rules = options.rules
+    if not isinstance(rules, RuleSet):
+        rules = choose_rules(convs.sites) if rules == AUTO else load_rules(rules)
+    rule_of, skipped = claim_convs(rules, convs)
+    check_overruled(rules, options)
     if options.kernel_count == EXACT:
-        _check_exact(ruleset, options.interpolation)
+        _check_exact(rules, options.interpolation)
     drafts: list[LayerPlan] = []
     refused: list[Skipped] = []
-    for site in convs.sites:
-        if site.name in rule_of:
-            try:
-                drafts.append(_draft(site, ruleset, rule_of[site.name], options))
-            except PlanError as error:
-                refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
-    _refuse(refused, drafts, options.strict)
+    for site in (site for site in convs.sites if site.name in rule_of):
+        try:
+            drafts.append(_draft(site, rules, rule_of[site.name], options))
+        except PlanError as error:
+            refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
+    if refused and (options.strict or not drafts):
+        more = f" ({len(refused) - 1} more like it)" if len(refused) > 1 else ""
+        raise PlanError(f"{refused[0].name}: {refused[0].reason}{more}")
+    skipped += refused
     if counts is not None:
-        drafts = with_given_counts(drafts, counts, options.tie, [*skipped, *refused])
+        drafts = with_given_counts(drafts, counts, options.tie, skipped)
     groups = group_layers(drafts) if options.tie == "stage" else {}
     layers, units = with_counts(drafts, groups, options.scope, share)
     order = [site.name for site in convs.sites] + [skip.name for skip in convs.skipped]
-    place = {name: index for index, name in enumerate(order)}
+    patterned = [rules.label(index) for index, rule in enumerate(rules.rules) if rule.stage_pattern]
     return ConversionPlan(
         model=model,
         model_args=arguments,
         input_size=convs.input_size,
-        rules=ruleset.source,
-        rules_text=ruleset.text,
+        rules=rules.source,
+        rules_text=rules.text,
         scope=options.scope,
         tie=options.tie,
         share=share,
         layers=layers,
         tie_groups=named_owners(groups, layers),
-        skipped=tuple(sorted([*skipped, *refused], key=lambda skip: place[skip.name])),
+        skipped=tuple(sorted(skipped, key=lambda skip: order.index(skip.name))),
         budget=units,
         params=convs.params,
         macs=convs.macs,
         macs_note=convs.macs_note,
-        stages_from=_stages_from(convs, ruleset),
+        stages_from=", ".join([convs.stages_from, *(f"the pattern of rule {label!r}" for label in patterned)]),
         folded=False,
     )
-
-
-def _rules(rules: RuleSet | str | Path, convs: ModelConvs) -> RuleSet:
-    if isinstance(rules, RuleSet):
-        return rules
-    return choose_rules(convs.sites) if rules == AUTO else load_rules(str(rules))
 
 
 def _draft(site: ConvSite, rules: RuleSet, index: int, options: PlanOptions) -> LayerPlan:
@@ -119,9 +116,8 @@ def _draft(site: ConvSite, rules: RuleSet, index: int, options: PlanOptions) -> 
     window, dense_axes = _window(site, size, rule)
     old_cells = math.prod(side for axis, side in enumerate(site.kernel_size) if axis not in dense_axes)
     stated = rule.kernel_count or (old_cells if options.kernel_count == EXACT else options.kernel_count)
-    stage = stage_by_pattern(rule.stage_pattern, site.name) if rule.stage_pattern else None
     return LayerPlan(
-        **taken_from(site, LayerPlan) | {"stage": stage or site.stage},
+        **taken_from(site, LayerPlan) | {"stage": rule.stage_of(site.name) or site.stage},
         dilated_size=window,
         dense_axes=dense_axes,
         interpolation=rule.interpolation or options.interpolation or INTERPOLATIONS[0],
@@ -147,23 +143,14 @@ def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
             )
 
 
-def _stages_from(convs: ModelConvs, rules: RuleSet) -> str:
-    patterned = [rules.label(index) for index, rule in enumerate(rules.rules) if rule.stage_pattern]
-    return ", ".join([convs.stages_from, *(f"the pattern of rule {label!r}" for label in patterned)])
-
-
 def _check_options(options: PlanOptions) -> None:
     size, count = options.dilated_size, options.kernel_count
-    sides = size if isinstance(size, Sequence) else () if size is None else (size,)
-    if (isinstance(size, Sequence) and not size) or any(type(side) is not int or side < 1 for side in sides):
+    sides = size if isinstance(size, Sequence) else [size]
+    if size is not None and (not sides or any(type(side) is not int or side < 1 for side in sides)):
         raise PlanError(f"dilated size {shown(repr(size))} must be a positive integer, or one for each side")
-    for name, value, allowed in [
-        ("scope", options.scope, SCOPES),
-        ("tie", options.tie, TIES),
-        ("interpolation", options.interpolation or INTERPOLATIONS[0], INTERPOLATIONS),
-    ]:
-        if value not in allowed:
-            raise PlanError(f"{name}={shown(repr(value))} must be one of {', '.join(allowed)}")
+    for name, allowed in (("scope", SCOPES), ("tie", TIES), ("interpolation", (None, *INTERPOLATIONS))):
+        if (value := getattr(options, name)) not in allowed:
+            raise PlanError(f"{name}={shown(repr(value))} must be one of {', '.join(filter(None, allowed))}")
     if count not in (AUTO, EXACT) and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise PlanError(f"kernel count {shown(repr(count))} must be a positive integer, auto or exact")
 
@@ -193,14 +180,14 @@ def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list
             )
         index = claims.rule_of.get(site.name)
         reason = claims.reasons[site.name] if index is None else rules.rules[index].skip
-        if index is None or reason is not None:
-            skipped.append(Skipped(name=site.name, type=site.type, reason=str(reason)))
-        else:
+        if index is not None and reason is None:
             rule_of[site.name] = index
-    if claims.rule_of and not rule_of:
-        raise NothingMatchesError(f"{rules.source}: its rules skip all that they match; nothing would be converted")
+        else:
+            skipped.append(Skipped(name=site.name, type=site.type, reason=str(reason)))
+    if not claims.rule_of:
+        raise NothingMatchesError(_nothing_matches(rules, convs))
     if not rule_of:
-        raise NothingMatchesError(_nothing_matches(rules, convs, claims))
+        raise NothingMatchesError(f"{rules.source}: its rules skip all that they match; nothing would be converted")
     for index, rule in enumerate(rules.rules):
         if index not in claims.rule_of.values():
             shadowed = any(rule.match.misses(site) is None for site in convs.sites)
@@ -209,7 +196,7 @@ def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list
     return rule_of, skipped
 
 
-def _nothing_matches(rules: RuleSet, convs: ModelConvs, claims: Claims) -> str:
+def _nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
     kinds = kinds_of_convs(convs).most_common(4)
     has = ", ".join(f"{count} {kind}" for kind, count in kinds) or "no convolution at all"
     message = f"nothing in the model matches rules {rules.source!r}; it has {has}"
@@ -228,12 +215,11 @@ def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
     """
     converting = [rule for rule in rules.rules if rule.skip is None]
     count = None if options.kernel_count in (AUTO, EXACT) else options.kernel_count
-    stated: list[tuple[str, str, object]] = [
+    for option, key, value in (
         ("dilated size", "dilated_kernel_size", options.dilated_size),
         ("kernel count", "kernel_count", count),
         ("interpolation", "interpolation", options.interpolation),
-    ]
-    for option, key, value in stated:
+    ):
         if value is not None and all(getattr(rule, key) is not None for rule in converting):
             raise RuleError(f"{rules.source}: every rule states its own {key}, so the {option} given has no effect")
 
@@ -258,19 +244,11 @@ def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tup
         dilated = site.kernel_size[axis] > 1 and site.dilation[axis] > 1
         if sides[axis] != site.kernel_size[axis] or dilated:
             raise PlanError(f"dense axis {axis} must keep its size {site.kernel_size[axis]}, undilated")
-    check_window(site.kernel_size, site.dilation, sides)
+    padding = grown_padding(site.padding, site.kernel_size, site.dilation, sides, site.stride)  # checks the window
     check_cells(site.out_channels * site.in_channels // site.groups, sides)
-    padding = grown_padding(site.padding, site.kernel_size, site.dilation, sides, site.stride)
     if site.padding_mode in ("reflect", "circular") and site.input_extent is not None:
         cells = padded_cells(padding, site.input_extent, sides, site.stride)
         for width, side in zip(map(max, cells), site.input_extent, strict=True):
             if width > side - (site.padding_mode == "reflect"):
                 raise PlanError(f"{site.padding_mode} padding of {width} does not fit its input of {side}")
     return sides, tuple(sorted(dense))
-
-
-def _refuse(refused: Sequence[Skipped], drafts: Sequence[LayerPlan], strict: bool) -> None:
-    if refused and (strict or not drafts):
-        first = refused[0]
-        more = f" ({len(refused) - 1} more like it)" if len(refused) > 1 else ""
-        raise PlanError(f"{first.name}: {first.reason}{more}")

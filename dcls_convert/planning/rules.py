@@ -1,8 +1,9 @@
 """YAML to a strict, frozen rule set; which rule claims a convolution, and why none does."""
 
 import fnmatch
+import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -15,8 +16,6 @@ from ..depthwise.geometry import size_text
 from ..errors import RuleError, did_you_mean, one_line, printable, shown
 from ..files import builtin_rules, read_bytes
 from ..options import AUTO, INTERPOLATIONS, MOST_COUNT, MOST_SIDE, Interpolation, Kind
-from .stage_pattern import PatternError, compiled
-from .strict_yaml import MOST_CHARACTERS, load_yaml
 
 if TYPE_CHECKING:
     from ..networks.sites import ConvSite  # which imports torch
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 RULES_FORMAT = 1
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
 Positive = Annotated[int, Field(ge=1)]
-MOST_PATTERN = 1_000  # characters
+MOST_BYTES = 1_000_000  # of a rule file
 MOST_SHOWN = 200  # characters of a text from the file, in a message
 
 
@@ -57,28 +56,27 @@ class Range(_Strict):
     def __contains__(self, value: int) -> bool:
         return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
 
+    def __str__(self) -> str:
+        return " and ".join(f"{word} {end}" for word, end in [("from", self.min), ("to", self.max)] if end is not None)
+
 
 Side = Annotated[int, Field(ge=1, le=MOST_SIDE)]
 Size = Side | Annotated[list[Side], Field(min_length=1, max_length=3)]
-Pattern = Annotated[str, Field(max_length=MOST_PATTERN)]
-Globs = Pattern | Annotated[list[Pattern], Field(min_length=1)]
+Globs = str | Annotated[list[str], Field(min_length=1)]
 
 
-def _holds(wanted: Any, found: Any) -> bool:
-    """Whether what a predicate wants is what the site has: patterns, sizes, a number, a range or a truth value."""
-    several = isinstance(found, tuple)
-    if isinstance(wanted, Range):
-        return (max(found) if several else found) in wanted
-    patterns = [wanted] if isinstance(wanted, str) else wanted
-    if isinstance(patterns, list) and isinstance(patterns[0], str):
-        names = [name for name in (found if several else (found,)) if name is not None]
-        return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
-    if several:
-        wanted = tuple(wanted) if isinstance(wanted, list) else (wanted,) * len(found)
-    return bool(wanted == found)
+def _holds(stated: Any, value: Any) -> bool:
+    """Whether a site has what a predicate states: a pattern, sizes, a number, a range or a truth value."""
+    values = value if isinstance(value, tuple) else (value,)
+    if isinstance(stated, Range):
+        return max(values) in stated
+    allowed = stated if isinstance(stated, list) else [stated]
+    if isinstance(allowed[0], str):
+        return any(fnmatch.fnmatchcase(name, glob) for name in values if name is not None for glob in allowed)
+    return list(values) == (stated if isinstance(stated, list) else [stated] * len(values))
 
 
-_GLOB = f"a pattern with * and ?, of at most {MOST_PATTERN:,} characters, or a list of such patterns"
+_GLOB = "a pattern with * and ?, or a list of such patterns"
 _SIDE = f"an integer from 1 to {MOST_SIDE}"
 _NUMBER = "a positive integer, or {min: N, max: N}"
 _AXES = f"{_SIDE} for all axes, or a list with one for each"
@@ -109,10 +107,19 @@ class Match(_Strict):
     def misses(self, site: "ConvSite") -> str | None:
         """The first predicate that `site` fails, in words; None where all hold."""
         for name in type(self).model_fields:
-            wanted, found = getattr(self, name), getattr(site, "names" if name == "path" else name)
-            if wanted is not None and not _holds(wanted, found):
-                return f"{name} is {_in_words(found)}, not {_in_words(wanted)}"
+            stated, value = getattr(self, name), getattr(site, "names" if name == "path" else name)
+            if stated is not None and not _holds(stated, value):
+                return f"{name} is {_in_words(value)}, not {_in_words(stated)}"
         return None
+
+
+def _in_words(value: Any) -> str:
+    """A value of a rule or a site, as a message shows it."""
+    if isinstance(value, list | tuple):
+        return shown(size_text(value) if isinstance(value[0], int) else " or ".join(map(str, value)), MOST_SHOWN)
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return shown(str(value) or repr(value), MOST_SHOWN)
 
 
 class Defaults(_Strict):
@@ -123,8 +130,8 @@ class Defaults(_Strict):
     )
 
 
-class Layer(Defaults):
-    """How convolutions are replaced."""
+class Rule(Defaults):
+    """The first rule whose match holds claims the convolution: it is skipped, or replaced as the other keys say."""
 
     kernel_count: Annotated[int, Field(ge=1, le=MOST_COUNT)] | Literal["auto"] | None = Field(
         None, description=f"an integer from 1 to {MOST_COUNT}, or auto"
@@ -133,18 +140,12 @@ class Layer(Defaults):
     dense_axes: list[Annotated[int, Field(ge=0, le=2)]] | None = Field(
         None, description="a list of spatial axes (0 is the first) along which nothing is learnt"
     )
-
-
-class Rule(Layer):
-    """The first rule whose match holds claims the convolution: it is skipped, or replaced as the other keys say."""
-
     name: str | None = Field(None, description="a text")
     match: Match = Field(Match(), description="a mapping of predicates; without it, the rule claims everything")
-    stage_pattern: Annotated[str, Field(min_length=1, max_length=MOST_PATTERN)] | None = Field(
+    stage_pattern: Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description=f"a regular expression of RE2 for module names, of at most {MOST_PATTERN:,} characters; those in "
-        "which it finds the same are one stage, which bears the name of the named group that matches, else what the "
-        "groups or the whole pattern find",
+        description="a regular expression for module names; those in which it finds the same are one stage, which "
+        "bears the name of the named group that matches, else what the groups or the whole pattern find",
     )
     skip: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="a text with the reason; the convolution stays as it is"
@@ -154,17 +155,26 @@ class Rule(Layer):
     @classmethod
     def _compiles(cls, value: str) -> str:
         try:
-            compiled(value)
-        except PatternError as error:
-            raise ValueError(f"{shown(value)!r} is not a regular expression: {error}") from error
+            re.compile(value)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"{shown(value)!r} is not a regular expression: {one_line(error)}") from error
         return value
 
     @model_validator(mode="after")
     def _skips_or_converts(self) -> Self:
-        stated = [key for key in (*Layer.model_fields, "stage_pattern") if getattr(self, key) is not None]
+        others = [key for key in type(self).model_fields if key not in ("name", "match", "skip")]
+        stated = [key for key in others if getattr(self, key) is not None]
         if self.skip is not None and stated:
             raise ValueError(f"a rule that skips cannot also state {', '.join(stated)}")
         return self
+
+    def stage_of(self, name: str) -> str | None:
+        """The stage that `stage_pattern` gives a module; None where there is no pattern, or where it finds nothing."""
+        match = re.search(self.stage_pattern, name) if self.stage_pattern else None
+        if match is None:
+            return None
+        named = [group for group, text in match.groupdict().items() if text is not None]
+        return named[0] if named else ".".join(filter(None, match.groups())) or match[0] or None
 
 
 class RuleSet(_Strict):
@@ -210,30 +220,49 @@ def load_rules(source: str | Path) -> RuleSet:
     """
     path = builtin_rules().get(str(source), Path(source))
     try:
-        found = path.is_file()
+        if not path.is_file():
+            known = [*builtin_rules(), AUTO]
+            near = did_you_mean(str(source), known)
+            raise RuleError(f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}")
+        text = read_bytes(path, MOST_BYTES).decode("utf-8-sig")  # some editors begin with a byte order mark
     except OSError as error:
-        raise RuleError(f"rules {shown(source)!r}: {error.strerror}") from error
-    if not found:
-        known = [*builtin_rules(), AUTO]
-        near = did_you_mean(str(source), known)
-        raise RuleError(f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}")
-    try:
-        text = read_bytes(path, 4 * MOST_CHARACTERS).decode(
-            "utf-8-sig"
-        )  # some editors put a byte order mark before the text
-    except OSError as error:
-        raise RuleError(f"{source}: cannot be read: {error.strerror}") from error
+        raise RuleError(f"rules {shown(source, MOST_SHOWN)}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise RuleError(f"{source}: is not a UTF-8 text: {one_line(error)}") from error
     return parse_rules(text, source=str(source))
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error, and errors of Python's own have their line."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in keys:
+                raise _yaml_error(f"key {shown(key.value)!r} stands twice", key)
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, int | str):
+                str(value).encode()  # ValueError of too many digits, or of half a surrogate pair
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            raise _yaml_error(f"{type(error).__name__}: {one_line(error)}", node) from error
+        return value
+
+
+def _yaml_error(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def parse_rules(text: str, source: str = "rules") -> RuleSet:
     """As `load_rules`, from the YAML text itself; `source` is what messages and the plan call it."""
     source = printable(source)
     try:
-        data = load_yaml(text)
-    except Exception as error:  # PyYAML's constructors raise whatever Python does: KeyError, AttributeError, ...
+        data = yaml.load(text, Loader=_StrictLoader)
+    except Exception as error:  # RecursionError where it is nested too deeply, ValueError of a wrong escape
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}:" if mark else ""
         problem = getattr(error, "problem", None) or f"{type(error).__name__}: {one_line(error)}"
@@ -266,29 +295,14 @@ def claim_sites(rules: RuleSet, sites: Sequence["ConvSite"]) -> Claims:
         if index is not None:
             rule_of[site.name] = index
         else:
-            wanted = f"rule {rules.label(0)!r}: {misses[0]}" if len(misses) == 1 else f"none of {len(misses)} rules"
-            reasons[site.name] = f"not matched ({wanted})"
+            tried = f"rule {rules.label(0)!r}: {misses[0]}" if len(misses) == 1 else f"none of {len(misses)} rules"
+            reasons[site.name] = f"not matched ({tried})"
     return Claims(rule_of=rule_of, reasons=reasons)
 
 
 def rules_schema() -> dict[str, Any]:
     """A JSON Schema of the rule format, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RuleSet.model_json_schema()}
-
-
-def _in_words(value: Any) -> str:
-    """A value of a rule or a site, as a message shows it."""
-    if isinstance(value, Range):
-        return " and ".join(
-            f"{word} {end}" for word, end in [("from", value.min), ("to", value.max)] if end is not None
-        )
-    if isinstance(value, list | tuple) and value and all(isinstance(size, int) for size in value):
-        return size_text(value)
-    if isinstance(value, list | tuple):
-        return shown(" or ".join(map(_in_words, value)), MOST_SHOWN)
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "true", False: "false"}[value]
-    return shown(value, MOST_SHOWN) if isinstance(value, str) and value else repr(value)
 
 
 def _explain(error: ValidationError) -> str:

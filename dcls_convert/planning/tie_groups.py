@@ -13,7 +13,7 @@ from ..options import Scope, Tie
 from .budget import BudgetLayer, BudgetUnit, solve_counts
 from .plan import LayerCounts, LayerPlan, TieGroup, taken_from
 
-UNSOLVED = 0  # a kernel count that is still to be solved for
+UNSOLVED = 0  # the kernel count that is still to be solved for; not one that can be stated
 MODEL_UNIT = "model"  # the unit of the budget with scope "model"
 
 
@@ -62,23 +62,18 @@ def with_given_counts(
             stated = f"rule {draft.rule!r} states {draft.kernel_count}"
             raise PlanError(f"{given.source}: {draft.name} has {count} elements in a kernel, but {stated}")
         counted.append(replace(draft, kernel_count=count))
-    if tie == "stage":
-        _check_counts_in_groups(counted, given.source)
-    return counted
-
-
-def _check_counts_in_groups(drafts: Sequence[LayerPlan], source: str) -> None:
-    """Refuse different counts in layers that would be a tie group if their counts were the same."""
-    count_of = {draft.name: draft.kernel_count for draft in drafts}
-    alike = group_layers([replace(draft, kernel_count=UNSOLVED) for draft in drafts])
+    # Layers that would be a tie group if their counts were the same.
+    alike = group_layers([replace(draft, kernel_count=UNSOLVED) for draft in counted]) if tie == "stage" else {}
+    count_of = {draft.name: draft.kernel_count for draft in counted}
     for group, members in alike.items():
-        first = members[0].name
-        other = next((member.name for member in members if count_of[member.name] != count_of[first]), None)
+        first, *others = [member.name for member in members]
+        other = next((name for name in others if count_of[name] != count_of[first]), None)
         if other is not None:
             raise PlanError(
-                f"{source}: layers of {group} cannot share positions, since their kernel counts differ: "
+                f"{given.source}: layers of {group} cannot share positions, since their kernel counts differ: "
                 f"{first} has {count_of[first]}, {other} has {count_of[other]}; use --tie none"
             )
+    return counted
 
 
 def with_counts(
@@ -90,33 +85,23 @@ def with_counts(
     for draft in drafts:
         tie = group_of.get(draft.name)
         # A tie group has one count. With scope "layer", the group counts as one layer.
-        units_of = {"stage": draft.stage or draft.name, "layer": tie or draft.name}
-        unit = units_of.get(scope, MODEL_UNIT)
-        given = None if draft.kernel_count == UNSOLVED else draft.kernel_count
-        decided = {"unit": unit, "tie_group": tie, "given_count": given}
+        unit = {"stage": draft.stage or draft.name, "layer": tie or draft.name}.get(scope, MODEL_UNIT)
+        decided = {"unit": unit, "tie_group": tie, "given_count": draft.kernel_count or None}
         costs.append(BudgetLayer(**taken_from(draft, BudgetLayer) | decided))
     counts, units = solve_counts(costs, share)
-    layers = tuple(
-        replace(draft, kernel_count=counts[draft.name], tie_group=group_of.get(draft.name)) for draft in drafts
-    )
-    return layers, units
+    layers = [replace(draft, kernel_count=counts[draft.name], tie_group=group_of.get(draft.name)) for draft in drafts]
+    return tuple(layers), units
 
 
 def named_owners(groups: dict[str, list[LayerPlan]], layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
     """The tie groups, each on the lowest module that holds its layers, under names that no other group has there."""
     taken: Counter[str] = Counter()
-    result = []
+    ties = []
     for name in groups:
         members = [layer for layer in layers if layer.tie_group == name]
         owner = common_parent([layer.name for layer in members])
         taken[owner] += 1
         suffix = f"_{taken[owner]}" if taken[owner] > 1 else ""
-        result.append(
-            TieGroup(
-                name=name,
-                owner=owner,
-                parameters={parameter: f"dcls_{parameter}{suffix}" for parameter in members[0].shared_parameters},
-                layers=tuple(layer.name for layer in members),
-            )
-        )
-    return tuple(result)
+        parameters = {parameter: f"dcls_{parameter}{suffix}" for parameter in members[0].shared_parameters}
+        ties.append(TieGroup(name=name, owner=owner, parameters=parameters, layers=tuple(x.name for x in members)))
+    return tuple(ties)

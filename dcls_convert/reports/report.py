@@ -1,17 +1,16 @@
-"""What a conversion costs and gains, as data; the views are in report_view."""
+"""What a conversion costs and gains, as data; `views.report` shows it."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-from pydantic import Field, TypeAdapter, computed_field
+from pydantic import Field, computed_field
 from torch import nn
 
 from ..networks.sites import Skipped
 from ..networks.tracing import trace
 from ..planning.plan import ConversionPlan, LayerPlan, taken_from
+from ..records import Record
 from ..tables import as_html, as_text
 
 REPORT_FORMAT = 1
@@ -116,7 +115,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConversionReport:
+class ConversionReport(Record):
     """The books of a conversion. The layers' parameters and `params_untouched` sum to `params`, and so do the MACs."""
 
     format: int = REPORT_FORMAT
@@ -151,11 +150,8 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        nothing = {"outcome"} if self.outcome is None else None
-        return dict(_ADAPTER.dump_python(self, mode="json", exclude=nothing))
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+        data = Record.to_dict(self)  # not `super()`, which finds no class with slots
+        return data if self.outcome else {name: value for name, value in data.items() if name != "outcome"}
 
     def __rich__(self) -> Any:
         from ..views.report import report_view
@@ -171,14 +167,10 @@ class ConversionReport:
         return as_html(self)
 
 
-_ADAPTER: TypeAdapter[ConversionReport] = TypeAdapter(ConversionReport)
-
-
 def predict_report(plan: ConversionPlan) -> ConversionReport:
     """The report of a plan that has not been carried out; no weights are needed."""
-    rows = [_planned_layer(plan, layer, with_positions) for layer, with_positions in _counted_once(plan)]
-    params = plan.params + sum(row.params_after - row.params_before for row in rows)
-    return _report(plan, params, None, rows)
+    rows = [_planned_layer(plan, layer) for layer in plan.layers]
+    return _report(plan, plan.params + sum(row.params_after - row.params_before for row in rows), None, rows)
 
 
 def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
@@ -191,38 +183,36 @@ def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
     total = None
     if plan.macs is not None and plan.input_size is not None:
         flops = trace(model, plan.input_size).flops
-        names = {name for layer in plan.layers for name in layer.names}
-        construction = sum(
-            count for name in names for operator, count in flops.get(name, {}).items() if operator != "convolution"
-        )
+        inside = [flops.get(name, {}) for layer in plan.layers for name in layer.names]
+        construction = sum(sum(counts.values()) - counts.get("convolution", 0) for counts in inside)
         total = (sum(flops[""].values()) - construction) // 2
-
-    def measured(layer: LayerPlan, with_positions: bool) -> LayerReport:
-        module: Any = model.get_submodule(layer.name)
-        shared = [] if plan.folded else [p for p in (module.positions, module.sigma) if p is not None]
-        weights, positions = module.weight.numel(), sum(p.numel() for p in shared) * with_positions
+    rows = []
+    for layer in plan.layers:
+        row, module = _planned_layer(plan, layer), cast(Any, model.get_submodule(layer.name))
+        shared = (module.positions, module.sigma) if row.position_params else ()
+        weights, positions = module.weight.numel(), sum(part.numel() for part in shared if part is not None)
         convolved = sum(flops.get(name, {}).get("convolution", 0) for name in layer.names)
-        return replace(
-            _planned_layer(plan, layer, with_positions),
+        measured = replace(
+            row,
             params_after=weights + positions + (module.bias.numel() if module.bias is not None else 0),
             weight_params=weights,
             position_params=positions,
             macs_after=None if total is None else convolved // 2,
         )
-
-    rows = [measured(layer, with_positions) for layer, with_positions in _counted_once(plan)]
+        rows.append(measured)
     return _report(plan, sum(p.numel() for p in model.parameters()), total, rows)
 
 
-def _report(plan: ConversionPlan, params: int, macs: int | None, rows: Sequence[LayerReport]) -> ConversionReport:
-    layers = tuple(rows)
+def _report(plan: ConversionPlan, params: int, macs: int | None, layers: Sequence[LayerReport]) -> ConversionReport:
     untouched_macs = None
     if plan.macs is not None:
         untouched_macs = plan.macs - sum(layer.macs_before or 0 for layer in layers)
         macs = untouched_macs + sum(layer.macs_after or 0 for layer in layers) if macs is None else macs
-    units = tuple(
-        UnitReport(**taken_from(unit, UnitReport) | {"exact_count": _floor_2(unit.exact_count)}) for unit in plan.budget
-    )
+    units = []
+    for unit in plan.budget:
+        # Rounded down: rounded to nearest, a bound just below 35 would read 35.
+        exact = None if unit.exact_count is None else int(unit.exact_count * 100) / 100
+        units.append(UnitReport(**taken_from(unit, UnitReport) | {"exact_count": exact}))
     return ConversionReport(
         model=plan.model,
         input_size=plan.input_size,
@@ -239,9 +229,9 @@ def _report(plan: ConversionPlan, params: int, macs: int | None, rows: Sequence[
             limit=sum(unit.limit for unit in units),
             used=sum(unit.used for unit in units),
             exact_count=units[0].exact_count if len(units) == 1 else None,
-            units=units,
+            units=tuple(units),
         ),
-        layers=layers,
+        layers=tuple(layers),
         skipped=plan.skipped,
         stages_from=plan.stages_from,
         params_untouched=plan.params - sum(layer.params_before for layer in layers),
@@ -250,17 +240,10 @@ def _report(plan: ConversionPlan, params: int, macs: int | None, rows: Sequence[
     )
 
 
-def _counted_once(plan: ConversionPlan) -> Iterable[tuple[LayerPlan, bool]]:
-    """Every layer, and whether its positions are counted with it: only in the first layer of a tie group."""
-    seen: set[str] = set()
-    for layer in plan.layers:
-        yield layer, layer.tie_group is None or layer.tie_group not in seen
-        seen.add(layer.tie_group or "")
-
-
-def _planned_layer(plan: ConversionPlan, layer: LayerPlan, with_positions: bool) -> LayerReport:
+def _planned_layer(plan: ConversionPlan, layer: LayerPlan) -> LayerReport:
     bias = layer.out_channels * layer.bias
-    positions = 0 if plan.folded else layer.position_params * with_positions
+    counted_here = layer.tie_group is None or plan.group(layer.tie_group).layers[0] == layer.name
+    positions = layer.position_params if counted_here and not plan.folded else 0
     weights = layer.folded_weights if plan.folded else layer.element_weights
     return LayerReport(
         **taken_from(layer, LayerReport) | {"position_params": positions},
@@ -270,8 +253,3 @@ def _planned_layer(plan: ConversionPlan, layer: LayerPlan, with_positions: bool)
         macs_before=layer.macs(layer.kernel_size),
         macs_after=layer.macs(layer.dilated_size),
     )
-
-
-def _floor_2(number: Fraction | None) -> float | None:
-    """Rounded down to two digits; rounded to nearest, a bound just below 35 would read 35."""
-    return None if number is None else int(number * 100) / 100

@@ -12,7 +12,7 @@ from ..layers.conv_classes import CONV_CLASSES, Conv, why_not_replaceable
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..networks.positions import spare_from_decay_
 from ..networks.running import unchanged_on_failure
-from ..planning.plan import ConversionPlan, LayerPlan, TieGroup, check_plan
+from ..planning.plan import ConversionPlan, LayerPlan, TieGroup
 from .fold import fold_before_timm_fuses_
 
 TIMM_ARCHITECTURE = "dcls_convert"  # our entry in timm's registry, which rebuilds a converted model
@@ -45,7 +45,6 @@ def place_layers_(model: nn.Module, plan: ConversionPlan) -> None:
 
 def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...]:
     """All layers of the plan, without values and not in the model yet. PlanError: as `place_layers_`."""
-    check_plan(plan)
     convs = {layer.name: _find_conv(model, layer) for layer in plan.layers}
     for group in plan.tie_groups:
         _check_owner(model, group)

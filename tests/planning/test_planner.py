@@ -5,21 +5,18 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.stages import common_parent
 from dcls_convert.planning.rules import parse_rules
 from dcls_convert.surgery.start import apply_plan_
 
 from .nets import IMAGE, Net, depthwise, on_meta, plan_of
 
 EVERYTHING = parse_rules("format: 1\nrules: [{}]")
-
-laws = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 # Ties.
 
@@ -49,62 +46,37 @@ trees = st.lists(st.lists(blocks, min_size=1, max_size=3), min_size=1, max_size=
 
 
 @given(stages=trees, interpolation=st.sampled_from(["bilinear", "gaussian"]), scope=st.sampled_from(["model", "layer"]))
-@laws
 def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(stages, interpolation, scope):
+    """And the tied parameter has one name, on the lowest module that holds its layers."""
     model = on_meta(Tree, stages)
     plan = plan_of(model, None, dilated_size=9, rules=EVERYTHING, interpolation=interpolation, scope=scope, budget=1000)
-    found = {layer.name: layer for layer in plan.layers}
-    wanted = {}
+    layers = {layer.name: layer for layer in plan.layers}
+    alike = {}
     for name, conv in model.named_modules():
         if isinstance(conv, nn.Conv2d):
             key = (name.split(".")[1], conv.weight.shape, conv.kernel_size, conv.dilation)
-            wanted.setdefault(key, set()).add(name)
-    assert {frozenset(group.layers) for group in plan.tie_groups} == {
-        frozenset(names) for names in wanted.values() if len(names) > 1
-    }
+            alike.setdefault(key, set()).add(name)
+    expected = {frozenset(names) for names in alike.values() if len(names) > 1}
+    assert {frozenset(group.layers) for group in plan.tie_groups} == expected
     assert len({group.name for group in plan.tie_groups}) == len(plan.tie_groups)
     for group in plan.tie_groups:
-        assert {found[name].tie_group for name in group.layers} == {group.name}
-        assert len({found[name].kernel_count for name in group.layers}) == 1
-    tied = {name for group in plan.tie_groups for name in group.layers}
-    assert {layer.name for layer in plan.layers if layer.tie_group is None} == found.keys() - tied
-
-
-@given(stages=trees, interpolation=st.sampled_from(["bilinear", "triangle"]))
-@laws
-def test_a_tied_parameter_has_one_name_on_the_lowest_module_that_holds_its_layers(stages, interpolation):
-    model = on_meta(Tree, stages)
-    plan = plan_of(model, None, dilated_size=9, rules=EVERYTHING, interpolation=interpolation, budget=1000)
-    for group in plan.tie_groups:
-        layers = {model.get_submodule(name) for name in group.layers}
+        assert {layers[name].tie_group for name in group.layers} == {group.name}
+        assert len({layers[name].kernel_count for name in group.layers}) == 1
+        members = {model.get_submodule(name) for name in group.layers}
         owner = model.get_submodule(group.owner)
-        assert layers <= set(owner.modules())
-        assert not any(layers <= set(child.modules()) for child in owner.children())
-        assert set(group.parameters) == {"positions"} | ({"sigma"} if interpolation == "triangle" else set())
-    places = [(group.owner, name) for group in plan.tie_groups for name in group.parameters.values()]
-    assert len(set(places)) == len(places)
+        assert members <= set(owner.modules())
+        assert not any(members <= set(child.modules()) for child in owner.children())
+        assert set(group.parameters) == {"positions"} | ({"sigma"} if interpolation == "gaussian" else set())
+    assert {name for name in layers if layers[name].tie_group is None} == layers.keys() - set().union(*expected)
     apply_plan_(model, plan)
     for group in plan.tie_groups:
         for own, owners in group.parameters.items():
             parameter = model.get_submodule(group.owner)._parameters[owners]
             assert all(getattr(model.get_submodule(name), own) is parameter for name in group.layers)
-    layers = [layer for layer in model.modules() if isinstance(layer, DclsConvNd)]
-    untied = sum(not layer.is_tied for layer in layers)
-    assert len({layer.positions for layer in layers}) == len(plan.tie_groups) + untied
+    untied = sum(layer.tie_group is None for layer in plan.layers)
+    positions = {layer.positions for layer in model.modules() if isinstance(layer, DclsConvNd)}
+    assert len(positions) == len(plan.tie_groups) + untied
     assert len(model.state_dict()) == len(list(model.parameters())), "every tensor has one name"
-
-
-names = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(".".join)
-
-
-@given(names=st.lists(names, min_size=1, max_size=3))
-@laws
-def test_the_common_parent_holds_all_modules_and_none_of_its_children_does(names):
-    parent = common_parent(names)
-    prefix = f"{parent}." if parent else ""
-    assert all(name.startswith(prefix) for name in names)
-    inside = [name.removeprefix(prefix).split(".") for name in names]
-    assert len({path[0] for path in inside}) > 1 or min(map(len, inside)) == 1
 
 
 def test_layers_outside_of_stages_and_with_tie_none_have_positions_of_their_own():
@@ -128,13 +100,11 @@ def windows(conv, size, rule="{}"):
 @pytest.mark.parametrize(
     ("kernel", "size", "rule", "window", "dense_axes"),
     [
-        (3, 17, "{}", (17, 17), ()),
         ((1, 7), 17, "{}", (1, 17), (0,)),
         ((1, 7), (1, 9), "{}", (1, 9), (0,)),
         ((1, 7), (9, 9), "{}", (9, 9), ()),  # asked for by name
         ((3, 5), 17, "{dense_axes: [0]}", (3, 17), (0,)),
         ((3, 5), (3, 17), "{dense_axes: [0]}", (3, 17), (0,)),
-        (1, 9, "{}", (9, 9), ()),
         ((3, 4), (5, 8), "{}", (5, 8), ()),
         ((3,), 9, "{}", (9,), ()),
         ((3, 3, 5), (3, 7, 9), "{dense_axes: [0]}", (3, 7, 9), (0,)),
@@ -144,10 +114,7 @@ def test_an_integer_leaves_sides_of_1_and_dense_axes_as_they_are(kernel, size, r
     dims = len(kernel) if isinstance(kernel, tuple) else 2
     conv = [nn.Conv1d, nn.Conv2d, nn.Conv3d][dims - 1](4, 4, kernel, groups=4)
     assert windows(conv, size, rule) == (window, dense_axes)
-
-
-def test_the_dilation_of_a_side_of_1_means_nothing():
-    assert windows(depthwise((1, 3), dilation=2), 9) == ((1, 9), (0,))
+    assert windows(depthwise((1, 3), dilation=2), 9) == ((1, 9), (0,))  # the dilation of a side of 1 means nothing
 
 
 @pytest.mark.parametrize(
@@ -171,7 +138,7 @@ def test_a_window_that_no_convolution_can_take_is_refused_with_what_would_do(con
 @pytest.mark.parametrize(
     "options",
     [
-        *({"dilated_size": size} for size in [0, 7.0, "7x7", True, (), (7, 0), (7, "7"), [[7]]]),
+        *({"dilated_size": size} for size in [0, 7.0, "7x7", True, (), (7, 0), [[7]]]),
         {"scope": "block"},
         {"tie": "all"},
         {"interpolation": "cubic"},
@@ -185,7 +152,7 @@ def test_an_option_that_cannot_be_is_refused(options):
 
 @pytest.mark.parametrize("padding", ["same", "valid", (3, 1)])
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-@pytest.mark.parametrize("size", [(3, 7), (13, 3), (19, 17), (21, 19), (23, 33)])
+@pytest.mark.parametrize("size", [(13, 3), (19, 17), (23, 33)])
 def test_a_padding_that_does_not_fit_the_input_is_refused_and_any_other_runs(mode, padding, size):
     """Whether it fits is asked of torch, with the padding that keeps the output size."""
     conv = depthwise(3, padding=padding, padding_mode=mode)
@@ -205,26 +172,19 @@ def test_a_padding_that_does_not_fit_the_input_is_refused_and_any_other_runs(mod
         with pytest.raises(PlanError, match=f"^0: {mode} padding of .* does not fit its input of"):
             plan_of(model, dilated_size=size, rules=EVERYTHING)
         return
-    wanted = conv(image).shape
+    shape = conv(image).shape
     apply_plan_(model, plan_of(model, dilated_size=size, rules=EVERYTHING, budget=1000))
-    assert model(image).shape == wanted
+    assert model(image).shape == shape
 
 
-MIXED = {  # what cannot take a window at IMAGE that others can
-    "even": (lambda: depthwise(4), 9, "must be even"),
-    "large": (lambda: depthwise(11), 9, "is smaller than the kernel 11"),
-    "dilated": (lambda: depthwise(3, dilation=5), 9, "extent 11"),
-    "reflecting": (
-        lambda: depthwise(3, padding_mode="reflect"),
-        19,
-        "reflect padding of 9 does not fit its input of 9",
-    ),
-}
-
-
-@pytest.mark.parametrize("odd", MIXED)
-def test_what_cannot_take_the_size_is_skipped_with_the_reason_or_refused_if_strict(odd):
-    build, size, reason = MIXED[odd]
+@pytest.mark.parametrize(
+    ("build", "size", "reason"),
+    [
+        (lambda: depthwise(4), 9, "must be even"),
+        (lambda: depthwise(3, padding_mode="reflect"), 19, "reflect padding of 9 does not fit its input of 9"),
+    ],
+)
+def test_what_cannot_take_the_size_is_skipped_with_the_reason_or_refused_if_strict(build, size, reason):
     model = Net(lambda: [depthwise(), build()])
     plan = plan_of(model, dilated_size=size)
     assert [layer.name for layer in plan.layers] == ["layer1.0", "layer2.0"]

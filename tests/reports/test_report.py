@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import timm
 from rich.console import Console
-from rich.text import Text
 from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, measure_report, plan_conversion, predict_report
@@ -62,29 +61,24 @@ def test_a_number_that_is_not_finite_is_never_written():
         report.with_fit_errors({report.layers[0].name: float("nan")}).to_json()
 
 
-ZOO = ["convnext_tiny", "resnet50", "mixnet_s", "mobilenetv3_large_100"]
+ZOO = ["convnext_tiny", "resnet50", "mixnet_s"]
 
 
-@pytest.mark.parametrize("verbose", [0, 1, 2])
 @pytest.mark.parametrize("name", ZOO)
-def test_views_keep_to_80_columns_without_colour(name, verbose):
+def test_views_keep_to_80_columns_and_say_each_number(name):
     report = report_of(name)
-    text = printed(report, verbose=verbose)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "\x1b" not in text
-    for number in (report.params.before, report.params.after):
-        assert f"{number:,}" in text
-    if not verbose:
-        assert all(layer.stage in text for layer in report.layers)
-        return
-    assert f"{report.macs.before:,}" in text
-    assert f"{report.macs.after:,}" in text
-    assert f"{report.params.delta:+,}" in text
-    assert f"{report.macs.percent:+.2f} %" in text
-    assert "MACs rise although parameters do not" in text
-    together = text.replace("\n", "")
-    assert all(layer.name in together for layer in report.layers)
-    assert all(skip.name in together for skip in report.skipped) == (verbose == 2)
+    short, long, longest = [printed(report, verbose=verbose) for verbose in (0, 1, 2)]
+    for text in (short, long, longest):
+        assert max(map(len, text.splitlines())) <= 80
+        assert "\x1b" not in text
+        assert f"{report.params.before:,} → {report.params.after:,} parameters" in text
+    assert all(layer.stage in short for layer in report.layers)
+    assert f"{report.macs.before:,}" in long
+    assert f"{report.params.delta:+,}" in long
+    assert f"{report.macs.percent:+.2f} %" in long
+    assert "MACs rise although parameters do not" in long
+    assert all(layer.name in long.replace("\n", "") for layer in report.layers)
+    assert all(skip.name in longest.replace("\n", "") for skip in report.skipped)
 
 
 def test_the_verdict_comes_first_in_twelve_lines():
@@ -96,12 +90,9 @@ def test_the_verdict_comes_first_in_twelve_lines():
     )
 
 
-@pytest.mark.parametrize("width", [30, 45, 66, 80, 200])
+@pytest.mark.parametrize("width", [30, 66, 200])
 @pytest.mark.parametrize("name", ZOO)
 def test_no_digit_is_lost_at_any_width(name, width):
-    def digits(text):
-        return Counter(character for character in text if character.isdigit())
-
     letters = str.maketrans("0123456789", "abcdefghij")  # in names, which may lose their middle
     report = report_of(name)
     renamed = [
@@ -110,8 +101,8 @@ def test_no_digit_is_lost_at_any_width(name, width):
     ]
     report = replace(report, layers=tuple(renamed))
     for verbose in (0, 1):
-        narrow = printed(report, verbose=verbose, width=width)
-        assert digits(narrow) == digits(printed(report, verbose=verbose, width=400))
+        narrow, wide = [printed(report, verbose=verbose, width=columns) for columns in (width, 400)]
+        assert Counter(filter(str.isdigit, narrow)) == Counter(filter(str.isdigit, wide))
         assert "…" not in narrow
 
 
@@ -128,38 +119,21 @@ def test_colours_say_what_words_say():
     for colour, report in cases.items():
         text = printed(report, force_terminal=True, color_system="standard")
         assert f"\x1b[1;{colour}m{report.params.before:,}" in text
-        assert Text.from_ansi(text).plain.rstrip() == printed(report).rstrip()
-    assert "\x1b[1;3" not in printed(report, force_terminal=True, no_color=True)
+    assert "OVER BUDGET by 55,584" in " ".join(printed(report).split())
 
 
 def test_print_and_notebooks_show_the_report():
     report = report_of("convnext_tiny")
     assert str(report) == printed(report).rstrip("\n")
-    page = report._repr_html_()
-    assert "28,587,688" in page
-    assert "#008000" in page
-    xml.etree.ElementTree.fromstring(page)
-
-
-def counts(text):
-    """Stage -> what its row says in the column of the kernel count."""
-    rows = [line.split() for line in text.splitlines() if line.split()[:1] and line.split()[0].startswith("stages.")]
-    return {row[0]: row[row.index("→") + 2] for row in rows}
+    assert "28,587,688" in "".join(xml.etree.ElementTree.fromstring(report._repr_html_()).itertext())
 
 
 def test_the_count_of_each_stage_stands_in_its_row():
     report = report_of("convnext_tiny", scope="stage")
-    assert counts(printed(report)) == {"stages.0": "29", "stages.1": "29", "stages.2": "40", "stages.3": "29"}
-    wide = replace(report.layers[0], kernel_count=31)
-    assert counts(printed(replace(report, layers=(wide, *report.layers[1:]))))["stages.0"] == "29..31"
-
-
-def test_an_exceeded_budget_is_said():
-    over = " ".join(printed(report_of("convnext_tiny", kernel_count=40)).split())
-    assert "OVER BUDGET by 55,584" in over
-    assert "MACs rise with the window" in " ".join(
-        printed(report_of("convnext_tiny", kernel_count=40), verbose=1).split()
-    )
+    report = replace(report, layers=(replace(report.layers[0], kernel_count=31), *report.layers[1:]))
+    rows = [line.split() for line in printed(report).splitlines() if line.lstrip().startswith("stages.")]
+    counts = {row[0]: row[row.index("→") + 2] for row in rows}
+    assert counts == {"stages.0": "29..31", "stages.1": "29", "stages.2": "40", "stages.3": "29"}
 
 
 def test_names_reach_the_terminal_as_text():
@@ -201,7 +175,6 @@ MODELS = {
     "without bias": (lambda: Net(lambda: [depthwise(bias=False), nn.Conv2d(4, 4, 3, padding=1)]), IMAGE),
     "1-D": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=4), nn.Conv1d(4, 4, 5, groups=4)), (4, 126)),
     "3-D": (lambda: nn.Sequential(nn.Conv3d(4, 8, (1, 3, 3), groups=4, padding=1, stride=(1, 2, 1))), (4, 5, 9, 7)),
-    "test_efficientnet": (lambda: timm.create_model("test_efficientnet"), None),
     "resnet18": (lambda: timm.create_model("resnet18"), (3, 64, 64)),
     "coat_tiny": (lambda: timm.create_model("coat_tiny"), None),
 }
@@ -210,8 +183,13 @@ MODELS = {
 @pytest.mark.parametrize(
     ("name", "interpolation"),
     [
-        *((name, "bilinear") for name in MODELS),
-        *((name, "gaussian") for name in MODELS if name != "coat_tiny"),  # slow to trace
+        *(
+            (name, interpolation)
+            for name in MODELS
+            if name != "coat_tiny"
+            for interpolation in ("bilinear", "gaussian")
+        ),
+        pytest.param("coat_tiny", "bilinear", marks=pytest.mark.slow),
     ],
 )
 def test_the_report_of_the_plan_is_that_of_the_converted_model(name, interpolation):

@@ -1,7 +1,6 @@
 """Carrying a plan out: the layers it names, in the model it was made for, and nothing else."""
 
 import copy
-import json
 
 import pytest
 import timm
@@ -13,7 +12,7 @@ from dcls_convert.errors import DclsConvertError, PlanError
 from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.pipeline import convert_
-from dcls_convert.planning.plan import plan_from_json
+from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.surgery.fold import fold_to_dense_
 from dcls_convert.surgery.start import apply_plan_
@@ -69,7 +68,7 @@ def test_a_plan_that_contradicts_itself_leaves_the_model_unchanged(key, value):
     data = plan_of(model).to_dict()
     data["layers"][-1][key] = value
     with pytest.raises(DclsConvertError):
-        apply_plan_(model, plan_from_json(json.dumps(data), "plan.json"))
+        apply_plan_(model, ConversionPlan.from_dict(data))
     assert_unchanged(model, before)
 
 
