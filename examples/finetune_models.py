@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import dcls_convert
 from dcls_convert import DclsConvertError
-from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.networks.source import ModelSource
+from dcls_convert.networks.source import build_model as build_network
 from dcls_convert.networks.weights import build_with_state, read_weights
 
 
@@ -40,7 +41,7 @@ def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | N
         source.args["num_classes"] = student.num_classes
         teacher, _ = build_with_state(source, read_weights(path), f"--teacher-checkpoint {path}")
     else:
-        teacher = build_model(source, pretrained=True, trust_code=True)
+        teacher = build_network(source, pretrained=True, trust_code=True)
     if teacher.num_classes != student.num_classes:
         raise DclsConvertError(
             f"--teacher {args.teacher}: has {teacher.num_classes} classes, {args.model} has {student.num_classes}"
