@@ -1,5 +1,6 @@
 """Where the elements of each positions tensor are in their window, counted in bins."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ FINE = 3  # bins in a cell along each axis; odd, so that an element on a cell is
 MOST_BINS = 150_000  # of all heat maps together; above, a bin is a cell
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PositionPicture:
     """The elements of a tie group, or of an untied layer. Each is counted once, whatever the number of layers."""
 
@@ -26,15 +27,13 @@ class PositionPicture:
     axes: tuple[str, ...]  # names of the learnt axes
     size: tuple[int, ...]  # cells of the window along the learnt axes
     bins_per_cell: int
-    heat: tuple[tuple[int, ...], ...]  # elements in each bin of the last two learnt axes; one line for a single axis
+    heat: Tensor  # elements in each bin of the last two learnt axes, of which the first is 1 where there is one alone
     histograms: tuple[tuple[int, ...], ...]  # elements in each bin along each learnt axis
     extents: tuple[tuple[int, ...], ...]  # cells of the old kernels along the learnt axes, in the middle of the window
 
     @property
-    def heat_size(self) -> tuple[int, int]:
-        """Cells of the heat map."""
-        rows, columns = (1, *self.size)[-2:]
-        return rows, columns
+    def name(self) -> str:
+        return self.row.name
 
     @property
     def title(self) -> str:
@@ -66,10 +65,7 @@ EXPLANATION = (
 
 def even_border_share(size: tuple[int, ...]) -> float:
     """The share at the border of elements that are spread evenly over a window of these cells."""
-    inside = 1.0
-    for side in size:
-        inside *= max(0.0, 1 - 2 * BORDER_MARGIN / (side - 1)) if side > 1 else 1.0
-    return 1 - inside
+    return 1 - math.prod(max(0.0, 1 - 2 * BORDER_MARGIN / (side - 1)) for side in size if side > 1)
 
 
 def position_pictures(
@@ -77,30 +73,31 @@ def position_pictures(
 ) -> tuple[PositionPicture, ...]:
     """A picture for each positions tensor of the plan, in the inspection's order."""
     sets = position_sets(plan)
-    cells = sum(torch.Size(place.learnt_size[-2:]).numel() for place in sets)
+    cells = sum(math.prod(place.learnt_size[-2:]) for place in sets)
     per_cell = FINE if cells * FINE**2 <= MOST_BINS else 1
     rows = zip(sets, inspection.positions, strict=True)
     return tuple(_picture(place, row, state[place.parameters["positions"]], per_cell) for place, row in rows)
 
 
 def _picture(place: PositionSet, row: PositionRow, positions: Tensor, per_cell: int) -> PositionPicture:
-    dims = len(row.dilated_size)
+    dims, size = len(row.dilated_size), place.learnt_size
     learnt = learnt_axes(dims, row.dense_axes)
-    index = [bins(axis.flatten(), side, per_cell) for axis, side in zip(positions, place.learnt_size, strict=True)]
-    lengths = [side * per_cell for side in place.learnt_size]
-    wide, width = index[-1], lengths[-1]
-    high, height = (index[-2], lengths[-2]) if len(index) > 1 else (torch.zeros_like(wide), 1)
-    heat = torch.bincount(high * width + wide, minlength=height * width).reshape(height, width)
-    counts = [torch.bincount(i, minlength=length) for i, length in zip(index, lengths, strict=True)]
-    olds = {
-        tuple(extent(layer.kernel_size[axis], layer.dilation[axis]) for axis in learnt): None for layer in place.layers
-    }
+    index = [bins(axis.flatten(), side, per_cell) for axis, side in zip(positions, size, strict=True)]
+    lengths = [side * per_cell for side in size]
+    high, wide = [torch.zeros_like(index[0]), *index][-2:]
+    height, width = [1, *lengths][-2:]
+    extents = [
+        tuple(extent(layer.kernel_size[axis], layer.dilation[axis]) for axis in learnt) for layer in place.layers
+    ]
     return PositionPicture(
         row=row,
-        axes=tuple(AXES[len(AXES) - dims + axis] for axis in learnt),
-        size=place.learnt_size,
+        axes=tuple(AXES[axis - dims] for axis in learnt),
+        size=size,
         bins_per_cell=per_cell,
-        heat=tuple(map(tuple, heat.tolist())),
-        histograms=tuple(tuple(count.tolist()) for count in counts),
-        extents=tuple(olds),
+        heat=torch.bincount(high * width + wide, minlength=height * width).reshape(height, width),
+        histograms=tuple(
+            tuple(torch.bincount(places, minlength=length).tolist())
+            for places, length in zip(index, lengths, strict=True)
+        ),
+        extents=tuple(dict.fromkeys(extents)),
     )

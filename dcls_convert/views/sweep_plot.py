@@ -9,7 +9,7 @@ from ..compare.sweep import Sweep, SweepRow
 from ..errors import printable
 from ..options import DEFAULT_BUDGET
 from ..tables import span
-from .saving import save
+from .plot import save
 
 _Value = Callable[[SweepRow], Any]
 MARKERS = "o^Dvs*"
