@@ -47,7 +47,7 @@ class Table(Generic[Row]):
     columns: Sequence[Column[Row]]
     rows: Sequence[Row]
     style: Callable[[Row], str] = lambda row: ""  # rich's, of a row
-    total: Row | None = None  # a last row, in bold, apart from the others
+    totals: Sequence[Row] = ()  # rows below the others, in bold
     least_name: int = LEAST_NAME
 
     def csv(self) -> str:
@@ -79,7 +79,7 @@ class Table(Generic[Row]):
 
     def _texts(self) -> tuple[list[Column[Row]], list[list[str]]]:
         """The columns of which something is known, and the cells of each row."""
-        rows = [*self.rows, *[self.total] * (self.total is not None)]
+        rows = [*self.rows, *self.totals]
         known = [one for one in self.columns if not rows or any(one.value(row) is not None for row in rows)]
         return known, [[column.text(row) for column in known] for row in rows]
 
@@ -91,11 +91,9 @@ class Table(Generic[Row]):
             left = column.left or column is columns[0]
             wraps: Any = {"overflow": "fold"} if column in folded else {"no_wrap": True}
             laid_out.add_column(column.heading, justify="left" if left else "right", **wraps)
-        styles = [*map(self.style, self.rows), "bold"]
-        for index, ((name, *others), style) in enumerate(zip(rows, styles, strict=False)):
-            if index == len(self.rows):
-                laid_out.add_section()
-            laid_out.add_row(Name(name), *map(Text, others), style=style)
+        styles = [*map(self.style, self.rows), *["bold"] * len(self.totals)]
+        for index, ((name, *others), style) in enumerate(zip(rows, styles, strict=True), start=1):
+            laid_out.add_row(Name(name), *map(Text, others), style=style, end_section=index == len(self.rows))
         return laid_out
 
 

@@ -64,7 +64,7 @@ def test_csv_gives_back_the_values(rows):
 
 @given(ROWS)
 def test_markdown_gives_back_the_texts(rows):
-    table = Table(COLUMNS, rows, total=("all|", 7))
+    table = Table(COLUMNS, rows, totals=[("all|", 7)])
     head, sides, *lines = table.markdown().splitlines()
     assert head == "| Name | Count | Number |"
     assert sides == "| --- | ---: | ---: |"

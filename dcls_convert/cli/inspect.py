@@ -1,6 +1,5 @@
 """`dcls-convert inspect`: where a checkpoint's elements are."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -53,7 +52,17 @@ def inspect(
             of_field: field and "receptive-field" not in drawn,
         }
     )
-    _check_files(images, original, history, picture, outputs, force=force)
+    if picture is not None:
+        check_picture(picture, "--picture")
+    if images is not None:
+        check_images(images, "images")
+    for what, path in {"original": original, "history": history}.items():
+        if path is not None:
+            check_weights_file(path, what)
+    for path in outputs:
+        from ..output import check_output, not_a_file
+
+        check_output(path, force=force, foreign=not_a_file)
     check_folder(checkpoint)
     with console.steps(checkpoint, lines=bool(outputs)) as notify:
         notify("reading")  # which begins with imports of some seconds
@@ -91,26 +100,3 @@ def inspect(
         else:
             lines = [f"Wrote {path} ({path.stat().st_size / 1e6:.2f} MB)." for path in outputs]
             console.show(inspection_view(inspection), *["", *lines] * bool(lines))
-
-
-def _check_files(
-    images: Path | None,
-    original: Path | None,
-    history: Path | None,
-    picture: Path | None,
-    outputs: Sequence[Path],
-    *,
-    force: bool,
-) -> None:
-    """Refuse files that cannot be read or written, before any work."""
-    if picture is not None:
-        check_picture(picture, "--picture")
-    if images is not None:
-        check_images(images, "images")
-    for path, what in ((original, "original"), (history, "history")):
-        if path is not None:
-            check_weights_file(path, what)
-    for path in outputs:
-        from ..output import check_output, not_a_file
-
-        check_output(path, force=force, foreign=not_a_file)

@@ -1,6 +1,7 @@
 """How an inspection looks: a row for each positions tensor, and what the columns mean."""
 
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -25,12 +26,14 @@ COLUMNS: list[Column[PositionRow]] = [
 
 def inspection_view(inspection: Inspection) -> RenderableType:
     """For a terminal of 80 columns or more."""
-    rows, total = inspection.positions, None
+    rows, totals = inspection.positions, []
     if len(rows) > 1:
-        means = {name: inspection.share(name) for name in ("border_share", "overlap_share", "mean_distance")}
+        means: dict[str, Any] = {
+            name: inspection.share(name) for name in ("border_share", "overlap_share", "mean_distance")
+        }
         layers = tuple(layer for row in rows for layer in row.layers)
-        total = replace(rows[0], name="all", layers=layers, kernel_count=0, spread=(), mean_sigma=None, **means)
-    table = Table(COLUMNS, rows, total=total, least_name=LEAST_NAME)
+        totals = [replace(rows[0], name="all", layers=layers, kernel_count=0, spread=(), mean_sigma=None, **means)]
+    table = Table(COLUMNS, rows, totals=totals, least_name=LEAST_NAME)
     head = title(inspection.folder, "" if inspection.model is None else f", {inspection.model} with DCLS")
     return Group(head, Text(), table, Text(), *map(indented, _sentences(inspection)))
 

@@ -14,8 +14,7 @@ from ..errors import printable
 from .counts import arrow, exact, percent, short_count
 from .kernels import LayerKernels
 from .pictures import Pictures
-from .positions import EXPLANATION
-from .receptive_field import FieldPicture
+from .receptive_field import FieldPictures
 from .stages import stage_rows
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -23,7 +22,6 @@ PLACE = "/* data */"  # in the template
 UNBROKEN_PERCENT = "\\u00a0%"  # in JSON
 DIGITS = 4  # significant, of numbers that are drawn
 PLACES_PER_CELL = 100  # of coordinates, which are 16-bit integers in the page
-OF_POSITIONS = ("name", "title", "axes", "size", "bins_per_cell", "heat", "histograms", "extents", "sentences")
 
 
 def page(pictures: Pictures) -> str:
@@ -40,18 +38,16 @@ def _data(pictures: Pictures) -> dict[str, Any]:
         "title": pictures.name,
         "subtitle": f"{report.model or 'a model'} with learnable element positions (DCLS)",
         "facts": _facts(pictures),
-        "positionsNote": EXPLANATION,
-        "positions": [{name: getattr(one, name) for name in OF_POSITIONS} for one in pictures.positions],
+        "margin": pictures.inspection.border_margin,
+        "near": pictures.inspection.overlap_distance,
+        "positions": pictures.positions,
         "kernels": [_kernels(layer) for layer in pictures.kernels],
-        "kernelNotes": _kernel_notes(pictures),
+        "volumes": any(len(layer.dilated_size) == 3 for layer in report.layers),
+        "rawWeights": pictures.raw_weights,
         "costs": _costs(pictures),
-        "costNotes": _cost_notes(pictures),
-        "fields": seen
-        and {
-            "notes": seen.notes,
-            "decades": seen.decades,
-            "maps": [_field(field, seen.decades) for field in seen.fields],
-        },
+        "untouched": exact(report.params_untouched),
+        "macsNote": report.macs.note,
+        "fields": seen and {"notes": seen.notes, "decades": seen.decades, "maps": _maps(seen)},
         "history": pictures.history,
         "made": f"Made by dcls-convert {__version__}. This page uses no network.",
     }
@@ -85,11 +81,10 @@ def _facts(pictures: Pictures) -> list[tuple[str, str]]:
 
 
 def _kernels(layer: LayerKernels) -> dict[str, Any]:
-    shown, share = len(layer.cells), f"{100 * layer.energy_share:.0f} % of the energy"
-    some = f"{shown:,} of {layer.total:,} kernels, with {share}"
     return {
         "name": layer.name,
-        "note": some if shown < layer.total else f"all {shown:,} kernels",
+        "total": layer.total,
+        "share": layer.energy_share,
         "size": layer.cells.shape[1:],
         "elements": layer.weights.shape[1],
         "channels": layer.channels,
@@ -104,21 +99,6 @@ def _largest(values: Tensor) -> Tensor:
     """Of each kernel, the largest |value|; 1 where all are 0."""
     largest = values.double().abs().amax([*range(1, values.dim())], keepdim=True)
     return largest.where(largest > 0, 1.0)
-
-
-def _kernel_notes(pictures: Pictures) -> list[str]:
-    notes = [
-        "Constructed kernels of each layer, those with the most energy (sum of squares) first. Choose one to see the "
-        "elements behind it: with the pointer, by a click, or with the arrow keys. Each kernel has a scale of its own."
-    ]
-    if any(len(layer.dilated_size) == 3 for layer in pictures.report.layers):
-        notes.append("Kernels of three axes are summed over the first.")
-    if pictures.raw_weights is not None:
-        notes.append(
-            "The network was not rebuilt, so kernels are made of the weights as they are stored, without "
-            f"standardisation, if it has any: {pictures.raw_weights}"
-        )
-    return notes
 
 
 def _costs(pictures: Pictures) -> list[dict[str, Any]]:
@@ -139,24 +119,18 @@ def _costs(pictures: Pictures) -> list[dict[str, Any]]:
     return charts
 
 
-def _cost_notes(pictures: Pictures) -> list[str]:
-    report = pictures.report
-    notes = [
-        "The replaced convolutions by stage, before and after. Parameters count with biases; positions that layers "
-        f"share count in the first of them. The rest of the network keeps its {report.params_untouched:,} parameters."
+def _maps(seen: FieldPictures) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": field.title,
+            "what": field.what,
+            "size": field.logs.shape,
+            "pixels": field.size,
+            "values": _packed((1 + field.logs / seen.decades) * 255, torch.uint8),
+            "sentence": field.sentence,
+        }
+        for field in seen.fields
     ]
-    return notes + [f"MACs are not known: {report.macs.note}"] * (report.macs.before is None)
-
-
-def _field(field: FieldPicture, decades: int) -> dict[str, Any]:
-    return {
-        "name": field.title,
-        "what": field.what,
-        "size": field.logs.shape,
-        "pixels": field.size,
-        "values": _packed((1 + field.logs / decades) * 255, torch.uint8),
-        "sentence": field.sentence,
-    }
 
 
 def _packed(values: Tensor, dtype: torch.dtype) -> str:

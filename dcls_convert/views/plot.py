@@ -58,27 +58,23 @@ def save(figure: "Figure", file: Path | IO[bytes], suffix: str, **how: Any) -> N
         figure.savefig(file, format=suffix[1:], metadata=UNDATED.get(suffix), **how)
 
 
-def _empty(height: float, width: float) -> "Figure":
-    """In inches."""
+def _figure(height: float, width: float) -> "Figure":
+    """An empty one, in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _figure(rows: int, columns: int, *, inches: tuple[float, float] = (INCH, INCH)) -> tuple["Figure", Any]:
-    figure = _empty(rows * inches[0], columns * inches[1])
+def _panels(rows: int, columns: int, *, inches: tuple[float, float] = (INCH, INCH)) -> tuple["Figure", Any]:
+    figure = _figure(rows * inches[0], columns * inches[1])
     return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def _title(axes: "Axes", name: str) -> None:
-    axes.set_title(shown(name, 34), fontsize=8, parse_math=False)
 
 
 def _positions(pictures: Pictures) -> "Figure":
     """A heat map of each positions tensor, and below it the histograms along its axes."""
     chosen = pictures.positions[:MOST_PANELS]
     columns = min(len(chosen), MOST_COLUMNS)
-    figure, axes = _figure(2 * -(-len(chosen) // columns), columns)
+    figure, axes = _panels(2 * -(-len(chosen) // columns), columns)
     for panel in axes.flat:
         panel.set_axis_off()
     for index, picture in enumerate(chosen):
@@ -117,7 +113,7 @@ def _heat(axes: "Axes", picture: PositionPicture) -> None:
         rows, columns = (1, *old)[-2:]
         corner = ((left + right - columns) / 2, (top + bottom - rows) / 2)
         axes.add_patch(Rectangle(corner, columns, rows, **OLD))  # type: ignore[arg-type]
-    _title(axes, picture.name)
+    axes.set_title(shown(picture.row.name, 34), fontsize=8, parse_math=False)
     axes.tick_params(labelsize=7)
 
 
@@ -131,7 +127,7 @@ def _kernels(pictures: Pictures) -> "Figure":
     """The first layer of each positions tensor: its kernels with the most energy, with their elements."""
     first = [picture.row.layers[0] for picture in pictures.positions][:MOST_PANELS]
     layers = {layer.name: layer for layer in pictures.kernels}
-    figure = _empty(1.3 * len(first), 1.15 * KERNELS)
+    figure = _figure(1.3 * len(first), 1.15 * KERNELS)
     for part, name in zip(figure.subfigures(len(first), 1, squeeze=False)[:, 0], first, strict=True):
         layer = layers[name]
         some = f"{min(KERNELS, layer.total)} of {layer.total:,} kernels, most energy first"
@@ -159,7 +155,7 @@ def _fields(pictures: Pictures) -> "Figure":
     if seen is None or not seen.fields:
         reasons = [str(pictures.raw_weights)] if seen is None else seen.notes
         raise DclsConvertError(f"there is no effective receptive field to draw: {'; '.join(reasons)}")
-    figure, axes = _figure(1, len(seen.fields), inches=(3.6, 3.2))
+    figure, axes = _panels(1, len(seen.fields), inches=(3.6, 3.2))
     for panel, field in zip(axes.flat, seen.fields, strict=True):
         extent = (0, field.size[1], field.size[0], 0)
         drawn = panel.imshow(field.logs, interpolation="nearest", vmin=-seen.decades, vmax=0, extent=extent)
@@ -181,12 +177,9 @@ def _cost(pictures: Pictures) -> "Figure":
     from matplotlib.ticker import EngFormatter
 
     rows = stage_rows(pictures.report.layers)[::-1]
-    charts = {
-        "parameters": [row.params for row in rows],
-        "MACs for one image": [row.macs for row in rows],
-    }
+    charts = {"parameters": [row.params for row in rows], "MACs for one image": [row.macs for row in rows]}
     charts = {name: changes for name, changes in charts.items() if all(one.delta is not None for one in changes)}
-    figure, axes = _figure(1, len(charts), inches=(0.8 + 0.5 * len(rows), 4.0))
+    figure, axes = _panels(1, len(charts), inches=(0.8 + 0.5 * len(rows), 4.0))
     for panel, (name, changes) in zip(axes.flat, charts.items(), strict=True):
         for when, shift, hatch in (("before", 0.2, "////"), ("after", -0.2, "")):
             places, counts = [index + shift for index in range(len(rows))], [getattr(one, when) for one in changes]
@@ -206,7 +199,7 @@ def _history(pictures: Pictures) -> "Figure":
     history = pictures.history
     if history is None:
         raise DclsConvertError("--figure history needs --history positions.jsonl")
-    figure, axes = _figure(1, 3, inches=(2.6, 3.2))
+    figure, axes = _panels(1, 3, inches=(2.6, 3.2))
     labels = {"speed": "speed (cells per step)", "spread": "spread (cells)", "border": "share at the border"}
     for panel, (name, label) in zip(axes.flat, labels.items(), strict=True):
         for track, style in zip(history.tracks, itertools.cycle(STYLES), strict=False):

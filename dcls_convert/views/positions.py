@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.inspection import Inspection, PositionRow, PositionSet, position_sets
-from ..depthwise.geometry import extent, size_text
+from ..depthwise.geometry import extent
 from ..layers.interpolation import learnt_axes
-from ..layers.position_statistics import BORDER_MARGIN, OVERLAP_DISTANCE, bins
+from ..layers.position_statistics import BORDER_MARGIN, bins
 from ..planning.plan import ConversionPlan
-from ..tables import counted
 
 AXES = ("depth", "row", "column")  # the last ones, for fewer dimensions
 FINE = 3  # bins in a cell along each axis; odd, so that an element on a cell is in the middle of a bin
@@ -30,37 +29,7 @@ class PositionPicture:
     heat: Tensor  # elements in each bin of the last two learnt axes, of which the first is 1 where there is one alone
     histograms: tuple[tuple[int, ...], ...]  # elements in each bin along each learnt axis
     extents: tuple[tuple[int, ...], ...]  # cells of the old kernels along the learnt axes, in the middle of the window
-
-    @property
-    def name(self) -> str:
-        return self.row.name
-
-    @property
-    def title(self) -> str:
-        layers = f"{counted(len(self.row.layers), 'layer')} share" if len(self.row.layers) > 1 else "1 layer has"
-        kernels = f"{self.row.kernel_count} elements in {size_text(self.row.dilated_size)} cells"
-        return f"{layers} {counted(self.row.elements, 'element')}: {self.row.kernels:,} kernels of {kernels}"
-
-    @property
-    def sentences(self) -> tuple[str, str, str]:
-        """Spread, share at the border, and overlap."""
-        row, even = self.row, even_border_share(self.size)
-        spread = " and ".join(f"{side:.2f}" for side in row.spread)
-        verdict = "the window may be too small" if row.border_share > even else "the window is large enough"
-        return (
-            f"Spread: {spread} cells along {' and '.join(self.axes)}; mean distance {row.mean_distance:.2f} cells.",
-            f"Border: {100 * row.border_share:.1f} % of the elements; {100 * even:.1f} % if spread evenly: {verdict}.",
-            f"Overlap: {100 * row.overlap_share:.1f} % of the elements have a near neighbour in their kernel.",
-        )
-
-
-# What the sentences mean.
-EXPLANATION = (
-    "Spread is the standard deviation, distance that from the kernel's centre. An element is at the border within "
-    f"{BORDER_MARGIN:g} cells of the window's limit; where more are than spread evenly, the window may be too small. "
-    f"Elements of one kernel nearer than {OVERLAP_DISTANCE:g} cell do much the same work; tuning.repulsive_loss pushes "
-    "them apart."
-)
+    even_share: float  # of elements spread evenly, that within the border's margin of the window's limit
 
 
 def even_border_share(size: tuple[int, ...]) -> float:
@@ -100,4 +69,5 @@ def _picture(place: PositionSet, row: PositionRow, positions: Tensor, per_cell: 
             for places, length in zip(index, lengths, strict=True)
         ),
         extents=tuple(dict.fromkeys(extents)),
+        even_share=even_border_share(size),
     )

@@ -76,14 +76,7 @@ def field_pictures(
     notify: Notify,
     note: Notify,
 ) -> FieldPictures:
-    """The fields of a checkpoint's last replaced layer, of the network before conversion too where it can be had.
-
-    Args:
-        model: Of the checkpoint.
-        source: From which it was built; the caller trusts it.
-        plan, state: Of the checkpoint.
-        options: Of these pictures.
-        notify, note: Told about progress, and about files that are no images.
+    """The fields of a checkpoint's last replaced layer; of the network before conversion too, where it can be had.
 
     Raises:
         CheckpointError: The file of original weights cannot be read or does not fit the network.

@@ -90,7 +90,7 @@ def test_a_model_of_the_users_own_is_built_with_trust_only(here, monkeypatch):
     run("own_pictures_net:make", *CONVERT[1:], "--output", "net")
     assert fields_of("net") is None
     data = data_of((here / "page.html").read_text(encoding="utf-8"))
-    assert "--trust-code" in data["kernelNotes"][1]
+    assert "--trust-code" in data["rawWeights"]
     assert len(fields_of("net", "--trust-code")["maps"]) == 2
     trusted = data_of((here / "page.html").read_text(encoding="utf-8"))
     assert trusted["kernels"] == data["kernels"]  # whose weights are not standardised
