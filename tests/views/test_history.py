@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import operator
+import re
 from dataclasses import replace
 
 import pytest
@@ -77,14 +78,14 @@ def test_a_damaged_record_is_refused_in_one_line_or_drawn(tracked, tmp_path_fact
     data = written(edited(lines, changes))
     path = tmp_path_factory.getbasetemp() / "damaged.jsonl"
     path.write_bytes(data if damage is None else cut(data, *damage))
-    history = None
-    with contextlib.suppress(CheckpointError):
+    refused, history = "", None
+    try:
         history = read_history(path)
+    except CheckpointError as error:
+        refused = str(error)
     if history is None:
-        with pytest.raises(CheckpointError) as error:
-            read_history(path)
-        assert str(error.value).startswith(str(path))
-        assert str(error.value).isprintable()
+        assert refused.startswith(str(path))
+        assert refused.isprintable()
         return
     text = page(replace(pictures, history=history))
     assert text.isascii()
@@ -103,18 +104,12 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("message", DAMAGES)
+@pytest.mark.parametrize("message", [*DAMAGES, "has no records"])
 def test_a_record_that_no_picture_can_show_is_refused(tracked, tmp_path, message):
-    (tmp_path / "odd.jsonl").write_bytes(written(edited(tracked[1], DAMAGES[message])))
-    with pytest.raises(CheckpointError) as error:
+    data = written(edited(tracked[1], DAMAGES[message])) if message in DAMAGES else b""
+    (tmp_path / "odd.jsonl").write_bytes(data)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         read_history(tmp_path / "odd.jsonl")
-    assert message in str(error.value)
-
-
-def test_an_empty_record_is_refused(tmp_path):
-    (tmp_path / "empty").touch()
-    with pytest.raises(CheckpointError, match="empty: has no records"):
-        read_history(tmp_path / "empty")
 
 
 @pytest.mark.parametrize("followed", [True, False], ids=["as today", "before elements were followed"])
