@@ -46,7 +46,7 @@ def test_what_is_shown_fits_and_keeps_both_ends(name, limit):
 @given(ROWS, st.integers(0, 60))
 def test_a_table_fits_by_its_names_and_never_cuts_a_number(rows, more):
     rows = [*rows, ("long" * 20, 1_000_000_000)]
-    width = LEAST_NAME + len("1,000,000,000 ") + len(NUMBER) + 1 + more
+    width = LEAST_NAME + len("1,000,000,000 ") + len(NUMBER) + 3 + more  # with spaces between
     head, _, *lines = printed(Table(COLUMNS, rows), width)
     assert len(lines) == len(rows)
     assert max(map(cell_len, (head, *lines))) <= width
