@@ -1,47 +1,104 @@
-"""Tables in this program's style, and what rich lays out as plain text or HTML."""
+"""One column table for all views: text at any width, Markdown, CSV and HTML; and the lines around it."""
 
+import csv
 import io
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from rich import box
+from rich import box, table
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
 from .errors import printable, shown
 
 LEAST_NAME = 24  # columns, with the space beside it, down to which names give way; then numbers are folded
 ENDLESS = 1_000_000  # columns, where a table is asked how many it would like to have
+SPECIAL_IN_MARKDOWN = {ord(character): f"\\{character}" for character in "\\|"}
+
+Row = TypeVar("Row")
 
 
-class _NamesGiveWay(Table):
-    """A table whose first column is narrowed before the others."""
+@dataclass(frozen=True, slots=True)
+class Column(Generic[Row]):
+    """A heading, a value, and how it is written."""
 
-    least_name = LEAST_NAME
+    heading: str
+    value: Callable[[Row], Any]  # None: not known
+    format: Callable[[Any], str] = str  # of a value that is known
+    left: bool = False  # aligned; numbers are not
+    words: bool = False  # of any length; folded before names and numbers give way
+
+    def text(self, row: Row) -> str:
+        value = self.value(row)
+        return "" if value is None else printable(self.format(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Generic[Row]):
+    """A row for each record. The first column holds names, which lose their middle where there is no room.
+
+    Columns of which no value is known are left out, but in CSV.
+    """
+
+    columns: Sequence[Column[Row]]
+    rows: Sequence[Row]
+    style: Callable[[Row], str] = lambda row: ""  # rich's, of a row
+    totals: Sequence[Row] = ()  # rows below the others, in bold
+    least_name: int = LEAST_NAME
+
+    def csv(self) -> str:
+        """A line for each row, of values; one that is not known is empty."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([column.heading for column in self.columns])
+        writer.writerows([column.value(row) for column in self.columns] for row in self.rows)
+        return text.getvalue()
+
+    def markdown(self) -> str:
+        columns, rows = self._texts()
+        sides = ["---" if column.left or column is columns[0] else "---:" for column in columns]
+        lines = [[column.heading for column in columns], sides]
+        lines += [[cell.translate(SPECIAL_IN_MARKDOWN) for cell in row] for row in rows]
+        return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+    def surplus(self, console: Console, options: ConsoleOptions) -> int:
+        """Columns of the terminal that the table would like to have, and that are not there."""
+        return _natural_width(console, options, self._laid_out()) - options.max_width
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        first, endless = self.columns[0], options.update(max_width=ENDLESS)
-        first.max_width = None
-        surplus = console.measure(self, options=endless).maximum - options.max_width
-        if surplus > 0:
-            parts = (first.header, *first.cells)
-            name = max(console.measure(part, options=endless).maximum for part in parts)
-            space = self.padding[1]
-            first.max_width = max(name - surplus, min(name, self.least_name - space))
-        yield from super().__rich_console__(console, options)
+        laid_out, surplus = self._laid_out(), self.surplus(console, options)
+        if surplus > 0 and not any(column.words for column in self.columns):
+            names = laid_out.columns[0]
+            width = max(_natural_width(console, options, part) for part in (names.header, *names.cells))
+            names.max_width = max(width - surplus, min(width, self.least_name - 1))
+        yield laid_out
+
+    def _texts(self) -> tuple[list[Column[Row]], list[list[str]]]:
+        """The columns of which something is known, and the cells of each row."""
+        rows = [*self.rows, *self.totals]
+        known = [one for one in self.columns if not rows or any(one.value(row) is not None for row in rows)]
+        return known, [[column.text(row) for column in known] for row in rows]
+
+    def _laid_out(self) -> table.Table:
+        columns, rows = self._texts()
+        folded = [column for column in columns if column.words] or columns[1:]
+        laid_out = table.Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        for column in columns:
+            left = column.left or column is columns[0]
+            wraps: Any = {"overflow": "fold"} if column in folded else {"no_wrap": True}
+            laid_out.add_column(column.heading, justify="left" if left else "right", **wraps)
+        styles = [*map(self.style, self.rows), *["bold"] * len(self.totals)]
+        for index, ((name, *others), style) in enumerate(zip(rows, styles, strict=True), start=1):
+            laid_out.add_row(Name(name), *map(Text, others), style=style, end_section=index == len(self.rows))
+        return laid_out
 
 
-def plain_table(first: str, *headings: str, least_name: int = LEAST_NAME) -> Table:
-    """An empty table: a column for names, then columns for numbers."""
-    table = _NamesGiveWay(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.least_name = least_name
-    table.add_column(first, no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "Kernel" else "right", overflow="fold")
-    return table
+def _natural_width(console: Console, options: ConsoleOptions, part: RenderableType) -> int:
+    return console.measure(part, options=options.update(max_width=ENDLESS)).maximum
 
 
 class Name:
@@ -56,6 +113,16 @@ class Name:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         yield Text(shown(self._name, options.max_width))
+
+
+def title(name: object, more: str = "") -> Text:
+    """A line above a table."""
+    return Text(printable(name), style="bold") + Text(printable(more), style="not bold dim")
+
+
+def indented(line: str, style: str = "", by: int = 1) -> Padding:
+    """A paragraph beside a table."""
+    return Padding(Text(printable(line), style=style), (0, 0, 0, by), expand=False)
 
 
 def as_text(part: RenderableType) -> str:

@@ -1,23 +1,35 @@
-"""Names in messages and tables: what does not fit loses its middle, counted in columns of a terminal."""
+"""Tables fit any width and any format, and names lose their middle before a number loses a digit."""
 
+import csv
 import io
+import re
 
-import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
 from dcls_convert.errors import printable, shown
-from dcls_convert.tables import Name, plain_table
+from dcls_convert.tables import LEAST_NAME, Column, Table
 
-# Letters, digits, wide characters, combining ones, and what a terminal must not get.
-NAMES = st.text(st.sampled_from("abz019._-路径名🙂é\u0301\x1b\n"), max_size=60)
-laws = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+# Letters, digits, wide characters, combining ones, what a terminal must not get, and what formats take for their own.
+TEXTS = st.text(st.sampled_from('abz019._-路径名🙂é\u0301\x1b\n|\\[],"'), max_size=60)
+NUMBER = "1234567 → 7654321"
+ROWS = st.lists(st.tuples(TEXTS, st.none() | st.integers(0, 10**9)), min_size=1, max_size=4)
+COLUMNS = [
+    Column("Name", lambda row: row[0]),
+    Column("Count", lambda row: row[1], "{:,}".format),
+    Column("Number", lambda row: NUMBER),
+]
 
 
-@laws
-@given(NAMES, st.integers(0, 60))
+def printed(table, width):
+    recorder = Console(width=width, file=io.StringIO(), highlight=False)
+    recorder.print(table)
+    return recorder.file.getvalue().splitlines()
+
+
+@given(TEXTS, st.integers(0, 60))
 def test_what_is_shown_fits_and_keeps_both_ends(name, limit):
     text = shown(name, limit)
     assert text.isprintable()
@@ -31,25 +43,46 @@ def test_what_is_shown_fits_and_keeps_both_ends(name, limit):
         assert end
 
 
-@laws
-@given(st.lists(NAMES, min_size=1, max_size=3), st.integers(40, 80))
-def test_a_table_fits_its_names_and_never_cuts_a_number(names, width):
-    table = plain_table("Name", "Number")
-    for name in names:
-        table.add_row(Name(name), "1234567 → 7654321")
-    recorder = Console(width=width, file=io.StringIO())
-    recorder.print(table)
-    lines = recorder.file.getvalue().splitlines()
-    assert len(lines) == 2 + len(names)
-    assert max(map(cell_len, lines)) <= width
-    assert all(line.rstrip().endswith("1234567 → 7654321") for line in lines[2:])
+@given(ROWS, st.integers(0, 60))
+def test_a_table_fits_by_its_names_and_never_cuts_a_number(rows, more):
+    rows = [*rows, ("long" * 20, 1_000_000_000)]
+    width = LEAST_NAME + len("1,000,000,000 ") + len(NUMBER) + 3 + more  # with spaces between
+    head, _, *lines = printed(Table(COLUMNS, rows), width)
+    assert len(lines) == len(rows)
+    assert max(map(cell_len, (head, *lines))) <= width
+    for line, (_, count) in zip(lines, rows, strict=True):
+        assert line.isprintable()
+        assert line.rstrip().endswith(NUMBER)
+        assert count is None or f" {count:,} " in line
 
 
-@pytest.mark.parametrize("width", [40, 30])
-def test_names_that_differ_in_their_ends_still_differ(width):
-    table = plain_table("Layer", "Count")
-    for end in "12":
-        table.add_row(Name(f"backbone.features.stages.3.blocks.7.token_mixer.conv{end}"), "34")
-    recorder = Console(width=width, file=io.StringIO())
-    recorder.print(table)
-    assert [line.split()[0][-5:] for line in recorder.file.getvalue().splitlines()[2:]] == ["conv1", "conv2"]
+@given(ROWS)
+def test_csv_gives_back_the_values(rows):
+    lines = list(csv.reader(io.StringIO(Table(COLUMNS, rows).csv(), newline="")))
+    assert lines[0] == ["Name", "Count", "Number"]
+    assert ("Count" in Table(COLUMNS, rows).markdown()) == any(count is not None for _, count in rows)
+    assert lines[1:] == [[name, "" if count is None else str(count), NUMBER] for name, count in rows]
+
+
+@given(ROWS)
+def test_markdown_gives_back_the_texts(rows):
+    table = Table(COLUMNS, rows, totals=[("all|", 7)])
+    head, sides, *lines = table.markdown().splitlines()
+    assert head == "| Name | Count | Number |"
+    assert sides == "| --- | ---: | ---: |"
+    for line, (name, count) in zip(lines, [*rows, ("all|", 7)], strict=True):
+        cells = [cell.strip() for cell in re.findall(r"((?:\\.|[^|\\])*)\|", line)[1:]]
+        texts = [printable(name), "" if count is None else f"{count:,}", NUMBER]
+        assert [re.sub(r"\\(.)", r"\1", cell) for cell in cells] == [text.strip() for text in texts]
+
+
+def test_names_that_differ_in_their_ends_still_differ_where_words_do_not_fold_first():
+    name, reason = "backbone.features.stages.3.blocks.7.token_mixer.conv", "a reason of many words"
+    columns = [Column("Layer", str), Column("Count", lambda row: 34)]
+    for width in (40, 30):
+        lines = printed(Table(columns, [f"{name}1", f"{name}2"]), width)[2:]
+        assert [line.split()[0][-5:] for line in lines] == ["conv1", "conv2"]
+    words = Column("Reason", lambda row: reason, left=True, words=True)
+    lines = printed(Table([*columns, words], ["short name that stays"]), 45)[2:]
+    assert lines[0].startswith("short name that stays ")
+    assert len(lines) > 1

@@ -1,18 +1,12 @@
 """`dcls-convert diff`: what differs between two checkpoints."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
-from ..errors import shown
 from ..files import check_folder
-from ..tables import counted
 from . import console
 from .arguments import Checkpoint, Json, checkpoint_argument
-
-if TYPE_CHECKING:
-    from ..planning.plan import Difference
 
 
 def diff(
@@ -27,28 +21,15 @@ def diff(
         notify("reading")  # which begins with imports of some seconds
         from ..checkpoints.folder import WEIGHTS, read_plan
         from ..checkpoints.stamp import read_tensors, tensors_hash
+        from ..records import write_json
+        from ..views.diff import difference_line
 
-        found = read_plan(checkpoint).diff(read_plan(other))
+        differences = read_plan(checkpoint).diff(read_plan(other))
         # What the files hold, not what folders state of them: one may be damaged.
         one, two = (tensors_hash(read_tensors(folder / WEIGHTS)) for folder in (checkpoint, other))
     if json_:
-        rows = [asdict(difference) for difference in found]
-        console.write(json.dumps({"format": 1, "differences": rows, "equal_weights": one == two}, indent=2) + "\n")
+        rows = [asdict(difference) for difference in differences]
+        console.write(write_json({"format": 1, "differences": rows, "equal_weights": one == two}))
         return
-    weights = "the same" if one == two else "other values"
-    console.show(*map(_line, found), *([] if found else ["plans: the same"]), f"weights: {weights}")
-
-
-def _line(difference: "Difference") -> str:
-    what, names = difference.what, difference.layers
-    where = shown(names[0]) + (f" ({len(names) - 1:,} more like it)" if len(names) > 1 else "") if names else ""
-    if what == "layers":
-        return f"{counted(len(names), 'layer')} only in the {'first' if difference.one else 'second'}: {where}"
-    changed = "differ" if what == "rules_text" else f"{_text(difference.one)} → {_text(difference.other)}"
-    return f"{what}: {changed}" + (f" in {counted(len(names), 'layer')}: {where}" if names else "")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list) and value and all(isinstance(side, int) for side in value):
-        return "x".join(map(str, value))
-    return shown(value if isinstance(value, str) else json.dumps(value), 60)
+    lines = [*map(difference_line, differences)] or ["plans: the same"]
+    console.show(*lines, f"weights: {'the same' if one == two else 'other values'}")

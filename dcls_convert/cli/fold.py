@@ -2,16 +2,12 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from ..files import check_folder
 from ..options import FoldFormat
-from ..tables import counted
 from . import console
 from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, option
-
-if TYPE_CHECKING:
-    from ..export.job import Folded
 
 OUTPUTS = "./CHECKPOINT-folded, ./CHECKPOINT.onnx or ./CHECKPOINT.pt2"
 
@@ -39,6 +35,7 @@ def fold(
     check_folder(checkpoint)
     from ..export.formats import fold_checkpoint
     from ..records import write_json
+    from ..views.folded import folded_lines
 
     with console.steps(str(checkpoint), quiet=quiet) as notify:
         folded = fold_checkpoint(checkpoint, format, output, force=force, trust_code=trust_code, notify=notify)
@@ -46,31 +43,4 @@ def fold(
         if json_:
             console.write(write_json(asdict(folded)))
         else:
-            console.show(*([folded.output] if quiet else _lines(folded)))
-
-
-def _lines(folded: "Folded") -> list[str]:
-    grown = f" → {folded.params_after:,}, since kernels are now stored with all cells of their windows"
-    return [
-        f"Folded {counted(folded.layers, 'layer')} of {folded.checkpoint}; parameters {folded.params_before:,}"
-        f"{grown if folded.params_after != folded.params_before else ', as before: it was folded already'}.",
-        f"Outputs equal those of the checkpoint, with a relative error of {folded.relative_error:.1e}.",
-        f"Wrote {folded.output}: {_what(folded)}.",
-        "",
-        *[f"    {line}" if line else "" for line in folded.loading.splitlines()],
-    ]
-
-
-def _what(folded: "Folded") -> str:
-    from ..depthwise.geometry import size_text
-    from ..export.formats import FORMATS
-
-    if folded.kind == "stock timm":
-        sizes = ", ".join(f"{name}={value}" for name, value in (folded.kernel_args or {}).items())
-        return f"timm loads it by itself{', with ' + sizes if sizes else ''}; dcls-convert is not needed"
-    if folded.kind == "dcls":
-        return f"timm loads it where dcls-convert is installed, because {folded.note}"
-    what, images = FORMATS[folded.format].noun, f"images of {size_text(folded.input_size)}"
-    if folded.batch is None:
-        return f"{what} for {images}, any number at a time"
-    return f"{what} for {images}, {folded.batch} at a time, because with any number {folded.note}"
+            console.show(*([folded.output] if quiet else folded_lines(folded)))

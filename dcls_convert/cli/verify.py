@@ -18,13 +18,13 @@ def verify(checkpoint: Checkpoint, trust_code: TrustCode = False, json_: Json = 
         notify("reading")  # which begins with imports of some seconds
         from ..checkpoints.verify import verify_folder
 
-        found = verify_folder(checkpoint, trust_code=trust_code, notify=notify)
+        verification = verify_folder(checkpoint, trust_code=trust_code, notify=notify)
     if json_:
-        console.write(found.to_json())
+        console.write(verification.to_json())
     else:
-        width = max(len(check.name) for check in found.checks)
-        for check in found.checks:
+        width = max(len(check.name) for check in verification.checks)
+        for check in verification.checks:
             mark, colour = MARKS[check.ok]
             console.show(Text.assemble((f"{mark:7}", colour), f"  {check.name:{width}}  {printable(check.detail)}"))
-    if not found.ok:
-        raise CheckpointError(f"{checkpoint}: {counted(len(found.problems), 'problem')} found")
+    if not verification.ok:
+        raise CheckpointError(f"{checkpoint}: {counted(len(verification.problems), 'problem')} found")

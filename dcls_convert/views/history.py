@@ -43,23 +43,21 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
     records = read_track(path)
     if not records:
         raise CheckpointError(f"{path}: has no records")
-    form = _form(records[0])
+    first = records[0]
     for record in records:
-        if _form(record) != form:
-            raise CheckpointError(f"{path}: the records of steps {records[0].step} and {record.step} differ in tensors")
+        if _form(record) != _form(first):
+            raise CheckpointError(f"{path}: the records of steps {first.step} and {record.step} differ in tensors")
         if not all(0 < axis.width <= 1 and axis.counts for row in record.positions for axis in row.histograms):
             raise CheckpointError(f"{path}: the histograms of step {record.step} have bins that are no part of a cell")
-    for rows in zip(*(record.positions for record in records), strict=True):
+    tracks = [*zip(*(record.positions for record in records), strict=True)]
+    for rows in tracks:
         if len({tuple(map(len, row.followed)) for row in rows if row.followed}) > 1:
             raise CheckpointError(f"{path}: the records follow several numbers of elements of {shown(rows[0].name)}")
     moving = _chosen(records)
     return HistoryPicture(
         steps=tuple(record.step for record in records),
-        moving_steps=tuple(record.step for record in moving),
-        tracks=tuple(
-            _track([record.positions[index] for record in records], [record.positions[index] for record in moving])
-            for index in range(len(form))
-        ),
+        moving_steps=tuple(records[index].step for index in moving),
+        tracks=tuple(_track(rows, [rows[index] for index in moving]) for rows in tracks),
     )
 
 
@@ -68,16 +66,14 @@ def _form(record: TrackRecord) -> list[tuple[str, list[int]]]:
     return [(row.name, [len(axis.counts) for axis in row.histograms]) for row in record.positions]
 
 
-def _chosen(records: Sequence[TrackRecord]) -> Sequence[TrackRecord]:
+def _chosen(records: Sequence[TrackRecord]) -> list[int]:
     """Evenly spaced records, with the first and the last, whose coordinates are not too many."""
     numbers = sum(
-        sum(map(len, row.followed)) + sum(len(bins.counts) for bins in row.histograms) for row in records[0].positions
+        sum(map(len, row.followed)) + sum(len(axis.counts) for axis in row.histograms) for row in records[0].positions
     )
-    most = max(2, MOST_NUMBERS // max(numbers, 1))
     last = len(records) - 1
-    if last < most:
-        return records
-    return [records[round(index * last / (most - 1))] for index in range(most)]
+    most = min(max(2, MOST_NUMBERS // max(numbers, 1)), len(records))
+    return [round(index * last / max(most - 1, 1)) for index in range(most)]
 
 
 def _track(rows: Sequence[TrackedPositions], moving: Sequence[TrackedPositions]) -> TrackPicture:
@@ -88,9 +84,7 @@ def _track(rows: Sequence[TrackedPositions], moving: Sequence[TrackedPositions])
         spread=tuple(_root_mean_square(row.spread) for row in rows),
         border=tuple(row.border_share for row in rows),
         frames=tuple(row.followed for row in moving),
-        histograms=tuple(
-            tuple(row.histograms[axis].counts for row in moving) for axis in range(len(rows[0].histograms))
-        ),
+        histograms=tuple(zip(*([axis.counts for axis in row.histograms] for row in moving), strict=True)),
     )
 
 

@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.text import Text
 
 from ..depthwise.geometry import size_text
-from ..tables import as_html, plain_table
+from ..tables import Column, Table, as_html, title
 
 if TYPE_CHECKING:
     from ..layers.dcls_conv import DclsConvNd
@@ -17,19 +17,17 @@ CELL = 10  # pixels of the picture
 
 def layer_html(layer: "DclsConvNd") -> str:
     """A table of a row, and a map of the positions where elements move along one or two axes."""
-    table = plain_table("Channels", "Kernel", "Elements", "Groups", "Stride", "Interpolation", "Positions")
-    table.add_row(
-        f"{layer.in_channels} → {layer.out_channels}",
-        size_text(layer.dilated_kernel_size),
-        f"{layer.kernel_count:,}",
-        f"{layer.groups:,}",
-        size_text(layer.stride),
-        layer.interpolation,
-        "tied" if layer.is_tied else "its own",
-    )
-    return (
-        f"<div>{as_html(Group(Text(type(layer).__name__, style='bold'), Text(), table))}{_positions_map(layer)}</div>"
-    )
+    columns: list[Column[DclsConvNd]] = [
+        Column("Channels", lambda layer: f"{layer.in_channels} → {layer.out_channels}"),
+        Column("Kernel", lambda layer: size_text(layer.dilated_kernel_size), left=True),
+        Column("Elements", lambda layer: layer.kernel_count, "{:,}".format),
+        Column("Groups", lambda layer: layer.groups, "{:,}".format),
+        Column("Stride", lambda layer: size_text(layer.stride)),
+        Column("Interpolation", lambda layer: layer.interpolation),
+        Column("Positions", lambda layer: "tied" if layer.is_tied else "its own"),
+    ]
+    shown = as_html(Group(title(type(layer).__name__), Text(), Table(columns, [layer])))
+    return f"<div>{shown}{_positions_map(layer)}</div>"
 
 
 @torch.no_grad()

@@ -1,31 +1,144 @@
 """The effective receptive field: which pixels count for a unit in the middle of a layer (Luo et al., 2016)."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import ModelError, one_line
+from ..depthwise.geometry import size_text
+from ..errors import DclsConvertError, ModelError, one_line
+from ..fitting.images import read_images
 from ..networks.running import evaluating, quietly, reproducible
+from ..networks.source import ModelSource, build_model, with_names_of
+from ..networks.weights import load_weights_, read_weights
+from ..planning.plan import ConversionPlan
+from ..progress import Notify
 
 MOST_DECADES = 5  # of the logarithmic scale
 FAINT = 0.02  # share of the pixels that may be below the scale
 MOST_SIDE = 112  # pixels of the picture; larger fields are averaged, which also calms the noise
 SHARES = (0.5, 0.99)  # of the gradient, for which the central square is stated
+NOISE_IMAGES, MOST_IMAGES = 4, 16
+MOST_PIXELS = 1024 * 1024  # of an image whose size the folder states; a gradient keeps what every layer gives
+SEED = 0  # of the noise, and the default of a conversion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FieldOptions:
+    """With what effective receptive fields are found."""
+
+    images: Path | None = None  # folder; None: seeded noise
+    original: Path | None = None  # weights of the unconverted network
+    input_size: tuple[int, ...] | None = None  # (channels, *spatial); None: the plan's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FieldPicture:
     """How much each pixel counts: mean |gradient|, as a share of the largest."""
 
     title: str
     what: str  # whose field it is
     size: tuple[int, int]  # pixels of the images
-    logs: tuple[tuple[float, ...], ...]  # log10 of the share, from -MOST_DECADES to 0
+    logs: Tensor  # (rows, columns); log10 of the share, from -MOST_DECADES to 0
     sides: tuple[tuple[float, int], ...]  # share of the gradient, and pixels of the central square that holds it
+
+    @property
+    def sentence(self) -> str:
+        """How large the field is."""
+        held = ", ".join(f"{side} x {side} hold {100 * share:.0f} %" for share, side in self.sides)
+        return f"Of the gradient, the central pixels: {held}, of {size_text(self.size)}."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldPictures:
+    """Effective receptive fields before and after conversion, and what there is to say about them."""
+
+    fields: tuple[FieldPicture, ...]
+    notes: tuple[str, ...]  # what they are, and why one is not there
+
+    @property
+    def decades(self) -> int:
+        """How many decades a scale common to these pictures needs."""
+        faint = [field.logs.flatten().sort().values[int(FAINT * field.logs.numel())] for field in self.fields]
+        return max((max(1, math.ceil(-log)) for log in faint), default=MOST_DECADES)
+
+
+def field_pictures(
+    model: nn.Module,
+    source: ModelSource,
+    plan: ConversionPlan,
+    state: Mapping[str, Tensor],
+    options: FieldOptions,
+    notify: Notify,
+    note: Notify,
+) -> FieldPictures:
+    """The fields of a checkpoint's last replaced layer; of the network before conversion too, where it can be had.
+
+    Raises:
+        CheckpointError: The file of original weights cannot be read or does not fit the network.
+    """
+    notify("building the network of before")
+    networks, notes = {"After": ("this checkpoint", model.float())}, []
+    before = _before(source, plan, state, options.original)
+    if before is None:
+        notes = ["The checkpoint holds no weights from before the conversion; --original FILE draws their field."]
+    else:
+        networks = {"Before": before, **networks}
+    images, words = _images(model, plan, options, note)
+    if not images:
+        return FieldPictures(fields=(), notes=(*notes, f"There is no effective receptive field: {words}."))
+    layer, fields = plan.layers[-1].name, []
+    for title, (what, network) in networks.items():
+        notify(f"effective receptive field {title.lower()}")
+        try:
+            fields.append(field_picture(receptive_field(network, layer, images), title, what))
+        except DclsConvertError as error:
+            notes.append(f"There is no field of {what}: {one_line(error)}.")
+    explanation = (
+        f"How much each pixel counts for the unit in the middle of {layer}, the last replaced layer: mean "
+        f"absolute gradient over {words}, as a share of the largest, on a logarithmic scale."
+    )
+    return FieldPictures(fields=tuple(fields), notes=(explanation, *notes))
+
+
+def _before(
+    source: ModelSource, plan: ConversionPlan, state: Mapping[str, Tensor], weights: Path | None
+) -> tuple[str, nn.Module] | None:
+    """What the unconverted network is, and the network: with the weights of the file, or of its random initialisation.
+
+    The checkpoint was converted from the latter if all tensors that conversion leaves alone are equal.
+    """
+    if weights is not None:
+        model = build_model(source, trust_code=True)
+        load_weights_(model, with_names_of(model, read_weights(weights)), f"original {weights}")
+        return f"{plan.model}, with the weights of {weights.name}", model.float().eval()
+    model = build_model(source, seed=SEED, trust_code=True)
+    own, replaced = model.state_dict(), {f"{name}.weight" for layer in plan.layers for name in layer.names}
+    kept = [name for name in own if name in state and name not in replaced]
+    if not kept or not all(torch.equal(own[name], state[name]) for name in kept):
+        return None
+    what = f"{plan.model}, with the random weights from which the checkpoint was converted"
+    return what, model.float().eval()
+
+
+def _images(
+    model: nn.Module, plan: ConversionPlan, options: FieldOptions, note: Notify
+) -> tuple[Sequence[Tensor], str]:
+    """Images (channels, *spatial), and what they are, or why there are none."""
+    size = options.input_size or plan.input_size
+    if size is None:
+        return [], "the size of the model's images is not known"
+    if options.input_size is None and math.prod(size[1:]) > MOST_PIXELS:
+        return [], f"images of more than {MOST_PIXELS:,} pixels are run where --input-size asks for them"
+    if options.images is not None:
+        images = read_images(options.images, model, size, note, most=MOST_IMAGES)
+        return images, f"{len(images)} images of {options.images.name}, {size_text(size[1:])} pixels"
+    noise = torch.randn(NOISE_IMAGES, *size, generator=torch.Generator().manual_seed(SEED))
+    return list(noise), f"{NOISE_IMAGES} images of seeded noise, {size_text(size[1:])} pixels"
 
 
 def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> Tensor:
@@ -44,20 +157,14 @@ def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> T
             by finite gradients.
     """
     outputs: list[Tensor] = []
-    handle = model.get_submodule(layer).register_forward_hook(lambda module, given, output: outputs.append(output))
-    total: Tensor | None = None
-    count = 0
+    handle = model.get_submodule(layer).register_forward_hook(lambda module, args, output: outputs.append(output))
     try:
-        for image in images:
-            gradient = _gradient(model, image, outputs).abs().sum((0, 1)).double()
-            total, count = gradient if total is None else total + gradient, count + 1
+        gradients = [_gradient(model, image, outputs).abs().sum((0, 1)).double() for image in images]
     finally:
         handle.remove()
-    if total is None:
-        raise ModelError("there are no images")
-    if not total.isfinite().all():
+    field = torch.stack(gradients).mean(0).cpu()
+    if not field.isfinite().all():
         raise ModelError("the model's gradient is not finite")
-    field = (total / count).cpu()
     return field.unsqueeze(0) if field.dim() == 1 else field.sum(0) if field.dim() == 3 else field
 
 
@@ -84,12 +191,11 @@ def field_picture(field: Tensor, title: str, what: str) -> FieldPicture:
     shrunk = F.adaptive_avg_pool2d(field[None], (min(rows, MOST_SIDE), min(columns, MOST_SIDE)))[0]
     most = float(shrunk.max())
     shares = shrunk / most if most > 0 else shrunk
-    logs = shares.clamp(min=10.0**-MOST_DECADES).log10()
     return FieldPicture(
         title=title,
         what=what,
         size=(rows, columns),
-        logs=tuple(map(tuple, logs.tolist())),
+        logs=shares.clamp(min=10.0**-MOST_DECADES).log10(),
         sides=tuple((share, central_side(field, share)) for share in SHARES),
     )
 
@@ -102,9 +208,3 @@ def central_side(field: Tensor, share: float) -> int:
     held = field.flatten()[order].cumsum(0)
     first = int((held < share * held[-1] * (1 - 1e-9)).sum().clamp(max=len(held) - 1))
     return min(math.floor(2 * float(distance[order[first]])) + 1, max(field.shape))
-
-
-def decades(fields: Iterable[FieldPicture]) -> int:
-    """How many decades a scale common to these pictures needs."""
-    needed = [sorted(log for line in field.logs for log in line) for field in fields]
-    return max((max(1, math.ceil(-logs[int(FAINT * len(logs))])) for logs in needed), default=MOST_DECADES)

@@ -1,16 +1,11 @@
-"""How a survey of models looks: a table for the terminal, JSON and CSV. Formatting only."""
+"""How a survey of models looks: a table for the terminal, JSON and CSV."""
 
-import csv
-import io
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import get_args
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ..compare.survey import ModelRow, Status, rows_to_dicts
@@ -18,19 +13,20 @@ from ..depthwise.geometry import size_text
 from ..errors import printable
 from ..options import PlanOptions
 from ..planning.rules import RuleSet
+from ..records import write_json
 from ..reports.report import Change
-from ..tables import Name, counted, span
-from .report import short_arrow, short_count
+from ..tables import Column, Table, counted, span
+from .counts import short_arrow, short_count
 
 SURVEY_FORMAT = 1
 MOST_KINDS = 4  # of convolutions, named where nothing matches
-_STYLES = {"planned": "", "nothing matches": "dim", "does not fit": "yellow", "failed": "red"}
+STYLES = {"planned": "", "nothing matches": "dim", "does not fit": "yellow", "failed": "red"}
 
 
 def summary(rows: Iterable[ModelRow]) -> dict[str, int]:
     """How many models there are, and of each status."""
-    found = Counter(row.status for row in rows)
-    return {"models": found.total(), **{status: found[status] for status in get_args(Status)}}
+    statuses = Counter(row.status for row in rows)
+    return {"models": statuses.total(), **{status: statuses[status] for status in get_args(Status)}}
 
 
 def summary_line(rows: Sequence[ModelRow]) -> str:
@@ -46,14 +42,7 @@ def failure_lines(rows: Iterable[ModelRow]) -> list[str]:
 
 def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
     """A row for each model, then a line for each failure, and the summary."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("Model", no_wrap=True)
-    table.add_column("Replaced", overflow="fold")
-    for heading in ("Count", "Parameters", "MACs"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        cells = [_replaced(row), span(row.kernel_counts), _change(row.params), _change(row.macs)]
-        table.add_row(Name(row.name), *(Text(printable(cell)) for cell in cells), style=_STYLES[row.status])
+    table = Table(COLUMNS, rows, style=lambda row: STYLES[row.status])
     failures = [Text(line, style="red") for line in failure_lines(rows)]
     return Group(table, Text(), *failures, Text(summary_line(rows), style="bold"))
 
@@ -63,45 +52,49 @@ def survey_json(
 ) -> str:
     """One object: format, options, models and summary."""
     rules = options.rules.source if isinstance(options.rules, RuleSet) else options.rules
-    data: dict[str, Any] = {
-        "format": SURVEY_FORMAT,
-        "options": {"pattern": pattern, **asdict(options), "rules": rules, "input_size": input_size},
-        "models": rows_to_dicts(rows),
-        "summary": {name.replace(" ", "_"): count for name, count in summary(rows).items()},
-    }
-    return json.dumps(data, indent=2, allow_nan=False) + "\n"
+    return write_json(
+        {
+            "format": SURVEY_FORMAT,
+            "options": {"pattern": pattern, **asdict(options), "rules": rules, "input_size": input_size},
+            "models": rows_to_dicts(rows),
+            "summary": {name.replace(" ", "_"): count for name, count in summary(rows).items()},
+        }
+    )
 
 
-def survey_csv(rows: Iterable[ModelRow]) -> str:
+def survey_csv(rows: Sequence[ModelRow]) -> str:
     """A line for each model; a value that is not known is empty."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    writer.writerows([value(row) for value in CSV_COLUMNS.values()] for row in rows)
-    return text.getvalue()
+    return Table([Column(name, value) for name, value in CSV_COLUMNS.items()], rows).csv()
 
 
 def _replaced(row: ModelRow) -> str:
     """ "18 depthwise 7x7 → 17x17"; where nothing is replaced, what the model has instead, or what is wrong."""
     if row.status == "planned":
-        return f"{_kinds(row.replaced.items())} → {span(row.dilated_sizes, size_text)}"
+        return f"{_kinds(row.replaced)} → {span(row.dilated_sizes, size_text)}"
     if row.status == "nothing matches":
-        return f"nothing; it has {_kinds([*row.convolutions.items()][:MOST_KINDS]) or 'no convolution at all'}"
+        return f"nothing; it has {_kinds(row.convolutions, MOST_KINDS) or 'no convolution at all'}"
     return f"{row.status}: {row.reason}"
 
 
-def _kinds(kinds: Iterable[tuple[str, int]]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in kinds)
+def _kinds(kinds: dict[str, int], most: int | None = None) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in [*kinds.items()][:most])
 
 
 def _change(change: Change) -> str:
     return short_count(change.before) if change.after is None else short_arrow(change)
 
 
+COLUMNS: list[Column[ModelRow]] = [
+    Column("Model", lambda row: row.name),
+    Column("Replaced", _replaced, left=True, words=True),
+    Column("Count", lambda row: span(row.kernel_counts)),
+    Column("Parameters", lambda row: row.params, _change),
+    Column("MACs", lambda row: row.macs, _change),
+]
 CSV_COLUMNS: dict[str, Callable[[ModelRow], object]] = {
     "name": lambda row: row.name,
     "status": lambda row: row.status,
-    "replaced": lambda row: _kinds(row.replaced.items()),
+    "replaced": lambda row: _kinds(row.replaced),
     "dilated_sizes": lambda row: " ".join(map(size_text, row.dilated_sizes)),
     "kernel_counts": lambda row: " ".join(map(str, row.kernel_counts)),
     "params_before": lambda row: row.params.before,
@@ -110,7 +103,7 @@ CSV_COLUMNS: dict[str, Callable[[ModelRow], object]] = {
     "macs_after": lambda row: row.macs.after,
     "input_size": lambda row: size_text(row.input_size or ()),
     "rules": lambda row: row.rules,
-    "convolutions": lambda row: _kinds(row.convolutions.items()),
+    "convolutions": lambda row: _kinds(row.convolutions),
     "macs_note": lambda row: row.macs.note,
     "reason": lambda row: row.reason,
 }

@@ -1,31 +1,22 @@
-"""How a sweep looks: a table for the terminal, JSON and CSV. Formatting only."""
+"""How a sweep looks: a table for the terminal, JSON and CSV."""
 
-import csv
-import io
-import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from ..compare.sweep import Sweep, SweepRow, Timing, growth
 from ..depthwise.geometry import size_text
-from ..errors import printable
-from ..tables import counted, plain_table, span
-from .report import in_one_unit
+from ..records import write_json
+from ..tables import Column, Table, counted, indented, span, title
+from .counts import exact, in_one_unit
 
 TAKEN, DOMINATED, WITHOUT = ">", "-", "!"  # signs before rows; colours repeat them
-NATURAL_WIDTH = 1000  # columns; no table is wider
 PAPER = (
     "Only training shows the accuracy. In the paper, ConvNeXt lost with windows below 17x17 and gained nothing above; "
     "ResNet-50 had 7x7."
 )
-_Cell = Callable[[SweepRow], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,124 +27,94 @@ class SweepView:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         keys, costs, measured = _columns(self.sweep)
-        tables = [self._table(keys, costs | measured)]
-        width = Measurement.get(console, options.update(width=NATURAL_WIDTH), tables[0]).maximum
-        if width > options.max_width and measured:
-            tables = [self._table(keys, columns) for columns in (costs, measured)]
-        title = Text(printable(self.sweep.model), style="bold")
-        if self.sweep.input_size:
-            title += Text(f", input {size_text(self.sweep.input_size)}", style="not bold dim")
-        yield title
+        tables = [self._table([*keys, *costs, *measured])]
+        if tables[0].surplus(console, options) > 0 and any(_known(measured, row) for row in self.sweep.rows):
+            rows = [row for row in self.sweep.rows if _known(measured, row)]
+            tables = [self._table([*keys, *costs]), self._table([*keys, *measured], rows)]
+        size = self.sweep.input_size
+        yield title(self.sweep.model, f", input {size_text(size)}" if size else "")
         for table in tables:
             yield Text()
             yield table
         yield Text()
-        for line in _notes(self.sweep):
-            yield Padding(line, (0, 0, 0, 1), expand=False)
+        for line, style in _notes(self.sweep):
+            yield indented(line, style)
 
-    def _table(self, keys: dict[str, _Cell], columns: dict[str, _Cell]) -> Table:
-        """With the rows of which there is something to say."""
-        first, *headings = keys | columns
-        table = plain_table(f"  {first}", *headings)
-        for index, row in enumerate(self.sweep.rows):
-            name, *named = [cell(row) for cell in keys.values()]
-            cells = [cell(row) for cell in columns.values()]
-            sign, style = _sign(row, taken=index == self.sweep.choice.row)
-            if any(cells):
-                table.add_row(f"{sign:1} {name}", *named, *cells, style=style)
-        return table
+    def _table(self, columns: Sequence[Column[SweepRow]], rows: Sequence[SweepRow] = ()) -> Table[SweepRow]:
+        return Table(columns, rows or self.sweep.rows, style=lambda row: _sign(self.sweep, row)[1])
 
 
-def _sign(row: SweepRow, *, taken: bool) -> tuple[str, str]:
-    if taken:
+def _known(columns: Sequence[Column[SweepRow]], row: SweepRow) -> bool:
+    return any(column.value(row) is not None for column in columns)
+
+
+def _sign(sweep: Sweep, row: SweepRow) -> tuple[str, str]:
+    if sweep.choice.row is not None and row is sweep.rows[sweep.choice.row]:
         return TAKEN, "bold green"
     if row.status in ("does not fit", "failed"):
         return WITHOUT, "yellow"
     return (DOMINATED, "dim") if row.dominated else ("", "")
 
 
-def _columns(sweep: Sweep) -> tuple[dict[str, _Cell], dict[str, _Cell], dict[str, _Cell]]:
-    """What names a row, what it costs, and what was measured of it; columns of which nothing is known are left out."""
-    rows = sweep.rows
-    macs, macs_unit = in_one_unit([row.macs for row in rows])
-    size, size_unit = in_one_unit([row.folded_bytes for row in rows])
-    grown = _percent_of_macs(rows[0])
-    keys: dict[str, _Cell] = {"Window": lambda row: row.window, "Count": _count}
-    if any(row.asked and row.asked.budget is not None for row in rows):
-        keys["Budget"] = lambda row: "" if not row.asked or row.asked.budget is None else f"{row.asked.budget:g} %"
-    if len({row.layers for row in rows if row.status == "done"}) > 1:
-        keys["Layers"] = lambda row: str(row.layers or "")
-    costs: dict[str, _Cell] = {
-        "Parameters": lambda row: row.status if row.params is None else f"{row.params:,}",
-        f"MACs{macs_unit}": lambda row: _unless_unplanned(row, macs(row.macs)),
-        "": grown,
-        f"Fold{size_unit}B": lambda row: _unless_unplanned(row, size(row.folded_bytes)),
-    }
-    measured: dict[str, _Cell] = {}
-    if any(row.forward_ms for row in rows):
-        measured["Forward, ms"] = lambda row: _time(row.forward_ms)
-    if any(row.step_ms for row in rows):
-        measured["Step, ms"] = lambda row: _time(row.step_ms)
-    if any(row.kernel_error is not None for row in rows):
-        measured["Kernels"] = lambda row: _number(row.kernel_error)
-    if any(row.output_error is not None for row in rows):
-        measured["Outputs"] = lambda row: _number(row.output_error)
-    if any(row.same_top1 is not None for row in rows):
-        measured["Top-1"] = lambda row: "" if row.same_top1 is None else f"{100 * row.same_top1:.0f} %"
+def _columns(sweep: Sweep) -> tuple[list[Column[SweepRow]], list[Column[SweepRow]], list[Column[SweepRow]]]:
+    """What names a row, what it costs, and what was measured of it."""
+    rows, original = sweep.rows, sweep.rows[0]
+    macs, macs_unit = in_one_unit(row.macs for row in rows)
+    size, size_unit = in_one_unit(row.folded_bytes for row in rows)
+    several = len({row.layers for row in rows if row.status == "done"}) > 1
+
+    def grown(row: SweepRow) -> float | None:
+        known = row.asked is not None and row.macs is not None and original.macs
+        return growth(row, original, lambda row: row.macs) if known else None
+
+    keys: list[Column[SweepRow]] = [
+        Column("  Window", lambda row: f"{_sign(sweep, row)[0]:1} {row.window}"),
+        Column("Count", lambda row: span(row.kernel_counts) or str((row.asked and row.asked.kernel_count) or "")),
+        Column("Budget", lambda row: row.asked and row.asked.budget, "{:g} %".format),
+        Column("Layers", lambda row: row.layers or None if several else None),
+    ]
+    costs: list[Column[SweepRow]] = [
+        Column("Parameters", lambda row: row.status if row.params is None else exact(row.params)),
+        Column(f"MACs{macs_unit}", lambda row: row.macs, macs),
+        Column("", grown, "{:+.1f} %".format),
+        Column(f"Fold{size_unit}B", lambda row: row.folded_bytes, size),
+    ]
+    measured: list[Column[SweepRow]] = [
+        Column("Forward, ms", lambda row: row.forward_ms, _time),
+        Column("Step, ms", lambda row: row.step_ms, _time),
+        Column("Kernels", lambda row: row.kernel_error, "{:.3f}".format),
+        Column("Outputs", lambda row: row.output_error, "{:.3f}".format),
+        Column("Top-1", lambda row: row.same_top1, lambda share: f"{100 * share:.0f} %"),
+    ]
     return keys, costs, measured
 
 
-def _unless_unplanned(row: SweepRow, text: str) -> str:
-    return "" if row.params is None else text
-
-
-def _count(row: SweepRow) -> str:
-    asked = row.asked.kernel_count if row.asked else None
-    return span(row.kernel_counts) or ("" if asked is None else str(asked))
-
-
-def _percent_of_macs(original: SweepRow) -> _Cell:
-    def cell(row: SweepRow) -> str:
-        known = row.asked is not None and row.macs is not None and original.macs
-        return f"{growth(row, original, lambda row: row.macs):+.1f} %" if known else ""
-
-    return cell
-
-
-def _time(timing: Timing | None) -> str:
-    if timing is None:
-        return ""
+def _time(timing: Timing) -> str:
     spread = (timing.third_quartile - timing.first_quartile) / 2
     digits = 0 if timing.median >= 99.95 else 1 if timing.median >= 9.995 else 2
     return f"{timing.median:,.{digits}f} ±{spread:,.{digits}f}"
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
-def _notes(sweep: Sweep) -> Iterator[Text]:
+def _notes(sweep: Sweep) -> Iterator[tuple[str, str]]:
+    """Lines, and their styles."""
     rows, choice = sweep.rows, sweep.choice
-    reasons = dict.fromkeys(f"{WITHOUT} {row.window} {row.status}: {row.reason}" for row in rows if row.reason)
-    yield from (Text(printable(reason), style="yellow") for reason in reasons)
+    for reason in dict.fromkeys(f"{WITHOUT} {row.window} {row.status}: {row.reason}" for row in rows if row.reason):
+        yield reason, "yellow"
     if any(row.dominated for row in rows):
-        yield Text(f"{DOMINATED} another row is as good in {_compared_by(sweep)}, and better in one.", style="dim")
-    uncounted = [f"MACs were not counted: {sweep.macs_note}."] if sweep.macs_note else []
-    sentences = [
-        "Fold: the model's weights when folded.",
-        *uncounted,
-        *_timing_sentences(sweep),
-        *_error_sentences(rows),
-    ]
-    yield from (Text(printable(sentence)) for sentence in sentences)
+        yield f"{DOMINATED} another row is as good in {_compared_by(sweep)}, and better in one.", "dim"
+    yield "Fold: the model's weights when folded.", ""
+    if sweep.macs_note:
+        yield f"MACs were not counted: {sweep.macs_note}.", ""
+    for sentence in (*_timing_sentences(sweep), *_error_sentences(rows)):
+        yield sentence, ""
     if sweep.interrupted:
-        yield Text("Interrupted: rows or measurements are missing.", style="bold yellow")
+        yield "Interrupted: rows or measurements are missing.", "bold yellow"
     if choice.row is None:
-        yield Text(f"There is no row to take: {choice.why}.")
+        yield f"There is no row to take: {choice.why}.", ""
         return
-    yield Text(PAPER)
+    yield PAPER, ""
     taken = rows[choice.row]
-    yield Text(f"{TAKEN} Take {taken.window} with {span(taken.kernel_counts)} elements: {choice.why}.", style="bold")
+    yield f"{TAKEN} Take {taken.window} with {span(taken.kernel_counts)} elements: {choice.why}.", "bold"
 
 
 def _compared_by(sweep: Sweep) -> str:
@@ -177,11 +138,8 @@ def _timing_sentences(sweep: Sweep) -> Iterator[str]:
     widest = max(row.spread or 0 for row in sweep.rows)
     if widest > sweep.slower:
         yield f"Equal runs differ by {widest:.0f} %: measure longer (--seconds), on an idle machine."
-    ways: Counter[str] = Counter()
-    for row in sweep.rows:
-        ways.update(row.ways)
-    if ways:
-        yield f"New layers are convolved by {' and '.join(sorted(ways))}."
+    if ways := sorted(set[str]().union(*(row.ways for row in sweep.rows))):
+        yield f"New layers are convolved by {' and '.join(ways)}."
 
 
 def _error_sentences(rows: Sequence[SweepRow]) -> Iterator[str]:
@@ -197,45 +155,29 @@ def _error_sentences(rows: Sequence[SweepRow]) -> Iterator[str]:
 
 def sweep_json(sweep: Sweep) -> str:
     """One object: format, model, input size, rows, timing, and the row to take."""
-    return json.dumps(sweep.to_dict(), indent=2, allow_nan=False) + "\n"
+    return write_json(sweep.to_dict())
 
 
 def sweep_csv(sweep: Sweep) -> str:
     """A line for each row; a value that is not known is empty."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*CSV_COLUMNS, "taken"])
-    for index, row in enumerate(sweep.rows):
-        writer.writerow([*(value(row) for value in CSV_COLUMNS.values()), index == sweep.choice.row])
-    return text.getvalue()
 
+    def of_timing(part: str, name: str) -> Column[SweepRow]:
+        return Column(f"{part}_{name}", lambda row: getattr(getattr(row, part), name, None))
 
-def _timing_part(part: str, name: str) -> Callable[[SweepRow], object]:
-    return lambda row: getattr(getattr(row, part), name, None)
+    def field(name: str) -> Column[SweepRow]:
+        return Column(name, lambda row: getattr(row, name))
 
-
-CSV_COLUMNS: dict[str, Callable[[SweepRow], object]] = {
-    "window": lambda row: row.window,
-    "asked_kernel_count": lambda row: row.asked and row.asked.kernel_count,
-    "asked_budget": lambda row: row.asked and row.asked.budget,
-    "status": lambda row: row.status,
-    "layers": lambda row: row.layers,
-    "kernel_counts": lambda row: " ".join(map(str, row.kernel_counts)),
-    "elements": lambda row: row.elements,
-    "params": lambda row: row.params,
-    "macs": lambda row: row.macs,
-    "folded_bytes": lambda row: row.folded_bytes,
-    **{
-        f"{part}_{name}": _timing_part(part, name)
-        for part in ("forward_ms", "step_ms")
-        for name in ("median", "first_quartile", "third_quartile", "runs")
-    },
-    "ways": lambda row: " ".join(f"{way}:{count}" for way, count in row.ways.items()),
-    "kernel_error": lambda row: row.kernel_error,
-    "images": lambda row: row.images,
-    "output_error": lambda row: row.output_error,
-    "same_top1": lambda row: row.same_top1,
-    "dominated": lambda row: row.dominated,
-    "reason": lambda row: row.reason,
-    "command": lambda row: row.command,
-}
+    numbers = ("median", "first_quartile", "third_quartile", "runs")
+    columns = [
+        field("window"),
+        Column("asked_kernel_count", lambda row: row.asked and row.asked.kernel_count),
+        Column("asked_budget", lambda row: row.asked and row.asked.budget),
+        *map(field, ("status", "layers")),
+        Column("kernel_counts", lambda row: " ".join(map(str, row.kernel_counts))),
+        *map(field, ("elements", "params", "macs", "folded_bytes")),
+        *(of_timing(part, name) for part in ("forward_ms", "step_ms") for name in numbers),
+        Column("ways", lambda row: " ".join(f"{way}:{count}" for way, count in row.ways.items())),
+        *map(field, ("kernel_error", "images", "output_error", "same_top1", "dominated", "reason", "command")),
+        Column("taken", lambda row: _sign(sweep, row)[0] == TAKEN),
+    ]
+    return Table(columns, sweep.rows).csv()

@@ -9,10 +9,11 @@ from ..compare.sweep import Sweep, SweepRow
 from ..errors import printable
 from ..options import DEFAULT_BUDGET
 from ..tables import span
-from .saving import save
+from .plot import save
 
 _Value = Callable[[SweepRow], Any]
 MARKERS = "o^Dvs*"
+MACS = "MACs"
 DOTS_PER_INCH = 150
 
 
@@ -43,7 +44,7 @@ def draw(sweep: Sweep, path: Path) -> None:
     axes.margins(x=0.18, y=0.12)
     if gain is _window:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    if cost is _macs:
+    if x_label == MACS:
         axes.xaxis.set_major_formatter(EngFormatter())
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, framealpha=1, edgecolor="none")
@@ -53,13 +54,13 @@ def draw(sweep: Sweep, path: Path) -> None:
 
 def _series(points: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
     """Rows with the same count or budget, in the order of their windows."""
-    found: dict[str, list[SweepRow]] = {}
+    series: dict[str, list[SweepRow]] = {}
     for row in points:
         assert row.asked is not None
         count, budget = row.asked.kernel_count, row.asked.budget
         name = f"{count} elements" if count else f"budget {DEFAULT_BUDGET if budget is None else budget:g} %"
-        found.setdefault(name, []).append(row)
-    return found
+        series.setdefault(name, []).append(row)
+    return series
 
 
 def _labels(points: Sequence[SweepRow], cost: _Value, gain: _Value) -> dict[tuple[float, float], str]:
@@ -70,10 +71,6 @@ def _labels(points: Sequence[SweepRow], cost: _Value, gain: _Value) -> dict[tupl
     return {at: ", ".join([texts[0], *(text.partition(": ")[2] for text in texts[1:])]) for at, texts in counts.items()}
 
 
-def _macs(row: SweepRow) -> int | None:
-    return row.macs
-
-
 def _window(row: SweepRow) -> int:
     return max(max(size) for size in row.dilated_sizes)
 
@@ -81,7 +78,7 @@ def _window(row: SweepRow) -> int:
 def _axes(sweep: Sweep) -> tuple[tuple[_Value, str], tuple[_Value, str]]:
     """What to draw, and its name, along each axis."""
     done = [row for row in sweep.rows if row.status == "done"]
-    x: tuple[_Value, str] = (_macs, "MACs")
+    x: tuple[_Value, str] = (lambda row: row.macs, MACS)
     if all(row.step_ms for row in done):
         x = (lambda row: row.step_ms and row.step_ms.median, "training step, ms")
     if all(row.images for row in done):

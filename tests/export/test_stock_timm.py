@@ -137,7 +137,7 @@ def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
     assert report["params"]["positions"] == 0
     card = (tmp_path / "out" / CARD).read_text()
     assert "The model is folded" in card
-    assert "positions," not in card.partition("## Loading")[0].partition("| total |")[2]
+    assert "positions," not in card.partition("## Loading")[0].partition("| Whole model |")[2]
 
 
 def test_folders_of_both_kinds_are_replaced_by_force(tmp_path, checkpoints):

@@ -10,7 +10,7 @@ from ..command_line import run
 from ..conftest import TINY
 from .test_page import data_of
 
-CONVERT = [f"timm:{TINY}", "--dilated-size", "9", "--input-size", "3x64x64", "--output", "net"]
+CONVERT = [f"timm:{TINY}", "--dilated-size", "9", "--input-size", "3x32x32", "--html"]
 
 
 @pytest.fixture(autouse=True)
@@ -23,27 +23,21 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def test_the_folder_holds_the_page_and_its_card_the_picture(here):
-    run(*CONVERT, "--html")
+def test_the_folder_holds_the_page_and_its_card_the_picture_until_it_is_replaced(here):
+    run(*CONVERT, "--output", "net")
     folder = here / "net"
     assert names(folder) == {*FILES, PAGE, PICTURE}
     data = data_of((folder / PAGE).read_text(encoding="utf-8"))
-    assert data["title"] == "net"
-    assert data["fields"] is None
-    assert sum(map(sum, [shown["heat"] for shown in data["positions"]])) > 0
+    assert (data["title"], data["fields"]) == ("net", None)
+    assert all(shown["heat"] for shown in data["positions"])
     assert (folder / PICTURE).read_bytes().startswith(b"\x89PNG")
     assert f"]({PICTURE})" in (folder / CARD).read_text(encoding="utf-8")
-    found = verify_folder(folder, rebuild=rebuild_here)
-    assert found.ok
-    assert "other files" not in [check.name for check in found.checks]
-
-
-def test_a_folder_with_pictures_is_replaced_whole(here):
-    run(*CONVERT, "--html", "-q")
-    run(*CONVERT, "-q", code=2)
-    run(*CONVERT, "-q", "--force")
-    assert names(here / "net") == set(FILES)
-    assert PICTURE not in (here / "net" / CARD).read_text(encoding="utf-8")
+    verification = verify_folder(folder, rebuild=rebuild_here)
+    assert verification.ok
+    assert "other files" not in [check.name for check in verification.checks]
+    run(*CONVERT[:-1], "--output", "net", "-q", "--force")
+    assert names(folder) == set(FILES)
+    assert PICTURE not in (folder / CARD).read_text(encoding="utf-8")
 
 
 def test_where_a_picture_fails_nothing_is_written(here, monkeypatch):
@@ -51,18 +45,18 @@ def test_where_a_picture_fails_nothing_is_written(here, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files, "page", fail)
-    run(*CONVERT, "--html", code=2)
+    run(*CONVERT, "--output", "net", code=2)
     assert list(here.iterdir()) == []
 
 
 def test_without_matplotlib_the_page_is_there_and_a_note_says_why_the_picture_is_not(here, monkeypatch):
     monkeypatch.setattr("dcls_convert.files.PLOT_LIBRARY", "no_such_library")
-    _, message = run(*CONVERT, "--html")
+    _, message = run(*CONVERT, "--output", "net")
     assert names(here / "net") == {*FILES, PAGE}
     assert "pip install 'dcls-convert[plot]'" in message
     assert PICTURE not in (here / "net" / CARD).read_text(encoding="utf-8")
 
 
 def test_a_dry_run_has_no_page():
-    _, message = run(*CONVERT[:-2], "--html", "--dry-run", code=2)
+    _, message = run(*CONVERT, "--dry-run", code=2)
     assert "--html has no effect with --dry-run" in message

@@ -1,6 +1,5 @@
 """The pictures as data: nothing is lost in a heat map, and a montage shows the layer's own kernels."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.layers.position_statistics import border_share
 from dcls_convert.planning.rules import parse_rules
-from dcls_convert.views.kernels import KernelPicture
 from dcls_convert.views.pictures import Pictures, pictures_of_model
 from dcls_convert.views.positions import even_border_share
+from dcls_convert.views.stages import stage_rows
 
 from ..checkpoints.folders import convert
 
@@ -33,10 +32,6 @@ def of_module(module, input_size, size, rule=""):
     return module.eval(), plan
 
 
-def standardised():
-    return of_module(nn.Sequential(StdConv2d(4, 6, 3, padding=1)), (4, 16, 16), 7)
-
-
 CASES = {
     "tied": lambda: convert(),
     "untied": lambda: convert(tie="none"),
@@ -44,6 +39,7 @@ CASES = {
     "rectangular": lambda: convert(size=(9, 11)),
     "volume": lambda: of_module(nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv3d(4, 4, 3)), (2, 12, 12, 12), 5),
     "line": lambda: of_module(nn.Sequential(nn.Conv1d(2, 4, 5, padding=2)), (2, 32), 9),
+    "standardised": lambda: of_module(nn.Sequential(StdConv2d(4, 6, 3, padding=1)), (4, 16, 16), 7),
     "dense": lambda: of_module(nn.Sequential(nn.Conv2d(4, 4, (3, 5))), (4, 16, 16), (3, 9), "dense_axes: [0]"),
 }
 
@@ -63,12 +59,10 @@ def test_a_heat_map_and_each_histogram_hold_every_element_once(case):
     model, plan = case
     pictures = pictures_of(model, plan)
     for picture, positions in zip(pictures.positions, tensors_of(model), strict=True):
-        assert sum(map(sum, picture.heat)) == picture.row.elements == positions[0].numel()
-        assert [sum(counts) for counts in picture.histograms] == [positions[0].numel()] * len(picture.size)
-        columns = [sum(column) for column in zip(*picture.heat, strict=True)]
-        assert tuple(columns) == picture.histograms[-1]
-        if len(picture.size) > 1:
-            assert tuple(map(sum, picture.heat)) == picture.histograms[-2]
+        assert picture.heat.sum() == picture.row.elements == positions[0].numel()
+        sums = [picture.heat.sum(1), picture.heat.sum(0)][-len(picture.size) :]
+        assert [tuple(counts.tolist()) for counts in sums] == list(picture.histograms[-2:])
+        assert {sum(counts) for counts in picture.histograms} == {positions[0].numel()}
     assert sum(picture.row.elements for picture in pictures.positions) == pictures.inspection.elements
 
 
@@ -79,10 +73,11 @@ def test_elements_are_counted_where_they_are():
         layer.positions.zero_()
         layer.positions[0, 0, 0, 0], layer.positions[1, 0, 0, 0] = -4.0, 3.0
     picture = pictures_of(model, plan).positions[0]
-    fine = picture.bins_per_cell
-    found = {(i, j): n for i, row in enumerate(picture.heat) for j, n in enumerate(row) if n}
-    middle = (4 * fine + fine // 2,) * 2
-    assert found == {(fine // 2, 7 * fine + fine // 2): 1, middle: layer.positions[0].numel() - 1}
+    fine, middle = picture.bins_per_cell, picture.bins_per_cell // 2
+    expected = torch.zeros_like(picture.heat)
+    expected[middle, 7 * fine + middle] = 1
+    expected[4 * fine + middle, 4 * fine + middle] = layer.positions[0].numel() - 1
+    assert torch.equal(picture.heat, expected)
 
 
 @pytest.mark.parametrize("size", [(9,), (9, 11), (1, 7)])
@@ -100,46 +95,27 @@ def test_a_montage_shows_the_layers_kernels_with_the_most_energy_first(case):
     shown = pictures_of(model, plan).kernels
     assert [layer.name for layer in shown] == [layer.name for layer in plan.layers]
     for layer in shown:
-        module = model.get_submodule(layer.name)
-        kernels = module.kernel().detach()
+        kernels = model.get_submodule(layer.name).kernel().detach()
         planes = kernels.sum(2) if kernels.dim() == 5 else kernels.unsqueeze(2) if kernels.dim() == 3 else kernels
-        energies = kernels.square().flatten(2).sum(2)
+        energies, chosen = kernels.square().flatten(2).sum(2), tuple(zip(*layer.channels, strict=True))
         assert layer.total == energies.numel()
-        found = [kernel.energy for kernel in layer.kernels]
-        assert found == sorted(found, reverse=True)
-        assert found == pytest.approx(energies.flatten().topk(len(found)).values.tolist(), rel=1e-5)
-        assert layer.energy_share == pytest.approx(sum(found) / float(energies.sum()), rel=1e-5)
-        for kernel in layer.kernels:
-            torch.testing.assert_close(torch.tensor(kernel.cells), planes[kernel.channels], rtol=0, atol=FLOAT32_ATOL)
-
-
-def test_a_montage_shows_standardised_weights():
-    model, plan = standardised()
-    layer = pictures_of(model, plan).kernels[0]
-    kernels = model.get_submodule(layer.name).kernel().detach()
-    for kernel in layer.kernels:
-        torch.testing.assert_close(torch.tensor(kernel.cells), kernels[kernel.channels], rtol=0, atol=1e-5)
-
-
-def kernel_again(kernel: KernelPicture):
-    """From the elements alone, by bilinear interpolation."""
-    rows, columns, weights = map(torch.tensor, zip(*kernel.elements, strict=True))
-    size = (len(kernel.cells), len(kernel.cells[0]))
-    return construct_kernel(weights[None, None], torch.stack([rows, columns])[:, None, None], size)[0, 0]
+        torch.testing.assert_close(energies[chosen], energies.flatten().topk(len(layer.cells)).values)
+        assert layer.energy_share == pytest.approx(float(energies[chosen].sum() / energies.sum()), rel=1e-5)
+        torch.testing.assert_close(layer.cells, planes[chosen], rtol=0, atol=FLOAT32_ATOL)
 
 
 @pytest.mark.parametrize("name", ["tied", "rectangular", "line", "volume", "dense"])
 def test_the_elements_behind_a_kernel_make_it(name):
+    """By bilinear interpolation."""
     for layer in pictures_of(*CASES[name]()).kernels:
-        for kernel in layer.kernels[:4]:
-            torch.testing.assert_close(kernel_again(kernel), torch.tensor(kernel.cells), rtol=0, atol=FLOAT32_ATOL)
+        size = tuple(layer.cells.shape[1:])
+        again = construct_kernel(layer.weights[None], layer.positions.movedim(-1, 0)[:, None], size)[0]
+        torch.testing.assert_close(again, layer.cells, rtol=0, atol=FLOAT32_ATOL)
 
 
 def test_costs_by_stage_sum_to_the_reports():
-    model, plan = convert()
-    pictures = pictures_of(model, plan)
+    report = pictures_of(*convert()).report
     for unit in ("params", "macs"):
         for when in ("before", "after"):
-            total = sum(getattr(getattr(cost, unit), when) for cost in pictures.costs)
-            assert total == sum(getattr(layer, f"{unit}_{when}") for layer in pictures.report.layers)
-    assert math.isfinite(pictures.inspection.share("border_share"))
+            total = sum(getattr(getattr(row, unit), when) for row in stage_rows(report.layers))
+            assert total == sum(getattr(layer, f"{unit}_{when}") for layer in report.layers)

@@ -1,0 +1,70 @@
+"""A row for each stage, of a plan or a report: its replaced layers together."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..depthwise.geometry import size_text
+from ..reports.report import Change
+from ..tables import Column, span
+
+OUTSIDE = "(no stage)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRow:
+    """The replaced layers of one stage; or one layer, where each has a row of its own."""
+
+    name: str
+    layers: tuple[Any, ...]  # LayerPlan or LayerReport
+
+    @property
+    def kernels(self) -> str:
+        """ "7x7 → 17x17"."""
+        return " → ".join(span(self._all(size), size_text) for size in ("kernel_size", "dilated_size"))
+
+    @property
+    def counts(self) -> str:
+        """ "34", or "29..40"."""
+        return span(self._all("kernel_count"))
+
+    # Of a report's layers.
+
+    @property
+    def params(self) -> Change:
+        """With biases, and with positions, which count where they are first used."""
+        return self._total("params")
+
+    @property
+    def macs(self) -> Change:
+        """For one image; unknown where the model could not be traced."""
+        return self._total("macs")
+
+    @property
+    def error(self) -> float | None:
+        """The mean relative error of the kernels; None where they were not made from trained ones."""
+        errors = [layer.fit_error for layer in self.layers if layer.fit_error is not None]
+        return sum(errors) / len(errors) if errors else None
+
+    def _all(self, name: str) -> set[Any]:
+        return {getattr(layer, name) for layer in self.layers}
+
+    def _total(self, unit: str) -> Change:
+        before, after = ([getattr(layer, f"{unit}_{when}") for layer in self.layers] for when in ("before", "after"))
+        return Change() if None in (*before, *after) else Change(before=sum(before), after=sum(after))
+
+
+def stage_rows(layers: Iterable[Any]) -> list[StageRow]:
+    """Rows of the layers of a plan or report, in the layers' order."""
+    stages: dict[str, list[Any]] = {}
+    for layer in layers:
+        stages.setdefault(layer.stage or OUTSIDE, []).append(layer)
+    return [StageRow(name=name, layers=tuple(members)) for name, members in stages.items()]
+
+
+COLUMNS: list[Column[StageRow]] = [
+    Column("Stage", lambda row: row.name),
+    Column("Layers", lambda row: len(row.layers)),
+    Column("Kernel", lambda row: row.kernels, left=True),
+    Column("Count", lambda row: row.counts),
+]

@@ -1,0 +1,131 @@
+"""Records of positions in training, whole and damaged: drawn, or refused in one line."""
+
+import contextlib
+import copy
+import functools
+import json
+import math
+import operator
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from dcls_convert.errors import CheckpointError
+from dcls_convert.tuning import PositionTracker
+from dcls_convert.views.history import read_history
+from dcls_convert.views.page import page
+from dcls_convert.views.plot import draw
+
+from .test_figures import of_module, pictures_of
+
+OF_TENSOR = """
+    name speed border_share overlap_share mean_distance mean_sigma layers spread spread.0 followed followed.0
+    followed.0.0 histograms histograms.0.low histograms.0.width histograms.0.counts histograms.0.counts.0
+"""
+FIELDS = ["format", "step", *(f"positions.0.{field}" for field in OF_TENSOR.split())]
+NUMBERS = [math.nan, math.inf, 1e39, 1e41, 1e308, -1e308, 2**62, 2**70, -1, 0, 0.5, 1.5, 40]
+VALUES = [*NUMBERS, None, [], [0.5], [[0.5]], [1e308], "</script>\x1b[31m\u2028", {"deep": [[]]}]
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    """Pictures of a small network, and the lines of a tracker that saw its positions move by one cell."""
+    model, plan = of_module(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)), (2, 16, 16), 7)
+    path = tmp_path_factory.mktemp("track") / "positions.jsonl"
+    tracker = PositionTracker(model, path)
+    for step in range(3):
+        tracker.update(step)
+        with torch.no_grad():
+            model[0].positions += step == 1
+    return pictures_of(model, plan), [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def written(lines):
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def edited(lines, edits):
+    lines = copy.deepcopy(lines)
+    for index, field, value in edits:
+        *above, last = (int(key) if key.isdigit() else key for key in field.split("."))
+        with contextlib.suppress(TypeError, LookupError):  # an edit before left nothing there
+            functools.reduce(operator.getitem, above, lines[index % len(lines)])[last] = copy.deepcopy(value)
+    return lines
+
+
+def cut(data, edits, end):
+    data = bytearray(data)
+    for place, byte in edits:
+        data[place % len(data)] = byte
+    return bytes(data[: end % (len(data) + 1)])
+
+
+place = st.integers(0, 10**6)
+edits = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(FIELDS), st.sampled_from(VALUES)), max_size=2)
+bytes_edits = st.lists(st.tuples(place, st.integers(0, 255)), max_size=3)
+
+
+@given(edits, st.none() | st.tuples(bytes_edits, place), st.booleans())
+def test_a_damaged_record_is_refused_in_one_line_or_drawn(tracked, tmp_path_factory, changes, damage, same):
+    pictures, lines = tracked
+    steps = range(len(lines)) if same else [None]  # the same edit at all steps, or one of its own
+    changes = [(index if step is None else step, *change) for step in steps for index, *change in changes]
+    data = written(edited(lines, changes))
+    path = tmp_path_factory.getbasetemp() / "damaged.jsonl"
+    path.write_bytes(data if damage is None else cut(data, *damage))
+    refused, history = "", None
+    try:
+        history = read_history(path)
+    except CheckpointError as error:
+        refused = str(error)
+    if history is None:
+        assert refused.startswith(str(path))
+        assert refused.isprintable()
+        return
+    text = page(replace(pictures, history=history))
+    assert text.isascii()
+    assert text.replace("\n", "").isprintable()
+    assert draw(replace(pictures, history=history), "history", ".svg").startswith(b"<?xml")
+
+
+DAMAGES = {
+    "a PositionTracker writes no such line: step": [(1, "step", 2**70)],
+    "a PositionTracker writes no such line: positions.0.border_share": [(1, "positions.0.border_share", 1e308)],
+    "a PositionTracker writes no such line: positions.0.speed": [(1, "positions.0.speed", math.nan)],
+    "has format 2, this dcls-convert knows 1": [(1, "format", 2)],
+    "the records of steps 0 and 1 differ in tensors": [(1, "positions.0.histograms", [])],
+    "the records follow several numbers of elements of": [(1, "positions.0.followed", [[0.5], [0.5]])],
+    "the histograms of step 0 have bins that are no part of a cell": [(0, "positions.0.histograms.0.width", 3.0)],
+}
+
+
+@pytest.mark.parametrize("message", [*DAMAGES, "has no records"])
+def test_a_record_that_no_picture_can_show_is_refused(tracked, tmp_path, message):
+    data = written(edited(tracked[1], DAMAGES[message])) if message in DAMAGES else b""
+    (tmp_path / "odd.jsonl").write_bytes(data)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        read_history(tmp_path / "odd.jsonl")
+
+
+@pytest.mark.parametrize("followed", [True, False], ids=["as today", "before elements were followed"])
+def test_speeds_and_places_are_those_of_the_training(tracked, tmp_path, followed):
+    lines = copy.deepcopy(tracked[1])
+    for line in [] if followed else lines:
+        del line["positions"][0]["followed"]
+    (tmp_path / "track.jsonl").write_bytes(written(lines))
+    history = read_history(tmp_path / "track.jsonl")
+    (track,) = history.tracks
+    assert history.steps == history.moving_steps == (0, 1, 2)
+    assert track.speed == (None, 0.0, pytest.approx(1.0))
+    assert track.size == (7, 7)
+    assert [sum(counts) for counts in track.histograms[0]] == [
+        sum(lines[0]["positions"][0]["histograms"][0]["counts"])
+    ] * 3
+    for before, after in zip(*(track.frames[step] for step in (1, 2)), strict=True):
+        assert all(math.isclose(one + 1, two, abs_tol=0.02) for one, two in zip(before, after, strict=True))
+    assert bool(track.frames[0]) == followed
