@@ -11,7 +11,7 @@ from . import console
 from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, option
 
 if TYPE_CHECKING:
-    from ..export.job import Folded
+    from ..export.folding import Folded
 
 OUTPUTS = "./CHECKPOINT-folded, ./CHECKPOINT.onnx or ./CHECKPOINT.pt2"
 
