@@ -1,6 +1,5 @@
 """A converted model goes to a hub and comes back in other processes; what goes wrong is told in one line."""
 
-import json
 import os
 import re
 import subprocess
@@ -16,6 +15,7 @@ from huggingface_hub import constants
 import dcls_convert
 from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS
 
+from .checkpoints.folders import edit_json, outputs, seal
 from .command_line import run
 from .conftest import TINY
 
@@ -34,11 +34,6 @@ OPTIONS = ("--dilated-size", 11, "--output", "converted")
 
 def push(model, name="me/mine"):
     timm.models.push_to_hf_hub(model, name, token="hf_of_the_test", safe_serialization=True)
-
-
-def outputs(model):
-    with torch.no_grad():
-        return model(torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)))
 
 
 def elsewhere(hub, name, home, **more):
@@ -107,12 +102,13 @@ def test_weights_come_from_the_one_file_that_is_checked(here):
     for seed in (0, 1):
         run(TINY, "--dilated-size", 11, "--seed", seed, "--output", f"seed{seed}")
     one, other = Path("seed0"), Path("seed1")
-    config = json.loads((one / CONFIG).read_text())
-    config["pretrained_cfg"] |= {"hf_hub_filename": "other.safetensors", "custom_load": True}
-    files = {WEIGHTS: (one / WEIGHTS).read_bytes(), "other.safetensors": (other / WEIGHTS).read_bytes()}
+    (one / "other.safetensors").write_bytes((other / WEIGHTS).read_bytes())
+    names = {"hf_hub_filename": "other.safetensors", "custom_load": True}
+    edit_json(one / CONFIG, lambda config: config["pretrained_cfg"].update(names))
+    seal(one)
     api = huggingface_hub.HfApi(endpoint=here.url, token="hf_of_the_test")
     api.create_repo("me/two")
-    here.repos["me/two"].commit("main", files | {CONFIG: json.dumps(config).encode()})
+    here.repos["me/two"].commit("main", {path.name: path.read_bytes() for path in one.iterdir()})
     loaded = timm.create_model("hf-hub:me/two", pretrained=True).eval()
     assert torch.equal(outputs(loaded), outputs(dcls_convert.load_converted(one)))
 
@@ -136,9 +132,7 @@ def error_line(*arguments):
     [
         ("me/none", None, "{url} has no such repository, or it is private and there is no token for it (HF_TOKEN)"),
         ("me/plain@v9", None, "RevisionNotFoundError: 404 Client Error. Revision Not Found for url: {url}/me/plain/"),
-        ("me/plain", 401, "{url} answers 401 Unauthorized"),
         ("me/plain", 429, "{url} answers 429 Too Many Requests"),
-        ("me/plain", 500, "{url} answers 500 Internal Server Error"),
     ],
 )
 def test_what_a_hub_refuses_is_one_line(here, tiny, name, status, line):

@@ -12,6 +12,7 @@ import torch
 
 from ..checkpoints.folder import not_of_a_checkpoint, read_plan
 from ..checkpoints.load import load_converted
+from ..depthwise.geometry import size_text
 from ..errors import CheckpointError, DclsConvertError, shown
 from ..networks.outputs import check_equal
 from ..networks.tracing import image_dtype
@@ -51,9 +52,13 @@ def fold_checkpoint(
     output = output or Path(checkpoint.resolve().name + FORMATS[format].suffix)
     plan = read_plan(checkpoint)
     _check_fold_output(checkpoint, format, output, force)
-    if plan.input_size is None or math.prod(plan.input_size[1:]) > MOST_PIXELS:
-        stated = "no input size" if plan.input_size is None else f"images of more than {MOST_PIXELS:,} pixels"
-        raise CheckpointError(f"{checkpoint}: its plan states {stated}, so outputs cannot be compared")
+    if plan.input_size is None:
+        raise CheckpointError(f"{checkpoint}: its plan states no input size, so its outputs cannot be compared")
+    if math.prod(plan.input_size[1:]) > MOST_PIXELS:
+        size = size_text(plan.input_size[1:])
+        raise CheckpointError(
+            f"{checkpoint}: its plan states images of {size} pixels; outputs are compared on {MOST_PIXELS:,} at most"
+        )
     notify("loading")
     model = load_converted(checkpoint, trust_code=trust_code)
     params_before = sum(p.numel() for p in model.parameters())
