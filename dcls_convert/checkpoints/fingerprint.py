@@ -124,14 +124,10 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     """
     own = ((m, m.named_buffers(recurse=False, remove_duplicate=False)) for m in model.modules())
     buffers = [(m, name, buffer, buffer.clone()) for m, named in own for name, buffer in named]
-    cudnn = torch.backends.cudnn
-    choice = cudnn.deterministic, cudnn.benchmark
     try:
-        cudnn.deterministic, cudnn.benchmark = True, False
         with warnings.catch_warnings(action="ignore"), evaluating(model), reproducible(), seeded(SEED):
             yield
     finally:
-        cudnn.deterministic, cudnn.benchmark = choice
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 setattr(module, name, buffer)

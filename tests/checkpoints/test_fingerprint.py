@@ -23,7 +23,6 @@ def state_of_the_process():
         torch.get_rng_state().tolist(),
         torch.get_num_threads(),
         torch.is_grad_enabled(),
-        torch.backends.cudnn.deterministic,
         mask,
         logging.root.manager.disable,
         logging.root.level,
