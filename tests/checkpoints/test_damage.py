@@ -444,6 +444,11 @@ def test_the_command_rebuilds_in_a_process_of_its_own(folder, folders):
     assert [line.split()[:2] for line in out.splitlines()] == [["problem", WEIGHTS], ["skipped", "model"]]
 
 
+def test_what_is_no_folder(tmp_path):
+    line = f"error: {tmp_path / 'nothing'}: is not a folder\n"
+    assert run("verify", tmp_path / "nothing", "--json", code=2) == ("", line)
+
+
 OWN_MODULE = """
 print("this is progress")
 from torch import nn

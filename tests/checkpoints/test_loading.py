@@ -79,6 +79,10 @@ def test_a_model_with_random_values_that_no_file_has_is_built(monkeypatch, value
     assert hollow is None or not fill_(hollow, Unsaved().state_dict(), "file")
 
 
+def test_the_users_own_code_is_run_once():
+    assert build_hollow(ModelSource(name="collections:OrderedDict")) is None
+
+
 def test_tensors_of_a_file_become_the_models_without_a_copy_where_they_can():
     state = build_model(ModelSource(name="timm:test_convnext")).state_dict()
     pointers = {name: tensor.data_ptr() for name, tensor in state.items()}
