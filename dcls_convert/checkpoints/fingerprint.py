@@ -16,6 +16,7 @@ from ..networks.outputs import tensors_in
 from ..networks.running import evaluating, reproducible, seeded
 from ..networks.tracing import image_dtype
 from ..options import MOST_PIXELS
+from ..records import Record
 
 SEED = 0
 SAMPLES = 16  # values of each output
@@ -40,7 +41,7 @@ class OutputPrint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fingerprint:
+class Fingerprint(Record):
     """The output for one image of normal random numbers, batch 1."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
@@ -83,15 +84,15 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
     return Fingerprint(dtype=name, outputs=outputs or None, reason=reason)
 
 
-def deviation(found: Fingerprint, stored: Fingerprint) -> float:
+def deviation(taken: Fingerprint, stored: Fingerprint) -> float:
     """The largest difference of any number, as a share of the norm of the output that it belongs to.
 
     Infinite where outputs have another number or shapes, or where one is finite and the other is not.
     """
-    if found.outputs is None or stored.outputs is None or len(found.outputs) != len(stored.outputs):
+    if taken.outputs is None or stored.outputs is None or len(taken.outputs) != len(stored.outputs):
         return math.inf
     largest = 0.0
-    for new, old in zip(found.outputs, stored.outputs, strict=True):
+    for new, old in zip(taken.outputs, stored.outputs, strict=True):
         if new.shape != old.shape or len(new.values) != len(old.values):
             return math.inf
         for ours, theirs in zip((new.norm, *new.values), (old.norm, *old.values), strict=True):
@@ -123,19 +124,10 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     """
     own = ((m, m.named_buffers(recurse=False, remove_duplicate=False)) for m in model.modules())
     buffers = [(m, name, buffer, buffer.clone()) for m, named in own for name, buffer in named]
-    cudnn = torch.backends.cudnn
-    choice = cudnn.deterministic, cudnn.benchmark
     try:
-        cudnn.deterministic, cudnn.benchmark = True, False
-        with (
-            warnings.catch_warnings(action="ignore"),
-            evaluating(model),
-            reproducible(),
-            seeded(SEED),
-        ):
+        with warnings.catch_warnings(action="ignore"), evaluating(model), reproducible(), seeded(SEED):
             yield
     finally:
-        cudnn.deterministic, cudnn.benchmark = choice
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 setattr(module, name, buffer)

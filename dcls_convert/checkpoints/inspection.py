@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from ..errors import CheckpointError
@@ -15,9 +14,9 @@ from ..layers import position_statistics as statistics
 from ..layers.interpolation import find_interpolation, learnt_axes, position_limits
 from ..networks.weights import not_finite
 from ..planning.plan import ConversionPlan, LayerPlan
-from ..records import write_json
-from .folder import WEIGHTS, read_checked_stamp, read_folder, the_plan
-from .stamp import read_tensors
+from ..records import Record
+from .folder import WEIGHTS, check_stamp, read_folder, the_plan
+from .stamp import read_stamp, read_tensors
 
 INSPECTION_FORMAT = 1
 COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of float8, torch compares no numbers
@@ -40,12 +39,12 @@ class PositionSet:
 
     def misfits(self, state: Mapping[str, Tensor]) -> Iterator[str]:
         """Messages about tensors that are missing, or no numbers to compare, or of another shape than the plan says."""
-        wanted = self.layers[0].position_shape
+        shape = self.layers[0].position_shape
         for name in self.parameters.values():
             tensor = state.get(name)
-            if tensor is None or tuple(tensor.shape) != wanted or tensor.dtype not in COMPARED:
-                found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)} and is {tensor.dtype}"
-                yield f"{name} {found}; the plan has {wanted}, floating-point of 16 bits or more, for {self.name}"
+            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype not in COMPARED:
+                problem = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)} and is {tensor.dtype}"
+                yield f"{name} {problem}; the plan has {shape}, floating-point of 16 bits or more, for {self.name}"
 
     def outside(self, state: Mapping[str, Tensor]) -> Iterator[str]:
         """Messages about positions outside the window and sigmas below their minimum; for tensors without `misfits`."""
@@ -82,7 +81,7 @@ class PositionRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Inspection:
+class Inspection(Record):
     """Statistics of all positions of a checkpoint."""
 
     format: int = INSPECTION_FORMAT
@@ -105,13 +104,7 @@ class Inspection:
         """Plain JSON values."""
         total: dict[str, Any] = {"layers": sum(len(row.layers) for row in self.positions), "elements": self.elements}
         total |= {name: self.share(name) for name in ("border_share", "overlap_share", "mean_distance")}
-        return {**_ADAPTER.dump_python(self, mode="json"), "total": total}
-
-    def to_json(self) -> str:
-        return write_json(self.to_dict())
-
-
-_ADAPTER = TypeAdapter(Inspection)
+        return {**Record.to_dict(self), "total": total}
 
 
 def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
@@ -144,7 +137,7 @@ def inspect_folder(folder: str | Path) -> Inspection:
     plan, path = the_plan(config, folder), folder / WEIGHTS
     if plan.folded:
         raise CheckpointError(f"{folder}: is folded into plain convolutions, which have no positions")
-    read_checked_stamp(path, config)
+    check_stamp(read_stamp(path), config, path)
     sets = position_sets(plan)
     state = dict(read_tensors(path, {name for place in sets for name in place.parameters.values()}))
     problems = [problem for place in sets for problem in place.misfits(state)]

@@ -1,6 +1,6 @@
 """A converted model from its folder: build the network, place the layers, take the weights. Draws no random number."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,8 +11,8 @@ from ..networks.source import ModelSource, check_source
 from ..networks.weights import build_with_state, load_file, load_weights_
 from ..planning.plan import ConversionPlan
 from ..surgery.place import place_layers_
-from .folder import WEIGHTS, read_checked_stamp, read_folder, the_plan
-from .stamp import Stamp, tensors_hash
+from .folder import WEIGHTS, check_stamp, check_tensors, read_folder, the_plan
+from .stamp import read_stamp
 
 
 def load_converted(
@@ -32,18 +32,18 @@ def load_converted(
         CheckpointError: Something is missing or damaged in the folder, or belongs to another one.
         ModelError: The folder's model is neither timm's nor torchvision's, or cannot be built.
     """
-    folder = Path(folder)
+    folder, path = Path(folder), Path(folder) / WEIGHTS
     config = read_folder(folder)
     plan = the_plan(config, folder)
     if model is None:
         source = buildable(config.source, folder, trust_code=trust_code)
-    stamp = read_checked_stamp(folder / WEIGHTS, config)
-    state = load_file(folder / WEIGHTS)
-    check_tensors(state, stamp, folder / WEIGHTS)
+    check_stamp(read_stamp(path), config, path)
+    state = load_file(path)
+    check_tensors(state, config, path)
     if model is None:
-        return rebuilt(source, plan, state, str(folder / WEIGHTS)).eval().to(device)
+        return rebuilt(source, plan, state, str(path)).eval().to(device)
     place_(model, plan)
-    load_weights_(model, state, str(folder / WEIGHTS))
+    load_weights_(model, state, str(path))
     return model.eval().to(device)
 
 
@@ -57,7 +57,7 @@ def rebuilt(
     """The network of a source that may be built, converted by the plan, with these weights.
 
     No weights are drawn where the state has all that the model needs; its tensors then become the model's own, and
-    memory holds them once.
+    memory holds them once. Names and shapes of a registry's network are compared before memory is taken.
 
     Args:
         source, plan: What `buildable` allows; without a plan, the network as it is.
@@ -97,22 +97,3 @@ def place_(model: nn.Module, plan: ConversionPlan) -> None:
         place_layers_(model, plan)
     except PlanError as error:
         raise CheckpointError(f"the plan does not fit {plan.model or 'the model'}: {error}") from error
-
-
-def untied(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
-    """Which layers of a converted model do not share what the plan ties, in words."""
-    for group in plan.tie_groups if not plan.folded else ():
-        for key, name in group.parameters.items():
-            shared = getattr(model.get_submodule(group.owner), name, None)
-            for layer in group.layers:
-                if getattr(model.get_submodule(layer), key) is not shared:
-                    yield f"{layer} has {key} of its own; the plan shares them in {group.name}"
-
-
-def check_tensors(state: Mapping[str, Tensor], stamp: Stamp | None, path: Path) -> None:
-    """Refuse tensors other than those that the stamp was written with; CheckpointError.
-
-    Hashing takes about as long as reading. A file without a stamp is held to names and shapes alone.
-    """
-    if stamp is not None and stamp.tensors != tensors_hash(state.items()):
-        raise CheckpointError(f"{path}: its tensors are not those that were written; it is damaged or was changed")

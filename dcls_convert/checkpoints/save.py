@@ -21,8 +21,8 @@ from ..reports.report import ConversionReport, measure_report, predict_report
 from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
 from .fingerprint import take_fingerprint
 from .folder import CARD, CONFIG, PAGE, PICTURE, REPORT, WEIGHTS, not_of_a_checkpoint, read_plan
-from .load import place_, untied
-from .stamp import METADATA_KEY, Stamp, stamp_text, tensors_hash, text_hash
+from .load import place_
+from .stamp import METADATA_KEY, Stamp, tensors_hash, text_hash
 
 OUTPUT_IN_FOLDER = "."  # report.json's name for its own folder, which can be moved
 # Where timm's own config says that weights come from; ours stand beside it.
@@ -98,34 +98,39 @@ def convert_and_save_(model: nn.Module, folder: str | Path, *, force: bool = Fal
 def check_fits_plan(model: nn.Module, plan: ConversionPlan) -> None:
     """Refuse a model that could not be loaded again from what a folder says about it.
 
-    The plan's layers must be there, tied as planned; names and shapes must be those of a hollow model that is rebuilt
+    The plan's layers must be there, tied as planned; names and shapes must be those of a meta model that is rebuilt
     from the plan, if timm or torchvision have it; and all values must be finite.
 
     Raises:
         CheckpointError: Names what does not fit.
     """
-    own = model.state_dict()
-    problem = next(_layer_problems(model, plan), None)
+    state = model.state_dict()
+    problem = None if plan.folded else next(_layer_problems(model, plan), None)
     source = ModelSource(name=plan.model or "", args=plan.model_args)
     if problem is None and source.kind in REGISTRIES:
-        twin = build_model(source, device="meta")
-        place_(twin, plan)
-        problem = next(misfits(twin, own), None)
+        meta_model = build_model(source, device="meta")
+        place_(meta_model, plan)
+        problem = next(misfits(meta_model, state), None)
     if problem is not None:
         raise CheckpointError(f"the model no longer fits its plan, so its folder could not be loaded: {problem}")
-    check_state(model, own, "the model")
+    check_state(model, state, "the model")
 
 
 def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
     modules = dict(model.named_modules(remove_duplicate=False))
-    for layer in plan.layers if not plan.folded else ():
+    for layer in plan.layers:
         module, shape = modules.get(layer.name), layer.position_shape[1:]
         if not isinstance(module, DclsConvNd):
             kind = "missing" if module is None else f"a {type(module).__name__}"
             yield f"{layer.name} is {kind}, not a layer with learnable positions"
         elif tuple(module.weight.shape) != shape:
             yield f"{layer.name}.weight has shape {tuple(module.weight.shape)}, the plan {shape}"
-    yield from untied(model, plan)
+    for group in plan.tie_groups:
+        for key, name in group.parameters.items():
+            shared = getattr(modules[group.owner], name, None)
+            for layer_name in group.layers:
+                if getattr(modules[layer_name], key) is not shared:
+                    yield f"{layer_name} has {key} of its own; the plan shares them in {group.name}"
 
 
 def write_files(
@@ -137,27 +142,20 @@ def write_files(
     *,
     fingerprint: bool = True,
 ) -> None:
-    """Fill an empty folder: the config, the other texts by name, and the weights, which hold the texts' hashes.
+    """Fill an empty folder: the config, the other texts by name, and the weights, which hold the config's hash.
 
     Raises:
         CheckpointError: A number in the config is not finite.
     """
-    given = take_fingerprint(model, plan.input_size) if fingerprint else None
+    outputs = take_fingerprint(model, plan.input_size) if fingerprint else None
     tensors = _tensors(model)
-    hashed = tensors_hash(tensors.items())
-    texts = {CONFIG: write_json({**config, METADATA_KEY: {"tensors": hashed}}), **texts}
-    for name, text in texts.items():
+    config_text = write_json({**config, METADATA_KEY: {"tensors": tensors_hash(tensors.items())}})
+    for name, text in {CONFIG: config_text, **texts}.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
-    stamp = Stamp(
-        version=__version__,
-        plan=plan.hash,
-        tensors=hashed,
-        texts={name: text_hash(text) for name, text in texts.items() if name != CARD},  # a card is its user's to edit
-        fingerprint=given,
-    )
+    stamp = Stamp(version=__version__, config=text_hash(config_text), fingerprint=outputs)
     (folder / WEIGHTS).touch()  # with the usual permissions, which safetensors does not give
     mode = (folder / WEIGHTS).stat().st_mode
-    save_file(tensors, folder / WEIGHTS, metadata={METADATA_KEY: stamp_text(stamp)})
+    save_file(tensors, folder / WEIGHTS, metadata={METADATA_KEY: stamp.to_json()})
     (folder / WEIGHTS).chmod(mode)
 
 
@@ -182,27 +180,28 @@ def _tuned(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:
     if ModelSource(name=plan.model or "").kind != "timm" or classes is None:
         return plan
     plan = replace(plan, model_args={**plan.model_args, "num_classes": classes})
-    found, stated = measure_report(model, plan), predict_report(plan)
+    new, old = measure_report(model, plan), predict_report(plan)
+
+    def shifted(count: int | None, before: int | None, after: int | None) -> Any:
+        """A count of the unconverted model, changed by as much as the converted model's."""
+        return count if count is None or before is None or after is None else count + after - before
+
     return replace(
         plan,
-        params=_shifted(plan.params, stated.params.after, found.params.after),
-        macs=_shifted(plan.macs, stated.macs.after, found.macs.after),
+        params=shifted(plan.params, old.params.after, new.params.after),
+        macs=shifted(plan.macs, old.macs.after, new.macs.after),
     )
-
-
-def _shifted(count: Any, stated: int | None, found: int | None) -> Any:
-    """A count of the unconverted model, changed by the same number as the converted model's."""
-    return count if stated is None or found is None else count + found - stated
 
 
 def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     """timm's config.json: `model_args` for our entry in its registry, and the preprocessing in `pretrained_cfg`."""
     stated = getattr(model, "pretrained_cfg", None)
-    given = (stated if isinstance(stated, dict) else {}).items()
-    config = {key: value for key, value in given if key not in SOURCE_KEYS and value is not None}
+    stated = stated if isinstance(stated, dict) else {}
+    config = {key: value for key, value in stated.items() if key not in SOURCE_KEYS and value is not None}
     counts = {name: getattr(model, name, None) for name in ("num_classes", "num_features")}
     counts = {name: count for name, count in counts.items() if isinstance(count, int)}
-    config |= {name: count for name, count in counts.items() if name == "num_classes"}
+    if "num_classes" in counts:
+        config["num_classes"] = counts["num_classes"]
     if plan.input_size is not None:
         config["input_size"] = list(plan.input_size)
     return {"architecture": TIMM_ARCHITECTURE, **counts, "model_args": timm_model_args(plan), "pretrained_cfg": config}

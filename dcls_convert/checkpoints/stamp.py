@@ -1,4 +1,4 @@
-"""What a weights file says about itself: the plan and the texts that it was written with, its tensors, its outputs."""
+"""What a weights file says about itself, and the hash of tensors."""
 
 import hashlib
 import json
@@ -20,22 +20,14 @@ METADATA_KEY = "dcls_convert"  # one key alone: safetensors writes several in an
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stamp(Record):
-    """The metadata that `save_converted` puts into the weights file."""
+    """The metadata that `save_converted` puts into the weights file. The hash of its tensors stands in config.json."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
     format: int = STAMP_FORMAT
     version: str  # of the program that wrote it
-    plan: str  # ConversionPlan.hash
-    tensors: str  # tensors_hash
-    texts: dict[str, str]  # "config.json" (and "report.json") -> SHA-256 of its bytes
+    config: str  # text_hash of the config.json beside it
     fingerprint: Fingerprint | None  # None where none was wanted
-
-
-def stamp_text(stamp: Stamp) -> str:
-    """The stamp as JSON, in the same bytes for the same stamp."""
-    data = stamp.to_dict()
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def read_stamp(path: Path) -> Stamp | None:

@@ -14,9 +14,9 @@ from ..networks.stages import common_parent
 from ..networks.weights import alias_names, misfits
 from ..planning.plan import ConversionPlan
 from ..surgery.place import TIMM_ARCHITECTURE, note_for_timm
-from .folder import CONFIG, PLAN_PLACE, WEIGHTS, parse_config, read_checked_stamp, read_text
-from .load import check_tensors, place_
-from .stamp import Stamp
+from .folder import CONFIG, PLAN_PLACE, WEIGHTS, FolderConfig, check_stamp, check_tensors, read_folder
+from .load import place_
+from .stamp import read_stamp
 
 WRAPPER_PREFIXES = ("", "model.", "body.", "graph_module.")  # where timm's feature extractors keep the model
 # Weights come from the folder alone; other places that its config names are ignored.
@@ -49,7 +49,7 @@ def create_converted(
 
     Raises:
         ModelError: It is called by name, without a checkpoint; or the base model is not allowed or cannot be built.
-        CheckpointError: The weights do not belong to the plan, or were changed after they were written.
+        CheckpointError: The weights do not belong to the config, or were changed after they were written.
 
     A folder of `save_converted` is checked against the metadata of its weights; hashing the weights takes about as long
     as reading them. A folder of timm's own savers has no metadata; only names and shapes are checked.
@@ -60,21 +60,24 @@ def create_converted(
         )
     conversion = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_PLACE}")
     base = conversion.model or ""
-    stored = {name: value for name, value in (pretrained_model_args or kwargs).items() if name != "plan"}
-    _check_stored(base, stored)
+    _check_stored(base, {name: value for name, value in (pretrained_model_args or kwargs).items() if name != "plan"})
     config = _resolved_config(pretrained_cfg, pretrained_cfg_overlay)
     if pretrained and config.get("source") == "local-dir":
-        _stamp(config, cache_dir)  # refuse before anything is built
+        _checked_config(config, cache_dir)  # refuse before anything is built
     if base.startswith("timm:"):
         kwargs.setdefault("num_classes", config["num_classes"])
     elif features_only:
         raise ModelError(f"features_only is for models that timm builds, not for {base}")
     source = ModelSource(name=base, args={**kwargs, "features_only": True} if features_only else kwargs)
-    model = build_model(
-        source, seed=None, trust_code=True
-    )  # the folder's source is checked above; the caller's arguments may be any objects
-    placed = _plan_for_features(conversion, _feature_names(model, conversion)) if features_only else conversion
-    _put_layers_(model, placed, with_values=not pretrained)
+    # The folder's own arguments are checked above; the caller's may be any objects.
+    model = build_model(source, seed=None, trust_code=True)
+    placed = _plan_for_features(model, conversion) if features_only else conversion
+    if pretrained:
+        place_(model, placed)
+    else:  # random values, as timm's own layers have without weights
+        from ..surgery.start import apply_plan_
+
+        apply_plan_(model, placed, init="random", generator=torch.default_generator)
     known = getattr(model, "pretrained_cfg", None) or {}
     config |= {name: known[name] for name in ("classifier", "first_conv") if name in known}
     note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
@@ -91,14 +94,33 @@ def _check_stored(base: str, stored: dict[str, Any]) -> None:
             raise ModelError(f"{CONFIG}: {name}={stored[name]}: through timm, {MOST_ARGUMENT:,} is the most")
 
 
-def _put_layers_(model: nn.Module, plan: ConversionPlan, *, with_values: bool) -> None:
-    """With values, the layers get random ones, as timm's own layers do without weights."""
-    if not with_values:
-        place_(model, plan)
-        return
-    from ..surgery.start import apply_plan_
+def _resolved_config(stated: Any, overlay: dict[str, Any] | None) -> dict[str, Any]:
+    from timm.models import resolve_pretrained_cfg
 
-    apply_plan_(model, plan, init="random", generator=torch.default_generator)
+    try:
+        config = resolve_pretrained_cfg(TIMM_ARCHITECTURE, stated, overlay).to_dict()  # type: ignore[no-untyped-call]
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{CONFIG}: pretrained_cfg: {one_line(error)[:200]}") from error
+    return {**config, **NO_OTHER_WEIGHTS}
+
+
+def _checked_config(config: Mapping[str, Any], cache_dir: str | Path | None) -> FolderConfig | None:
+    """What the config beside the weights says, to which they must belong; None where timm has no such weights yet."""
+    source, repository = config.get("source"), config.get("hf_hub_id")
+    path = None
+    if source == "local-dir" and config.get("file"):
+        path = Path(config["file"]) / WEIGHTS
+    elif source == "hf-hub" and repository:
+        import huggingface_hub
+
+        name, _, revision = str(repository).partition("@")
+        cached = huggingface_hub.try_to_load_from_cache(name, WEIGHTS, cache_dir=cache_dir, revision=revision or None)
+        path = Path(cached) if isinstance(cached, str) else None
+    if path is None or not (path.exists() or path.is_symlink()):
+        return None
+    beside = read_folder(path.parent)
+    check_stamp(read_stamp(path), beside, path)
+    return beside
 
 
 def _load_(
@@ -112,7 +134,8 @@ def _load_(
     from timm.models import load_pretrained
 
     def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        check_tensors(state, _stamp(config, cache_dir), Path(WEIGHTS))
+        if beside := _checked_config(config, cache_dir):
+            check_tensors(state, beside, Path(WEIGHTS))
         if features_only:
             return _features_state(state, model, config, in_chans)
         state = state | {alias: state[name] for alias, name in alias_names(model).items() if name in state}
@@ -130,47 +153,17 @@ def _load_(
     )
 
 
-def _resolved_config(given: Any, overlay: dict[str, Any] | None) -> dict[str, Any]:
-    from timm.models import resolve_pretrained_cfg
-
-    try:
-        config = resolve_pretrained_cfg(TIMM_ARCHITECTURE, given, overlay).to_dict()  # type: ignore[no-untyped-call]
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{CONFIG}: pretrained_cfg: {one_line(error)[:200]}") from error
-    return {**config, **NO_OTHER_WEIGHTS}
-
-
-def _stamp(config: Mapping[str, Any], cache_dir: str | Path | None) -> Stamp | None:
-    """The stamp in the weights that timm loads, or None; refuses weights that do not belong to the config."""
-    weights, beside = (_file_of(config, name, cache_dir) for name in (WEIGHTS, CONFIG))
-    if weights is None or beside is None:
-        return None
-    return read_checked_stamp(weights, parse_config(read_text(beside), str(beside)))
-
-
-def _file_of(config: Mapping[str, Any], name: str, cache_dir: str | Path | None) -> Path | None:
-    """A file of the folder or repository from which timm loads; None if it is missing or not downloaded yet."""
-    source, repository = config.get("source"), config.get("hf_hub_id")
-    if source == "local-dir" and config.get("file"):
-        path = Path(config["file"]) / name
-        return path if path.exists() or path.is_symlink() else None
-    if source == "hf-hub" and repository:
-        import huggingface_hub
-
-        id_, _, revision = str(repository).partition("@")
-        found = huggingface_hub.try_to_load_from_cache(id_, name, cache_dir=cache_dir, revision=revision or None)
-        return Path(found) if isinstance(found, str) else None
-    return None
+def _names(entry: str | Iterable[str] | None) -> list[str]:
+    """The modules that a config names as its classifier or first convolution: none, one or several."""
+    return [entry] if isinstance(entry, str) else list(entry or ())
 
 
 def _check_complete(state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any]) -> None:
     """Refuse weights that lack a tensor: with another number of classes, timm itself does not check."""
-    classifiers = config.get("classifier") or ()
-    heads = tuple(f"{name}." for name in ([classifiers] if isinstance(classifiers, str) else classifiers))
+    heads = tuple(f"{name}." for name in _names(config.get("classifier")))
     if missing := [name for name in model.state_dict() if name not in state and not name.startswith(heads)]:
         raise CheckpointError(f"{WEIGHTS}: lacks {listed(missing, 1)} of the model that {CONFIG} describes")
-    first = config.get("first_conv") or ()
-    adapted = heads + tuple(f"{name}." for name in ([first] if isinstance(first, str) else first))
+    adapted = heads + tuple(f"{name}." for name in _names(config.get("first_conv")))
     same = {name: tensor for name, tensor in state.items() if not name.startswith(adapted)}
     if problem := next(misfits(model, same, lacking=model.state_dict()), None):
         raise CheckpointError(f"{WEIGHTS}: {problem}")
@@ -183,25 +176,23 @@ def _flat(name: str) -> str:
 
 def _unwrapped(names: Iterable[str], known: Container[str]) -> dict[str, str]:
     """Names in a feature extractor -> flat names in the whole model, less the prefix that makes most names match."""
-    found = (
+    names = list(names)
+    matches = (
         {name: flat for name in names if (flat := _flat(name.removeprefix(prefix))) in known}
         for prefix in WRAPPER_PREFIXES
     )
-    return max(found, key=len)
+    return max(matches, key=len)
 
 
-def _feature_names(model: nn.Module, plan: ConversionPlan) -> dict[str, str]:
-    """The plan's layer names -> names in the feature extractor, which has no layers behind its last feature."""
-    names = {_flat(name): name for layer in plan.layers for name in layer.names}
-    found = _unwrapped([name for name, _ in model.named_modules(remove_duplicate=False)], names)
-    if not found:
+def _plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
+    """The plan under the names of a feature extractor, which has no layers behind its last feature."""
+    flat = {_flat(name): name for layer in plan.layers for name in layer.names}
+    modules = (name for name, _ in model.named_modules(remove_duplicate=False))
+    own = {flat[key]: name for name, key in _unwrapped(modules, flat).items()}
+    if not own:
         raise ModelError(f"none of the {len(plan.layers)} converted layers is found in timm's {type(model).__name__}")
-    return {names[flat]: name for name, flat in found.items()}
-
-
-def _plan_for_features(plan: ConversionPlan, names: Mapping[str, str]) -> ConversionPlan:
-    kept = [(layer, tuple(names[name] for name in layer.names if name in names)) for layer in plan.layers]
-    layers = tuple(replace(layer, names=found) for layer, found in kept if found)
+    kept = [(layer, tuple(own[name] for name in layer.names if name in own)) for layer in plan.layers]
+    layers = tuple(replace(layer, names=names) for layer, names in kept if names)
     members = [(group, tuple(m.name for m in layers if m.tie_group == group.name)) for group in plan.tie_groups]
     groups = tuple(replace(group, owner=common_parent(inside), layers=inside) for group, inside in members if inside)
     return replace(plan, layers=layers, tie_groups=groups)
@@ -214,14 +205,13 @@ def _features_state(
     from timm.models import adapt_input_conv
 
     state = dict(state)
-    first = config.get("first_conv")
-    for name in [first] if isinstance(first, str) else first or ():
-        if in_chans is not None and in_chans != config["input_size"][0]:
+    if in_chans not in (None, config["input_size"][0]):
+        for name in _names(config.get("first_conv")):
             state[f"{name}.weight"] = adapt_input_conv(in_chans, state[f"{name}.weight"])
     flat = {_flat(name): tensor for name, tensor in state.items()}
     own = model.state_dict()
-    found = {name: flat[key] for name, key in _unwrapped(own, flat).items()}
-    found |= {alias: found[name] for alias, name in alias_names(model).items() if name in found}
-    if missing := [name for name in own if name not in found]:
+    renamed = {name: flat[key] for name, key in _unwrapped(own, flat).items()}
+    renamed |= {alias: renamed[name] for alias, name in alias_names(model).items() if name in renamed}
+    if missing := [name for name in own if name not in renamed]:
         raise CheckpointError(f"{WEIGHTS}: lacks {listed(missing, 1)} of timm's feature extractor")
-    return found
+    return renamed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..networks.outputs import tensors_in
-from .job import Exported, ExportFormat, Folded, Job, export_file
+from .folding import Exported, ExportFormat, Folded, Folding, export_file
 
 BOUND = 1e-3  # relative error; onnxruntime has other kernels, and folds constants beforehand
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"  # onnxruntime 1.29 and later, which else sends names of models to its makers
@@ -16,19 +16,19 @@ MOST_IN_ONE_FILE = 1_900_000_000  # bytes of weights; a protobuf, and so an ONNX
 LOADING = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n'
 
 
-def write(job: Job) -> Folded:
+def write(folding: Folding) -> Folded:
     """Write the file, and a second one for the weights if they are too large for one."""
     os.environ.setdefault(NO_TELEMETRY, "1")  # before anything imports onnxruntime, which begins then
-    size = sum(t.numel() * t.element_size() for t in job.model.state_dict().values())
+    size = sum(t.numel() * t.element_size() for t in folding.model.state_dict().values())
 
     def export(path: Path, images: Tensor, dynamic: bool) -> Exported:
         torch.onnx.export(
-            job.model if isinstance(job.wanted[0], Tensor) else _FlatOutputs(job.model),
+            folding.model if isinstance(folding.outputs[0], Tensor) else _FlatOutputs(folding.model),
             (images,),
             path,
             dynamo=True,
             input_names=["input"],
-            output_names=["output"] if isinstance(job.wanted[0], Tensor) else None,
+            output_names=["output"] if isinstance(folding.outputs[0], Tensor) else None,
             dynamic_shapes=({0: "batch"},) if dynamic else None,
             external_data=size > MOST_IN_ONE_FILE,
             verbose=False,
@@ -36,8 +36,8 @@ def write(job: Job) -> Folded:
         return _session(path)
 
     # ONNX knows no structure: its outputs are the tensors in their order.
-    flat = tuple(tuple(tensors_in(outputs)) for outputs in job.wanted)
-    return export_file(replace(job, wanted=flat), BOUND, export, LOADING)
+    flat = tuple(tuple(tensors_in(outputs)) for outputs in folding.outputs)
+    return export_file(replace(folding, outputs=flat), BOUND, export, LOADING)
 
 
 class _FlatOutputs(nn.Module):

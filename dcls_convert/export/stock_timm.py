@@ -20,11 +20,11 @@ from ..networks.weights import alias_names, load_file
 from ..output import new_folder
 from ..planning.plan import ConversionPlan
 from ..reports.report import measure_report
-from .job import FOLDING_BOUND, ExportFormat, Folded, Job, run_model
+from .folding import FOLDING_BOUND, ExportFormat, Folded, Folding, run_model
 
 # timm's arguments for kernel sizes hold one of these words: kernel_size, kernel_sizes, kernels, local_conv_size.
 KERNEL_WORDS = ("kernel", "conv_size")
-LOAD_WITH_STOCK_TIMM = 'import timm\n\nmodel = timm.create_model("local-dir:{folder}", pretrained=True)\n'
+LOAD_BY_TIMM = 'import timm\n\nmodel = timm.create_model("local-dir:{folder}", pretrained=True)\n'
 
 
 class NotStockError(DclsConvertError):
@@ -44,28 +44,27 @@ class StockModel:
         return self.architecture + (f" with {sizes}" if sizes else "")
 
 
-def write(job: Job) -> Folded:
+def write(folding: Folding) -> Folded:
     """Write a folder that timm loads without this package; if timm cannot, a folded checkpoint of this package."""
-    job.notify("looking for timm's own arguments")
-    report = measure_report(job.model, job.plan)
+    folding.notify("looking for timm's own arguments")
+    model, plan, output = folding.model, folding.plan, folding.output
+    report = measure_report(model, plan)
     try:
-        stock = find_stock_model(job.model, job.plan)
-        job.notify(f"writing {job.output}")
-        files = f"timm builds its own {stock}; no other package is needed."
-        card = model_card(report, LOAD_WITH_STOCK_TIMM, files)
-        with new_folder(job.output, force=job.force, foreign=not_of_a_checkpoint) as partial:
-            named = {"architecture": stock.architecture, "model_args": stock.args}
-            config = {**timm_config(job.model, job.plan), **named}
-            write_files(job.model, job.plan, partial, config, {CARD: card})
-            with weights_in_file_alone(job.model, partial / WEIGHTS):
-                error = _check_stock(job, stock, partial)
-        return job.record("stock timm", error, LOAD_WITH_STOCK_TIMM, kernel_args=stock.kernel_args)
+        stock = find_stock_model(model, plan)
+        folding.notify(f"writing {output}")
+        card = model_card(report, LOAD_BY_TIMM, f"timm builds its own {stock}; no other package is needed.")
+        config = {**timm_config(model, plan), "architecture": stock.architecture, "model_args": stock.args}
+        with new_folder(output, force=folding.force, foreign=not_of_a_checkpoint) as partial:
+            write_files(model, plan, partial, config, {CARD: card})
+            with weights_in_file_alone(model, partial / WEIGHTS):
+                error = _error_of_stock(folding, stock, partial)
+        return folding.record("stock timm", error, LOAD_BY_TIMM, kernel_args=stock.kernel_args)
     except NotStockError as reason:
-        if job.was_folded:
-            raise DclsConvertError(f"{job.checkpoint} is folded already, and {reason}") from reason
-        job.notify(f"writing {job.output}, a checkpoint of this program")
-        save_converted(job.model, job.plan, job.output, report=report, force=job.force)
-        return job.record("dcls", 0.0, loading_code(job.plan.model), note=str(reason))
+        if folding.was_folded:
+            raise DclsConvertError(f"{folding.checkpoint} is folded already, and {reason}") from reason
+        folding.notify(f"writing {output}, a checkpoint of this program")
+        save_converted(model, plan, output, report=report, force=folding.force)
+        return folding.record("dcls", 0.0, loading_code(plan.model), note=str(reason))
 
 
 @contextlib.contextmanager
@@ -85,12 +84,14 @@ def weights_in_file_alone(model: nn.Module, path: Path) -> Iterator[None]:
         raise
 
 
-def _check_stock(job: Job, stock: StockModel, folder: Path) -> float:
+def _error_of_stock(folding: Folding, stock: StockModel, folder: Path) -> float:
     """The output error of the model that timm loads; it is run, since equal shapes do not mean equal outputs."""
     what = f"timm's {stock}"
     try:
-        outputs = run_model(load_as_timm_does(folder), tuple(images.float() for images in job.images), what)
-        return check_equal(job.wanted, outputs, bound=FOLDING_BOUND, what=what)
+        source = ModelSource(name=f"local-dir:{folder}")
+        model = build_model(source, pretrained=True, trust_code=True).eval()  # of one of timm's own architectures
+        outputs = run_model(model, [images.float() for images in folding.images], what)
+        return check_equal(folding.outputs, outputs, bound=FOLDING_BOUND, what=what)
     except (ModelError, ComparisonError) as error:
         raise NotStockError(str(error)) from error
 
@@ -108,14 +109,16 @@ def find_stock_model(model: nn.Module, plan: ConversionPlan) -> StockModel:
     kind, _, name = (plan.model or "").partition(":")
     if kind != "timm":
         raise NotStockError(f"{plan.model or 'the model'} is not of timm's registry")
-    base, wanted = build_model(ModelSource(name=f"timm:{name}", args=plan.model_args), device="meta"), _shapes(model)
+    base = build_model(ModelSource(name=f"timm:{name}", args=plan.model_args), device="meta")
     known = inspect.signature(type(base).__init__).parameters
     arguments = [argument for argument in known if any(word in argument for word in KERNEL_WORDS)]
     choices = ({argument: value} for value in _values(base, plan) for argument in arguments)
     for kernel_args in itertools.chain([{}], choices):  # {}: for windows of the old kernels' size
         args = {**plan.model_args, **kernel_args}
-        if _fits(ModelSource(name=f"timm:{name}", args=args), wanted):
-            return StockModel(architecture=name.partition(".")[0], args=args, kernel_args=kernel_args)
+        # Where the architecture does not take this argument, or not this value, the next one may do.
+        with contextlib.suppress(DclsConvertError):
+            if _shapes(build_model(ModelSource(name=f"timm:{name}", args=args), device="meta")) == _shapes(model):
+                return StockModel(architecture=name.partition(".")[0], args=args, kernel_args=kernel_args)
     if not arguments:
         raise NotStockError(f"timm's {name} has no argument for the size of its kernels")
     tried = ", ".join(arguments)
@@ -125,37 +128,20 @@ def find_stock_model(model: nn.Module, plan: ConversionPlan) -> StockModel:
 def _values(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:
     """Sizes to try: for all layers, then per stage; a stage without converted layers keeps its depthwise size."""
     windows = {layer.name: set(layer.dilated_size) for layer in plan.layers}
-    sizes = sorted(set().union(*windows.values()))
-    yield from sizes
-    of_stage: dict[str, set[int]] = {}
+    yield from sorted(set().union(*windows.values()))
+    converted: dict[str, set[int]] = {}
     kept: dict[str, set[int]] = {}
     for site in find_convs(base, plan.input_size).sites:
         if site.stage is not None:
-            of_stage.setdefault(site.stage, set()).update(windows.get(site.name, ()))
+            converted.setdefault(site.stage, set()).update(windows.get(site.name, ()))
             kept.setdefault(site.stage, set()).update(site.kernel_size if site.kind == "depthwise" else ())
-    a_stage = [of_stage[stage] or kept[stage] for stage in of_stage]
-    if all(len(found) == 1 for found in a_stage):
-        yield [min(found) for found in a_stage]
-
-
-def _fits(source: ModelSource, wanted: dict[str, tuple[int, ...]]) -> bool:
-    try:
-        return _shapes(build_model(source, device="meta")) == wanted
-    except DclsConvertError:  # the architecture does not take this argument, or not this value
-        return False
+    sizes = [converted[stage] or kept[stage] for stage in converted]
+    if all(len(of_stage) == 1 for of_stage in sizes):
+        yield [min(of_stage) for of_stage in sizes]
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def load_as_timm_does(folder: Path) -> nn.Module:
-    """What `timm.create_model` gives for the folder, in eval mode.
-
-    Raises:
-        ModelError: timm cannot load it.
-    """
-    return build_model(ModelSource(name=f"local-dir:{folder}"), pretrained=True, trust_code=True).eval()
 
 
 FORMAT = ExportFormat(suffix="-folded", noun="folder for timm", write=write)

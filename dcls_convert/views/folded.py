@@ -1,8 +1,8 @@
 """What to say of a folded checkpoint: what was written, and how it is loaded."""
 
 from ..depthwise.geometry import size_text
+from ..export.folding import Folded
 from ..export.formats import FORMATS
-from ..export.job import Folded
 from ..tables import counted
 
 

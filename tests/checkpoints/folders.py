@@ -1,23 +1,22 @@
 """Checkpoint folders for tests, ways to change them, and a seal that says that they were written so."""
 
-import hashlib
 import json
 
-import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion
-from dcls_convert.checkpoints.folder import CONFIG, REPORT, WEIGHTS, read_plan
-from dcls_convert.checkpoints.stamp import METADATA_KEY, tensors_hash
-from dcls_convert.cli.app import main
-from dcls_convert.errors import CheckpointError
+from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS
+from dcls_convert.checkpoints.stamp import METADATA_KEY, tensors_hash, text_hash
+from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.networks.source import ModelSource, build_model
 
 from ..conftest import TINY
 
-IMAGE = (3, 64, 64)
+IMAGE = (3, 32, 32)
 
 
 def convert(name=f"timm:{TINY}", size=9, *, seed=0, args=None, input_size=IMAGE, **options):
@@ -35,21 +34,23 @@ def convert(name=f"timm:{TINY}", size=9, *, seed=0, args=None, input_size=IMAGE,
     return model.eval(), plan
 
 
-def run(*arguments, code=0):
-    """The command line; checks how it ends."""
-    with pytest.raises(SystemExit) as stopped:
-        main([str(argument) for argument in arguments])
-    assert stopped.value.code == code
-
-
 def outputs(model, channels=3):
     with torch.no_grad():
-        return model.eval()(torch.randn(1, channels, *IMAGE[1:], generator=torch.Generator().manual_seed(0)))
+        return model.eval()(torch.randn(1, channels, 64, 64, generator=torch.Generator().manual_seed(0)))
 
 
 def same_states(first, second):
     ours, theirs = first.state_dict(), second.state_dict()
     return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def verify(folder):
+    """Without a process of its own, which takes seconds."""
+    return verify_folder(folder, rebuild=rebuild_here)
+
+
+def problems(verification):
+    return [f"{check.name}: {check.detail}" for check in verification.checks if check.ok is not True]
 
 
 def contents(path):
@@ -82,9 +83,31 @@ def seal(folder):
     """Let the folder say that it was written as it is now."""
     tensors = tensors_hash(contents(folder / WEIGHTS)[0].items())
     edit_json(folder / CONFIG, lambda config: config.update({METADATA_KEY: {"tensors": tensors}}))
-    try:
-        plan = read_plan(folder).hash
-    except CheckpointError:
-        plan = ""
-    texts = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in (CONFIG, REPORT)}
-    edit_stamp(folder, lambda stamp: stamp | {"plan": plan, "tensors": tensors, "texts": texts})
+    edit_stamp(folder, lambda stamp: stamp | {"config": text_hash((folder / CONFIG).read_text())})
+
+
+def hub_cache(folder, hub):
+    """The folder as the hub's cache holds it, as the repository me/NAME: a path to copy it to."""
+    snapshot = hub / f"models--me--{folder.name}" / "snapshots" / ("0" * 40)
+    (snapshot.parent.parent / "refs").mkdir(parents=True)
+    (snapshot.parent.parent / "refs" / "main").write_text("0" * 40)
+    return snapshot
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of all memory that operators allocate on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.memories, self.most = {}, 0  # none is taken for freed: an upper bound
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                memory = tensor.untyped_storage()
+                if memory.data_ptr() not in known and memory.nbytes():
+                    self.memories[memory.data_ptr()] = memory.nbytes()
+        self.most = max(self.most, sum(self.memories.values()))
+        return result

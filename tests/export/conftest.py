@@ -1,26 +1,20 @@
 import pytest
-import timm
 
-from dcls_convert import convert_, save_converted
+from dcls_convert import save_converted
 
-from ..cli.test_bad_input import snapshot
-from ..surgery.test_fold import IMAGE, tiny, trained
-from .networks import ByImage, Plain, Several, checkpoint_of
+from ..checkpoints.folders import convert
+from .networks import Branching, ByImage, Plain, checkpoint_of
 
 
 @pytest.fixture(scope="package")
 def checkpoints(tmp_path_factory):
     """Folders by name; not to be written to."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    for factory in (Plain, ByImage, Several):
+    for factory in (Plain, ByImage, Branching):
         checkpoint_of(factory, folder / factory.__name__)
-    save_converted(*tiny(), folder / "convnext")
-    model = timm.create_model("test_efficientnet")
-    plan = convert_(model, dilated_size=9, input_size=IMAGE, init="random").plan
-    save_converted(trained(model), plan, folder / "efficientnet")
-    before = snapshot(folder)
-    yield folder
-    assert snapshot(folder) == before
+    save_converted(*convert(), folder / "convnext")
+    save_converted(*convert("timm:test_efficientnet"), folder / "efficientnet")
+    return folder
 
 
 @pytest.fixture(autouse=True)

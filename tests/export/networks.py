@@ -6,7 +6,7 @@ from torch import nn
 from dcls_convert import apply_plan_, find_convs, plan_conversion, save_converted
 from dcls_convert.networks.source import ModelSource, build_model
 
-from ..surgery.test_fold import IMAGE, trained
+from ..checkpoints.folders import IMAGE
 
 
 class Plain(nn.Module):
@@ -25,7 +25,7 @@ class ByImage(Plain):
         return torch.stack([self.stage(image) * (1 + index) for index, image in enumerate(x)])
 
 
-class Several(Plain):
+class Branching(Plain):
     """Its outputs have a structure."""
 
     def forward(self, x):
@@ -33,9 +33,14 @@ class Several(Plain):
         return {"maps": [y, y[:, :1] * 2], "mean": (y.mean((2, 3)), None)}
 
 
+class Overflowing(Plain):
+    def forward(self, x):
+        return self.stage(x) / 0
+
+
 def checkpoint_of(factory, folder):
     name = f"{factory.__module__}:{factory.__name__}"
     model = build_model(ModelSource(name=name), trust_code=True)
     plan = plan_conversion(find_convs(model, IMAGE), dilated_size=5, model=name)
-    apply_plan_(model, plan, init="random")
-    return save_converted(trained(model), plan, folder)
+    apply_plan_(model, plan, init="random", positions="uniform", generator=torch.Generator().manual_seed(0))
+    return save_converted(model.eval(), plan, folder)

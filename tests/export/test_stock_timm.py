@@ -11,7 +11,7 @@ import torch
 from timm.models import save_for_hf
 
 import dcls_convert.export
-from dcls_convert import convert_, load_converted, predict_report, save_converted
+from dcls_convert import load_converted, predict_report, save_converted
 from dcls_convert.checkpoints.folder import CARD, CONFIG, FILES, REPORT, WEIGHTS
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.export.formats import fold_checkpoint
@@ -19,9 +19,9 @@ from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.outputs import relative_error
 from dcls_convert.planning.rules import parse_rules
 
-from ..cli.test_bad_input import snapshot
+from ..checkpoints.folders import IMAGE, convert, outputs
 from ..conftest import TINY
-from ..surgery.test_fold import FLOAT32_ERROR, IMAGE, outputs, trained
+from .test_formats import FLOAT32_ERROR
 
 LATE_STAGES = """
 format: 1
@@ -59,73 +59,71 @@ def by_stock_timm(folder, images):
 
 @pytest.mark.processes
 def test_stock_timm_loads_a_folded_convnext(checkpoints):
-    found = fold_checkpoint(checkpoints / "convnext", "timm")
-    assert (found.kind, found.output, found.kernel_args) == ("stock timm", "convnext-folded", {"kernel_sizes": 9})
+    written = fold_checkpoint(checkpoints / "convnext", "timm")
+    assert (written.kind, written.output, written.kernel_args) == ("stock timm", "convnext-folded", {"kernel_sizes": 9})
     folder = Path("convnext-folded")
     assert {path.name for path in folder.iterdir()} == {CONFIG, WEIGHTS, CARD}
     images = torch.randn(2, *IMAGE)
     original = load_converted(checkpoints / "convnext")
     with torch.no_grad():
-        wanted = original(images)
-    assert relative_error(wanted, by_stock_timm(folder.resolve(), images)) < FLOAT32_ERROR
+        expected = original(images)
+    assert relative_error(expected, by_stock_timm(folder.resolve(), images)) < FLOAT32_ERROR
     card = (folder / CARD).read_text()
     assert "folded" in card
     assert "import dcls_convert" not in card
-    assert f"{found.params_after:,}" in card
-    assert found.params_before == sum(p.numel() for p in original.parameters())
+    assert f"{written.params_after:,}" in card
+    assert written.params_before == sum(p.numel() for p in original.parameters())
     config = json.loads((folder / CONFIG).read_text())
     assert (config["architecture"], config["model_args"]) == (TINY, {"kernel_sizes": 9})
     assert config["pretrained_cfg"] == json.loads((checkpoints / "convnext" / CONFIG).read_text())["pretrained_cfg"]
 
 
 def test_stock_timm_gets_a_size_a_stage_and_the_models_own_arguments(tmp_path):
-    model = timm.create_model(TINY, num_classes=7, in_chans=1)
-    plan = convert_(model, rules=parse_rules(LATE_STAGES), input_size=(1, 32, 32), init="random").plan
-    save_converted(trained(model), plan, tmp_path / "in")
-    found = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
-    assert (found.kind, found.kernel_args) == ("stock timm", {"kernel_sizes": [7, 11, 9, 9]})
-    loaded = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    assert outputs(loaded, (1, 32, 32)).shape == (2, 7)
-    assert relative_error(outputs(model, (1, 32, 32)), outputs(loaded, (1, 32, 32))) < FLOAT32_ERROR
+    model, plan = convert(args={"num_classes": 7, "in_chans": 1}, rules=parse_rules(LATE_STAGES), size=None)
+    save_converted(model, plan, tmp_path / "in")
+    written = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
+    assert (written.kind, written.kernel_args) == ("stock timm", {"kernel_sizes": [7, 11, 9, 9]})
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
+    assert outputs(loaded, 1).shape == (1, 7)
+    assert relative_error(outputs(model, 1), outputs(loaded, 1)) < FLOAT32_ERROR
 
 
 @pytest.mark.parametrize("window", [9, 3])
 def test_windows_of_the_kernels_size_need_no_argument(tmp_path, window):
-    model = timm.create_model("test_resnet")
-    plan = convert_(model, dilated_size=window, input_size=IMAGE, init="random").plan
-    save_converted(trained(model), plan, tmp_path / "in")
-    found = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
-    assert (found.kind, found.kernel_args) == (("stock timm", {}) if window == 3 else ("dcls", None))
+    save_converted(*convert("timm:test_resnet", window), tmp_path / "in")
+    written = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
+    assert (written.kind, written.kernel_args) == (("stock timm", {}) if window == 3 else ("dcls", None))
 
 
 def test_shapes_that_fit_are_not_enough_for_stock_timm(tmp_path, monkeypatch, checkpoints):
     """What timm makes of the folder is run: here it is another network of the same shapes."""
-    load = dcls_convert.export.stock_timm.load_as_timm_does
+    build = dcls_convert.export.stock_timm.build_model
 
-    def another_network(folder):
-        model = load(folder)
-        model.stages[1].blocks[0].gamma.data.mul_(2)
+    def another_network(source, *, pretrained=False, **options):
+        model = build(source, pretrained=pretrained, **options)
+        if pretrained:
+            model.stages[1].blocks[0].gamma.data.mul_(2)
         return model
 
-    monkeypatch.setattr(dcls_convert.export.stock_timm, "load_as_timm_does", another_network)
-    found = fold_checkpoint(checkpoints / "convnext", "timm", tmp_path / "out")
-    assert found.kind == "dcls"
-    assert "kernel_sizes=9: the outputs' relative error is" in found.note
+    monkeypatch.setattr(dcls_convert.export.stock_timm, "build_model", another_network)
+    written = fold_checkpoint(checkpoints / "convnext", "timm", tmp_path / "out")
+    assert written.kind == "dcls"
+    assert "kernel_sizes=9: the outputs' relative error is" in written.note
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(FILES)
 
 
 def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
-    found = fold_checkpoint(checkpoints / "efficientnet", "timm", tmp_path / "out")
-    assert found.kind == "dcls"
-    assert "stem_kernel_size" in found.note
+    written = fold_checkpoint(checkpoints / "efficientnet", "timm", tmp_path / "out")
+    assert written.kind == "dcls"
+    assert "stem_kernel_size" in written.note
     original = load_converted(checkpoints / "efficientnet")
     loaded = load_converted(tmp_path / "out")
     by_timm = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    features, wanted = (
+    features, expected = (
         timm.create_model(f"local-dir:{folder}", pretrained=True, features_only=True).eval()
         for folder in (tmp_path / "out", checkpoints / "efficientnet")
     )
-    for before, after in [(original, loaded), (original, by_timm), (wanted, features)]:
+    for before, after in [(original, loaded), (original, by_timm), (expected, features)]:
         assert not any(isinstance(module, DclsConvNd) for module in after.modules())
         assert relative_error(outputs(before), outputs(after)) < FLOAT32_ERROR
     plan = dcls_convert.checkpoints.folder.read_plan(tmp_path / "out")
@@ -133,7 +131,7 @@ def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
     report = json.loads((tmp_path / "out" / REPORT).read_text())
     assert report == predict_report(plan).with_output(".").to_dict()
     assert report["folded"] is True
-    assert report["params"]["after"] == found.params_after == sum(p.numel() for p in loaded.parameters())
+    assert report["params"]["after"] == written.params_after == sum(p.numel() for p in loaded.parameters())
     assert report["params"]["positions"] == 0
     card = (tmp_path / "out" / CARD).read_text()
     assert "The model is folded" in card
@@ -153,7 +151,7 @@ def test_folders_of_both_kinds_are_replaced_by_force(tmp_path, checkpoints):
 
 def test_a_folder_of_weights_by_another_program_is_not_replaced(tmp_path, checkpoints):
     save_for_hf(timm.create_model(TINY), tmp_path / "out", safe_serialization=True)
-    before = snapshot(tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     with pytest.raises(DclsConvertError, match="is not of this program"):
         fold_checkpoint(checkpoints / "convnext", "timm", tmp_path / "out", force=True)
-    assert snapshot(tmp_path) == before
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before

@@ -15,6 +15,7 @@ from ..networks.running import quietly
 from ..output import new_file
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
+from ..records import Record
 
 FOLDING_BOUND = 1e-4  # relative error in float32: the same sums in another order
 BATCHES = (1, 3)  # numbers of images for which outputs are compared
@@ -26,7 +27,7 @@ Export = Callable[[Path, Tensor, bool], Exported]  # file, images, whether the b
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Folded:
+class Folded(Record):
     """What was written, and what was found out about it."""
 
     format: str
@@ -45,7 +46,7 @@ class Folded:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class Folding:
     """A folded model, what it must give, and where it goes."""
 
     format: str
@@ -56,13 +57,13 @@ class Job:
     model: nn.Module
     plan: ConversionPlan  # with `folded` set
     images: tuple[Tensor, ...]  # one tensor for each batch size of BATCHES
-    wanted: tuple[Any, ...]  # outputs of the checkpoint's own model for them
+    outputs: tuple[Any, ...]  # of the checkpoint's own model for them
     error: float  # of folding
     params_before: int
     was_folded: bool
 
     def record(self, kind: str, error: float, loading: str, **more: Any) -> Folded:
-        """What this job wrote.
+        """What was written.
 
         Args:
             error: Of the written model; the larger one of this and of folding is noted.
@@ -89,7 +90,7 @@ class ExportFormat:
 
     suffix: str  # of the default output; of every output, if that is a file: ".onnx"
     noun: str  # for messages: "ONNX model"
-    write: Callable[[Job], Folded]
+    write: Callable[[Folding], Folded]
     packages: tuple[str, ...] = ()  # that must be installed
 
     @property
@@ -97,7 +98,7 @@ class ExportFormat:
         return self.suffix.startswith(".")
 
 
-def run_model(model: Exported, batches: tuple[Tensor, ...], what: str) -> tuple[Any, ...]:
+def run_model(model: Exported, batches: Sequence[Tensor], what: str) -> tuple[Any, ...]:
     """Outputs for each batch; ModelError, which begins with `what`, if the model fails."""
     try:
         with torch.no_grad(), quietly():
@@ -106,31 +107,31 @@ def run_model(model: Exported, batches: tuple[Tensor, ...], what: str) -> tuple[
         raise ModelError(f"{what} does not run on {tuple(batches[0].shape)}: {_brief(error)}") from error
 
 
-def export_file(job: Job, bound: float, export: Export, loading: str) -> Folded:
+def export_file(folding: Folding, bound: float, export: Export, loading: str) -> Folded:
     """Write one file, for any batch size if the model allows it, else for one image; run it before it is kept."""
-    with new_file(job.output, force=job.force) as partial:
-        job.notify("exporting")
+    what = f"the export to {folding.format}"
+
+    def error_of(path: Path, count: int) -> float:
+        """Export for as many of BATCHES, and compare."""
         try:
-            return job.record(job.format, _export(job, partial, bound, export, BATCHES), loading)
+            with torch.no_grad(), quietly():
+                exported = export(path, folding.images[count - 1], count > 1)
+        except OSError:
+            raise
+        except Exception as error:  # exporters raise anything
+            raise ModelError(f"{what} fails: {_brief(error)}") from error
+        outputs = run_model(exported, folding.images[:count], what)
+        return check_equal(folding.outputs[:count], outputs, bound=bound, what=what)
+
+    with new_file(folding.output, force=folding.force) as partial:
+        folding.notify("exporting")
+        try:
+            return folding.record(folding.format, error_of(partial, len(BATCHES)), loading)
         except DclsConvertError as reason:
             for leftover in partial.parent.iterdir():
                 leftover.unlink()
-            job.notify("exporting again, for one image at a time")
-            error = _export(job, partial, bound, export, BATCHES[:1])
-            return job.record(job.format, error, loading, batch=1, note=str(reason))
-
-
-def _export(job: Job, path: Path, bound: float, export: Export, batches: Sequence[int]) -> float:
-    what, count = f"the export to {job.format}", len(batches)
-    try:
-        with torch.no_grad(), quietly():
-            exported = export(path, job.images[count - 1], count > 1)
-    except OSError:
-        raise
-    except Exception as error:  # exporters raise anything
-        raise ModelError(f"{what} fails: {_brief(error)}") from error
-    outputs = run_model(exported, job.images[:count], what)
-    return check_equal(job.wanted[:count], outputs, bound=bound, what=what)
+            folding.notify("exporting again, for one image at a time")
+            return folding.record(folding.format, error_of(partial, 1), loading, batch=1, note=str(reason))
 
 
 def _brief(error: BaseException) -> str:
