@@ -29,7 +29,7 @@ from dcls_convert.errors import CheckpointError, DclsConvertError, ModelError
 from dcls_convert.export.formats import fold_checkpoint
 from dcls_convert.surgery.fold import fold_to_dense_
 
-from ..campaigns.forks import forked
+from ..forks import forked, little_memory
 from .folders import contents, convert, edit_json, edit_stamp, edit_tensors, outputs, run, seal
 
 CARD = "README.md"
@@ -358,8 +358,6 @@ def test_sizes_are_checked_before_they_take_memory(folder, change, says):
     seal(folder)
 
     def looked():
-        from ..campaigns.places import little_memory  # on Linux alone
-
         torch.set_num_threads(1)
         little_memory(1 << 20)
         return lines(verify(folder))

@@ -539,7 +539,7 @@ NEW = "name a new folder, not one that is there already"
             f"output {TOO_LONG[:29]}...{TOO_LONG[:28]}: ",
             "File name too long",
         ),
-        "too long for its partial": ((files(), f"--output {'é' * 119}"), "File name too long; 237 bytes are the most"),
+        "too long for its partial": ((files(), f"--output {'é' * 119}"), "File name too long; 228 bytes are the most"),
         "no name": ((files(), "--output ''"), f"output .: {NEW}"),
         "under a device": ((files(), "--output /dev/null/x"), "output /dev/null/x: /dev/null is not a folder"),
     }
