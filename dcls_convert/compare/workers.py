@@ -58,9 +58,11 @@ def run_jobs(
         done: SimpleQueue[Future[Any]] = SimpleQueue()
         try:
             with _without_ctrl_c():
-                futures = {pool.schedule(_answer, (function, job), timeout=timeout): n for n, job in left.items()}
-            for future in futures:
-                future.add_done_callback(done.put)
+                futures: dict[Future[Any], int] = {
+                    pool.schedule(_answer, (function, job), timeout=timeout): index for index, job in left.items()
+                }
+            for each in futures:
+                each.add_done_callback(done.put)
             while left and pool.active:
                 with contextlib.suppress(Empty, BrokenProcessPool):
                     future = done.get(timeout=SECONDS_TO_LOOK)
@@ -106,14 +108,19 @@ def _result(future: Future[Any], timeout: float | None) -> tuple[Any, str | None
 def _start_worker(set_up: Callable[[], None] | None) -> None:
     """In the worker, before its first job: it ends at once when it is told to or the parent is gone, and is silent."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
     if set_up is not None:
         set_up()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _answer(function: Callable[[Any], Any], job: Any) -> tuple[Any, str | None]:
