@@ -1,41 +1,40 @@
 """Outputs that appear whole or not at all, whatever interrupts the writing.
 
-An output is written into a folder `.NAME.xxxxxxxx.partial` beside it, which then takes the output's name or exchanges
-names with the old output. The writer holds a lock on that folder until it ends, so the next writer of the same output
-knows which folders killed runs left, and removes them.
+An output is made in a folder `.NAME.HOST-PID-xxxx.partial` beside it, and then takes its final name or exchanges names
+with the old output. A killed run may leave that folder; the next run with the same output removes it.
 """
 
-import _thread
 import contextlib
 import ctypes
 import errno
-import mmap
 import os
+import platform
 import re
 import secrets
 import shutil
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from .errors import CheckpointError, OutputExistsError, exhausted, one_line, shown
+from .errors import CheckpointError, OutputExistsError, one_line, shown
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # flags of Linux's renameat2
 AT_FDCWD = -100
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # renameat2's errors if kernel or file system lack it
-TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of renaming to a name that is in use
-PARTIAL = ".{name}.{random}.partial"
-MOST_NAME = 255 - len(PARTIAL.format(name="", random="12345678"))  # bytes, where file systems take 255
-TRIES_TO_LOCK, SECONDS_A_TRY = 10, 0.01  # where there are no locks, or another run removes the folder meanwhile
-SECONDS_A_LOOK = 0.001  # whether a removal has ended
-SPARE_DESCRIPTORS = 4  # which the removal of a folder needs, and of a folder in it
-SPARE_MEMORY = 2 << 20  # bytes; Python asks the system for 1 MiB at a time
+HOST = f"{zlib.crc32(platform.node().encode()) & 0xFFFF:04x}"  # a process id means nothing on another machine
+PARTIAL = r"\.{name}\.(?P<host>[0-9a-f]{{4}})-(?P<pid>[0-9]{{1,7}})-[0-9a-f]{{4}}\.partial"
+MOST_NAME = 255 - len("..host-1234567-xxxx.partial")  # bytes, where file systems take 255
+OLD = ".old"  # suffix of the old output inside the partial folder, without renameat2
+SECONDS_ALIVE = 86_400  # a partial folder that is older is no living run's
 
 Foreign = Callable[[Path], str | None]  # why an existing path must not be replaced; None where it may be
+
+_own: set[Path] = set()  # partial folders in which this process is writing
 
 
 def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
@@ -77,14 +76,12 @@ def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]
     Raises:
         CheckpointError: As `check_output`, at the start and at the end, or the folder cannot be written.
     """
-    with _partial(folder, force, foreign) as partial:
-        yield partial
-        _sync(partial)
-        _check_and_publish(partial, folder, force, foreign)
+    with _partial(folder, force, foreign) as new:
+        new.mkdir()
+        yield new
 
 
-@contextlib.contextmanager
-def new_file(path: Path, *, force: bool) -> Iterator[Path]:
+def new_file(path: Path, *, force: bool) -> contextlib.AbstractContextManager[Path]:
     """A path to write to. The file takes its final name when the block ends well, and vanishes if the block fails.
 
     Other files that the block writes beside it are published before it, each by itself: a kill between two of them
@@ -93,11 +90,7 @@ def new_file(path: Path, *, force: bool) -> Iterator[Path]:
     Raises:
         CheckpointError: As `new_folder`.
     """
-    with _partial(path, force, not_a_file) as partial:
-        yield partial / path.name
-        _sync(partial)
-        for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == path.name):
-            _check_and_publish(entry, path.with_name(entry.name), force, not_a_file)
+    return _partial(path, force, not_a_file)
 
 
 def not_a_file(path: Path) -> str | None:
@@ -105,132 +98,79 @@ def not_a_file(path: Path) -> str | None:
     return "is a link" if path.is_symlink() else None if path.is_file() else "is not a file"
 
 
+def clean_up(output: Path) -> None:
+    """Remove what killed runs left beside this output, and give an old output its name back if it lost it.
+
+    A folder stays while its process lives. That cannot be asked of another machine's process, nor on Windows; then the
+    folder goes when it is a day old.
+    """
+    pattern = re.compile(PARTIAL.format(name=re.escape(output.name)))
+    with contextlib.suppress(OSError):
+        for entry in sorted(output.absolute().parent.iterdir()):
+            match = pattern.fullmatch(entry.name)
+            if match is None or entry.is_symlink() or _may_be_alive(entry, match["host"], int(match["pid"])):
+                continue
+            old = entry / (output.name + OLD)
+            if os.path.lexists(old) and not os.path.lexists(output):
+                old.rename(output)
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _may_be_alive(partial: Path, host: str, process: int) -> bool:
+    if time.time() - partial.stat().st_mtime > SECONDS_ALIVE:
+        return False
+    if host != HOST or os.name == "nt":  # where os.kill would end the process
+        return True
+    if process == os.getpid():  # perhaps a killed one's too, before a restart of this container
+        return partial in _own
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
+
+
 @contextlib.contextmanager
 def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
-    """A locked folder beside the output, whose missing parents are made. Both vanish again if the block fails."""
+    """A path to write to, in a folder beside the output; what is in that folder is published when the block ends well.
+
+    The output's missing parents are made. They and the folder vanish again if the block fails.
+    """
     clean_up(output)
     check_output(output, force=force, foreign=foreign)
     parent = output.absolute().parent
     missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-    partial = parent / PARTIAL.format(name=output.name, random=secrets.token_hex(4))
-    lock: list[int] = []
+    partial = parent / f".{output.name}.{HOST}-{os.getpid()}-{secrets.token_hex(2)}.partial"
     try:
-        with contextlib.ExitStack() as cleaning:
-            cleaning.callback(_remove, partial, missing)
+        try:
+            _own.add(partial)
             parent.mkdir(parents=True, exist_ok=True)
-            _make_locked(partial, lock)
-            _keep_spare(cleaning, lock)
-            yield partial
-            missing.clear()
-    except (OSError, SafetensorError, MemoryError, RuntimeError) as error:
-        stays = os.path.lexists(partial)
-        if not isinstance(error, OSError | SafetensorError) and not (stays and exhausted(error)):
-            raise
-        left = [f"{partial} is left there"] if stays else []
-        left += ["the one that is there is whole"] if os.path.lexists(output) else []
-        state = " and ".join(left) or "nothing was left there"
-        why = exhausted(error) or one_line(error)
-        raise CheckpointError(f"output {shown(output, 200)} cannot be written: {why}; {state}") from error
-    finally:
-        _remove(partial, missing)  # again, since a second signal may have cut the first removal short
-        if os.path.lexists(output):
-            _remove(_old_of(partial), [])
-        for descriptor in lock:
-            with contextlib.suppress(OSError):  # the error above says more
-                os.close(descriptor)
-
-
-def clean_up(output: Path) -> None:
-    """Remove what killed runs left beside this output, and give an old output its name back if it lost it.
-
-    A folder of a run that is still alive is locked, and stays. Where the platform has no locks, all stay.
-    """
-    pattern = re.compile(rf"\.{re.escape(output.name)}\.[0-9a-f]{{8}}\.(partial|old)")
-    with contextlib.suppress(OSError):
-        for entry in sorted(output.absolute().parent.iterdir()):
-            found = pattern.fullmatch(entry.name)
-            if found is None or not entry.is_dir() or entry.is_symlink():
-                continue
-            for descriptor in _lock(entry):
-                if found[1] == "old" and not os.path.lexists(output):
-                    entry.rename(output)
-                else:
-                    shutil.rmtree(entry, ignore_errors=True)
-                os.close(descriptor)
-
-
-def _make_locked(folder: Path, lock: list[int]) -> None:
-    """Make a folder, and add its lock. Another run's `clean_up` may remove it before; then it is made again."""
-    for _ in range(TRIES_TO_LOCK):
-        folder.mkdir(exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            found = _lock(folder)
-            lock.extend(found)
-            if found and folder.exists():
-                return
-        time.sleep(SECONDS_A_TRY)
-
-
-def _keep_spare(cleaning: contextlib.ExitStack, lock: list[int]) -> None:
-    """Hold descriptors and memory until the cleaning, which needs some where the work has taken all that there was."""
-    cleaning.enter_context(mmap.mmap(-1, SPARE_MEMORY))
-    for descriptor in lock * SPARE_DESCRIPTORS:
-        cleaning.callback(os.close, os.dup(descriptor))
-
-
-def _lock(folder: Path) -> list[int]:
-    """A descriptor that holds the lock of a folder until it is closed; none where another process has it."""
-    try:
-        import fcntl
-    except ImportError:  # not on this platform
-        return []
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return []
-    return [descriptor]
-
-
-def _remove(folder: Path, parents: list[Path]) -> None:
-    """Remove a folder with all that it holds, and then the empty parents.
-
-    In a thread: Python's signal handlers run in the main thread alone, so no second Ctrl-C stops this half-way. An
-    interrupt inside `threading.Thread.start` could leave both threads waiting for ever; `_thread` has no such place.
-    """
-    removing = [True]
-
-    def remove() -> None:
-        try:
-            with contextlib.suppress(MemoryError):
-                shutil.rmtree(folder, ignore_errors=True)
-            for parent in parents:
-                with contextlib.suppress(OSError, MemoryError):
-                    parent.rmdir()
+            partial.mkdir()
+            yield partial / output.name
+            for path in partial.rglob("*"):
+                _fsync(path)  # so that a power cut after the renaming finds them whole
+            for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == output.name):
+                _publish(entry, output.with_name(entry.name), force, foreign)
+        except (OSError, SafetensorError) as error:
+            state = "the one that is there is whole" if os.path.lexists(output) else "nothing was left there"
+            raise CheckpointError(
+                f"output {shown(output, 200)} cannot be written: {one_line(error)}; {state}"
+            ) from error
         finally:
-            removing.clear()
-
-    def wait() -> None:
-        while removing:
-            time.sleep(SECONDS_A_LOOK)
-
-    if os.path.lexists(folder) or parents:
-        try:
-            _thread.start_new_thread(remove, ())
-        except (RuntimeError, MemoryError):  # the system gives no thread
-            remove()
-        try:
-            wait()
-        except BaseException:
-            wait()
-            raise
+            _remove(partial, missing)
+    finally:
+        _remove(partial, missing)  # again, since a signal may have cut the first removal short
+        _own.discard(partial)
 
 
-def _sync(folder: Path) -> None:
-    """Have the disk hold a folder and its files, so that a power cut after the renaming finds them whole."""
-    for path in (*folder.iterdir(), folder):
-        _fsync(path)
+def _remove(partial: Path, parents: list[Path]) -> None:
+    """Remove the folder with all that it holds, and those parents that are empty then."""
+    shutil.rmtree(partial, ignore_errors=True)
+    for parent in parents:
+        with contextlib.suppress(OSError):
+            parent.rmdir()
 
 
 def _fsync(path: Path) -> None:
@@ -243,34 +183,42 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _check_and_publish(new: Path, output: Path, force: bool, foreign: Foreign) -> None:
-    check_output(output, force=force, foreign=foreign)
-    try:
-        _publish(new, output, force=force)
-    except OutputExistsError:  # another run wrote it since the check
-        if not force:
-            raise
-        check_output(output, force=force, foreign=foreign)
-        _publish(new, output, force=force)
-
-
-def _publish(new: Path, output: Path, *, force: bool) -> None:
+def _publish(new: Path, output: Path, force: bool, foreign: Foreign) -> None:
     """Give a new file or folder its final name. With `force`, what is there keeps the name until then."""
+    check_output(output, force=force, foreign=foreign)
     replaces = force and os.path.lexists(output)
     try:
         if replaces and new.is_file():
             os.replace(new, output)
-        elif not _rename(new, output, RENAME_EXCHANGE if replaces else RENAME_NOREPLACE):
+        elif not _renameat2(new, output, RENAME_EXCHANGE if replaces else RENAME_NOREPLACE):
             _replace_by_steps(new, output) if replaces else _rename_new(new, output)
-    except OSError as error:
-        if error.errno not in TAKEN:
-            raise
-        raise OutputExistsError(output, " (it appeared meanwhile)") from error
+    except FileExistsError:  # it appeared since the check
+        _publish(new, output, force, foreign)
     _fsync(output.absolute().parent)
 
 
-def _rename(new: Path, output: Path, flag: int) -> bool:
-    """Linux's renameat2; False where there is none, and OSError as `os.rename`."""
+def _rename_new(new: Path, output: Path) -> None:
+    if new.is_file():
+        os.link(new, output)  # unlike a renaming, never replaces another file
+    elif os.path.lexists(output):
+        raise FileExistsError
+    else:
+        new.rename(output)
+
+
+def _replace_by_steps(new: Path, output: Path) -> None:
+    """Two renames. If a kill falls between them, the next run's `clean_up` undoes the first."""
+    old = new.with_name(new.name + OLD)
+    try:
+        output.rename(old)
+        new.rename(output)
+    finally:
+        if not os.path.lexists(output):
+            old.rename(output)
+
+
+def _renameat2(new: Path, output: Path, flag: int) -> bool:
+    """Linux's system call; False where there is none, and OSError as `os.rename`."""
     renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
     if renameat2 is None:
         return False
@@ -280,31 +228,3 @@ def _rename(new: Path, output: Path, flag: int) -> bool:
     if number in UNSUPPORTED:
         return False
     raise OSError(number, os.strerror(number), str(output))
-
-
-def _rename_new(new: Path, output: Path) -> None:
-    """Without renameat2. A file cannot be renamed without the risk of replacing another, but linked it can."""
-    if new.is_file():
-        os.link(new, output)
-        new.unlink()
-    elif os.path.lexists(output):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(output))
-    else:
-        new.rename(output)
-
-
-def _replace_by_steps(new: Path, folder: Path) -> None:
-    """Without renameat2: two renames. If a kill falls between them, the next run's `clean_up` undoes the first."""
-    old = _old_of(new)
-    try:
-        folder.rename(old)
-        new.rename(folder)
-    finally:
-        if not os.path.lexists(folder):
-            old.rename(folder)
-        _remove(old, [])
-
-
-def _old_of(partial: Path) -> Path:
-    """Where an old folder is meanwhile, without renameat2."""
-    return partial.with_suffix(".old")

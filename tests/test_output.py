@@ -1,27 +1,31 @@
-"""Outputs appear whole or not at all: what is refused, what is replaced, and what a failure leaves."""
+"""Outputs appear whole or not at all: what is refused, what is replaced, and what a failure or a kill leaves."""
 
-import _thread
 import contextlib
+import errno
 import functools
+import itertools
 import os
 import resource
+import shutil
 import signal
 import stat
-import subprocess
 import sys
-import threading
 import time
+from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
+from torch import nn
 
 from dcls_convert import output, save_converted
-from dcls_convert.checkpoints.folder import not_of_a_checkpoint
+from dcls_convert.cli import app
 from dcls_convert.errors import CheckpointError
-from dcls_convert.output import check_output, new_file, new_folder
+from dcls_convert.output import clean_up, new_file, new_folder
 
-from .campaigns.forks import forked
 from .checkpoints.folders import convert
+from .command_line import run
+from .forks import forked
 
 
 def folder_of(text):
@@ -43,21 +47,27 @@ def writer(text, name, new):
 
 
 def content(path):
-    return (path / "file" if path.is_dir() else path).read_text()
+    """None where there is nothing."""
+    return (path / "file" if path.is_dir() else path).read_text() if path.exists() else None
+
+
+def without_renameat2(*_):
+    return False
 
 
 @pytest.fixture(params=["renameat2", "without it"])
 def _platform(request, monkeypatch):
     """With and without the system call that exchanges two names."""
     if request.param != "renameat2":
-        monkeypatch.setattr(output, "_rename", lambda *_: False)
+        monkeypatch.setattr(output, "_renameat2", without_renameat2)
 
 
 KINDS = pytest.mark.parametrize("kind", [folder_of, file_of])
+PLATFORMS = pytest.mark.usefixtures("_platform")
 
 
 @KINDS
-@pytest.mark.usefixtures("_platform")
+@PLATFORMS
 def test_what_is_there_is_replaced_by_force_alone(tmp_path, kind):
     path = tmp_path / "deep" / "er" / "out"
     kind("old")(path)
@@ -71,193 +81,148 @@ def test_what_is_there_is_replaced_by_force_alone(tmp_path, kind):
 
 
 @KINDS
-@pytest.mark.usefixtures("_platform")
-@pytest.mark.parametrize("appears", [folder_of, file_of])
+@PLATFORMS
+@pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("late", [False, True])
-def test_what_appears_meanwhile_is_not_overwritten(tmp_path, monkeypatch, kind, appears, late):
-    """Neither where the last look finds it, nor where it comes between that look and the renaming."""
-    path = tmp_path / "out"
-    publish = output._publish
-    if late:
+def test_what_appears_meanwhile_is_replaced_by_force_alone(tmp_path, monkeypatch, kind, force, late):
+    """Whether it comes before the last look at the name, or between that look and the renaming."""
+    path, check, calls = tmp_path / "out", output.check_output, itertools.count()
 
-        def after_the_look(new, target, *, force):
-            monkeypatch.setattr(output, "_publish", publish)
-            appears("theirs")(path)
-            publish(new, target, force=force)
+    def checked(*arguments, **options):
+        check(*arguments, **options)
+        if next(calls) == late:
+            monkeypatch.setattr(output, "check_output", check)
+            kind("theirs")(path)
 
-        monkeypatch.setattr(output, "_publish", after_the_look)
-    with pytest.raises(CheckpointError, match="already exists"):
-        kind("ours")(path, between=(lambda: None) if late else lambda: appears("theirs")(path))
-    assert content(path) == "theirs"
+    monkeypatch.setattr(output, "check_output", checked)
+    if force:
+        kind("ours")(path, force=True)
+    else:
+        with pytest.raises(CheckpointError, match="already exists"):
+            kind("ours")(path)
+    assert content(path) == ("ours" if force else "theirs")
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_signal_during_the_removal_of_the_old_folder_leaves_nothing(tmp_path, monkeypatch):
-    """Without the system call, the old folder has a name of its own meanwhile."""
+def test_files_written_beside_a_file_are_published_before_it(tmp_path, monkeypatch):
+    order, publish = [], output._publish
+    monkeypatch.setattr(output, "_publish", lambda new, *rest: (order.append(new.name), publish(new, *rest)))
+    with new_file(tmp_path / "a.onnx", force=False) as path:
+        path.write_text("main")
+        path.with_name("a.onnx.data").write_text("beside")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.onnx": "main", "a.onnx.data": "beside"}
+    assert order == ["a.onnx.data", "a.onnx"]
+
+
+# --- What fails
+
+
+QUESTIONS = ("fspath", "stat", "lstat", "fstat", "is_dir", "access", "getpid")
+
+
+def is_step(after, frame, event, argument):
+    """Whether this is the moment right before or right after a system call that may change something."""
+    if event == ("c_return" if after else "c_call"):
+        module = argument.__module__ or type(argument.__self__).__module__
+        return module in ("posix", "io", "_io") and argument.__name__ not in QUESTIONS
+    return event == ("return" if after else "call") and frame.f_code is output._renameat2.__code__
+
+
+def watch(step, act, after=False):
+    """From now on, count moments before or after system calls, and `act` at the `step`-th; their names."""
+    seen = []
+
+    def look(*event):
+        if is_step(after, *event):
+            seen.append(getattr(event[2], "__name__", event[0].f_code.co_name))
+            if len(seen) == step:
+                sys.setprofile(None)
+                act()
+
+    sys.setprofile(look)
+    return seen
+
+
+def fail_with(error):
+    raise error
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that is opened, and the next step fails
+@KINDS
+@PLATFORMS
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt(), MemoryError()], ids=repr
+)
+def test_a_failure_at_any_step_leaves_the_old_or_the_new_one_and_nothing_else(tmp_path, kind, force, error):
+    seen = Counter()
+    for step in itertools.count(1):
+        base = tmp_path / str(step)
+        path = base / "out" if force else base / "deep" / "er" / "out"
+        base.mkdir()
+        if force:
+            kind("old")(path)
+        reached = watch(step, functools.partial(fail_with, error), after=isinstance(error, KeyboardInterrupt))
+        failed = False
+        try:
+            kind("new")(path, force=force)
+        except (CheckpointError, OSError, type(error)):  # shutil may close twice, an OSError
+            failed = True
+        finally:
+            sys.setprofile(None)
+        error.__traceback__ = error.__context__ = None  # which keep frames that are to be cleaned up
+        state = content(path)
+        assert state == "new" or (failed and state == ("old" if force else None)), (step, failed, state)
+        assert [each.name for each in base.iterdir()] == ([path.relative_to(base).parts[0]] if state else []), step
+        assert not list(base.rglob("*.partial")), step
+        seen[state] += 1
+        if len(reached) < step:
+            break
+    assert len(seen) == 2
+    assert sum(seen.values()) > 20
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    def write(path, force):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        try:
+            folder_of("new" * 1000)(path, force=force)
+        except CheckpointError as error:
+            return str(error)
+
     folder_of("old")(tmp_path / "out")
-    remove, removed = output._remove, []
-
-    def interrupted_once(folder, parents):
-        if folder.suffix == ".old" and not removed:
-            removed.append(folder)
-            raise KeyboardInterrupt
-        remove(folder, parents)
-
-    monkeypatch.setattr(output, "_rename", lambda *_: False)
-    monkeypatch.setattr(output, "_remove", interrupted_once)
-    with pytest.raises(KeyboardInterrupt):
-        folder_of("new")(tmp_path / "out", force=True)
-    assert removed
-    assert content(tmp_path / "out") == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@KINDS
-def test_what_appears_in_the_last_moment_is_replaced_by_force(tmp_path, monkeypatch, kind):
-    rename = output._rename
-
-    def later(new, path, flag):
-        monkeypatch.setattr(output, "_rename", rename)
-        kind("another run's")(path)
-        return rename(new, path, flag)
-
-    monkeypatch.setattr(output, "_rename", later)
-    kind("new")(tmp_path / "out", force=True)
-    assert content(tmp_path / "out") == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_folder_that_appears_during_a_save_is_not_overwritten(tmp_path, monkeypatch):
-    model, plan = convert()
-    sync = output._sync
-
-    def and_then(partial):
-        sync(partial)
-        (tmp_path / "out").mkdir()
-
-    monkeypatch.setattr(output, "_sync", and_then)
-    with pytest.raises(CheckpointError, match="already exists"):
-        save_converted(model, plan, tmp_path / "out", fingerprint=False)
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_force_replaces_nothing_but_checkpoint_folders(tmp_path):
-    model, plan = convert()
-    folder = save_converted(model, plan, tmp_path / "out", fingerprint=False)
-    save_converted(model, plan, folder, force=True, fingerprint=False)
-    (folder / "my_notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"my_notes\.txt"):
-        save_converted(model, plan, folder, force=True, fingerprint=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_output_below_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="not a folder"):
-        check_output(tmp_path / "file" / "out", force=False, foreign=not_of_a_checkpoint)
-
-
-@KINDS
-@pytest.mark.usefixtures("_platform")
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("bug")])
-def test_a_failure_leaves_nothing_and_the_old_one_as_it_was(tmp_path, kind, error):
-    kind("old")(tmp_path / "out")
-
-    def fail():
-        raise error
-
-    expected = CheckpointError if isinstance(error, OSError) else type(error)
-    with pytest.raises(expected) as raised:
-        kind("new")(tmp_path / "out", force=True, between=fail)
-    assert "nothing was left there" not in str(raised.value)  # the old one is there
-    with pytest.raises(expected) as raised:
-        kind("new")(tmp_path / "new" / "out", between=fail)
-    assert ("nothing was left there" in str(raised.value)) is isinstance(error, OSError)
+    for path, state in ((tmp_path / "new" / "out", "nothing was left there"), (tmp_path / "out", "is there is whole")):
+        said = forked(lambda path=path: write(path, True))
+        assert said.startswith(f"output {path} cannot be written: [Errno 27] File too large; ")
+        assert said.endswith(state)
     assert content(tmp_path / "out") == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
-def test_a_failure_leaves_nothing_where_no_thread_can_be_started(tmp_path, monkeypatch, error):
-    def refuse(*_):
-        raise error
-
-    def fail():
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(output._thread, "start_new_thread", refuse)
-    with pytest.raises(CheckpointError, match="nothing was left there"):
-        folder_of("new")(tmp_path / "deep" / "out", between=fail)
+def test_no_permission_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(CheckpointError, match=f"output {tmp_path}/out: no permission to write in {tmp_path}$"):
+        folder_of("new")(tmp_path / "out")
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: fail_with(PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*Permission denied; nothing was left there$"):
+        folder_of("new")(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def take_all_descriptors(kept):
-    with contextlib.suppress(OSError):
-        while True:
-            kept.append(os.dup(0))
-    raise MemoryError
-
-
-def take_all_memory(kept):
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + (8 << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    for size in (1 << 20, 1 << 14, 1 << 10, 100):
-        with contextlib.suppress(MemoryError):
-            while True:
-                kept = [kept, bytearray(size)]  # an error keeps what its frames hold
-    raise MemoryError
-
-
-@KINDS
-@pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
-@pytest.mark.parametrize("take", [take_all_descriptors, take_all_memory])
-def test_a_failure_leaves_nothing_where_the_work_took_all_there_is(tmp_path, kind, take):
-    def starved():
-        limit = max(map(int, os.listdir("/proc/self/fd"))) + 20
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-        kept = []
-        try:
-            kind("new")(tmp_path / "deep" / "out", between=lambda: take(kept))
-        except MemoryError:
-            return "out of memory"
-
-    assert forked(starved) == "out of memory"
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("std::bad_alloc")], ids=repr)
-def test_a_failure_that_cannot_clean_up_says_what_is_left_and_the_next_run_removes_it(tmp_path, monkeypatch, error):
-    def fail():
-        raise error
-
-    def refuse(*_, **__):
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(output.shutil, "rmtree", refuse)
-        with pytest.raises(CheckpointError, match=r"out of memory; .*\.partial is left there"):
-            folder_of("new")(tmp_path / "out", between=fail)
-    assert len(list(tmp_path.iterdir())) == 1
-    folder_of("new")(tmp_path / "out")
-    with monkeypatch.context() as patch:
-        patch.setattr(output.shutil, "rmtree", refuse)
-        with pytest.raises(CheckpointError, match=r"\.partial is left there and the one that is there is whole"):
-            folder_of("new")(tmp_path / "out", between=fail, force=True)
-    folder_of("new")(tmp_path / "out", force=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+# --- What is on the disk
 
 
 @KINDS
 def test_the_disk_has_everything_before_the_name_changes(tmp_path, monkeypatch, kind):
     events = []
-    fsync, rename = os.fsync, output._rename
+    fsync, rename = os.fsync, output._renameat2
     monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
-    monkeypatch.setattr(output, "_rename", lambda *args: events.append("rename") or rename(*args))
+    monkeypatch.setattr(output, "_renameat2", lambda *args: events.append("rename") or rename(*args))
     kind("new")(tmp_path / "out")
     before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
-    assert {Path(path).suffix for path in before} >= {".partial"}
-    assert any(Path(path).name in ("file", "out") for path in before)
+    assert {Path(path).name for path in before} == ({"out", "file"} if kind is folder_of else {"out"})
+    assert all(".partial/" in path for path in before)
     assert after == [str(tmp_path)]
 
 
@@ -267,8 +232,7 @@ def test_permissions_are_the_usual_ones(tmp_path, kind, mask):
     before = os.umask(mask)
     try:
         kind("new")(tmp_path / "out")
-        model, plan = convert()
-        folder = save_converted(model, plan, tmp_path / "checkpoint", fingerprint=False)
+        folder = save_converted(*convert(), tmp_path / "checkpoint", fingerprint=False)
     finally:
         os.umask(before)
     for path in (tmp_path / "out", folder, *folder.iterdir()):
@@ -278,144 +242,198 @@ def test_permissions_are_the_usual_ones(tmp_path, kind, mask):
 
 # --- What killed runs left
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from dcls_convert.output import new_folder
-with new_folder(Path(sys.argv[1]), force=True, foreign=lambda path: None) as partial:
-    (partial / "file").write_text("half")
-    print("ready", flush=True)
-    time.sleep(60)
-"""
 
-
-def holding(path):
-    """A process that has begun to write the output."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
-def test_the_next_run_removes_what_killed_runs_left_and_nothing_of_a_living_one(tmp_path):
-    with holding(tmp_path / "out") as alive, holding(tmp_path / "out") as killed:
-        killed.kill()
-        killed.wait()
-        others = [tmp_path / name for name in (".out.x.0123abcd.partial", ".out.01.partial", ".other.0123abcd.partial")]
-        for path in others:
-            path.mkdir()
-        assert len(list(tmp_path.glob(".out.????????.partial"))) == 2
-        folder_of("new")(tmp_path / "out")
-        (left,) = tmp_path.glob(".out.????????.partial")
-        alive.kill()
-    assert (left / "file").read_text() == "half"
-    assert all(path.is_dir() for path in others)
-    folder_of("newer")(tmp_path / "out", force=True)
-    assert not list(tmp_path.glob(".out.????????.partial"))
-    assert content(tmp_path / "out") == "newer"
-
-
-@pytest.mark.parametrize("moment", ["before the lock", "once it is opened"])
-def test_a_new_folder_that_another_run_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch, moment):
-    lock, cleaned = output._lock, []
-
-    def slow_lock(folder):
-        if cleaned:
-            return lock(folder)
-        cleaned.append(folder)
-        if moment == "before the lock":
-            output.clean_up(tmp_path / "out")
-            return lock(folder)
-        with open_folder(folder) as descriptor:
-            output.clean_up(tmp_path / "out")
-            return [os.dup(descriptor)]
-
-    monkeypatch.setattr(output, "_lock", slow_lock)
-    folder_of("new")(tmp_path / "out")
+def test_the_next_run_removes_what_dead_runs_left_and_nothing_else(tmp_path):
+    gone, parent, here = forked(os.getpid), os.getppid(), output.HOST
+    there = f"{int(here, 16) ^ 1:04x}"
+    stale = [f".out.{here}-{gone}-0123.partial", f".out.{here}-{os.getpid()}-0123.partial"]
+    kept = [
+        f".out.{here}-{parent}-0123.partial",  # of a living process
+        f".out.{there}-{gone}-0123.partial",  # of another machine's
+        f".other.{here}-{gone}-0123.partial",
+        f".out.x.{here}-{gone}-0123.partial",
+        ".out.0123abcd.partial",
+    ]
+    old = [f".out.{here}-{parent}-4567.partial", f".out.{there}-{gone}-4567.partial"]
+    for name in (*stale, *kept, *old):
+        (tmp_path / name / "out").mkdir(parents=True)
+    for name in old:
+        os.utime(tmp_path / name, (0, time.time() - 2 * 86_400))
+    folder_of("new")(tmp_path / "out", force=True, between=lambda: folder_of("other")(tmp_path / "out"))
     assert content(tmp_path / "out") == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.name for path in tmp_path.iterdir()} == {"out", *kept}
+
+
+def kill(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
 
 
 @contextlib.contextmanager
-def open_folder(folder):
-    descriptor = os.open(folder, os.O_RDONLY)
-    yield descriptor
-    os.close(descriptor)
-
-
-def test_an_old_folder_that_lost_its_name_gets_it_back(tmp_path):
-    """Without renameat2, a kill between the two renames leaves it so."""
-    folder_of("old")(tmp_path / "out")
-    (tmp_path / "out").rename(tmp_path / ".out.0123abcd.old")
-    output.clean_up(tmp_path / "out")
-    assert content(tmp_path / "out") == "old"
-
-
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_during_the_cleaning_leaves_nothing(tmp_path, monkeypatch, second):
-    removing = threading.Event()
-    rmtree = output.shutil.rmtree
-
-    def slowly(*args, **options):
-        removing.set()
-        time.sleep(0.3)
-        rmtree(*args, **options)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    def again():
-        removing.wait()
-        os.kill(os.getpid(), second)
-
-    monkeypatch.setattr(output.shutil, "rmtree", slowly)
-    handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, second)}
-    thread = threading.Thread(target=again)
-    thread.start()
+def ending():
+    """End this process after the block, with 0 only where it ended well."""
     try:
-        with pytest.raises(KeyboardInterrupt):
-            folder_of("new")(tmp_path / "out", between=lambda: signal.raise_signal(signal.SIGINT))
+        yield
+        os._exit(0)
     finally:
-        thread.join()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert list(tmp_path.iterdir()) == []
+        os._exit(1)
 
 
-def interrupted_at(turn, work):
-    """Interrupt the work after its `turn`-th call of C code, where Python runs a signal's handler; whether it was."""
-    seen = 0
-
-    def watch(_frame, event, _argument):
-        nonlocal seen
-        seen += event == "c_return"
-        if seen == turn:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    sys.setprofile(watch)
-    try:
-        work()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
+def ends(pid):
+    """The exit code of a child, or minus the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_an_interrupt_anywhere_in_the_removal_leaves_no_thread_that_waits(tmp_path):
-    """The removal is done again, as at the end of each writing."""
-    before, deadline = _thread._count(), time.monotonic() + 10
-    for turn in range(1, 200):
-        folder = tmp_path / str(turn)  # the one before may still be in the hands of a thread
-        folder.mkdir()
-        (folder / "file").touch()
-        interrupted = interrupted_at(turn, functools.partial(output._remove, folder, []))
-        output._remove(folder, [])
-        assert not folder.exists()
-        if not interrupted:
+@pytest.mark.processes
+@KINDS
+@PLATFORMS
+@pytest.mark.parametrize("force", [False, True])
+def test_a_kill_at_any_step_leaves_the_old_or_the_new_one_and_the_next_run_cleans_up(tmp_path, kind, force):
+    path, seen = tmp_path / "out", Counter()
+    for step in itertools.count(1):
+        if force:
+            kind("old")(path)
+        if not (pid := os.fork()):
+            with ending():
+                watch(step, kill)
+                kind("new")(path, force=force)
+        code = ends(pid)
+        if output._renameat2 is without_renameat2:
+            clean_up(path)  # as the next run does
+        state = content(path)
+        assert state in ("new", "old" if force else None)
+        assert state == "new" or code == -signal.SIGKILL
+        seen[state] += 1
+        kind("next")(path, force=True)
+        assert content(path) == "next"
+        assert [each.name for each in tmp_path.iterdir()] == ["out"]
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+        if code == 0:
             break
-    assert turn > 2
-    assert not interrupted
-    while _thread._count() > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert len(seen) == 2
+    assert sum(seen.values()) > 20
+
+
+@pytest.mark.processes
+def test_processes_that_write_one_output_at_once_replace_it_one_after_the_other(tmp_path):
+    path = tmp_path / "out"
+    folder_of("old")(path)
+    pids = []
+    for number in "123":
+        pids.append(os.fork())
+        if not pids[-1]:
+            with ending():
+                for _ in range(100):
+                    folder_of(number)(path, force=True)
+    for pid in pids:
+        assert ends(pid) == 0
+    assert content(path) in "123"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# --- Command lines that are killed
+
+CONVERT = (f"{__name__}:net", "--dilated-size", "9", "--input-size", "3x32x32", "--quiet", "--force")
+
+
+def net():
+    return nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 7, padding=3, groups=8))
+
+
+def snapshot(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else None
+
+
+class Killer:
+    """Kills `dcls-convert ... --output out --force` at random moments, in forks of this process."""
+
+    def __init__(self, folder, seed=0):
+        self.random, self.seen = Random(seed), Counter()
+        self.log, self.old, self.out = folder / "log", folder / "old", folder / "place" / "out"
+        self.line = [*CONVERT, "--output", str(self.out)]
+        run(*self.line, "--seed", 1)
+        self.out.rename(self.old)
+        steps = forked(self.steps_of_writing)
+        self.steps, self.naming = len(steps), steps.index(output._renameat2.__name__) + 1
+        began = time.monotonic()
+        assert ends(self.start()) == 0
+        self.seconds, self.new = time.monotonic() - began, snapshot(self.out)
+        assert None is not self.new != snapshot(self.old)
+
+    def steps_of_writing(self):
+        seen, clean = [], output.clean_up
+        output.clean_up = lambda path: (clean(path), seen.append(watch(0, None)))
+        run(*self.line)
+        return seen[0]
+
+    def start(self, step=0, number=signal.SIGKILL, exchanges=True):
+        """The command, in a process whose handlers of signals stand; it may kill itself at a step of its writing."""
+        reader, writer = os.pipe()
+        if pid := os.fork():
+            os.close(writer)
+            with open(reader, "rb") as stream:
+                assert stream.read() == b"ready"
+            return pid
+        code = 99
+        try:
+            prepare, clean = app._raise_interrupts, output.clean_up
+
+            def ready():
+                interrupts = prepare()
+                os.write(writer, b"ready")
+                os.close(writer)
+                return interrupts
+
+            app._raise_interrupts = ready
+            output.clean_up = lambda path: (clean(path), watch(step, functools.partial(kill, number)))
+            if not exchanges:
+                output._renameat2 = without_renameat2
+            sys.stdout = sys.stderr = open(self.log, "w", buffering=1)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            app.main(self.line)
+        except SystemExit as stopped:
+            code = stopped.code
+        finally:
+            os._exit(code)
+
+    def kill_one(self):
+        """Kill the command at a random time or step of its writing; hold it to what is promised."""
+        number = self.random.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+        anywhere, near = self.random.randint(1, self.steps), self.naming + self.random.randint(-2, 8)
+        step = self.random.choice([0, anywhere, near])
+        exchanges = self.random.random() < 0.7
+        shutil.rmtree(self.out)
+        shutil.copytree(self.old, self.out)
+        pid = self.start(step, number, exchanges)
+        if not step:
+            time.sleep(self.random.random() * self.seconds)
+            os.kill(pid, number)  # no other's yet, even where it has ended
+        code, said = ends(pid), self.log.read_text()
+        beside = {path.name for path in self.out.parent.iterdir()} - {"out"}
+        if not exchanges:
+            clean_up(self.out)  # as the next run does
+        state = snapshot(self.out)
+        version = "new" if state == self.new else "old" if state == snapshot(self.old) else "broken"
+        case = number.name, step, exchanges, code, version, beside, said
+        assert code in (0, -signal.SIGKILL if number == signal.SIGKILL else app.EXIT_INTERRUPTED), case
+        assert version == "new" or (version == "old" and code), case
+        if code != -signal.SIGKILL:
+            assert not beside, case
+            assert [line for line in said.splitlines() if "note" not in line][-1:] == (
+                ["error: interrupted"] if code else [str(self.out)]
+            ), case
+        else:
+            assert ends(self.start()) == 0, case
+            assert snapshot(self.out) == self.new, case
+            assert list(self.out.parent.iterdir()) == [self.out], case
+        self.seen[number.name, code, version, "and a partial folder" if beside else ""] += 1
+
+
+@pytest.mark.processes
+def test_a_killed_command_leaves_the_old_or_the_new_output_whole(tmp_path):
+    """HYPOTHESIS_PROFILE=campaign pytest -m processes -n 0 -s: a hundred kills, and what became of them."""
+    killer = Killer(tmp_path)
+    for _ in range(100 if os.environ.get("HYPOTHESIS_PROFILE") == "campaign" else 12):
+        killer.kill_one()
+    for (number, code, version, beside), count in sorted(killer.seen.items()):
+        print(f"{number}, exit code {code}: {version} output {beside}, {count} times")

@@ -7,12 +7,11 @@ import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from pydantic import TypeAdapter
 
 from ..depthwise.geometry import size_text
 from ..errors import ModelError, NothingMatchesError, PlanError, RuleError, did_you_mean, shown
@@ -21,6 +20,7 @@ from ..networks.source import ModelSource, build_model, registry_names, stated_i
 from ..networks.tracing import check_same_shapes
 from ..options import Kind, PlanOptions, Sort
 from ..planning.planner import make_plan
+from ..records import adapter
 from ..reports.report import Change, MacsChange, predict_report
 from .workers import run_jobs
 
@@ -46,12 +46,9 @@ class ModelRow:
     macs: MacsChange = field(default_factory=MacsChange)
 
 
-_ADAPTER: TypeAdapter[Sequence[ModelRow]] = TypeAdapter(Sequence[ModelRow])
-
-
 def rows_to_dicts(rows: Sequence[ModelRow]) -> list[dict[str, Any]]:
     """Plain JSON values."""
-    return list(_ADAPTER.dump_python(rows, mode="json"))
+    return list(adapter(Sequence[ModelRow]).dump_python(rows, mode="json"))
 
 
 def names_matching(pattern: str | None, known: Sequence[str] | None = None) -> list[str]:
@@ -68,23 +65,16 @@ def names_matching(pattern: str | None, known: Sequence[str] | None = None) -> l
     known = registry_names() if known is None else known
     if pattern is None:
         return list(known)
-    wanted = pattern.lower()
-    found = _matching(wanted, known)
-    if not found and wanted and not set(wanted) & set(WILDCARDS):
-        prefix, colon, part = wanted.rpartition(":")
-        found = _matching(f"{prefix}{colon}*{part}*", known)
-    if not found:
-        bare = wanted.rpartition(":")[2].strip("".join(WILDCARDS))
-        near = did_you_mean(bare, (name.partition(":")[2] for name in known), 3)
-        raise ModelError(f"no model of timm or torchvision matches {shown(pattern)!r}{near}")
-    return found
-
-
-def _matching(pattern: str, known: Iterable[str]) -> list[str]:
-    def fits(name: str) -> bool:
-        return any(fnmatch.fnmatchcase(part.lower(), pattern) for part in (name, name.partition(":")[2]))
-
-    return list(filter(fits, known))
+    lower = pattern.lower()
+    prefix, colon, part = lower.rpartition(":")
+    is_plain = lower and not set(lower) & set(WILDCARDS)
+    for each in [lower, f"{prefix}{colon}*{part}*"] if is_plain else [lower]:
+        names = [n for n in known if any(fnmatch.fnmatchcase(x.lower(), each) for x in (n, n.partition(":")[2]))]
+        if names:
+            return names
+    bare = part.strip("".join(WILDCARDS))
+    near = did_you_mean(bare, (name.partition(":")[2] for name in known), 3)
+    raise ModelError(f"no model of timm or torchvision matches {shown(pattern)!r}{near}")
 
 
 def model_row(name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None) -> ModelRow:
@@ -153,13 +143,14 @@ def survey_models(
         names: From `names_matching`.
         options: For all models.
         input_size: (channels, *spatial) for all models; without it, the size that each states.
-        workers: Processes; without it, a number that suits the machine.
+        workers: Processes; without it, one for each processor, but none with fewer models than are worth its start.
         timeout: Seconds for one model.
         advance: Called with every row.
     """
-    rows: dict[int, ModelRow] = {}
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = workers or max(1, min(processors, len(names) // MODELS_A_WORKER))
     work = functools.partial(model_row, options=options, input_size=input_size)
-    workers = workers or suitable_workers(len(names))
+    rows: dict[int, ModelRow] = {}
     for outcome in run_jobs(work, names, workers=workers, timeout=timeout, set_up=set_up_worker):
         row = outcome.value or ModelRow(name=names[outcome.index], status="failed", reason=outcome.failure)
         rows[outcome.index] = row
@@ -176,13 +167,13 @@ def chosen_rows(rows: Sequence[ModelRow], *, sort: Sort | None = None, kind: Kin
             replaced; those of which it is not known come last. Equal ones stay in their order.
         kind: Keep the models of which convolutions of this kind are replaced, and what failed.
     """
-    kept = [
+    rows = [
         row
         for row in rows
         if kind is None or row.status == "failed" or any(name.split()[0] == kind for name in row.replaced)
     ]
     if sort is None:
-        return kept
+        return rows
     value: Callable[[ModelRow], Any] = {
         "name": lambda row: row.name.partition(":")[2],
         "params": lambda row: row.params.before,
@@ -190,19 +181,12 @@ def chosen_rows(rows: Sequence[ModelRow], *, sort: Sort | None = None, kind: Kin
         "count": lambda row: max(row.kernel_counts, default=None),
         "layers": lambda row: sum(row.replaced.values()) or None,
     }[sort]
-    known = [row for row in kept if value(row) is not None]
-    return sorted(known, key=value) + [row for row in kept if value(row) is None]
-
-
-def suitable_workers(models: int) -> int:
-    """One for each processor that this process may use, but none with fewer models than are worth its start."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(processors, models // MODELS_A_WORKER))
+    return sorted(rows, key=lambda row: (value(row) is None, value(row)))
 
 
 def set_up_worker() -> None:
     """For a process that surveys one model after another: imports, one thread."""
-    torch.set_num_threads(1)  # there is a process for every core, and hollow tensors compute nothing
+    torch.set_num_threads(1)  # there is a process for every core, and tensors on meta compute nothing
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     registry_names()  # imports timm and torchvision

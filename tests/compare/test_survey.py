@@ -3,13 +3,8 @@
 import csv
 import io
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import timm
@@ -17,7 +12,6 @@ import torchvision
 from rich.console import Console
 from torch import nn
 
-from dcls_convert.cli.app import main
 from dcls_convert.compare.survey import ModelRow, chosen_rows, model_row, names_matching, rows_to_dicts, survey_models
 from dcls_convert.errors import ModelError
 from dcls_convert.networks.sites import find_convs
@@ -26,16 +20,10 @@ from dcls_convert.options import PlanOptions
 from dcls_convert.reports.report import Change, MacsChange
 from dcls_convert.views.survey import CSV_COLUMNS, summary, summary_line, survey_csv, survey_json, survey_view
 
+from ..command_line import run
 from ..conftest import TINY
-from .test_workers import gone
 
 KNOWN = ["timm:bat", "timm:resnet18", "timm:resnet18d", "torchvision:resnet18", "torchvision:vgg11"]
-
-
-def run(*arguments):
-    with pytest.raises(SystemExit) as stopped:
-        main(["models", *arguments])
-    return stopped.value.code
 
 
 # Names.
@@ -160,15 +148,6 @@ def test_models_are_chosen_by_what_is_replaced_and_failures_stay(kind, kept):
     assert "".join(row.name[-1] for row in chosen_rows(SOME, kind=kind)) == kept
 
 
-def test_the_command_sorts_and_chooses(capsys):
-    assert run("test_*net", "--kind", "depthwise", "--sort", "macs", "--json") == 0
-    models = json.loads(capsys.readouterr().out)["models"]
-    macs = [model["macs"]["before"] for model in models]
-    assert macs == sorted(macs)
-    assert len(models) >= 2
-    assert all(any(name.startswith("depthwise") for name in model["replaced"]) for model in models)
-
-
 # One model.
 
 
@@ -262,71 +241,26 @@ def test_the_table_has_a_line_for_each_model_and_the_failures_again():
 # The command, with its processes.
 
 
-def test_json_is_all_of_stdout_and_a_failure_is_exit_code_1(capsys, monkeypatch):
-    names = ["torchvision:vit_b_32", "timm:no_such_model", f"timm:{TINY}"]
+@pytest.mark.processes
+def test_json_is_all_of_stdout_and_a_failure_is_exit_code_1(monkeypatch):
+    names = ["torchvision:vit_b_32", "timm:no_such_model", f"timm:{TINY}", "timm:test_mambaout"]
     monkeypatch.setattr("dcls_convert.compare.survey.registry_names", lambda: names)
-    assert run("--json", "--dilated-size", "9", "--scope", "stage") == 1
-    out, err = capsys.readouterr()
+    line = ("--json", "--dilated-size", 9, "--scope", "stage", "--kind", "depthwise", "--sort", "macs", "--jobs", 1)
+    out, err = run("models", *line, code=1)
     data = json.loads(out)
     assert list(data) == ["format", "options", "models", "summary"]
-    options = PlanOptions(dilated_size=9, scope="stage")
-    assert data["models"] == rows_to_dicts([model_row(name, options) for name in names])
-    assert [row["status"] for row in data["models"]] == ["nothing matches", "failed", "planned"]
-    assert err.splitlines()[-1].startswith("3 models: ")
+    rows = [model_row(name, PlanOptions(dilated_size=9, scope="stage")) for name in names]
+    assert data["models"] == rows_to_dicts(chosen_rows(rows, kind="depthwise", sort="macs"))
+    assert [row["status"] for row in data["models"]] == ["planned", "planned", "failed"]
+    assert err.splitlines()[-1] == "3 models: 2 planned, 0 nothing matches, 1 failed"
     assert "failed: timm:no_such_model: " in err
 
 
-def test_a_pattern_without_a_model_is_one_line_and_exit_code_2(capsys):
-    assert run("resnot50") == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = err.splitlines()
-    assert line.startswith("error: ")
-    assert "did you mean 'resnet50" in line
-
-
-def test_an_option_that_the_rules_overrule_is_refused_once(capsys, tmp_path):
+def test_an_option_that_the_rules_overrule_is_refused_once(tmp_path):
     rules = tmp_path / "rules.yaml"
     rules.write_text("format: 1\nrules:\n- {match: {kind: depthwise}, dilated_kernel_size: 9}\n")
-    assert run("--rules", str(rules), "--dilated-size", "11") == 2
-    assert "the dilated size given has no effect" in capsys.readouterr().err
-
-
-@pytest.mark.processes
-def test_ctrl_c_while_workers_start_is_one_line_and_leaves_no_process():
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-c"),
-            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
-            "from dcls_convert.cli.app import main; main(['models', '--jobs', '2'])",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 60
-    while len(_children(process.pid)) < 3 and time.monotonic() < deadline:  # two workers and a tracker of resources
-        time.sleep(0.05)
-    children = _children(process.pid)
-    assert len(children) >= 3
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (130, "")
-    assert len(err.splitlines()) == 1
-    assert err.startswith("error: interrupted")
-    assert gone(children)
-
-
-def _children(pid):
-    """Of all threads: the pool starts its first workers in one of them, later ones in another."""
-    found = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found += [int(child) for child in path.read_text().split()]
-        except OSError:
-            continue
-    return found
+    _, err = run("models", "--rules", rules, "--dilated-size", 11, code=2)
+    assert "the dilated size given has no effect" in err
 
 
 # All of them.

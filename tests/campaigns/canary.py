@@ -1,7 +1,0 @@
-"""A module that no data may import or call."""
-
-CALLED = []
-
-
-def build(**_):
-    CALLED.append("build")
