@@ -74,6 +74,11 @@ def fit_elements(
     return weights, positions
 
 
+def fit_seed(generator: torch.Generator) -> int:
+    """The seed of every fit of a conversion: one for all, so that none depends on the others."""
+    return int(torch.randint(2**62, (), generator=generator, device="cpu"))
+
+
 def relative_errors(
     kernels: Sequence[Tensor],
     weights: Sequence[Tensor],

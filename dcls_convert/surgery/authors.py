@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from ..depthwise.geometry import size_text
 from ..errors import CheckpointError
+from ..fitting.groups import make_layers
 from ..layers.conv_classes import find_form
 from ..layers.interpolation import find_interpolation, spread_sum
 from ..networks.weights import load_weights_, not_finite
 from ..options import AuthorsVersion
 from ..planning.plan import ConversionPlan, LayerCounts, LayerPlan
-from .place import make_layers, put_layers_
+from .place import put_layers_
 
 # The entries of one of their layers, beside its bias.
 _WEIGHT, _POSITIONS, _SIGMA = "weight", "P", "SIG"

@@ -5,18 +5,17 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from ..errors import PlanError
-from ..fitting.allocation import Share, least_error
-from ..fitting.images import Calibration
-from ..fitting.warm_start import fit_elements, relative_errors
 from ..networks.running import reproducible
 from ..networks.sites import ModelConvs
 from ..options import ERROR, SCOPES, PlanOptions
 from ..planning.plan import LayerCounts
 from ..planning.planner import make_plan
 from ..progress import Notify, silent
+from .allocation import Share, least_error
 from .calibrate import seen_by_layers
-from .place import LayerGroup, make_layers
-from .start import effective_kernels, fit_options
+from .groups import LayerGroup, make_layers
+from .images import Calibration
+from .warm_start import fit_elements, relative_errors
 
 
 @reproducible()
@@ -50,7 +49,7 @@ def counts_by_error(
     count_of = [{layer.name: layer.kernel_count for layer in plan.layers} for plan in plans]
     shares = []
     for number, (group, roots) in enumerate(zip(groups, seen, strict=True)):
-        what = f"measuring errors of {group.plans[0].stage or group.plans[0].name}, {number + 1} of {len(groups)}"
+        what = f"measuring errors of {group.title}, {number + 1} of {len(groups)}"
         notify(what, number, len(groups))
         shares.append(_share(group, {counts[group.plans[0].name] for counts in count_of}, roots, seed))
     limit = sum(unit.limit for unit in plans[0].budget)
@@ -61,7 +60,7 @@ def counts_by_error(
 
 def _share(group: LayerGroup, tried: set[int], roots: Tensor | None, seed: int) -> Share:
     first = group.plans[0]
-    kernels, fitting = effective_kernels(group), fit_options(group)
+    kernels, fitting = group.effective_kernels(), group.fit_options()
 
     def error(count: int) -> float:
         elements = fit_elements(kernels, kernel_count=count, roots=roots, seed=seed, **fitting)

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, one_line
-from ..fitting.boxes import Box, box_of
-from ..fitting.images import Calibration
-from ..fitting.moments import Moments, best_weights, shared_roots
 from ..layers.conv_classes import PLAIN, find_form
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.running import evaluating, run
 from ..planning.plan import LayerPlan
 from ..progress import Notify, silent
-from .place import LayerGroup
+from .boxes import Box, box_of
+from .groups import LayerGroup
+from .images import Calibration
+from .moments import Moments, best_weights, shared_roots
 
 Fill = Callable[[LayerGroup, Tensor | None], object]  # gives a group its elements; roots as for `fit_elements`
 
