@@ -51,9 +51,14 @@ class Box:
         """How an element spreads along an axis, and the derivative by its place: (N, E) -> (N, E, side) each."""
         return find_interpolation(self.interpolation).footprint(places, side)
 
-    def kernels(self, places: Tensor, weights: Tensor) -> Tensor:
-        """Places (N, E, A) and weights (N, L, E) -> (N, L, S)."""
-        return weights @ spread([self.profile(places[..., axis], side)[0] for axis, side in enumerate(self.sides)])
+    def footprint(self, places: Tensor) -> Tensor:
+        """How elements spread over the box: (N, E, A) -> (N, E, S)."""
+        return spread([self.profile(places[..., axis], side)[0] for axis, side in enumerate(self.sides)])
+
+    def places_of(self, positions: Tensor) -> Tensor:
+        """(A, O, I, *D, E) from the window's centre -> (N, E, A), from the first cell of the box."""
+        places = positions.flatten(1, -2).movedim(0, -1)
+        return places - places.new_tensor(self.origin)
 
 
 def box_of(

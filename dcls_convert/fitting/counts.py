@@ -1,7 +1,11 @@
-"""Scope "error": kernel counts by what the kernels of each tie group lose."""
+"""Scope "error": how many elements each tie group gets, so that the summed error of all layers is the least."""
 
-from dataclasses import replace
+import math
+from bisect import bisect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
@@ -11,11 +15,14 @@ from ..options import ERROR, SCOPES, PlanOptions
 from ..planning.plan import LayerCounts
 from ..planning.planner import make_plan
 from ..progress import Notify, silent
-from .allocation import Share, least_error
 from .calibrate import seen_by_layers
 from .groups import LayerGroup, make_layers
 from .images import Calibration
 from .warm_start import fit_elements, relative_errors
+
+MOST_UNITS = 1 << 21  # of parameters; a larger budget is counted in coarser ones
+FIRST_LOOKS = 6  # counts at which the error of a group is measured first
+ALL_LOOKED_AT = 9  # up to so many counts, all are measured
 
 
 @reproducible()
@@ -44,27 +51,35 @@ def counts_by_error(
     groups = make_layers(model, plans[0])
     if any(conv.weight.is_meta for group in groups for conv in group.convs):
         raise PlanError(f"scope {ERROR!r} measures what the kernels lose, and the model is on the meta device")
-    none: list[Tensor | None] = [None] * len(groups)
-    seen = none if calibration is None else seen_by_layers(model, groups, calibration, notify=notify)
+    seen: Sequence[Tensor | None] = [None] * len(groups)
+    if calibration is not None:
+        seen = seen_by_layers(model, groups, calibration, notify=notify)
     count_of = [{layer.name: layer.kernel_count for layer in plan.layers} for plan in plans]
     shares = []
     for number, (group, roots) in enumerate(zip(groups, seen, strict=True)):
-        what = f"measuring errors of {group.title}, {number + 1} of {len(groups)}"
-        notify(what, number, len(groups))
+        notify(f"measuring errors of {group.title}, {number + 1} of {len(groups)}", number, len(groups))
         shares.append(_share(group, {counts[group.plans[0].name] for counts in count_of}, roots, seed))
-    limit = sum(unit.limit for unit in plans[0].budget)
-    chosen = least_error(shares, limit)
+    chosen = least_error(shares, sum(unit.limit for unit in plans[0].budget))
     counts = {layer.name: count for group, count in zip(groups, chosen, strict=True) for layer in group.plans}
     return LayerCounts(source=f"scope {ERROR}", counts=counts)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """One tie group that takes its share of the budget."""
+
+    cost: int  # parameters of one more element, in all its layers
+    most: int  # elements that it can use
+    tried: Collection[int]  # counts that must be considered, as other rules would take them
+    error: Callable[[int], float]  # measured for a count
+
+
 def _share(group: LayerGroup, tried: set[int], roots: Tensor | None, seed: int) -> Share:
-    first = group.plans[0]
-    kernels, fitting = group.effective_kernels(), group.fit_options()
+    first, kernels, options = group.plans[0], group.effective_kernels(), group.fit_options()
 
     def error(count: int) -> float:
-        elements = fit_elements(kernels, kernel_count=count, roots=roots, seed=seed, **fitting)
-        return sum(relative_errors(kernels, *elements, roots=roots, **fitting))
+        elements = fit_elements(kernels, kernel_count=count, roots=roots, seed=seed, **options)
+        return sum(relative_errors(kernels, *elements, roots=roots, **options))
 
     return Share(
         cost=first.lines * (len(group.plans) + first.coordinates),
@@ -72,3 +87,75 @@ def _share(group: LayerGroup, tried: set[int], roots: Tensor | None, seed: int) 
         tried=tried,
         error=error,
     )
+
+
+def least_error(shares: Sequence[Share], limit: int) -> list[int]:
+    """A count of at least 1 for each group, for the least sum of errors within a limit of parameters.
+
+    Between the counts at which errors are measured, they are taken for linear. What is chosen is measured, and the
+    choice made again, until all that is chosen was measured. So the result is no worse than any choice among `tried`.
+    """
+    measured: list[dict[int, float]] = []
+    for share in shares:
+        first = range(1, share.most + 1)
+        if share.most > ALL_LOOKED_AT:
+            first = {1 + round((share.most - 1) * step / (FIRST_LOOKS - 1)) for step in range(FIRST_LOOKS)}
+        measured.append({count: share.error(count) for count in {*first, *share.tried}})
+    while True:
+        curves = [_between(known, share.most) for known, share in zip(measured, shares, strict=True)]
+        chosen = allocate([share.cost for share in shares], curves, limit)
+        new = [(index, count) for index, count in enumerate(chosen) if count not in measured[index]]
+        if not new:
+            return chosen
+        for index, count in new:
+            measured[index][count] = shares[index].error(count)
+
+
+def _between(known: Mapping[int, float], most: int) -> dict[int, float]:
+    """The error for every count; linear between those that are known."""
+    counts = sorted(known)
+    errors = dict(known)
+    for count in range(counts[0], max(most, counts[-1]) + 1):
+        if count not in errors:
+            low, high = (counts[bisect(counts, count) + side] for side in (-1, 0))
+            part = (count - low) / (high - low)
+            errors[count] = (1 - part) * known[low] + part * known[high]
+    return errors
+
+
+def allocate(costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit: int) -> list[int]:
+    """For each group the count of those in `errors` with the least sum of errors, within a limit of parameters.
+
+    Exact for every form of the errors, by dynamic programming over the parameters spent. Of equal sums, the one with
+    fewer parameters. Where the limit has more than 2 million units, each group's costs are rounded up to coarser ones:
+    the result then keeps the limit, but a better one may exist.
+
+    Raises:
+        ValueError: Not even the least counts keep within the limit.
+    """
+    unit = max(math.gcd(*costs), -(-limit // MOST_UNITS))
+    units = limit // unit
+    best = torch.zeros(units + 1, dtype=torch.float64)  # least sum of the groups so far, for at most so many units
+    picks = []
+    for cost, known in zip(costs, errors, strict=True):
+        counts = sorted(known)
+        least = torch.full_like(best, torch.inf)
+        pick = torch.zeros(units + 1, dtype=torch.int16)
+        for index, count in enumerate(counts):
+            spent = -(-cost * count // unit)
+            if spent > units:
+                break
+            sums = best[: units + 1 - spent] + known[count]
+            better = sums < least[spent:]
+            least[spent:] = torch.where(better, sums, least[spent:])
+            pick[spent:][better] = index
+        best = least
+        picks.append((cost, counts, pick))
+    if not math.isfinite(float(best[-1])):
+        raise ValueError(f"a limit of {limit} parameters admits no element for each group")
+    left = int((best == best[-1]).nonzero()[0])
+    chosen = []
+    for cost, counts, pick in reversed(picks):
+        chosen.append(counts[int(pick[left])])
+        left -= -(-cost * chosen[-1] // unit)
+    return chosen[::-1]

@@ -50,9 +50,10 @@ def fit_elements(
     Returns:
         As `largest_elements`.
     """
-    kept = {"kernel_count": kernel_count, "dilation": dilation, "size": size, "dense_axes": dense_axes}
-    largest, grid = largest_elements(kernels, **kept)  # type: ignore[arg-type]
     box = box_of(kernels[0].shape[2:], dilation, size, interpolation, dense_axes)
+    largest, grid = largest_elements(
+        kernels, kernel_count=kernel_count, dilation=dilation, size=size, dense_axes=dense_axes
+    )
     exact = kernel_count >= len(box.cells()) and find_interpolation(interpolation).exact_on_cells
     if exact or kernels[0].is_meta:
         return largest, grid
@@ -61,10 +62,7 @@ def fit_elements(
     scale = torch.where(scale > 0, scale, 1.0)  # of each line, so that squares neither vanish nor overflow
     lines = lines / scale
     metric = _metric(roots, kernels[0], len(lines))
-    fallback = _Elements(
-        places=grid.flatten(1, -2).movedim(0, -1).to(lines) - lines.new_tensor(box.origin),
-        weights=torch.stack([weight.flatten(0, -2) for weight in largest], dim=1).to(lines) / scale,
-    )
+    fallback = _Elements(places=box.places_of(grid.to(lines)), weights=_stacked(largest, lines) / scale)
     fitted = _fitted(lines, fallback, box, metric, torch.Generator().manual_seed(seed))
     best = _no_layer_worse(lines, fitted, fallback, box, metric, scale)
     positions = (best.places + lines.new_tensor(box.origin)).movedim(-1, 0).reshape(grid.shape).to(grid)
@@ -94,13 +92,17 @@ def relative_errors(
     box = box_of(kernels[0].shape[2:], dilation, size, interpolation, dense_axes)
     lines = torch.stack([box.lines_of(kernel) for kernel in kernels], dim=1)  # (N, L, S)
     metric = _metric(roots, kernels[0], len(lines))
-    places = positions.flatten(1, -2).movedim(0, -1).to(lines) - lines.new_tensor(box.origin)
-    found = torch.stack([weight.flatten(0, -2) for weight in weights], dim=1).to(lines)
+    places, ours = box.places_of(positions.to(lines)), _stacked(weights, lines)
     left, whole = (
         _errors(lines, _Elements(places=places, weights=part), box, metric).sum(0)
-        for part in (found, torch.zeros_like(found))
+        for part in (ours, torch.zeros_like(ours))
     )
     return [math.sqrt(part / of) if of else 0.0 for part, of in zip(left.tolist(), whole.tolist(), strict=True)]
+
+
+def _stacked(weights: Sequence[Tensor], lines: Tensor) -> Tensor:
+    """Each layer's (O, I, *D, E) -> (N, L, E), as precise as the lines."""
+    return torch.stack([weight.flatten(0, -2) for weight in weights], dim=1).to(lines)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +213,7 @@ def _errors(lines: Tensor, elements: _Elements, box: Box, metric: Metric | None)
     parts = []
     at_once = _lines_at_once(elements, box)
     for chunk in torch.split(torch.arange(len(lines), device=lines.device), at_once):
-        error = (lines[chunk] - box.kernels(elements.places[chunk], elements.weights[chunk])).double()
+        error = (lines[chunk] - elements.weights[chunk] @ box.footprint(elements.places[chunk])).double()
         if metric is not None:
             error = error @ metric(chunk).double()
         parts.append(error.square().sum(-1))
