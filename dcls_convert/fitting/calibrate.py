@@ -17,9 +17,8 @@ from ..errors import DclsConvertError, one_line
 from ..layers.conv_classes import PLAIN, find_form
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.running import evaluating, run
-from ..planning.plan import LayerPlan
 from ..progress import Notify, silent
-from .boxes import Box, box_of
+from .boxes import Box
 from .groups import LayerGroup
 from .images import Calibration
 from .moments import Moments, best_weights, shared_roots
@@ -33,18 +32,8 @@ class Offset:
 
     name: str  # of the layer
     values: Tensor  # (out_channels,)
-    bias: nn.Parameter | None
-    running_mean: Tensor | None  # of the BatchNorm behind the layer
-
-    @property
-    def home(self) -> Tensor | None:
-        """What takes the offset up; None where the layer has neither a bias nor a BatchNorm behind it."""
-        return self.running_mean if self.bias is None else self.bias
-
-    @torch.no_grad()
-    def apply_(self) -> None:
-        if self.home is not None:
-            self.home.add_(self.values.to(self.home), alpha=-1 if self.bias is None else 1)
+    home: Tensor | None  # its bias, or the running mean of the BatchNorm behind it; None where it has neither
+    sign: int  # with which the home takes up the values
 
 
 def fit_to_outputs_(
@@ -73,14 +62,16 @@ def fit_to_outputs_(
     Raises:
         DclsConvertError: The model does not take the images, or has values that are not finite.
     """
-    place_of = {conv: (group, index) for group in groups for index, conv in enumerate(group.convs)}
+    place_of: dict[nn.Module, tuple[LayerGroup, int]] = {
+        conv: (group, index) for group in groups for index, conv in enumerate(group.convs)
+    }
     offsets, filled = [], set[int]()
     with evaluating(model), _relay(model, list(place_of), calibration) as relay:
         for number, conv in enumerate(relay.calls):
             group, index = place_of[conv]
             plan, layer = group.plans[index], group.layers[index]
             notify(f"calibrating {plan.name}, layer {number + 1} of {len(relay.calls)}", number, len(relay.calls))
-            joint = Moments(layer, _box(plan), joint=True)
+            joint = Moments(layer, group.box, joint=True)
             first = id(group) not in filled
             alone = _alone([group] if first else [])
             relay.look(conv, joint, alone)
@@ -89,8 +80,9 @@ def fit_to_outputs_(
                 _check(group, alone)
                 fill(group, shared_roots(list(alone.values())))
                 filled.add(id(group))
-            offset = _solve_(layer, conv, joint)
-            offsets.append(Offset(name=plan.name, values=offset, bias=layer.bias, running_mean=relay.mean_behind(conv)))
+            home = relay.mean_behind(conv) if layer.bias is None else layer.bias
+            values = _solve_(layer, conv, joint)
+            offsets.append(Offset(name=plan.name, values=values, home=home, sign=-1 if layer.bias is None else 1))
             relay.replace(conv, layer, joint.box, offsets[-1])
         for group in groups:
             if id(group) not in filled:  # its layers are not used in a forward pass
@@ -115,14 +107,13 @@ def seen_by_layers(
     return [shared_roots([alone[conv] for conv in group.convs]) for group in groups]
 
 
-def _box(plan: LayerPlan) -> Box:
-    return box_of(plan.kernel_size, plan.dilation, plan.dilated_size, plan.interpolation, plan.dense_axes)
-
-
 def _alone(groups: Sequence[LayerGroup]) -> dict[nn.Module, Moments]:
     """Moments of each layer's lines, each by itself, by the convolution that sees for it."""
-    members = [member for group in groups for member in zip(group.convs, group.plans, group.layers, strict=True)]
-    return {conv: Moments(layer, _box(plan), joint=False) for conv, plan, layer in members}
+    return {
+        conv: Moments(layer, group.box, joint=False)
+        for group in groups
+        for conv, layer in zip(group.convs, group.layers, strict=True)
+    }
 
 
 def _check(group: LayerGroup, alone: Mapping[nn.Module, Moments]) -> None:

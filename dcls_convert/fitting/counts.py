@@ -75,11 +75,11 @@ class Share:
 
 
 def _share(group: LayerGroup, tried: set[int], roots: Tensor | None, seed: int) -> Share:
-    first, kernels, options = group.plans[0], group.effective_kernels(), group.fit_options()
+    first, kernels, box = group.plans[0], group.effective_kernels(), group.box
 
     def error(count: int) -> float:
-        elements = fit_elements(kernels, kernel_count=count, roots=roots, seed=seed, **options)
-        return sum(relative_errors(kernels, *elements, roots=roots, **options))
+        elements = fit_elements(kernels, box, kernel_count=count, roots=roots, seed=seed)
+        return sum(relative_errors(kernels, *elements, box, roots=roots))
 
     return Share(
         cost=first.lines * (len(group.plans) + first.coordinates),
@@ -97,10 +97,10 @@ def least_error(shares: Sequence[Share], limit: int) -> list[int]:
     """
     measured: list[dict[int, float]] = []
     for share in shares:
-        first = range(1, share.most + 1)
+        first = set(range(1, share.most + 1))
         if share.most > ALL_LOOKED_AT:
             first = {1 + round((share.most - 1) * step / (FIRST_LOOKS - 1)) for step in range(FIRST_LOOKS)}
-        measured.append({count: share.error(count) for count in {*first, *share.tried}})
+        measured.append({count: share.error(count) for count in first | set(share.tried)})
     while True:
         curves = [_between(known, share.most) for known, share in zip(measured, shares, strict=True)]
         chosen = allocate([share.cost for share in shares], curves, limit)

@@ -5,7 +5,6 @@ Loading a checkpoint needs these layers too, so nothing here imports a fit.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from ..errors import PlanError
 from ..layers.conv_classes import CONV_CLASSES, PLAIN, Conv, find_form, why_not_replaceable
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..planning.plan import ConversionPlan, LayerPlan, TieGroup, check_plan
+from .boxes import Box, box_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -35,11 +35,11 @@ class LayerGroup:
         """What the old convolutions convolve, (O, I, *kernel size) each."""
         return [(find_form(conv) or PLAIN).effective_weight(conv, conv.weight.detach()) for conv in self.convs]
 
-    def fit_options(self) -> dict[str, Any]:
-        """The arguments of `fit_elements` that say where and how elements of this group lie."""
-        names = {"dilation": "dilation", "size": "dilated_size"}
-        names |= {name: name for name in ("interpolation", "dense_axes")}
-        return {argument: getattr(self.plans[0], name) for argument, name in names.items()}
+    @property
+    def box(self) -> Box:
+        """Where elements of this group are fitted."""
+        first = self.plans[0]
+        return box_of(first.kernel_size, first.dilation, first.dilated_size, first.interpolation, first.dense_axes)
 
     def kernel_errors(self) -> dict[str, float]:
         """|new - old| / |old| for the kernels of each layer, as they are convolved; nothing on the meta device."""

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..layers.elements import largest_elements
 from ..layers.interpolation import find_interpolation
-from .boxes import Box, box_of
+from .boxes import Box
 from .least_squares import fit_lines
 
 STARTS = 4  # the last one beside merged cells, the others beside the largest ones
@@ -25,15 +24,7 @@ Metric = Callable[[Tensor], Tensor]  # indices of lines -> (lines, S, S), by whi
 
 
 def fit_elements(
-    kernels: Sequence[Tensor],
-    *,
-    kernel_count: int,
-    dilation: Sequence[int],
-    size: Sequence[int],
-    interpolation: str = "bilinear",
-    dense_axes: Sequence[int] = (),
-    roots: Tensor | None = None,
-    seed: int = 0,
+    kernels: Sequence[Tensor], box: Box, *, kernel_count: int, roots: Tensor | None = None, seed: int = 0
 ) -> tuple[list[Tensor], Tensor]:
     """Elements whose constructed kernels have the least squared distance to the old ones, summed over the group.
 
@@ -41,20 +32,17 @@ def fit_elements(
     stay where the old kernel was. In no layer is the distance larger than that of the largest elements.
 
     Args:
-        kernels, kernel_count, dilation, size, dense_axes: As for `largest_elements`.
-        interpolation: How an element spreads, with its sigma as it is initially.
+        kernels, kernel_count: As for `largest_elements`.
+        box: Of the kernels. Elements spread with the sigma of its interpolation as it is initially.
         roots: (in_channels, S, S): the error e of a line that sees that channel counts as the squares of e @ root,
-            instead of its own. S are the cells of the group's `box_of`.
+            instead of its own.
         seed: Of the starts beside the grid.
 
     Returns:
         As `largest_elements`.
     """
-    box = box_of(kernels[0].shape[2:], dilation, size, interpolation, dense_axes)
-    largest, grid = largest_elements(
-        kernels, kernel_count=kernel_count, dilation=dilation, size=size, dense_axes=dense_axes
-    )
-    exact = kernel_count >= len(box.cells()) and find_interpolation(interpolation).exact_on_cells
+    largest, grid = box.largest(kernels, kernel_count)
+    exact = kernel_count >= len(box.cells()) and find_interpolation(box.interpolation).exact_on_cells
     if exact or kernels[0].is_meta:
         return largest, grid
     lines = torch.stack([box.lines_of(kernel) for kernel in kernels], dim=1)  # (N, L, S)
@@ -78,18 +66,9 @@ def fit_seed(generator: torch.Generator) -> int:
 
 
 def relative_errors(
-    kernels: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    positions: Tensor,
-    *,
-    dilation: Sequence[int],
-    size: Sequence[int],
-    interpolation: str = "bilinear",
-    dense_axes: Sequence[int] = (),
-    roots: Tensor | None = None,
+    kernels: Sequence[Tensor], weights: Sequence[Tensor], positions: Tensor, box: Box, *, roots: Tensor | None = None
 ) -> list[float]:
     """|new - old| / |old| of each layer's kernels, or with `roots` of what they give; arguments as `fit_elements`."""
-    box = box_of(kernels[0].shape[2:], dilation, size, interpolation, dense_axes)
     lines = torch.stack([box.lines_of(kernel) for kernel in kernels], dim=1)  # (N, L, S)
     metric = _metric(roots, kernels[0], len(lines))
     places, ours = box.places_of(positions.to(lines)), _stacked(weights, lines)
