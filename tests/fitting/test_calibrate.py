@@ -1,7 +1,6 @@
 """A network keeps its outputs for images: each channel's statistics, awkward cases by name, nothing else changed."""
 
 import copy
-from collections import OrderedDict
 
 import pytest
 import timm
@@ -12,7 +11,6 @@ from dcls_convert import DclsConvertError, apply_plan_, calibrate, convert_, fin
 from dcls_convert.checkpoints.stamp import tensors_hash
 from dcls_convert.fitting import warm_start
 from dcls_convert.fitting.images import Calibration
-from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.planning.rules import parse_rules
 
 from ..test_pipeline import assert_unchanged, snapshot
@@ -267,47 +265,3 @@ def test_a_convolution_called_twice_is_calibrated_for_both_and_an_idle_one_fitte
     assert error_of(model, before, images) < 0.7 * error_of(plain, before, images)
     assert torch.equal(model.idle.kernel(), plain.idle.kernel())
     assert all(layer.fit_error < 1 for layer in report.layers)
-
-
-def two_stages():
-    """Kernels of two sizes, and some that few elements hold."""
-    torch.manual_seed(1)
-    stages = [
-        nn.Sequential(*[nn.Conv2d(4, 4, side, padding=side // 2, groups=4, bias=False) for _ in range(2)])
-        for side in (3, 5, 5)
-    ]
-    stages[2][0].weight.data[..., 2:, :] = 0
-    return nn.Sequential(OrderedDict(stem=nn.Conv2d(3, 4, 1), stages=nn.Sequential(*stages))).eval()
-
-
-@pytest.mark.parametrize(
-    ("budget", "tie", "calibrated"), [(60, "stage", False), (100, "none", False), (60, "none", True)]
-)
-def test_scope_error_has_the_least_summed_error_within_the_budget(budget, tie, calibrated):
-    """With images, the error of the outputs."""
-    summed, images = {}, photos(16)
-    for scope in ("model", "stage", "layer", "error"):
-        model = two_stages()
-        with torch.no_grad():
-            before = model(images)
-        given = {"calibration": [images]} if calibrated else {}
-        report = convert_(model, dilated_size=9, budget=budget, scope=scope, tie=tie, input_size=SMALL, **given)
-        assert report.budget.used <= report.budget.limit
-        assert all(layer.tie_group is None or tie == "stage" for layer in report.layers)
-        errors = [layer.fit_error for layer in report.layers]
-        summed[scope] = error_of(model, before, images) if calibrated else sum(errors)
-    assert summed["error"] <= min(summed.values()) * (1 + 1e-5)
-    assert tie == "stage" or summed["error"] < 0.9 * summed["model"]
-
-
-def test_scope_error_needs_kernels_to_fit():
-    model = network()
-    with pytest.raises(DclsConvertError, match="convert_"):
-        plan_conversion(find_convs(model, SMALL), dilated_size=9, scope="error")
-    with pytest.raises(DclsConvertError, match="fitted"):
-        convert_(model, dilated_size=9, scope="error", init="random", input_size=SMALL)
-    with torch.device("meta"):
-        hollow = network()
-    with pytest.raises(DclsConvertError, match="meta"):
-        convert_(hollow, dilated_size=9, scope="error", input_size=SMALL)
-    assert not any(isinstance(module, DclsConvNd) for module in model.modules())
