@@ -323,7 +323,6 @@ def test_stages_may_differ_in_their_counts(states):
 
 FIRST = "stages.0.blocks.0.conv_dw"  # 24 channels, alone in its stage
 PAIR = "stages.1.0.dwconv"  # in the original naming, with another one in its stage
-STEM = "downsample_layers.0.0"
 ELEMENTS = [f"stages.{stage}.{block}.dwconv.P" for stage, depth in enumerate(DEPTHS) for block in range(depth)]
 
 
@@ -358,11 +357,6 @@ REFUSED = {  # what becomes of the file, further options, and what the line says
         "",
         "has elements for head.fc, which would not be converted: the model has no such convolution",
     ),
-    "P for what is not converted": (
-        lambda state: state | {f"{STEM}.P": torch.zeros(2, 3, 1, 5), f"{STEM}.weight": torch.ones(3, 1, 5)},
-        "",
-        "has elements for stem.0, which would not be converted: ",
-    ),
     "other counts in a stage": (
         lambda state: shortened(state, PAIR, 4),
         "",
@@ -381,14 +375,8 @@ REFUSED = {  # what becomes of the file, further options, and what the line says
         "",
         "conv_dw.P has shape (2, 32, 1, 4), which does not fit its weight (32, 1, 5)",
     ),
-    "P of three axes": (
-        changed(f"{PAIR}.P", lambda places: places[[0, 0, 1]]),
-        "",
-        "conv_dw.P has shape (3, 32, 1, 5), the model needs (2, 32, 1, 5)",
-    ),
     "P not finite": (changed(f"{PAIR}.P", lambda places: places * float("nan")), "", "conv_dw.P must be finite"),
     "weight of integers": (changed(f"{PAIR}.weight", torch.Tensor.int), "", "conv_dw.weight must be finite floating"),
-    "no elements": (lambda state: shortened(state, PAIR, 0), "", "which does not fit its weight (32, 1, 0)"),
     "one missing": (without("stages.0.0.gamma"), "", "does not fit the model: it lacks stages.0.blocks.0.gamma"),
     "one too many": (lambda state: state | {"stages.0.0.SIG": torch.zeros(1)}, "", "SIG too many"),
     "outside of the window": (
@@ -407,9 +395,7 @@ REFUSED = {  # what becomes of the file, further options, and what the line says
     ),
     "another count": (dict, "--kernel-count 6", "5 in a kernel; leave kernel count"),
     "a budget and a scope": (dict, "--budget 90 --scope stage", "elements of its own", "leave scope and budget"),
-    "random elements": (dict, "--init random", "leave --init random"),
     "a spread is asked for": (dict, "--interpolation gaussian", "has no SIG", "bilinear, not gaussian"),
-    "another model": (dict, "--in-chans 4 --input-size 4x64x64", "stem.0.weight has shape (24, 3, 4, 4)"),
     "other elements in a rule": (
         dict,
         "--rules other.yaml",

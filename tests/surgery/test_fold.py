@@ -103,16 +103,6 @@ def test_folding_and_a_folded_plan_keep_outputs_and_books(dims, tie, interpolati
     assert report.macs == predict_report(plan).macs
 
 
-def test_a_folded_plan_works_on_the_meta_device():
-    _, plan = tiny()
-    with torch.device("meta"):
-        model = timm.create_model(TINY)
-    apply_plan_(model, replace(plan, folded=True))
-    assert not any(isinstance(module, DclsConvNd) for module in model.modules())
-    assert model.stages[0].blocks[0].conv_dw.weight.shape == (24, 1, 9, 9)
-    assert all(p.is_meta for p in model.parameters())
-
-
 def test_timms_saver_writes_a_folded_model_that_timm_loads(tmp_path):
     model, _ = tiny()
     expected = outputs(model)
@@ -183,7 +173,6 @@ def test_a_part_copied_alone_folds_itself_alone():
     assert sum(isinstance(module, DclsConvNd) for module in model.modules()) == 9
 
 
-@pytest.mark.slow
 def test_timm_fuses_the_rest_of_its_own_models_too():
     model = timm.create_model("repvgg_a0")
     convert_(model, dilated_size=7, input_size=IMAGE, init="random")
@@ -197,34 +186,6 @@ def test_timm_fuses_the_rest_of_its_own_models_too():
 
 def depthwise():
     return nn.Conv2d(3, 3, 3, padding=1, groups=3)
-
-
-class Fusable(nn.Sequential):
-    """A convolution and its scale, which timm's function fuses by a method of the class."""
-
-    def __init__(self):
-        super().__init__(depthwise(), depthwise())
-        self.scale = 1.0
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
-
-    def fuse(self):
-        last = copy.deepcopy(self[1])
-        last.weight.data *= self.scale  # of a kernel; of a few elements it would be so too, but not their shape
-        last.bias.data *= self.scale
-        assert type(last) is nn.Conv2d
-        return nn.Sequential(self[0], last)
-
-
-def test_a_fuse_of_the_class_gets_plain_convolutions():
-    model = nn.Sequential(Fusable(), Fusable()).double()
-    model[1].scale = 3.0
-    convert_(model, dilated_size=5, input_size=IMAGE)
-    expected = outputs(trained(model))
-    folded = reparameterize_model(model)
-    assert not any(isinstance(module, Fusable) for module in folded.modules())
-    assert relative_error(expected, outputs(folded)) < FLOAT64_ERROR
 
 
 def test_positions_tied_across_the_models_children_go_with_the_last_layer():

@@ -92,6 +92,17 @@ def test_an_unknown_way_to_start_is_refused_and_the_model_unchanged(options):
     refused(model, plan_of(model), PlanError, match="must be one of", **options)
 
 
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_failure_after_the_layers_are_in_place_takes_them_out_again(calibrated, monkeypatch):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dcls_convert.surgery.place.spare_from_decay_", fail)
+    model = Net()
+    images = [torch.randn(2, *IMAGE, generator=torch.Generator().manual_seed(0))] if calibrated else None
+    refused(model, plan_of(model), KeyboardInterrupt, calibration=images)
+
+
 @pytest.mark.parametrize(
     ("change", "model"),
     [(convert_, depthwise()), (fold_to_dense_, DclsConv2d(4, 4, kernel_count=3, dilated_kernel_size=7))],
