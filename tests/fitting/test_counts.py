@@ -64,6 +64,11 @@ def test_no_counts_that_were_tried_are_better(groups, data):
     assert total <= sum(share.error(count) for share, count in zip(shares, tried, strict=True)) + 1e-12
 
 
+def test_a_count_that_was_tried_is_considered_between_those_that_are_measured_first():
+    share = Share(cost=1, most=40, tried={7}, error=lambda count: 0.0 if count == 7 else 0.3)
+    assert least_error([share], 40) == [7]
+
+
 # In a model.
 
 

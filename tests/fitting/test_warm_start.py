@@ -118,6 +118,17 @@ def test_smooth_kernels_are_fitted_much_better_than_by_their_largest_cells():
     assert sum(fitted) < 0.2 * sum(distances(kernels, *box.largest(kernels, 34), box))
 
 
+@pytest.mark.parametrize(("count", "seed"), [(3, 0), (5, 0), (5, 4), (7, 0)])
+def test_a_layer_of_small_weights_is_not_lost_for_the_sum(count, seed):
+    """Where the fit of both layers together would leave it worse than its largest cells."""
+    generator = torch.Generator().manual_seed(seed)
+    kernels = [scale * torch.randn(1, 1, 3, 3, generator=generator) for scale in (1, 0.01)]
+    box = box_of((3, 3), (1, 1), (7, 7), "bilinear")
+    fitted = distances(kernels, *fit_elements(kernels, box, kernel_count=count), box)
+    largest = distances(kernels, *box.largest(kernels, count), box)
+    assert all(near <= far * (1 + 1e-6) for near, far in zip(fitted, largest, strict=True))
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e15])
 def test_the_scale_of_the_kernels_does_not_matter(scale):
     case = CASES["dense 3x3"]
