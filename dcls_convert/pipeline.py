@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from .depthwise.geometry import size_text
 from .errors import CheckpointError, PlanError, listed, shown
+from .fitting.counts import counts_by_error
+from .fitting.groups import make_layers
 from .fitting.images import Calibration, Images, calibrate
+from .fitting.warm_start import fit_seed
 from .networks.outputs import relative_distance, same_top1
 from .networks.running import evaluating, reproducible, run, unchanged_on_failure
 from .networks.sites import ModelConvs, find_convs
@@ -50,9 +53,7 @@ from .planning.planner import make_plan
 from .progress import SECONDS_UNSEEN, Notify, is_watched, show_progress, silent
 from .reports.report import ConversionReport, Outcome, measure_report, predict_report
 from .surgery.authors import RELEASED_VERSION, AuthorsWeights, element_state, sort_weights, start_from_authors_
-from .surgery.counts import counts_by_error
-from .surgery.place import make_layers
-from .surgery.start import apply_plan_, fit_seed
+from .surgery.start import apply_plan_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

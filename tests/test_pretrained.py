@@ -40,8 +40,8 @@ def converted(fold):
     from pretrained import Row, convert
 
     exact = copy.deepcopy(fold.network)
-    found = {start: convert(fold, Row(start=start)) for start in STARTS if start != "exact"}
-    return found | {"exact": (exact, dcls_convert.convert_(exact, dilated_size=9, init="exact"))}
+    others = {start: convert(fold, Row(start=start)) for start in STARTS if start != "exact"}
+    return others | {"exact": (exact, dcls_convert.convert_(exact, dilated_size=9, init="exact"))}
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,3 @@ def test_a_saved_network_gives_the_same_outputs(lite0, fold, converted, tmp_path
     folder = dcls_convert.save_converted(model, report.plan, tmp_path / "saved")
     again = dcls_convert.load_converted(folder).eval()
     torch.testing.assert_close(lite0.logits(again, fold.tests), lite0.logits(model, fold.tests), rtol=0, atol=0)
-
-
-def test_the_halves_have_no_photograph_in_common(lite0):
-    first, second = (lite0.photographs(half) for half in range(2))
-    assert not first.keys() & second.keys()
-    assert len(first) == len(second)

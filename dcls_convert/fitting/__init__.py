@@ -1,4 +1,5 @@
-"""Values for new layers from old kernels: elements closest to kernels, least squares, calibration with images.
+"""Values for new layers from old kernels: elements closest to kernels, least squares, calibration with images, counts.
 
-Gives tensors and changes nothing. Loading a checkpoint imports nothing from here.
+Gives values to layers that are in no model yet. Loading a checkpoint imports `groups` and `boxes` alone, and fits
+nothing.
 """

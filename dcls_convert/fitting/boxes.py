@@ -5,6 +5,7 @@ along the learnt axes, E elements, A learnt axes. A line is one kernel along the
 has S cells.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -14,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ..depthwise.geometry import extent, grid_positions
-from ..layers.elements import cells_last
+from ..layers.elements import cells_last, largest_elements
 from ..layers.interpolation import find_interpolation, learnt_axes
-from .least_squares import spread
 
 SPREAD_MARGIN = 3  # cells: six sigma of a Gaussian element as it starts
 
@@ -25,12 +25,22 @@ SPREAD_MARGIN = 3  # cells: six sigma of a Gaussian element as it starts
 class Box:
     """An old kernel's extent along the learnt axes, with a margin where elements spread beyond their neighbours."""
 
+    dilation: tuple[int, ...]  # of the old convolution, and what it becomes
+    size: tuple[int, ...]
+    interpolation: str
+    dense_axes: tuple[int, ...]
     axes: tuple[int, ...]  # the learnt ones among the spatial axes
     sides: tuple[int, ...]  # in cells, of each learnt axis
     origin: tuple[int, ...]  # of the first cell, from the window's centre
     kernel_size: tuple[int, ...]  # of the old kernel along the learnt axes
     spacing: tuple[int, ...]  # of its cells
-    interpolation: str
+
+    def largest(
+        self, kernels: Sequence[Tensor], kernel_count: int, *, effective: Sequence[Tensor] | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """As `largest_elements`."""
+        kept = {"dilation": self.dilation, "size": self.size, "dense_axes": self.dense_axes}
+        return largest_elements(kernels, kernel_count=kernel_count, effective=effective, **kept)
 
     def cells(self) -> Tensor:
         """(K, A): where the cells of the old kernel lie in the box."""
@@ -51,9 +61,14 @@ class Box:
         """How an element spreads along an axis, and the derivative by its place: (N, E) -> (N, E, side) each."""
         return find_interpolation(self.interpolation).footprint(places, side)
 
-    def kernels(self, places: Tensor, weights: Tensor) -> Tensor:
-        """Places (N, E, A) and weights (N, L, E) -> (N, L, S)."""
-        return weights @ spread([self.profile(places[..., axis], side)[0] for axis, side in enumerate(self.sides)])
+    def footprint(self, places: Tensor) -> Tensor:
+        """How elements spread over the box: (N, E, A) -> (N, E, S)."""
+        return spread([self.profile(places[..., axis], side)[0] for axis, side in enumerate(self.sides)])
+
+    def places_of(self, positions: Tensor) -> Tensor:
+        """(A, O, I, *D, E) from the window's centre -> (N, E, A), from the first cell of the box."""
+        places = positions.flatten(1, -2).movedim(0, -1)
+        return places - places.new_tensor(self.origin)
 
 
 def box_of(
@@ -71,10 +86,18 @@ def box_of(
     margins = [min(most, (side - inner) // 2) for side, inner in zip(window, extents, strict=True)]
     firsts = [cells[0] for cells in map(grid_positions, old, spacing, window)]
     return Box(
+        dilation=tuple(dilation),
+        size=tuple(size),
+        interpolation=interpolation,
+        dense_axes=tuple(dense_axes),
         axes=tuple(axes),
         sides=tuple(side + 2 * margin for side, margin in zip(extents, margins, strict=True)),
         origin=tuple(first - margin for first, margin in zip(firsts, margins, strict=True)),
         kernel_size=tuple(old),
         spacing=tuple(spacing),
-        interpolation=interpolation,
     )
+
+
+def spread(profiles: Sequence[Tensor]) -> Tensor:
+    """How elements spread over a box, from their profiles along its axes: (N, E, side) each -> (N, E, S)."""
+    return functools.reduce(lambda flat, other: (flat.unsqueeze(-1) * other.unsqueeze(-2)).flatten(-2), profiles)

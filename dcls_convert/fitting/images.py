@@ -58,21 +58,22 @@ def calibrate(
         return images
     if isinstance(images, str | Path):
         check_images(Path(images))
-        read = read_images(Path(images), model, plan.input_size, note)
-        held = read[HELD_OUT - 1 :: HELD_OUT] or read[1:2]
-        fitted = [image for image in read if all(image is not other for other in held)]
-        found = Calibration(batches=_batches(fitted), held_out=_batches(held))
+        pictures = read_images(Path(images), model, plan.input_size, note)
+        every = slice(HELD_OUT - 1, None, HELD_OUT) if len(pictures) >= HELD_OUT else slice(1, 2)
+        held = pictures[every]
+        del pictures[every]
+        calibration = Calibration(batches=_batches(pictures), held_out=_batches(held))
     else:
-        found = Calibration(batches=tuple(batch for batch in images if len(batch)))
-    if not len(found):
+        calibration = Calibration(batches=tuple(batch for batch in images if len(batch)))
+    if not len(calibration):
         raise DclsConvertError(f"calibration: there are no images in {shown(images)}")
-    if not all(bool(batch.isfinite().all()) for batch in found.batches):
+    if not all(bool(batch.isfinite().all()) for batch in calibration.batches):
         raise DclsConvertError("calibration: the images have values that are not finite (NaN or infinite)")
-    return found
+    return calibration
 
 
-def _batches(images: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(torch.stack(list(images[first : first + BATCH])) for first in range(0, len(images), BATCH))
+def _batches(images: list[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(torch.stack(images[first : first + BATCH]) for first in range(0, len(images), BATCH))
 
 
 def read_images(

@@ -8,7 +8,6 @@ Nothing here knows of networks: a line is one kernel of the group, seen in a box
 Axes: N lines, L layers, E elements, A axes, S cells of the box, flat.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from ..networks.running import in_parallel
 from .batches import joined, last_summed, like, lines_innermost, product, solved
+from .boxes import spread
 
 # How much of an element at a place (N, E) lies in each cell of an axis, (N, E, cells), and the derivative by the place.
 Profile = Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -218,8 +218,3 @@ def _footprint(places: Tensor, sides: Sequence[int], profile: Profile) -> tuple[
     values, slopes = ([like(places, part) for part in parts] for parts in zip(*profiles, strict=True))
     sloping = [spread([*values[:axis], slope, *values[axis + 1 :]]) for axis, slope in enumerate(slopes)]
     return spread(values), joined(sloping, 1)
-
-
-def spread(profiles: Sequence[Tensor]) -> Tensor:
-    """How elements spread over a box, from their profiles along its axes: (N, E, side) each -> (N, E, S)."""
-    return functools.reduce(lambda flat, other: (flat.unsqueeze(-1) * other.unsqueeze(-2)).flatten(-2), profiles)

@@ -9,7 +9,6 @@ of the dense axes), S cells of the box in which a line is fitted, P places, E el
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from ..errors import DclsConvertError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.running import in_parallel
 from .boxes import Box
-from .least_squares import spread
 
 DAMPING = 1e-2  # share of an input's energy; keeps a kernel close to the old one where the images have no energy
 LEAST_ENERGY = 1e-3  # share of the mean energy of all inputs that each of them counts with at least
@@ -28,6 +26,10 @@ MOST_STEPS, LEAST_RESIDUAL = 30, 1e-4  # of conjugate gradients
 FLOATS_AT_ONCE = 1 << 20  # of patches; larger tensors would cost as much to get from the system as to fill
 LEAST_PARTS = 16  # of a layer's groups, for as many processors
 ROWS_AT_ONCE = 256  # of the product of one large matrix
+
+# What some groups see of an image: a view of its patches, their shape (G, R * S, P) with -1 for G, and the wanted
+# outputs (G * Q, P).
+Part = tuple[Tensor, tuple[int, int, int], Tensor | None]
 
 
 class Moments:
@@ -48,22 +50,21 @@ class Moments:
 
     def add(self, input: Tensor, wanted: Tensor | None = None) -> None:
         """Add what the layer sees in a batch, (N, in_channels, *spatial), and the outputs that are wanted there."""
-        batched = input.dim() == self.layer.dims + 2
-        padded = self.layer.padded(input.detach() if batched else input.detach().unsqueeze(0))
-        targets = None if wanted is None else wanted.detach() if batched else wanted.detach().unsqueeze(0)
-        for index, image in enumerate(padded):
-            parts = self._groups(image, None if targets is None else targets[index])
+        if input.dim() < self.layer.dims + 2:  # one image without the axis of a batch
+            input, wanted = input.unsqueeze(0), None if wanted is None else wanted.unsqueeze(0)
+        for index, image in enumerate(self.layer.padded(input.detach())):
+            parts = self.parts(image, None if wanted is None else wanted[index].detach())
             sums = [torch.cat(part) for part in zip(*in_parallel(_sums, parts, image.device), strict=True)]
             self.sums = [old.add_(new) for old, new in zip(self.sums, sums, strict=True)] if self.sums else sums
+            self.places += parts[0][1][-1]
 
-    def _groups(self, image: Tensor, target: Tensor | None) -> list["_Part"]:
-        """All groups, some at a time; which ones depends on no number of threads, and so no sum does."""
+    def parts(self, image: Tensor, wanted: Tensor | None = None) -> list[Part]:
+        """All groups of a padded image, some at a time; which ones depends on no number of threads, so no sum does."""
         layer, dims = self.layer, self.layer.dims
         patches = image
         for axis in range(dims):
             patches = patches.unfold(1 + axis, layer.kernel_size[axis], layer.stride[axis])
         places = math.prod(patches.shape[1 : 1 + dims])
-        self.places += places
         for axis, first, side in zip(self.box.axes, self.box.origin, self.box.sides, strict=True):
             patches = patches.narrow(1 + dims + axis, first + layer.kernel_size[axis] // 2, side)
         window = [1 + dims + axis for axis in (*layer.dense_axes, *self.box.axes)]
@@ -71,12 +72,12 @@ class Moments:
         channels = max(1, layer.in_channels // self.groups)  # of the smallest part
         most = -(-layer.in_channels // (channels * LEAST_PARTS))
         step = channels * max(1, min(most, FLOATS_AT_ONCE // max(1, channels * patches[0].numel())))
-        length = self.rows * math.prod(self.box.sides) // self.groups  # R * S
-        parts = []
+        shape = (-1, self.rows * math.prod(self.box.sides) // self.groups, places)
+        parts: list[Part] = []
         for first in range(0, layer.in_channels, step):
             outputs = slice(*(end * layer.out_channels // layer.in_channels for end in (first, first + step)))
-            wanted = None if target is None else target[outputs].flatten(1)
-            parts.append(_Part(patches=patches[first : first + step], shape=(-1, length, places), wanted=wanted))
+            own = None if wanted is None else wanted[outputs].flatten(1)
+            parts.append((patches[first : first + step], shape, own))
         return parts
 
     def check(self, name: str) -> None:
@@ -96,63 +97,41 @@ class Moments:
         least = energy.mean() * LEAST_ENERGY + 1e-12
         return DAMPING * energy.maximum(least).repeat_interleave(cells, dim=1)
 
-    def by_channel(self) -> Tensor:
-        """(in_channels, S, S): what an error of a line does to the outputs is error @ this @ error."""
-        covariance = self.covariance()
-        covariance.diagonal(dim1=1, dim2=2).add_(self.penalty(covariance))
-        return covariance.reshape(self.layer.in_channels, -1, *covariance.shape[1:]).mean(1)
-
 
 def shared_roots(moments: Sequence[Moments]) -> Tensor | None:
-    """What layers of the same form see, not joint, as roots for `fit_elements`; None where none of them sees anything.
+    """What layers of the same form see, not joint, as roots (in_channels, S, S) for `fit_elements`.
 
-    The mean over layers, of which each counts alike: roots for each alone would cost as many fits, and kept outputs no
-    closer.
+    None where none of them sees anything. The mean over layers, of which each counts alike: roots for each alone would
+    cost as many fits, and kept outputs no closer.
     """
-    seen = [layer.by_channel() for layer in moments if layer.places]
+    seen = []
+    for alone in moments:
+        if alone.places:
+            covariance = alone.covariance()
+            covariance.diagonal(dim1=1, dim2=2).add_(alone.penalty(covariance))
+            matrix = covariance.reshape(alone.layer.in_channels, -1, *covariance.shape[1:]).mean(1)
+            seen.append(matrix / matrix.diagonal(dim1=1, dim2=2).mean())
     if not seen:
         return None
-    energies = [matrix.diagonal(dim1=1, dim2=2).mean() for matrix in seen]
-    values, vectors = torch.linalg.eigh(
-        torch.stack([matrix / energy for matrix, energy in zip(seen, energies, strict=True)]).mean(0)
-    )
+    values, vectors = torch.linalg.eigh(torch.stack(seen).mean(0))
     return torch.mul(vectors, values.clamp(min=0).sqrt().unsqueeze(-2)).float()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """What some groups see of an image."""
-
-    patches: Tensor  # a view of the image, of all places
-    shape: tuple[int, int, int]  # (G, R * S, P), with -1 for G
-    wanted: Tensor | None  # (G * Q, P)
-
-
-def _sums(part: _Part) -> list[Tensor]:
-    patches = part.patches.double().reshape(part.shape)
-    sums = [patches.sum(-1), _squared(patches)]
-    if part.wanted is None:
-        return sums
-    wanted = part.wanted.double().reshape(len(patches), -1, part.shape[-1])
-    return [*sums, wanted.sum(-1), wanted @ patches.mT, wanted.square().sum(-1)]
-
-
-def _squared(patches: Tensor) -> Tensor:
-    """patches @ patches.mT, of one large group in blocks of rows."""
+def _sums(part: Part) -> list[Tensor]:
+    seen, shape, wanted = part
+    patches = seen.double().reshape(shape)
     blocks = torch.split(patches, ROWS_AT_ONCE, dim=1) if len(patches) == 1 else [patches]
-    return torch.cat(in_parallel(lambda rows: rows @ patches.mT, blocks, patches.device), dim=1)
+    squares = in_parallel(lambda rows: rows @ patches.mT, blocks, patches.device)
+    sums = [patches.sum(-1), torch.cat(squares, dim=1)]
+    if wanted is None:
+        return sums
+    targets = wanted.double().reshape(len(patches), -1, shape[-1])
+    return [*sums, targets.sum(-1), targets @ patches.mT, targets.square().sum(-1)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Solution:
-    """What a layer should hold to give the wanted outputs."""
-
-    weights: Tensor  # (N, E); each output channel has the wanted variance
-    means: Tensor  # (O,), to add to the outputs, so that each channel has the wanted mean
-    error: float  # |new - wanted| / |wanted| of the outputs without their means
-
-
-def best_weights(moments: Moments, places: Tensor, old: Tensor, start: Tensor, *, fixed: bool = False) -> Solution:
+def best_weights(
+    moments: Moments, places: Tensor, old: Tensor, start: Tensor, *, fixed: bool = False
+) -> tuple[Tensor, Tensor]:
     """The weights of elements at given places for outputs that are close to the wanted ones.
 
     Args:
@@ -161,14 +140,18 @@ def best_weights(moments: Moments, places: Tensor, old: Tensor, start: Tensor, *
         old: (N, S), the old kernel in its box; the new one stays close to it where the images have no energy.
         start: (N, E), weights to go on from.
         fixed: Leave the weights as they are.
+
+    Returns:
+        The weights (N, E), by which each output channel has the wanted variance; and the means (O,) to add to the
+        outputs, so that each channel has the wanted mean.
     """
-    box, places, old, start = moments.box, places.double(), old.double(), start.double()
+    places, old, start = places.double(), old.double(), start.double()
     covariance = moments.covariance()
     groups, length, _ = covariance.shape
     mean_x, mean_y = moments.sums[0] / moments.places, moments.sums[2] / moments.places
     cross = moments.sums[3] / moments.places - mean_y.unsqueeze(2) * mean_x.unsqueeze(1)  # (G, Q, R * S)
     penalty = moments.penalty(covariance)
-    footprint = spread([box.profile(places[..., axis], side)[0] for axis, side in enumerate(box.sides)])  # (N, E, S)
+    footprint = moments.box.footprint(places)  # (N, E, S)
     goal = cross + old.reshape(groups, -1, length) * penalty.unsqueeze(1)
     damped = covariance.diagonal_scatter(covariance.diagonal(dim1=1, dim2=2) + penalty, dim1=1, dim2=2)
     weights = start if fixed else _solved(damped, footprint, goal, start)
@@ -178,12 +161,8 @@ def best_weights(moments: Moments, places: Tensor, old: Tensor, start: Tensor, *
     least = torch.finfo(torch.float32).eps * wanted.mean()
     scale = torch.where((wanted > least) & (variance > least), (wanted / variance.clamp(min=least)).sqrt(), 1.0)
     scale = torch.ones_like(scale) if fixed else scale.clamp(1 / MOST_SCALE, MOST_SCALE)
-    left = wanted - 2 * scale * (kernel * cross).sum(-1) + scale.square() * variance
-    return Solution(
-        weights=weights * scale.flatten().repeat_interleave(len(weights) // scale.numel()).unsqueeze(1),
-        means=(mean_y - scale * (kernel @ mean_x.unsqueeze(2)).squeeze(2)).flatten(),
-        error=math.sqrt(max(float(left.sum()), 0.0) / total) if (total := float(wanted.sum())) else 0.0,
-    )
+    weights = weights * scale.flatten().repeat_interleave(len(weights) // scale.numel()).unsqueeze(1)
+    return weights, (mean_y - scale * (kernel @ mean_x.unsqueeze(2)).squeeze(2)).flatten()
 
 
 def _solved(matrix: Tensor, footprint: Tensor, goal: Tensor, start: Tensor) -> Tensor:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..layers.elements import largest_elements
 from ..layers.interpolation import find_interpolation
-from .boxes import Box, box_of
+from .boxes import Box
 from .least_squares import fit_lines
 
 STARTS = 4  # the last one beside merged cells, the others beside the largest ones
@@ -25,15 +24,7 @@ Metric = Callable[[Tensor], Tensor]  # indices of lines -> (lines, S, S), by whi
 
 
 def fit_elements(
-    kernels: Sequence[Tensor],
-    *,
-    kernel_count: int,
-    dilation: Sequence[int],
-    size: Sequence[int],
-    interpolation: str = "bilinear",
-    dense_axes: Sequence[int] = (),
-    roots: Tensor | None = None,
-    seed: int = 0,
+    kernels: Sequence[Tensor], box: Box, *, kernel_count: int, roots: Tensor | None = None, seed: int = 0
 ) -> tuple[list[Tensor], Tensor]:
     """Elements whose constructed kernels have the least squared distance to the old ones, summed over the group.
 
@@ -41,19 +32,17 @@ def fit_elements(
     stay where the old kernel was. In no layer is the distance larger than that of the largest elements.
 
     Args:
-        kernels, kernel_count, dilation, size, dense_axes: As for `largest_elements`.
-        interpolation: How an element spreads, with its sigma as it is initially.
+        kernels, kernel_count: As for `largest_elements`.
+        box: Of the kernels. Elements spread with the sigma of its interpolation as it is initially.
         roots: (in_channels, S, S): the error e of a line that sees that channel counts as the squares of e @ root,
-            instead of its own. S are the cells of the group's `box_of`.
+            instead of its own.
         seed: Of the starts beside the grid.
 
     Returns:
         As `largest_elements`.
     """
-    kept = {"kernel_count": kernel_count, "dilation": dilation, "size": size, "dense_axes": dense_axes}
-    largest, grid = largest_elements(kernels, **kept)  # type: ignore[arg-type]
-    box = box_of(kernels[0].shape[2:], dilation, size, interpolation, dense_axes)
-    exact = kernel_count >= len(box.cells()) and find_interpolation(interpolation).exact_on_cells
+    largest, grid = box.largest(kernels, kernel_count)
+    exact = kernel_count >= len(box.cells()) and find_interpolation(box.interpolation).exact_on_cells
     if exact or kernels[0].is_meta:
         return largest, grid
     lines = torch.stack([box.lines_of(kernel) for kernel in kernels], dim=1)  # (N, L, S)
@@ -61,10 +50,7 @@ def fit_elements(
     scale = torch.where(scale > 0, scale, 1.0)  # of each line, so that squares neither vanish nor overflow
     lines = lines / scale
     metric = _metric(roots, kernels[0], len(lines))
-    fallback = _Elements(
-        places=grid.flatten(1, -2).movedim(0, -1).to(lines) - lines.new_tensor(box.origin),
-        weights=torch.stack([weight.flatten(0, -2) for weight in largest], dim=1).to(lines) / scale,
-    )
+    fallback = _Elements(places=box.places_of(grid.to(lines)), weights=_stacked(largest, lines) / scale)
     fitted = _fitted(lines, fallback, box, metric, torch.Generator().manual_seed(seed))
     best = _no_layer_worse(lines, fitted, fallback, box, metric, scale)
     positions = (best.places + lines.new_tensor(box.origin)).movedim(-1, 0).reshape(grid.shape).to(grid)
@@ -74,28 +60,28 @@ def fit_elements(
     return weights, positions
 
 
+def fit_seed(generator: torch.Generator) -> int:
+    """The seed of every fit of a conversion: one for all, so that none depends on the others."""
+    return int(torch.randint(2**62, (), generator=generator, device="cpu"))
+
+
 def relative_errors(
-    kernels: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    positions: Tensor,
-    *,
-    dilation: Sequence[int],
-    size: Sequence[int],
-    interpolation: str = "bilinear",
-    dense_axes: Sequence[int] = (),
-    roots: Tensor | None = None,
+    kernels: Sequence[Tensor], weights: Sequence[Tensor], positions: Tensor, box: Box, *, roots: Tensor | None = None
 ) -> list[float]:
     """|new - old| / |old| of each layer's kernels, or with `roots` of what they give; arguments as `fit_elements`."""
-    box = box_of(kernels[0].shape[2:], dilation, size, interpolation, dense_axes)
     lines = torch.stack([box.lines_of(kernel) for kernel in kernels], dim=1)  # (N, L, S)
     metric = _metric(roots, kernels[0], len(lines))
-    places = positions.flatten(1, -2).movedim(0, -1).to(lines) - lines.new_tensor(box.origin)
-    found = torch.stack([weight.flatten(0, -2) for weight in weights], dim=1).to(lines)
+    places, ours = box.places_of(positions.to(lines)), _stacked(weights, lines)
     left, whole = (
         _errors(lines, _Elements(places=places, weights=part), box, metric).sum(0)
-        for part in (found, torch.zeros_like(found))
+        for part in (ours, torch.zeros_like(ours))
     )
     return [math.sqrt(part / of) if of else 0.0 for part, of in zip(left.tolist(), whole.tolist(), strict=True)]
+
+
+def _stacked(weights: Sequence[Tensor], lines: Tensor) -> Tensor:
+    """Each layer's (O, I, *D, E) -> (N, L, E), as precise as the lines."""
+    return torch.stack([weight.flatten(0, -2) for weight in weights], dim=1).to(lines)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,7 +192,7 @@ def _errors(lines: Tensor, elements: _Elements, box: Box, metric: Metric | None)
     parts = []
     at_once = _lines_at_once(elements, box)
     for chunk in torch.split(torch.arange(len(lines), device=lines.device), at_once):
-        error = (lines[chunk] - box.kernels(elements.places[chunk], elements.weights[chunk])).double()
+        error = (lines[chunk] - elements.weights[chunk] @ box.footprint(elements.places[chunk])).double()
         if metric is not None:
             error = error @ metric(chunk).double()
         parts.append(error.square().sum(-1))

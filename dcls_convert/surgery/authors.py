@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from ..depthwise.geometry import size_text
 from ..errors import CheckpointError
+from ..fitting.groups import make_layers
 from ..layers.conv_classes import find_form
 from ..layers.interpolation import find_interpolation, spread_sum
 from ..networks.weights import load_weights_, not_finite
 from ..options import AuthorsVersion
 from ..planning.plan import ConversionPlan, LayerCounts, LayerPlan
-from .place import make_layers, put_layers_
+from .place import put_layers_
 
 # The entries of one of their layers, beside its bias.
 _WEIGHT, _POSITIONS, _SIGMA = "weight", "P", "SIG"
@@ -75,25 +76,21 @@ def sort_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | No
         if f"{name}.{_WEIGHT}" not in state:
             raise CheckpointError(f"{where}: has {name}.{_POSITIONS}, but no {name}.{_WEIGHT}")
         weight, positions = rest.pop(f"{name}.{_WEIGHT}"), rest.pop(f"{name}.{_POSITIONS}")
-        sigma = rest.pop(f"{name}.{_SIGMA}", None)
+        sigma, shape = rest.pop(f"{name}.{_SIGMA}", None), weight.shape
         for entry, tensor in [(_WEIGHT, weight), (_POSITIONS, positions), (_SIGMA, sigma)]:
             if tensor is None:
                 continue
-            if entry != _WEIGHT:
-                _check_shape(tensor, weight, f"{where}: {name}.{entry}")
+            fits = len(shape) == 3 and min(shape) > 0 and tensor.shape[1:] == shape and tensor.shape[0] in _AXES
+            if entry != _WEIGHT and not fits:
+                raise CheckpointError(
+                    f"{where}: {name}.{entry} has shape {tuple(tensor.shape)}, which does not fit its weight "
+                    f"{tuple(shape)}; with a weight (out, in/groups, count) it must be (1 to 3 axes, out, in/groups, "
+                    "count)"
+                )
             if not tensor.is_floating_point() or not_finite(name, tensor, mask=False):
                 raise CheckpointError(f"{where}: {name}.{entry} must be finite floating-point numbers")
         layers[name] = AuthorsLayer(weight=weight, positions=positions, sigma=sigma)
     return AuthorsWeights(where=where, layers=layers, rest=rest)
-
-
-def _check_shape(tensor: Tensor, weight: Tensor, what: str) -> None:
-    belong = weight.dim() == 3 and weight.numel() > 0 and tensor.shape[1:] == weight.shape
-    if not belong or tensor.shape[0] not in _AXES:
-        raise CheckpointError(
-            f"{what} has shape {tuple(tensor.shape)}, which does not fit its weight {tuple(weight.shape)}; with a "
-            "weight (out, in/groups, count) it must be (1 to 3 axes, out, in/groups, count)"
-        )
 
 
 def start_from_authors_(
@@ -172,25 +169,21 @@ def element_state(
 
 def _matching(layer: LayerPlan, weights: AuthorsWeights) -> AuthorsLayer:
     """The file's layer for one of the plan, with the sigma and the shape that the plan needs."""
-    found = next((weights.layers[name] for name in layer.names if name in weights.layers), None)
-    if found is None:
+    theirs = next((weights.layers[name] for name in layer.names if name in weights.layers), None)
+    if theirs is None:
         raise CheckpointError(f"{weights.where}: has no elements for {layer.name}, which is to be converted")
-    with_sigma = found.sigma is not None
-    if with_sigma != find_interpolation(layer.interpolation).has_sigma:
+    if (theirs.sigma is not None) != find_interpolation(layer.interpolation).has_sigma:
+        allowed = f"no {_SIGMA}, so its interpolation is bilinear, not {layer.interpolation}"
+        if theirs.sigma is not None:
+            allowed = f"a {_SIGMA}, so its interpolation is triangle (their version max) or gaussian (gauss), which "
+            allowed += "the file does not say; use --interpolation"
+        raise CheckpointError(f"{weights.where}: {layer.name} has {allowed}")
+    if tuple(theirs.positions.shape) != layer.position_shape:
         raise CheckpointError(
-            f"{weights.where}: {layer.name} has {'a' if with_sigma else 'no'} {_SIGMA}, so its interpolation is "
-            + (
-                "triangle (their version max) or gaussian (gauss), which the file does not say; use --interpolation"
-                if with_sigma
-                else f"bilinear, not {layer.interpolation}"
-            )
-        )
-    if tuple(found.positions.shape) != layer.position_shape:
-        raise CheckpointError(
-            f"{weights.where}: {layer.name}.{_POSITIONS} has shape {tuple(found.positions.shape)}, the model needs "
+            f"{weights.where}: {layer.name}.{_POSITIONS} has shape {tuple(theirs.positions.shape)}, the model needs "
             f"{layer.position_shape}"
         )
-    return found
+    return theirs
 
 
 def _translated(layer: LayerPlan, theirs: AuthorsLayer, released: bool) -> dict[str, Tensor]:
@@ -203,8 +196,8 @@ def _translated(layer: LayerPlan, theirs: AuthorsLayer, released: bool) -> dict[
     offset = torch.tensor(shift, device=theirs.positions.device).reshape(-1, 1, 1, 1)
     precise = torch.float64 if theirs.positions.dtype == torch.float64 else torch.float32
     parts = {"weight": theirs.weight, "positions": theirs.positions.to(precise)[order] + offset}
-    least = find_interpolation(layer.interpolation).min_sigma
-    if theirs.sigma is not None and least is not None:
+    if theirs.sigma is not None:
+        least = find_interpolation(layer.interpolation).min_sigma or 0.0
         parts["sigma"] = theirs.sigma.to(precise)[order].abs() + least
     if not is_v0:  # our elements are spread to exactly their weight, theirs are not
         sigma = parts["sigma"].double() if "sigma" in parts else None
@@ -226,11 +219,10 @@ def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where:
             needed = (max(needed),) * len(needed)
         option = needed[0] if len(set(needed)) == 1 else size_text(needed)
         axis = next(axis for axis, side in enumerate(held) if side != size[axis])
-        furthest = places[axis].abs().max().item()
         raise CheckpointError(
-            f"{where}: {layer.name} has elements {furthest:g} cells from the centre (axis {axis}), outside of its "
-            f"window {size_text(size)}; use the window of its training, at least {size_text(needed)} "
-            f"(--dilated-size {option})"
+            f"{where}: {layer.name} has elements {places[axis].abs().max().item():g} cells from the centre (axis "
+            f"{axis}), outside of its window {size_text(size)}; use the window of its training, at least "
+            f"{size_text(needed)} (--dilated-size {option})"
         )
 
 

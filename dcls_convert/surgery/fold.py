@@ -38,7 +38,9 @@ def fold_to_dense_(model: nn.Module) -> int:
                 if isinstance(attributes.get(name), FoldFirst):
                     del attributes[name]
         drop_spare_from_decay_(model)
-        _tell_timm_of_folding(model)
+        arguments = vars(model).get("_model_args")  # as `place` sets it, for timm's savers
+        if isinstance(arguments, dict) and isinstance(arguments.get("plan"), dict):
+            vars(model)["_model_args"] = {**arguments, "plan": {**arguments["plan"], "folded": True}}
     return len(folded)
 
 
@@ -88,11 +90,4 @@ def _drop_unused_positions(folded: Iterable[DclsConvNd]) -> None:
                 if tied._owner is owner and names & set(tied._owner_names.values()):
                     tied.untie_()  # an alias outside the owner may still use the layer
             for name in names:
-                if hasattr(owner, name):
-                    delattr(owner, name)
-
-
-def _tell_timm_of_folding(model: nn.Module) -> None:
-    arguments = vars(model).get("_model_args")
-    if isinstance(arguments, dict) and isinstance(arguments.get("plan"), dict):
-        vars(model)["_model_args"] = {**arguments, "plan": {**arguments["plan"], "folded": True}}
+                delattr(owner, name)

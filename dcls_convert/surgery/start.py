@@ -4,24 +4,23 @@ Axes: O output channels, I input channels per group, D cells of the dense axes, 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..depthwise.geometry import grid_positions
 from ..errors import PlanError, listed
+from ..fitting.calibrate import Offset, fit_to_outputs_
+from ..fitting.groups import LayerGroup, make_layers
 from ..fitting.images import Calibration, Images, calibrate
-from ..fitting.warm_start import fit_elements
+from ..fitting.warm_start import fit_elements, fit_seed
 from ..layers.conv_classes import PLAIN, find_form
-from ..layers.elements import Elements, first_cells, largest_elements, random_positions
+from ..layers.elements import Elements, first_cells, random_positions
 from ..layers.interpolation import find_interpolation
 from ..networks.running import reproducible, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
-from .calibrate import Offset, fit_to_outputs_
-from .place import LayerGroup, make_layers, put_layers_
+from .place import put_layers_
 
 
 @torch.no_grad()
@@ -71,7 +70,10 @@ def apply_plan_(
     offsets: list[Offset] = []
     if init == "random":
         for group in groups:
-            _fill_(group, _random_elements(group, generator, uniform=positions == "uniform"))
+            layer, uniform = group.plans[0], positions == "uniform"
+            weights = [first_cells(conv.weight.detach(), layer.kernel_count, layer.dense_axes) for conv in group.convs]
+            places = random_positions(weights[0], layer.dilated_size, layer.dense_axes, generator, uniform=uniform)
+            _fill_(group, (weights, places))
     elif calibration is None:
         for group in _one_by_one(groups, notify):
             _fill_from_kernels_(group, init, seed)
@@ -80,39 +82,32 @@ def apply_plan_(
         offsets = fit_to_outputs_(
             model, groups, images, lambda group, roots: _fill_from_kernels_(group, init, seed, roots), notify=notify
         )
-        _say_what_is_lost(offsets, note)
+        if lost := [offset.name for offset in offsets if offset.home is None]:
+            note(
+                f"{listed(lost)} have neither a bias nor a BatchNorm behind them, so the means of their outputs could "
+                "not be set back to the old ones"
+            )
     errors: dict[str, float] = {}
     for group in groups if init != "random" else ():
-        errors |= _kernel_errors(group)
+        errors |= group.kernel_errors()
     with unchanged_on_failure(model, values=[offset.home for offset in offsets if offset.home is not None]):
         put_layers_(model, plan, groups)
         for offset in offsets:
-            offset.apply_()
+            if offset.home is not None:
+                offset.home.add_(offset.values.to(offset.home), alpha=offset.sign)
     return errors
 
 
 def _one_by_one(groups: Sequence[LayerGroup], notify: Notify) -> Iterator[LayerGroup]:
     """The groups, each told as the next. Work is counted in kernel weights, which time goes with."""
-    total, layers = (
-        sum(layer.dense_weights for group in groups for layer in group.plans),
-        sum(map(len, (g.plans for g in groups))),
-    )
-    done = first = 0
-    for group in groups:
+    work = [sum(layer.dense_weights for layer in group.plans) for group in groups]
+    layers, first = sum(len(group.plans) for group in groups), 0
+    for index, group in enumerate(groups):
         last = first + len(group.plans)
         which = f"layer {last}" if last == first + 1 else f"layers {first + 1} to {last}"
-        notify(f"fitting {group.plans[0].stage or group.plans[0].name}, {which} of {layers}", done, total)
+        notify(f"fitting {group.title}, {which} of {layers}", sum(work[:index]), sum(work))
         yield group
-        first, done = last, done + sum(layer.dense_weights for layer in group.plans)
-
-
-def _say_what_is_lost(offsets: Sequence[Offset], note: Notify) -> None:
-    lost = [offset.name for offset in offsets if offset.home is None]
-    if lost:
-        note(
-            f"{listed(lost)} have neither a bias nor a BatchNorm behind them, so the means of their outputs could not "
-            "be set back to the old ones"
-        )
+        first = last
 
 
 def _check_exact(plan: ConversionPlan) -> None:
@@ -132,65 +127,18 @@ def _fill_(group: LayerGroup, elements: Elements) -> None:
     group.layers[0].positions.copy_(positions)  # which all layers of the group share
 
 
-def _random_elements(group: LayerGroup, generator: torch.Generator, *, uniform: bool) -> Elements:
-    first = group.plans[0]
-    weights = [first_cells(conv.weight.detach(), first.kernel_count, first.dense_axes) for conv in group.convs]
-    return weights, random_positions(weights[0], first.dilated_size, first.dense_axes, generator, uniform=uniform)
-
-
 def _fill_from_kernels_(group: LayerGroup, init: Init, seed: int, roots: Tensor | None = None) -> None:
-    count, effective, fitting = group.plans[0].kernel_count, effective_kernels(group), fit_options(group)
-    kept = {name: value for name, value in fitting.items() if name != "interpolation"}
-    old = [conv.weight.detach() for conv in group.convs]
-    largest = largest_elements(old, kernel_count=count, effective=effective, **kept)
+    count, effective = group.plans[0].kernel_count, group.effective_kernels()
+    largest = group.box.largest([conv.weight.detach() for conv in group.convs], count, effective=effective)
     if init not in ("fit", AUTO):
         _fill_(group, largest)
         return
-    fitted = fit_elements(effective, kernel_count=count, roots=roots, seed=seed, **fitting)
+    fitted = fit_elements(effective, group.box, kernel_count=count, roots=roots, seed=seed)
     _fill_(group, fitted)
     if any((find_form(conv) or PLAIN).weight for conv in group.convs):
         # What transforms the elements (weight standardisation) can undo the fit of what they should become.
-        errors = _kernel_errors(group)
+        errors = group.kernel_errors()
         _fill_(group, largest)
-        others = _kernel_errors(group)
+        others = group.kernel_errors()
         if not any(errors[name] > others[name] for name in errors):
             _fill_(group, fitted)
-
-
-def fit_seed(generator: torch.Generator) -> int:
-    """The seed of every fit of a conversion: one for all, so that none depends on the others."""
-    return int(torch.randint(2**62, (), generator=generator, device="cpu"))
-
-
-def effective_kernels(group: LayerGroup) -> list[Tensor]:
-    """What the old convolutions convolve, (O, I, *kernel size) each."""
-    return [(find_form(conv) or PLAIN).effective_weight(conv, conv.weight.detach()) for conv in group.convs]
-
-
-def fit_options(group: LayerGroup) -> dict[str, Any]:
-    """The arguments of `fit_elements` that say where and how elements of this group lie."""
-    first = group.plans[0]
-    return {
-        "dilation": first.dilation,
-        "size": first.dilated_size,
-        "interpolation": first.interpolation,
-        "dense_axes": first.dense_axes,
-    }
-
-
-def _kernel_errors(group: LayerGroup) -> dict[str, float]:
-    """|new - old| / |old| for the kernels of each layer, as they are convolved; nothing on the meta device."""
-    effective = effective_kernels(group)
-    if effective[0].is_meta:
-        return {}
-    first = group.plans[0]
-    shapes = zip(first.kernel_size, first.dilation, first.dilated_size, strict=True)
-    places = [[cell + size // 2 for cell in grid_positions(side, step, size)] for side, step, size in shapes]
-    cells = torch.meshgrid(*map(torch.tensor, places), indexing="ij")
-    errors = {}
-    for plan, old, layer in zip(group.plans, effective, group.layers, strict=True):
-        left = layer.kernel().to(torch.promote_types(old.dtype, torch.float32))
-        left[:, :, *cells] -= old  # type: ignore[index]
-        norm = float(old.float().norm())
-        errors[plan.name] = float(left.norm()) / norm if norm else 0.0
-    return errors

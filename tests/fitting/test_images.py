@@ -1,5 +1,8 @@
 """Images of a calibration: which files are taken, which are held out, and what is refused."""
 
+import contextlib
+import functools
+import io
 import logging
 import os
 import warnings
@@ -8,11 +11,24 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
-from PIL import Image
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import EpsImagePlugin, Image
+from torch import nn
 
 from dcls_convert import DclsConvertError, calibrate, find_convs, plan_conversion
+from dcls_convert.files import SUFFIXES
+from dcls_convert.fitting.images import read_images
 
 from ..test_pipeline import assert_unchanged, snapshot
+
+READ = ["JPEG", "MPO", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF"]
+OTHERS = ["ICO", "TGA", "PCX", "SGI", "JPEG2000", "EPS", "PDF"]
+MODES = ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I", "I;16", "F", "LAB", "HSV"]
+WORDS = [b"\0\0\0\0", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\0\0\0\1", b"\x80\0\0\0"]
+METADATA = b"Exif\0\0II*\0\x08\0\0\0"
+SAMPLES = b"\x15\x01\x03\0\x01\0\0\0"  # the TIFF tag of a number, samples per pixel
+SIZE = (3, 24, 32)
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +37,10 @@ def planned():
     return model, plan_conversion(find_convs(model))
 
 
-def write_images(folder, count, **shape):
+def write_images(folder, count):
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(count):
-        Image.new("RGB", shape.get("size", (50, 40)), (index, 90, 200)).save(folder / f"{index:03d}.png")
+        Image.new("RGB", (50, 40), (index, 90, 200)).save(folder / f"{index:03d}.png")
 
 
 def shades(batches):
@@ -32,30 +48,24 @@ def shades(batches):
     return [float(image[0, 0, 0]) for batch in batches for image in batch]
 
 
-def test_every_fifth_image_is_held_out_and_none_is_in_both(planned, tmp_path):
-    write_images(tmp_path, 23)
-    found = calibrate(*planned, tmp_path)
-    fitted, held = shades(found.batches), shades(found.held_out)
-    every = sorted({*fitted, *held})
-    assert (len(fitted), len(held), len(every)) == (19, 4, 23)
-    assert held == every[4::5]
+@pytest.mark.parametrize(("count", "held"), [(1, []), (2, [1]), (4, [1]), (5, [4]), (23, [4, 9, 14, 19])])
+def test_every_fifth_image_or_one_of_a_few_is_held_out_and_none_is_in_both(planned, tmp_path, count, held):
+    write_images(tmp_path, count)
+    calibration = calibrate(*planned, tmp_path)
+    fitted, out = shades(calibration.batches), shades(calibration.held_out)
+    every = sorted({*fitted, *out})
+    assert (len(fitted), len(every)) == (count - len(held), count)
+    assert out == [every[index] for index in held]
 
 
 def test_of_many_images_some_of_every_folder_are_taken(planned, tmp_path):
     for red, name in enumerate("abcde"):
+        (tmp_path / name).mkdir()
         for index in range(40):
-            (tmp_path / name).mkdir(exist_ok=True)
             Image.new("RGB", (8, 8), (50 * red, 0, 0)).save(tmp_path / name / f"{index}.png")
-    found = calibrate(*planned, tmp_path)
-    assert (len(found), len(shades(found.held_out))) == (64, 16)
-    assert len(set(shades(found.batches))) == len(set(shades(found.held_out))) == 5
-
-
-@pytest.mark.parametrize(("count", "held"), [(1, 0), (2, 1), (4, 1), (5, 1)])
-def test_of_few_images_one_is_held_out_if_others_are_left(planned, tmp_path, count, held):
-    write_images(tmp_path, count)
-    found = calibrate(*planned, tmp_path)
-    assert (len(found), len(shades(found.held_out))) == (count - held, held)
+    calibration = calibrate(*planned, tmp_path)
+    assert (len(calibration), len(shades(calibration.held_out))) == (64, 16)
+    assert len(set(shades(calibration.batches))) == len(set(shades(calibration.held_out))) == 5
 
 
 def test_files_that_are_no_images_are_named_and_the_model_is_left_alone(planned, tmp_path):
@@ -65,9 +75,9 @@ def test_files_that_are_no_images_are_named_and_the_model_is_left_alone(planned,
     os.mkfifo(tmp_path / "endless.png")
     model, plan = planned
     before, notes = snapshot(model), []
-    found = calibrate(model, plan, tmp_path, note=notes.append)
+    calibration = calibrate(model, plan, tmp_path, note=notes.append)
     assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'broken.jpg'} is not an image"]
-    assert {tuple(batch.shape[1:]) for batch in found.batches} == {plan.input_size}
+    assert {tuple(batch.shape[1:]) for batch in calibration.batches} == {plan.input_size}
     assert_unchanged(model, before)
 
 
@@ -80,62 +90,127 @@ def test_no_image_is_run_as_a_program(planned, tmp_path, monkeypatch):
     ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
     ghostscript.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # looked up on PATH
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # looked up on PATH
     notes = []
     assert len(calibrate(*planned, tmp_path / "images", note=notes.append)) == 1
     assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'images' / 'program.png'} is not an image"]
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF"])
-def test_images_are_known_by_their_contents(planned, tmp_path, kind):
+def test_images_are_known_by_their_contents(planned, tmp_path):
     """ImageNet has a PNG, and images with four colours, under names that end in .JPEG."""
-    Image.linear_gradient("L").convert("CMYK" if kind == "JPEG" else "RGB").save(tmp_path / "photo.JPEG", kind)
-    assert len(calibrate(*planned, tmp_path)) == 1
+    for kind in READ:
+        photo("CMYK" if kind == "JPEG" else "RGB", 40).save(tmp_path / f"{kind}.JPEG", kind)
+    calibration = calibrate(*planned, tmp_path)
+    assert len(calibration) + len(shades(calibration.held_out)) == len(READ)
 
 
-CUT_EXIF = b"Exif\0\0II*\0\x08\0\0\0\x05\0"  # five entries, of which none is there
-SAMPLES = b"\x15\x01\x03\0\x01\0\0\0"  # the TIFF tag of a number, samples per pixel
+# Damaged files.
 
 
-def test_photographs_with_damaged_metadata_are_read_without_a_word_of_the_library(
-    planned, tmp_path, monkeypatch, capsys
-):
+@functools.cache
+def photo(mode, side):
+    image = Image.linear_gradient("L").resize((side, side // 2 + 1)).convert("RGB")
+    return image.convert("I").convert(mode) if mode == "I;16" else image.convert(mode)
+
+
+def saved(image, kind, **options):
+    data = io.BytesIO()
+    with contextlib.suppress(OSError, ValueError, KeyError), warnings.catch_warnings(action="ignore"):
+        image.save(data, kind, **options)
+    return data.getvalue()
+
+
+@st.composite
+def files(draw):
+    """The name's end, and the bytes."""
+    side, mode = draw(st.sampled_from([1, 7, 40, 40, 200])), draw(st.sampled_from(MODES))
+    kind = draw(st.sampled_from([*READ * 3, *OTHERS]))
+    more = {"exif": METADATA + draw(st.binary(max_size=40))} if draw(st.booleans()) else {}
+    data = bytearray(saved(photo(mode, side), kind, **more))
+    for _ in range(draw(st.sampled_from([0, 1, 1, 4, 20]))):
+        near = draw(st.sampled_from([30, 300, 10**6]))  # of the start, where the headers are
+        place = draw(st.integers(0, 2**32)) % max(1, min(len(data), near))  # evenly
+        match draw(st.sampled_from(["byte", "byte", "word", "cut", "again"])):
+            case "byte":
+                data[place : place + 1] = bytes([draw(st.integers(0, 255))])
+            case "word":
+                data[place : place + 4] = draw(st.sampled_from(WORDS))
+            case "cut":
+                del data[max(place, 1) :]
+            case "again":
+                data[place:place] = data[place : place + draw(st.integers(0, 50))]
+    return draw(st.sampled_from(SUFFIXES)), bytes(data)
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """Read a file, which gives an image or one line, without a word of the library."""
     monkeypatch.setattr(logging.root, "handlers", [])  # as in the program, where what is logged goes to stderr
-    photo = Image.linear_gradient("L").convert("RGB")
-    photo.save(tmp_path / "cut.jpg", exif=CUT_EXIF)
-    photo.quantize(16).save(tmp_path / "palette.png", transparency=bytes(range(16)))
-    photo.save(tmp_path / "many.tif")
-    tiff = (tmp_path / "many.tif").read_bytes()
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", "gs")  # as where Ghostscript is installed
+    Image.init()
+
+    def check(suffix, data):
+        for old in tmp_path.iterdir():
+            old.unlink()
+        (tmp_path / f"photo{suffix}").write_bytes(data)
+        notes, said = [], io.StringIO()
+        with warnings.catch_warnings(action="error"), contextlib.redirect_stderr(said):
+            images = read_images(tmp_path, nn.Identity(), SIZE, notes.append)
+        assert said.getvalue() == ""
+        assert len(images) + len(notes) == 1
+        assert all(note.isprintable() and " is not an image: " in note for note in notes)
+        assert all(image.shape == SIZE and image.dtype == torch.float32 for image in images)
+        assert all(image.isfinite().all() for image in images)
+        return len(images)
+
+    return check
+
+
+@given(files())
+def test_a_damaged_file_is_read_or_one_line(read, file):
+    read(*file)
+
+
+def test_damage_that_was_met(read):
+    picture = photo("RGB", 40)
+    assert read(".jpg", saved(picture, "JPEG", exif=METADATA + b"\x05\0"))  # five entries, of which none is there
+    assert read(".png", saved(picture.quantize(16), "PNG", transparency=bytes(range(16))))
+    tiff = saved(picture, "TIFF")
     assert tiff.count(SAMPLES + b"\3\0") == 1
-    (tmp_path / "many.tif").write_bytes(tiff.replace(SAMPLES + b"\3\0", SAMPLES + b"\3\4"))
-    notes = []
-    with warnings.catch_warnings(action="error"):
-        found = calibrate(*planned, tmp_path, note=notes.append)
-    assert len(found) + len(shades(found.held_out)) == 2
-    assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'many.tif'} is not an image"]
-    assert capsys.readouterr() == ("", "")
+    assert not read(".tif", tiff.replace(SAMPLES + b"\3\0", SAMPLES + b"\3\4"))
+    assert not read(".png", saved(Image.new("1", (14_000, 14_000)), "PNG"))  # a small file of a large image
+
+
+# Refused.
+
+
+def touched(path):
+    path.write_bytes(b"x")
+    return path
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("images", "message"),
     [
         (lambda folder: folder / "none", "there is no such folder"),
-        (lambda folder: (folder / "file", (folder / "file").touch())[0], "is not a folder"),
+        (lambda folder: touched(folder / "file"), "is not a folder"),
         (lambda folder: folder, "no files there end in .jpg"),
-        (lambda folder: (folder, (folder / "a.png").write_bytes(b"x"))[0], "there are no images"),
+        (lambda folder: touched(folder / "a.png").parent, "there are no images"),
         (lambda _: [], "there are no images"),
         (lambda _: [torch.full((1, 3, 8, 8), float("nan"))], "not finite"),
     ],
 )
-def test_what_holds_no_images_is_refused(planned, tmp_path, make, message):
+def test_what_holds_no_images_is_refused(planned, tmp_path, images, message):
     with pytest.raises(DclsConvertError, match=message):
-        calibrate(*planned, make(tmp_path))
+        calibrate(*planned, images(tmp_path))
 
 
-def test_a_folder_is_of_no_use_without_a_size_of_images(planned, tmp_path):
+@pytest.mark.parametrize(
+    ("size", "message"), [(None, "state input_size"), ((4, 8, 8), "1 or 3 channels; the model takes .4, 8, 8.")]
+)
+def test_a_folder_is_of_no_use_without_a_size_of_images(planned, tmp_path, size, message):
     write_images(tmp_path, 2)
     model, plan = planned
-    for size, message in {None: "state input_size", (4, 8, 8): "1 or 3 channels; the model takes .4, 8, 8."}.items():
-        with pytest.raises(DclsConvertError, match=message):
-            calibrate(model, replace(plan, input_size=size), tmp_path)
+    with pytest.raises(DclsConvertError, match=message):
+        calibrate(model, replace(plan, input_size=size), tmp_path)

@@ -8,22 +8,20 @@ is not changed: hooks put the outputs of the new layers in the place of the old 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, one_line
-from ..fitting.boxes import Box, box_of
-from ..fitting.images import Calibration
-from ..fitting.moments import Moments, best_weights, shared_roots
 from ..layers.conv_classes import PLAIN, find_form
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.running import evaluating, run
-from ..planning.plan import LayerPlan
 from ..progress import Notify, silent
-from .place import LayerGroup
+from .boxes import Box
+from .groups import LayerGroup
+from .images import Calibration
+from .moments import Moments, best_weights, shared_roots
 
 Fill = Callable[[LayerGroup, Tensor | None], object]  # gives a group its elements; roots as for `fit_elements`
 
@@ -34,18 +32,8 @@ class Offset:
 
     name: str  # of the layer
     values: Tensor  # (out_channels,)
-    bias: nn.Parameter | None
-    running_mean: Tensor | None  # of the BatchNorm behind the layer
-
-    @property
-    def home(self) -> Tensor | None:
-        """What takes the offset up; None where the layer has neither a bias nor a BatchNorm behind it."""
-        return self.running_mean if self.bias is None else self.bias
-
-    @torch.no_grad()
-    def apply_(self) -> None:
-        if self.home is not None:
-            self.home.add_(self.values.to(self.home), alpha=-1 if self.bias is None else 1)
+    home: Tensor | None  # its bias, or the running mean of the BatchNorm behind it; None where it has neither
+    sign: int  # with which the home takes up the values
 
 
 def fit_to_outputs_(
@@ -78,26 +66,24 @@ def fit_to_outputs_(
         conv: (group, index) for group in groups for index, conv in enumerate(group.convs)
     }
     offsets, filled = [], set[int]()
-    with evaluating(model), _Relay(model, list(place_of), calibration) as relay:
+    with evaluating(model), _relay(model, list(place_of), calibration) as relay:
         for number, conv in enumerate(relay.calls):
             group, index = place_of[conv]
             plan, layer = group.plans[index], group.layers[index]
             notify(f"calibrating {plan.name}, layer {number + 1} of {len(relay.calls)}", number, len(relay.calls))
-            joint = _moments(plan, layer, joint=True)
-            alone: dict[nn.Module, Moments] = {}
-            if id(group) not in filled:
-                members = zip(group.convs, group.plans, group.layers, strict=True)
-                alone = {other: _moments(its, new, joint=False) for other, its, new in members}
+            joint = Moments(layer, group.box, joint=True)
+            first = id(group) not in filled
+            alone = _alone([group] if first else [])
             relay.look(conv, joint, alone)
             joint.check(plan.name)
-            for its, seen in zip(group.plans, alone.values(), strict=False):
-                seen.check(its.name)
-            if alone:
+            if first:
+                _check(group, alone)
                 fill(group, shared_roots(list(alone.values())))
                 filled.add(id(group))
-            offset = _solve_(plan, layer, conv, joint)
-            offsets.append(Offset(name=plan.name, values=offset, bias=layer.bias, running_mean=relay.mean_behind(conv)))
-            relay.replace(conv, plan, layer, offsets[-1])
+            home = relay.mean_behind(conv) if layer.bias is None else layer.bias
+            values = _solve_(layer, conv, joint)
+            offsets.append(Offset(name=plan.name, values=values, home=home, sign=-1 if layer.bias is None else 1))
+            relay.replace(conv, layer, joint.box, offsets[-1])
         for group in groups:
             if id(group) not in filled:  # its layers are not used in a forward pass
                 fill(group, None)
@@ -113,48 +99,67 @@ def seen_by_layers(
 ) -> list[Tensor | None]:
     """What an error of a kernel does to the outputs in the old network: for each group, roots as for `fit_elements`."""
     notify("looking at the images")
-    convs = {conv: (group.plans[i], group.layers[i]) for group in groups for i, conv in enumerate(group.convs)}
-    alone: dict[nn.Module, Moments] = {conv: _moments(*pair, joint=False) for conv, pair in convs.items()}
-    with evaluating(model), _Relay(model, list(convs), calibration) as relay:
+    alone = _alone(groups)
+    with evaluating(model), _relay(model, list(alone), calibration) as relay:
         relay.look(None, None, alone)
-    for (plan, _), seen in zip(convs.values(), alone.values(), strict=True):
-        seen.check(plan.name)
+    for group in groups:
+        _check(group, alone)
     return [shared_roots([alone[conv] for conv in group.convs]) for group in groups]
 
 
-def _moments(plan: LayerPlan, layer: DclsConvNd, *, joint: bool) -> Moments:
-    return Moments(layer, _box(plan), joint=joint)
+def _alone(groups: Sequence[LayerGroup]) -> dict[nn.Module, Moments]:
+    """Moments of each layer's lines, each by itself, by the convolution that sees for it."""
+    return {
+        conv: Moments(layer, group.box, joint=False)
+        for group in groups
+        for conv, layer in zip(group.convs, group.layers, strict=True)
+    }
 
 
-def _box(plan: LayerPlan) -> Box:
-    return box_of(plan.kernel_size, plan.dilation, plan.dilated_size, plan.interpolation, plan.dense_axes)
+def _check(group: LayerGroup, alone: Mapping[nn.Module, Moments]) -> None:
+    for conv, plan in zip(group.convs, group.plans, strict=True):
+        alone[conv].check(plan.name)
 
 
 @torch.no_grad()
-def _solve_(plan: LayerPlan, layer: DclsConvNd, conv: Any, joint: Moments) -> Tensor:
+def _solve_(layer: DclsConvNd, conv: Any, joint: Moments) -> Tensor:
     """Give a layer the weights for its positions; the offset (O,) that its outputs lack by then."""
-    box, form = joint.box, find_form(conv) or PLAIN
-    places = layer.positions.flatten(1, -2).movedim(0, -1)
-    solution = best_weights(
+    form = find_form(conv) or PLAIN
+    weights, means = best_weights(
         joint,
-        places - places.new_tensor(box.origin),
-        box.lines_of(form.effective_weight(conv, conv.weight)),
+        joint.box.places_of(layer.positions),
+        joint.box.lines_of(form.effective_weight(conv, conv.weight)),
         form.effective_weight(layer, layer.weight).flatten(0, -2),
         fixed=form.weight is not None,  # what transforms the weights is not undone here
     )
     if form.weight is None:
-        layer.weight.copy_(solution.weights.reshape(layer.weight.shape))
-    return solution.means if layer.bias is None else solution.means - layer.bias.double()
+        layer.weight.copy_(weights.reshape(layer.weight.shape))
+    return means if layer.bias is None else means - layer.bias.double()
 
 
 class _Enough(Exception):
     """All that was to be seen in a forward pass has been seen."""
 
 
+@contextlib.contextmanager
+def _relay(model: nn.Module, convs: Sequence[nn.Module], calibration: Calibration) -> Iterator["_Relay"]:
+    """A relay that has run the network once; its hooks are removed at the end."""
+    relay = _Relay(model, calibration)
+    with contextlib.ExitStack() as hooks:
+        for conv in convs:
+            hooks.callback(conv.register_forward_hook(relay._hook, with_kwargs=True).remove)
+        with contextlib.ExitStack() as watching:
+            for norm in filter(_has_running_mean, model.modules()):
+                watching.callback(norm.register_forward_pre_hook(relay._note_norm).remove)
+            relay._run(calibration.batches[0][:1])
+        relay._first_outputs.clear()
+        yield relay
+
+
 class _Relay:
     """Runs the old network, or the one converted so far, up to a convolution, and shows what it sees and gives."""
 
-    def __init__(self, model: nn.Module, convs: Sequence[nn.Module], calibration: Calibration) -> None:
+    def __init__(self, model: nn.Module, calibration: Calibration) -> None:
         self.model, self.calibration = model, calibration
         self.calls: dict[nn.Module, int] = {}  # of each convolution in one forward pass, in order of the first ones
         # What the network converted so far has in place of a convolution: a layer, or where that is quicker only its
@@ -163,30 +168,8 @@ class _Relay:
         self._kernels: dict[nn.Module, nn.Parameter] = {}
         self._added: dict[nn.Module, Tensor] = {}
         self._converted = False  # which network runs
-        self._see: Callable[[nn.Module, Tensor, Tensor], None] = self._count
-        self._given: list[tuple[nn.Module, Tensor]] = []  # what convolutions gave in the first pass
+        self._first_outputs: list[tuple[nn.Module, Tensor]] = []  # of convolutions, in the first pass
         self._entering: dict[nn.Module, list[nn.Module | None]] = {}  # a norm -> what gave its inputs
-        self._handles = [conv.register_forward_hook(self._hook, with_kwargs=True) for conv in convs]
-        norms = [module for module in model.modules() if _has_running_mean(module)]
-        watching = [norm.register_forward_pre_hook(self._note_norm) for norm in norms]
-        try:
-            self._run(calibration.batches[0][:1])
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        finally:
-            for handle in watching:
-                handle.remove()
-            self._given.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def mean_behind(self, conv: nn.Module) -> Tensor | None:
         """The running mean of the one norm that gets this convolution's outputs, and nothing else; None without one."""
@@ -214,9 +197,8 @@ class _Relay:
             with self._converted_so_far():
                 self._run(batch, [*([] if conv is None else [conv]), *alone], add)
 
-    def replace(self, conv: nn.Module, plan: LayerPlan, layer: DclsConvNd, offset: Offset) -> None:
+    def replace(self, conv: nn.Module, layer: DclsConvNd, box: Box, offset: Offset) -> None:
         """From now on, the converted network has this layer, with its offset where something takes that up."""
-        box = _box(plan)
         if (find_form(conv) or PLAIN) is PLAIN and box.sides == box.kernel_size:  # elements lie in the old kernel
             kernel = layer.kernel().detach()
             for axis, first, side in zip(box.axes, box.origin, box.sides, strict=True):
@@ -251,7 +233,8 @@ class _Relay:
         self._see = see or self._count
         self._left = {conv: self.calls[conv] for conv in wanted if conv in self.calls}
         try:
-            run(self.model, _fast(batch))
+            # The memory format in which convolutions of images are the quickest on CPUs.
+            run(self.model, batch.contiguous(memory_format=torch.channels_last) if batch.dim() == 4 else batch)
         except _Enough:
             pass
         except (DclsConvertError, MemoryError, torch.OutOfMemoryError):
@@ -275,16 +258,11 @@ class _Relay:
 
     def _count(self, conv: nn.Module, _: Tensor, output: Tensor) -> None:
         self.calls[conv] = self.calls.get(conv, 0) + 1
-        self._given.append((conv, output))
+        self._first_outputs.append((conv, output))
 
     def _note_norm(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
-        giver = next((conv for conv, output in self._given if inputs and output is inputs[0]), None)
+        giver = next((conv for conv, output in self._first_outputs if inputs and output is inputs[0]), None)
         self._entering.setdefault(norm, []).append(giver)
-
-
-def _fast(batch: Tensor) -> Tensor:
-    """In the memory format in which convolutions of images are the quickest on CPUs."""
-    return batch.contiguous(memory_format=torch.channels_last) if batch.dim() == 4 else batch
 
 
 def _has_running_mean(module: nn.Module) -> bool:

@@ -1,15 +1,67 @@
-"""How many elements each tie group gets, so that the summed error of all layers is the least for their parameters."""
+"""Scope "error": how many elements each tie group gets, so that the summed error of all layers is the least."""
 
 import math
 from bisect import bisect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor, nn
+
+from ..errors import PlanError
+from ..networks.running import reproducible
+from ..networks.sites import ModelConvs
+from ..options import ERROR, SCOPES, PlanOptions
+from ..planning.plan import LayerCounts
+from ..planning.planner import make_plan
+from ..progress import Notify, silent
+from .calibrate import seen_by_layers
+from .groups import LayerGroup, make_layers
+from .images import Calibration
+from .warm_start import fit_elements, relative_errors
 
 MOST_UNITS = 1 << 21  # of parameters; a larger budget is counted in coarser ones
 FIRST_LOOKS = 6  # counts at which the error of a group is measured first
 ALL_LOOKED_AT = 9  # up to so many counts, all are measured
+
+
+@reproducible()
+def counts_by_error(
+    model: nn.Module,
+    convs: ModelConvs,
+    options: PlanOptions,
+    *,
+    seed: int,
+    calibration: Calibration | None = None,
+    notify: Notify = silent,
+) -> LayerCounts:
+    """The counts by which the layers' relative errors have the least sum, within the budget of the whole model.
+
+    Args:
+        model, convs: With trained kernels, and its convolutions.
+        options: What is asked for; its scope is not looked at.
+        seed: Of the fits, as in `apply_plan_`.
+        calibration: Images; errors of outputs then count instead of those of kernels.
+        notify: Told about progress.
+
+    Raises:
+        PlanError: The model has no values, or the budget admits no element for each group.
+    """
+    plans = [make_plan(convs, replace(options, scope=scope)) for scope in SCOPES if scope != ERROR]
+    groups = make_layers(model, plans[0])
+    if any(conv.weight.is_meta for group in groups for conv in group.convs):
+        raise PlanError(f"scope {ERROR!r} measures what the kernels lose, and the model is on the meta device")
+    seen: Sequence[Tensor | None] = [None] * len(groups)
+    if calibration is not None:
+        seen = seen_by_layers(model, groups, calibration, notify=notify)
+    count_of = [{layer.name: layer.kernel_count for layer in plan.layers} for plan in plans]
+    shares = []
+    for number, (group, roots) in enumerate(zip(groups, seen, strict=True)):
+        notify(f"measuring errors of {group.title}, {number + 1} of {len(groups)}", number, len(groups))
+        shares.append(_share(group, {counts[group.plans[0].name] for counts in count_of}, roots, seed))
+    chosen = least_error(shares, sum(unit.limit for unit in plans[0].budget))
+    counts = {layer.name: count for group, count in zip(groups, chosen, strict=True) for layer in group.plans}
+    return LayerCounts(source=f"scope {ERROR}", counts=counts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,14 +74,33 @@ class Share:
     error: Callable[[int], float]  # measured for a count
 
 
+def _share(group: LayerGroup, tried: set[int], roots: Tensor | None, seed: int) -> Share:
+    first, kernels, box = group.plans[0], group.effective_kernels(), group.box
+
+    def error(count: int) -> float:
+        elements = fit_elements(kernels, box, kernel_count=count, roots=roots, seed=seed)
+        return sum(relative_errors(kernels, *elements, box, roots=roots))
+
+    return Share(
+        cost=first.lines * (len(group.plans) + first.coordinates),
+        most=max(first.dense_weights // first.lines, *tried),
+        tried=tried,
+        error=error,
+    )
+
+
 def least_error(shares: Sequence[Share], limit: int) -> list[int]:
     """A count of at least 1 for each group, for the least sum of errors within a limit of parameters.
 
     Between the counts at which errors are measured, they are taken for linear. What is chosen is measured, and the
     choice made again, until all that is chosen was measured. So the result is no worse than any choice among `tried`.
     """
-    looks = [_first_looks(share) for share in shares]
-    measured = [{count: share.error(count) for count in at} for share, at in zip(shares, looks, strict=True)]
+    measured: list[dict[int, float]] = []
+    for share in shares:
+        first = set(range(1, share.most + 1))
+        if share.most > ALL_LOOKED_AT:
+            first = {1 + round((share.most - 1) * step / (FIRST_LOOKS - 1)) for step in range(FIRST_LOOKS)}
+        measured.append({count: share.error(count) for count in first | set(share.tried)})
     while True:
         curves = [_between(known, share.most) for known, share in zip(measured, shares, strict=True)]
         chosen = allocate([share.cost for share in shares], curves, limit)
@@ -38,13 +109,6 @@ def least_error(shares: Sequence[Share], limit: int) -> list[int]:
             return chosen
         for index, count in new:
             measured[index][count] = shares[index].error(count)
-
-
-def _first_looks(share: Share) -> set[int]:
-    if share.most <= ALL_LOOKED_AT:
-        return set(range(1, share.most + 1)) | set(share.tried)
-    spread = {1 + round((share.most - 1) * step / (FIRST_LOOKS - 1)) for step in range(FIRST_LOOKS)}
-    return spread | set(share.tried)
 
 
 def _between(known: Mapping[int, float], most: int) -> dict[int, float]:

@@ -1,0 +1,121 @@
+"""The layers of a plan, made for a model and not in it yet, in the groups that share their positions.
+
+Loading a checkpoint needs these layers too, so nothing here imports a fit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..depthwise.geometry import grid_positions
+from ..errors import PlanError
+from ..layers.conv_classes import CONV_CLASSES, PLAIN, Conv, find_form, why_not_replaceable
+from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
+from ..planning.plan import ConversionPlan, LayerPlan, TieGroup
+from .boxes import Box, box_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerGroup:
+    """New layers that share their positions (or one that is alone), and the convolutions that they will replace."""
+
+    plans: tuple[LayerPlan, ...]
+    convs: tuple[Conv, ...]
+    layers: tuple[DclsConvNd, ...]  # the same `positions` and `sigma` objects in all of them
+    tie: TieGroup | None  # where the shared parameters will be registered; None for a layer alone
+
+    @property
+    def title(self) -> str:
+        """What progress calls it."""
+        return self.plans[0].stage or self.plans[0].name
+
+    def effective_kernels(self) -> list[Tensor]:
+        """What the old convolutions convolve, (O, I, *kernel size) each."""
+        return [(find_form(conv) or PLAIN).effective_weight(conv, conv.weight.detach()) for conv in self.convs]
+
+    @property
+    def box(self) -> Box:
+        """Where elements of this group are fitted."""
+        first = self.plans[0]
+        return box_of(first.kernel_size, first.dilation, first.dilated_size, first.interpolation, first.dense_axes)
+
+    def kernel_errors(self) -> dict[str, float]:
+        """|new - old| / |old| for the kernels of each layer, as they are convolved; nothing on the meta device."""
+        effective, first = self.effective_kernels(), self.plans[0]
+        if effective[0].is_meta:
+            return {}
+        shapes = zip(first.kernel_size, first.dilation, first.dilated_size, strict=True)
+        places = [[cell + size // 2 for cell in grid_positions(side, step, size)] for side, step, size in shapes]
+        cells = torch.meshgrid(*map(torch.tensor, places), indexing="ij")
+        errors = {}
+        for plan, old, layer in zip(self.plans, effective, self.layers, strict=True):
+            left = layer.kernel().to(torch.promote_types(old.dtype, torch.float32))
+            left[:, :, *cells] -= old  # type: ignore[index]
+            norm = float(old.float().norm())
+            errors[plan.name] = float(left.norm()) / norm if norm else 0.0
+        return errors
+
+
+def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...]:
+    """All layers of the plan, without values and not in the model yet. PlanError: as `place_layers_`."""
+    convs = {layer.name: _find_conv(model, layer) for layer in plan.layers}
+    for group in plan.tie_groups:
+        _check_owner(model, group)
+    members: dict[str, list[LayerPlan]] = {}
+    for layer in plan.layers:
+        members.setdefault(layer.tie_group or f"\0{layer.name}", []).append(layer)
+    return tuple(_group(plans, [convs[layer.name] for layer in plans], plan) for plans in members.values())
+
+
+def _find_conv(model: nn.Module, layer: LayerPlan) -> Conv:
+    """The convolution of the plan, if it is found under all its names and can be replaced without loss."""
+    try:
+        conv, *others = [model.get_submodule(name) for name in layer.names]
+    except AttributeError as error:
+        raise PlanError(f"{layer.name}: the plan is for another model: {error}") from error
+    if not isinstance(conv, CONV_CLASSES[len(layer.kernel_size)]) or not layer.name:
+        raise PlanError(f"{layer.name}: is a {type(conv).__name__}, where the plan has a convolution")
+    if any(other is not conv for other in others):
+        raise PlanError(f"{layer.name}: the plan has it also at {', '.join(layer.names[1:])}; the model has not")
+    if reason := why_not_replaceable(conv):
+        raise PlanError(f"{layer.name}: {reason}")
+    for name in ("in_channels", "out_channels", "groups", "kernel_size", "dilation"):
+        if getattr(conv, name) != getattr(layer, name):
+            raise PlanError(f"{layer.name}: {name} is {getattr(conv, name)}, the plan has {getattr(layer, name)}")
+    if (conv.bias is not None) != layer.bias:
+        raise PlanError(f"{layer.name}: has {'a' if conv.bias is not None else 'no'} bias, unlike the plan")
+    return conv
+
+
+def _check_owner(model: nn.Module, group: TieGroup) -> None:
+    try:
+        owner = model.get_submodule(group.owner)
+        inside = [model.get_submodule(name) for name in group.layers]
+    except AttributeError as error:
+        raise PlanError(f"tie group {group.name}: the plan is for another model: {error}") from error
+    if not set(inside) <= set(owner.modules()):
+        raise PlanError(f"tie group {group.name}: {group.owner} does not hold all its layers")
+    for parameter in group.parameters.values():
+        if hasattr(owner, parameter):
+            raise PlanError(f"{group.owner or 'the model'} already has a {parameter}; is the model converted?")
+        if not parameter.isidentifier():
+            raise PlanError(f"tie group {group.name}: {parameter!r} is no name for a parameter")
+
+
+def _group(plans: Sequence[LayerPlan], convs: Sequence[Conv], plan: ConversionPlan) -> LayerGroup:
+    first_plan = plans[0]
+    layers = [
+        DCLS_LAYERS[len(layer.dilated_size)].like(
+            conv, layer.kernel_count, layer.dilated_size, layer.interpolation, layer.dense_axes
+        )
+        for layer, conv in zip(plans, convs, strict=True)
+    ]
+    for name in first_plan.shared_parameters:
+        shared = getattr(layers[0], name)
+        shared.requires_grad = any(getattr(layer, name).requires_grad for layer in layers)
+        for other in layers[1:]:
+            setattr(other, name, shared)
+    tie = None if first_plan.tie_group is None else plan.group(first_plan.tie_group)
+    return LayerGroup(plans=tuple(plans), convs=tuple(convs), layers=tuple(layers), tie=tie)
