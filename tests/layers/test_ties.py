@@ -175,16 +175,3 @@ def test_a_fused_tied_layer_needs_its_owner_no_more(converted):
     converted.stages[2].blocks.dcls_positions.data.add_(0.4)
     torch.testing.assert_close(fused(x), expected)
     assert fused.__dict__.keys() == nn.Conv2d(2, 2, 3).__dict__.keys()
-
-
-@pytest.mark.parametrize("wrong", ["positions", "sigma"])
-def test_a_tie_of_the_wrong_shape_is_refused_and_nothing_has_changed(wrong):
-    layer = DclsConv2d(2, 2, kernel_count=4, dilated_kernel_size=5, interpolation="gaussian")
-    owner, names = nn.Module(), {name: f"shared_{name}" for name in ("positions", "sigma")}
-    for name, owner_name in names.items():
-        shape = (2, 2, 2, 3 if name == wrong else 4)
-        owner.register_parameter(owner_name, nn.Parameter(torch.zeros(shape)))
-    with pytest.raises(ValueError, match=rf"shared_{wrong} has shape \(2, 2, 2, 3\)"):
-        layer.tie_(owner, names)
-    assert not layer.is_tied
-    assert {name for name, _ in layer.named_parameters()} == {"weight", "bias", "positions", "sigma"}
