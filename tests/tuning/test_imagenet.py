@@ -278,9 +278,6 @@ def test_every_setting_of_a_recipe_and_no_other_has_its_source_in_the_table(bloc
     assert told == {option for option in used if option.split()[0] not in WITHOUT_SOURCE}
 
 
-# The SLURM file, with a srun that runs one node's task here.
-
-
 def test_a_job_that_is_told_its_time_is_up_asks_to_be_requeued(cluster):
     subprocess.run(["bash", "-n", cluster / "imagenet.slurm"], check=True)
     (cluster / "slow").mkdir()
