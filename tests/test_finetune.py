@@ -13,7 +13,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import dcls_convert
-from dcls_convert import tuning
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.tuning import read_track
 
@@ -138,30 +137,6 @@ def test_frozen_statistics_stay(finetune, unlabelled, tmp_path):
     statistics = [name for name in free if name.endswith("running_mean")]
     assert all(torch.equal(frozen[name], tensor) for name, tensor in model.state_dict().items() if name in statistics)
     assert any(not torch.equal(free[name], frozen[name]) for name in statistics)
-
-
-@pytest.mark.slow
-def test_a_killed_run_with_a_teacher_ends_as_one_that_was_not(finetune, unlabelled, teacher, tmp_path, monkeypatch):
-    named, model = teacher
-    options = [converted(model, tmp_path / "student"), *named, "--data", unlabelled, *SMALL, "--batch-size", "2"]
-    options += ["--accumulate", "2", "--mixup", "0.2", "--drop-path", "0.1"]
-    finetune(*options, "--output", "whole")
-    with monkeypatch.context() as patched:
-        update = tuning.PositionTracker.update
-
-        def killed(self, step):
-            if step == 2:
-                raise KeyboardInterrupt
-            return update(self, step)
-
-        patched.setattr(tuning.PositionTracker, "update", killed)
-        with pytest.raises(KeyboardInterrupt):
-            finetune(*options, "--output", "killed")
-    finetune(*options, "--output", "killed", "--resume")
-    assert Path("killed/history.json").read_bytes() == Path("whole/history.json").read_bytes()
-    ended, expected = (torch.load(f"{run}/state.pt", weights_only=True) for run in ("killed", "whole"))
-    for part in ("model", "average"):
-        assert all(torch.equal(ended[part][name], tensor) for name, tensor in expected[part].items())
 
 
 def test_a_teacher_that_does_not_fit_is_refused(finetune, unlabelled, tmp_path, capsys):

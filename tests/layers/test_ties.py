@@ -9,7 +9,6 @@ import timm
 import torch
 from safetensors.torch import load, save
 from timm.models import save_for_hf
-from timm.utils import ModelEmaV3
 from torch import nn
 
 import dcls_convert
@@ -138,16 +137,6 @@ def test_ties_survive_conversions_in_every_manner_of_torch(converted, torch_flag
             setting(False)
         assert groups(converted) == EXPECTED_GROUPS
         assert {layer.positions.dtype for layer in layers(converted)} == {dtype}
-
-
-def test_exponential_moving_average(converted):
-    averaged = ModelEmaV3(converted, decay=0.5)
-    with torch.no_grad():
-        converted.stages[1].blocks.dcls_positions.add_(1)
-    averaged.update(converted)
-    assert groups(averaged.module) == EXPECTED_GROUPS
-    difference = converted.stages[1].blocks.dcls_positions - averaged.module.stages[1].blocks.dcls_positions
-    torch.testing.assert_close(difference, torch.full_like(difference, 0.5))
 
 
 def test_a_step_moves_shared_positions_once_by_the_gradients_of_all_layers(converted):

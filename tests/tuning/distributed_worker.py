@@ -110,6 +110,7 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
     elif case.engine == "ddp":
         model = DistributedDataParallel(plain)
     optimizer = torch.optim.AdamW(tuning.param_groups(plain, lr=0.01, position_lr_scale=20.0))
+    record = tuning.PositionTracker(plain).update(0).to_json()
     part = slice(rank * BATCH // processes, (rank + 1) * BATCH // processes)
     losses = []
     for step in range(STEPS):
@@ -130,6 +131,7 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
         "losses": torch.stack(losses),
         "ties": ties(plain),
         "ties averaged": ties(averaged.module),
+        "record": record,
         "parameters": len(list(plain.parameters())),
     }
 

@@ -18,7 +18,6 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path
 
 import dcls_convert
-from dcls_convert.cli.app import main
 
 from ..conftest import TINY
 from .distributed_worker import CASES, Case, converted, train
@@ -88,6 +87,7 @@ def test_steps_are_those_of_one_process_with_the_whole_batch_and_ties_hold(train
     for results in trained:
         assert results[index]["ties"] == results[index]["ties averaged"] == alone["ties"]
         assert results[index]["parameters"] == alone["parameters"]
+        assert results[index]["record"] == alone["record"]
     assert {count for _, count in alone["ties"]} == {1}
     start.load_state_dict(first["state"])  # of all processes, in one
     reached = first["state"]["stages.2.blocks.dcls_positions"].abs() == 4
@@ -153,15 +153,6 @@ def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(folder, whole_run
         assert torch.equal(leaf, other) if isinstance(other, torch.Tensor) else leaf == other
     for file in ("best/model.safetensors", "best/config.json", "history.json"):
         assert (killed_run / file).read_bytes() == (whole_run / file).read_bytes()
-
-
-def test_the_best_checkpoint_is_sound_and_better_than_guessing(whole_run, capsys):
-    history = torch.load(whole_run / "state.pt", weights_only=True)["history"]
-    assert max(history["accuracy"]) > 30
-    with pytest.raises(SystemExit) as stopped:
-        main(["verify", str(whole_run / "best")])
-    assert stopped.value.code == 0, capsys.readouterr().out
-    assert timm.create_model(f"local-dir:{whole_run / 'best'}", pretrained=True).num_classes == 10
 
 
 @pytest.mark.parametrize("more", [[], ["--fsdp"]], ids=["ddp", "fsdp"])

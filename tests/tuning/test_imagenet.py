@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -215,28 +214,6 @@ def test_every_image_is_in_one_shard_with_its_class(prepared):
     assert sorted(found) == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere", "shards"], "nowhere/train: there is no such folder"),
-        (["empty", "shards"], "empty/train: no images"),
-        (["one", "shards", "--shards", "2"], "2 shards of train: must be from 1 to the number of images, 1"),
-    ],
-)
-def test_mistakes_with_shards_are_one_line(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for path in ("empty/train", "empty/val", "one/train/cat", "one/val/cat"):
-        Path(path).mkdir(parents=True)
-    for path in Path("one").glob("*/cat"):
-        (path / "a.jpg").touch()
-    monkeypatch.setattr("sys.argv", ["imagenet_shards.py", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(EXAMPLES / "imagenet_shards.py"), run_name="__main__")
-    assert str(stopped.value).startswith("error: ")
-    assert message in str(stopped.value)
-    assert not Path("shards").exists()
-
-
 def test_small_and_base_differ_from_tiny_in_names_and_drop_path_alone():
     _, (tiny, *others) = array_and_commands(CONVNEXT)
     for command, name, drop_path in zip(others, ("small", "base"), ("0.4", "0.5"), strict=True):
@@ -262,20 +239,6 @@ def test_convnexts_schedule_is_300_epochs_of_which_20_of_linear_warmup(monkeypat
         scheduler.step_update(step)
         rates = [group["lr"] for group in optimizer.param_groups]
         assert rates == pytest.approx([expected, 5 * expected], abs=1e-15)
-
-
-# What is no setting of the recipe, or stands in the table of what both recipes share.
-WITHOUT_SOURCE = {"--dataset", "--data-dir", "--workers", "--pin-mem", "--experiment", "--model", "--pretrained"}
-WITHOUT_SOURCE |= {"--repulsive-loss-from", "--track", "--auto-resume"}
-
-
-@pytest.mark.parametrize("block", [CONVNEXT, RESNET], ids=["convnext", "resnet"])
-def test_every_setting_of_a_recipe_and_no_other_has_its_source_in_the_table(block):
-    words = re.sub(r'[()"\\\s]+', " ", block.partition("=(")[2])
-    used = set(re.findall(r"--[a-z-]+(?: (?!-)[\w.:/-]+)*", words))
-    table = [line for line in PAGE[PAGE.index(block) :].partition("\n## ")[0].splitlines() if line.startswith("|")]
-    told = {option for line in table for option in re.findall(r"`(--[^`]+)`", line)}
-    assert told == {option for option in used if option.split()[0] not in WITHOUT_SOURCE}
 
 
 def test_a_job_that_is_told_its_time_is_up_asks_to_be_requeued(cluster):

@@ -1,4 +1,4 @@
-"""Parameter groups, weight decay by timm's own optimizers, clamping, and all of it under FSDP2."""
+"""Parameter groups, weight decay by timm's own optimizers, and clamping."""
 
 import copy
 import functools
@@ -134,14 +134,6 @@ def test_all_but_the_positions_is_as_timm_has_it(model, options):
     assert [(group["weight_decay"], group["lr_scale"]) for group in apart] == [(0.0, 5.0)] * bool(trainable)
 
 
-def test_sigmas_may_have_a_scale_of_their_own():
-    model = converted("gaussian")
-    groups = named(model, tuning.param_groups(model, position_lr_scale=3, sigma_lr_scale=2))
-    for group in groups:
-        kinds = {"sigma" if "sigma" in name else "positions" for name in group["params"]} if "lr_scale" in group else ()
-        assert group.get("lr_scale") == (None if not kinds else 2.0 if kinds == {"sigma"} else 3.0)
-
-
 def sequential(optimizer):
     parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(optimizer, 8)]
     return lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
@@ -209,7 +201,9 @@ def test_layer_decay_is_as_timm_has_it_for_the_model_that_was_converted(kind):
 
 def scales(model, groups) -> dict[str, tuple[float, float]]:
     return {
-        name: (group["lr_scale"], group["weight_decay"]) for group in named(model, groups) for name in group["params"]
+        name: (group.get("lr_scale", 1), group["weight_decay"])
+        for group in named(model, groups)
+        for name in group["params"]
     }
 
 
@@ -231,6 +225,13 @@ def test_wrapped_models_are_grouped_as_what_they_wrap(one_rank):
     model = nn.Sequential(Plain())  # one child alone makes no wrapper
     assert unwrapped(model) is model
     assert tuning.no_weight_decay(model) == {"0.shared", "0.first.positions", "0.first.sigma"}
+
+
+def test_sigmas_may_have_a_scale_of_their_own():
+    model = converted("gaussian")
+    rates = scales(model, tuning.param_groups(model, position_lr_scale=3, sigma_lr_scale=2))
+    for name, (scale, _) in rates.items():
+        assert scale == (1 if name not in moving_names(model) else 2 if "sigma" in name else 3)
 
 
 @pytest.mark.parametrize("wrong", [{"lr": math.inf}, {"position_lr_scale": math.nan}, {"layer_decay": -1}])
@@ -301,31 +302,3 @@ def test_clamping_brings_everything_inside_and_moves_nothing_else(model):
             assert shared.tensor.min() > 0
     for name in before.keys() - moving_names(model):
         assert torch.equal(model.get_parameter(name), before[name])
-
-
-# FSDP2.
-
-
-def test_everything_works_on_sharded_parameters(one_rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    whole = timm.create_model(TINY)
-    rules = {"format": 1, "rules": [{"match": {"kind": "depthwise"}, "dilated_kernel_size": [9, 11]}]}
-    dcls_convert.convert_(whole, rules=dcls_convert.RuleSet.model_validate(rules), init="random")
-    sharded = copy.deepcopy(whole)
-    mesh = init_device_mesh("cpu", (1,))
-    for module in (*sharded.stages, sharded):
-        fully_shard(module, mesh=mesh)
-    assert named(sharded, tuning.param_groups(sharded)) == named(whole, tuning.param_groups(whole))
-    for model in (whole, sharded):
-        tuning.repulsive_loss(model).backward()
-        torch.optim.SGD(tuning.param_groups(model, lr=10.0)).step()
-        with torch.no_grad():
-            for layer in layers(model):
-                layer.positions.mul_(30)
-        tuning.clamp_positions_(model)
-        model.state_dict()  # clamps as well
-    for name, parameter in whole.named_parameters():
-        assert torch.equal(sharded.get_parameter(name).full_tensor(), parameter), name
-    assert tuning.PositionTracker(whole).update(0) == tuning.PositionTracker(sharded).update(0)

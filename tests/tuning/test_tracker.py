@@ -154,44 +154,26 @@ def test_rank_0_alone_writes(model, tmp_path, monkeypatch):
     assert records[0] == records[1]
 
 
-class FakeWriter:
-    def __init__(self):
-        self.scalars, self.histograms = {}, {}
-
-    def add_scalar(self, tag, value, step):
-        self.scalars[tag, step] = value
-
-    def add_histogram_raw(self, tag, *, global_step, **values):
-        self.histograms[tag, global_step] = values
-
-
-def test_tensorboard_gets_what_the_record_holds(model):
-    writer = FakeWriter()
-    first, second = run(model, [0, 5], tuning.PositionTracker(model))
-    for record in (first, second):
-        tuning.show_in_tensorboard(writer, record)
-    row = second.positions[0]
-    assert writer.scalars["speed/one.positions", 5] == row.speed
-    assert ("speed/one.positions", 0) not in writer.scalars
-    assert writer.scalars["mean_sigma/two.positions", 0] == first.positions[1].mean_sigma
-    assert ("mean_sigma/one.positions", 0) not in writer.scalars
-    drawn = writer.histograms["positions/one.positions/axis1", 5]
-    assert tuple(drawn["bucket_counts"]) == row.histograms[1].counts
-    assert drawn["bucket_limits"] == [-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5]
-    assert (drawn["min"], drawn["max"], drawn["num"]) == (-3.5, 3.5, model.one.positions[1].numel())
-    assert drawn["sum"] == sum(c * n for c, n in zip(range(-3, 4), row.histograms[1].counts, strict=True))
-
-
-def test_tensorboard_itself_reads_it(model, tmp_path):
+def test_tensorboard_reads_what_the_record_holds(model, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
-    (record,) = run(model, [0], tuning.PositionTracker(model))
+    records = run(model, [0, 5], tuning.PositionTracker(model))
     with SummaryWriter(tmp_path) as writer:
-        tuning.show_in_tensorboard(writer, record)
+        for record in records:
+            tuning.show_in_tensorboard(writer, record)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    (event,) = events.Scalars("mean_distance/one.positions")
-    assert (event.step, event.value) == (0, pytest.approx(record.positions[0].mean_distance, rel=1e-6))
-    assert "positions/two.positions/axis0" in events.Tags()["histograms"]
+    row = records[1].positions[0]
+    (speed,) = events.Scalars("speed/one.positions")  # the first record has none
+    assert (speed.step, speed.value) == (5, pytest.approx(row.speed))
+    assert "mean_sigma/two.positions" in events.Tags()["scalars"]
+    assert "mean_sigma/one.positions" not in events.Tags()["scalars"]
+    drawn, counts = events.Histograms("positions/one.positions/axis1")[1].histogram_value, row.histograms[1].counts
+    limits = [-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5]
+    assert {limit: n for limit, n in zip(drawn.bucket_limit, drawn.bucket, strict=True) if n} == {
+        limit: n for limit, n in zip(limits, counts, strict=True) if n
+    }
+    assert (drawn.min, drawn.max, drawn.num) == (-3.5, 3.5, model.one.positions[1].numel())
+    assert drawn.sum == sum(cell * n for cell, n in zip(range(-3, 4), counts, strict=True))
