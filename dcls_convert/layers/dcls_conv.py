@@ -182,10 +182,14 @@ class DclsConvNd(Tied):
         exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
         if self.training and not exporting:
             self.clamp_positions_()
-        padding = self.padding
-        if self.padding_mode != "zeros" or padding == DYNAMIC_SAME or is_uneven(padding):  # the convolution cannot
-            input, padding = self.padded(input), (0,) * self.dims
+        input, padding = self._padded(input)
         return self.conv_function(input, self.kernel(), self.bias, self.stride, padding, self.dilation, self.groups)
+
+    def _padded(self, input: Tensor) -> tuple[Tensor, Padding]:
+        """The input, padded where the convolution cannot, and the padding left to it: fixed numbers of zeros."""
+        if self.padding_mode == "zeros" and self.padding != DYNAMIC_SAME and not is_uneven(self.padding):
+            return input, self.padding
+        return self.padded(input), (0,) * self.dims
 
     def padded(self, input: Tensor) -> Tensor:
         """The input with all its padding, so that a convolution without any gives the layer's output."""
@@ -308,8 +312,9 @@ class DclsConvNd(Tied):
         return conv
 
     def extra_repr(self) -> str:
-        usual = {"kernel_count": None, "dilated_kernel_size": None, "stride": None, "padding": (0,) * self.dims}
-        usual |= {"dilation": (1,) * self.dims, "groups": 1, "padding_mode": "zeros", "dense_axes": ()}
+        usual: dict[str, Any] = dict.fromkeys(("kernel_count", "dilated_kernel_size", "stride"))
+        usual |= {"padding": (0,) * self.dims, "dilation": (1,) * self.dims, "groups": 1}
+        usual |= {"padding_mode": "zeros", "dense_axes": ()}
         parts = [f"{self.in_channels}, {self.out_channels}"]
         parts += [f"{name}={getattr(self, name)!r}" for name, value in usual.items() if getattr(self, name) != value]
         parts += ["bias=False"] * (self.bias is None) + [f"interpolation={self.interpolation}"]

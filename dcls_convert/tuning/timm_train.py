@@ -5,14 +5,15 @@ groups of their own (`tuning.param_groups`) and are clamped after every step; an
 """
 
 import argparse
+import importlib
 import logging
 import runpy
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import timm.optim
 import torch
 from torch import nn
 
@@ -27,10 +28,11 @@ LAST = "last.pth.tar"  # train.py writes it after every epoch
 GROUPING = {name: name for name in ("weight_decay", "layer_decay", "fallback_list", "fallback_no_weight_decay")}
 GROUPING |= {"filter_bias_and_bn": "weight_decay_exclude_1d"}
 LAYER_GROUPING = {"layer_decay_min_scale": "min_scale", "layer_decay_no_opt_scale": "no_opt_scale"}
-create_optimizer_v2 = timm.optim.create_optimizer_v2
 
 
-def create_optimizer(options: argparse.Namespace, model: Any, *args: Any, **kwargs: Any) -> Any:
+def create_optimizer(
+    timms: Callable[..., Any], options: argparse.Namespace, model: Any, *args: Any, **kwargs: Any
+) -> Any:
     """timm's optimizer, with positions in groups of their own; it clamps them at every step, and repels them if asked.
 
     Nothing changes for models without DCLS layers, and the groups stay where the script makes them.
@@ -39,12 +41,12 @@ def create_optimizer(options: argparse.Namespace, model: Any, *args: Any, **kwar
     if not (isinstance(model, nn.Module) and position_parameters(model)):
         if by_epochs:
             raise DclsConvertError("--repulsive-loss-from and --track: the script trains no model with DCLS layers")
-        return create_optimizer_v2(model, *args, **kwargs)
+        return timms(model, *args, **kwargs)
     if kwargs.get("param_group_fn") is None:
         names = GROUPING if kwargs.get("layer_decay") is None else GROUPING | LAYER_GROUPING
         grouping = {"weight_decay": 0.0} | {ours: kwargs[name] for name, ours in names.items() if name in kwargs}
         kwargs["param_group_fn"] = partial(param_groups, position_lr_scale=options.position_lr_scale, **grouping)
-    optimizer = create_optimizer_v2(model, *args, **kwargs)
+    optimizer = timms(model, *args, **kwargs)
     optimizer.register_step_post_hook(lambda *_: clamp_positions_(model))
     if by_epochs:
         follow_epochs_(model, optimizer, options.repulsive_loss_from, options.track)
@@ -122,7 +124,8 @@ def main() -> None:
             raise DclsConvertError(f"--track {options.track}: there is no folder for this file")
         sys.argv = [str(options.script), *(resumed if options.auto_resume else list)(options.arguments)]
         sys.path[0] = str(options.script.resolve().parent)  # which Python searches first when it runs a script
-        timm.optim.create_optimizer_v2 = partial(create_optimizer, options)
+        optim: Any = importlib.import_module("timm.optim")
+        optim.create_optimizer_v2 = partial(create_optimizer, optim.create_optimizer_v2, options)
         runpy.run_path(str(options.script), run_name="__main__")
     except DclsConvertError as error:
         parser.exit(2, f"error: {error}\n")

@@ -98,7 +98,7 @@ def test_the_script_trains_a_folder_and_its_checkpoint_becomes_a_folder(tiny, tm
 def creating(**options):
     """What stands for timm's create_optimizer_v2 under these options of the command line."""
     defaults = {"position_lr_scale": 5.0, "repulsive_loss_from": None, "track": None}
-    return partial(timm_train.create_optimizer, argparse.Namespace(**{**defaults, **options}))
+    return partial(timm_train.create_optimizer, create_optimizer_v2, argparse.Namespace(**{**defaults, **options}))
 
 
 def groups_of(optimizer, model):
