@@ -13,7 +13,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import dcls_convert
-from dcls_convert import tuning
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.tuning import read_track
 
@@ -47,9 +46,8 @@ def images(tmp_path):
     return tmp_path / "images"
 
 
-@pytest.mark.parametrize("name", ["test_convnext", "test_efficientnet"])
-def test_a_folder_of_images(finetune, images, capsys, name):
-    options = ["--data", images, *SMALL]
+def test_a_folder_of_images(finetune, images, capsys):
+    name, options = "test_efficientnet", ["--data", images, *SMALL]
     finetune(name, "--dilated-size", "7", *options, "--repulsive", "1", "--aa", "rand-m3", "--lr", "0.003")
     run = Path("runs") / name
     assert "best accuracy" in capsys.readouterr().out
@@ -62,12 +60,14 @@ def test_a_folder_of_images(finetune, images, capsys, name):
     assert timm.create_model("local-dir:again/best", pretrained=True).num_classes == 2
 
 
+@pytest.mark.slow
 def test_a_model_without_dcls_layers(finetune, images):
     finetune("test_convnext", "--data", images, *SMALL, "--ema", "0", "--clip-grad", "0")
     assert timm.create_model("local-dir:runs/test_convnext/best", pretrained=True).num_classes == 2
     assert not Path("runs/test_convnext/positions.png").exists()
 
 
+@pytest.mark.slow
 def test_batches_in_several_parts_are_the_same_update(finetune, images):
     options = ["--data", images, "--dilated-size", "7", "--img-size", "32", "--epochs", "1"]
     finetune("test_convnext", *options, "--batch-size", "8", "--output", "whole")
@@ -125,16 +125,7 @@ def test_a_converted_network_comes_closer_to_its_teacher(finetune, unlabelled, t
     assert timm.create_model("local-dir:run/best", pretrained=True).num_classes == 1000
 
 
-def test_a_network_agrees_with_itself(finetune, unlabelled, teacher, tmp_path, capsys):
-    named, model = teacher
-    folder = converted(model, tmp_path / "student", init="exact")
-    finetune(folder, *named, "--data", unlabelled, *SMALL, "--lr", "0", "--output", "run")
-    assert "before: agreement 100.00 %" in capsys.readouterr().out
-    history = json.loads(Path("run/history.json").read_text())
-    assert history["agreement"] == [100, 100]
-    assert max(map(abs, history["loss"])) < 1e-5  # float32
-
-
+@pytest.mark.slow
 def test_frozen_statistics_stay(finetune, unlabelled, tmp_path):
     model = timm.create_model("test_resnet")
     save_file(model.state_dict(), tmp_path / "teacher.safetensors")
@@ -146,29 +137,6 @@ def test_frozen_statistics_stay(finetune, unlabelled, tmp_path):
     statistics = [name for name in free if name.endswith("running_mean")]
     assert all(torch.equal(frozen[name], tensor) for name, tensor in model.state_dict().items() if name in statistics)
     assert any(not torch.equal(free[name], frozen[name]) for name in statistics)
-
-
-def test_a_killed_run_with_a_teacher_ends_as_one_that_was_not(finetune, unlabelled, teacher, tmp_path, monkeypatch):
-    named, model = teacher
-    options = [converted(model, tmp_path / "student"), *named, "--data", unlabelled, *SMALL, "--batch-size", "2"]
-    options += ["--accumulate", "2", "--mixup", "0.2", "--drop-path", "0.1"]
-    finetune(*options, "--output", "whole")
-    with monkeypatch.context() as patched:
-        update = tuning.PositionTracker.update
-
-        def killed(self, step):
-            if step == 2:
-                raise KeyboardInterrupt
-            return update(self, step)
-
-        patched.setattr(tuning.PositionTracker, "update", killed)
-        with pytest.raises(KeyboardInterrupt):
-            finetune(*options, "--output", "killed")
-    finetune(*options, "--output", "killed", "--resume")
-    assert Path("killed/history.json").read_bytes() == Path("whole/history.json").read_bytes()
-    ended, expected = (torch.load(f"{run}/state.pt", weights_only=True) for run in ("killed", "whole"))
-    for part in ("model", "average"):
-        assert all(torch.equal(ended[part][name], tensor) for name, tensor in expected[part].items())
 
 
 def test_a_teacher_that_does_not_fit_is_refused(finetune, unlabelled, tmp_path, capsys):
@@ -203,19 +171,14 @@ def test_a_temperature_goes_from_the_divergence_to_the_distance_of_centred_outpu
         (["nowhere"], 2, "nowhere: neither a folder nor a model of timm"),
         (["test_convnext", "--data", "nowhere"], 2, "--data nowhere: is not a folder"),
         (["test_convnext", "--data", "."], 2, "--data .: "),
-        (["test_convnext", "--dataset", "nonesuch/x", "--data", "."], 2, "--data .: "),
         (["test_convnext", "--batch-size", "4096"], 2, "one update takes more than all 1437 images"),
         (["test_convnext", "--fsdp"], 2, "--fsdp: needs several processes"),
         (["test_convnext", "--dilated-size", "8"], 2, "window 8"),
         (["test_vit", "--dilated-size", "9"], 3, "nothing in the model matches"),
-        (["test_convnext", "--epochs", "0"], 2, "--epochs must be at least 1, not 0"),
         (["test_convnext", "--mixup", "1", "--batch-size", "3"], 2, "even --batch-size"),
-        (["test_convnext", "--teacher", "nowhere"], 2, "nowhere: neither a folder nor a model of timm"),
         (["test_convnext", "--teacher", "test_vit"], 2, "pretrained weights cannot be had"),
-        (["test_convnext", "--teacher", "test_vit", "--teacher-checkpoint", "gone"], 2, "gone: there is no such file"),
         (["test_convnext", "--teacher-checkpoint", "gone"], 2, "--teacher-checkpoint needs --teacher"),
         (["test_convnext", "--teacher", "test_vit", "--num-classes", "3"], 2, "keeps the classes that it has"),
-        (["test_convnext", "--temperature", "0"], 2, "--temperature must be above 0, not 0"),
     ],
 )
 def test_mistakes_are_told_in_one_line_and_leave_nothing_behind(finetune, tmp_path, capsys, arguments, code, message):

@@ -10,7 +10,6 @@ elsewhere than on a CPU, one that multiplies and sums over the whole window. On 
 collide: they are atomic, and their order, so the rounding too, differs from run to run.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -44,7 +43,8 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
     """
     # The sum is a copy. A layer clamps its positions in place at every forward, also between another forward and its
     # backward, so the positions themselves must not be saved for backward.
-    cells = positions + _halves(positions, size)
+    halves = [length // 2 for length in size]
+    cells = positions + (halves[0] if len(set(halves)) == 1 else per_axis(halves, positions))
     for axis, length in enumerate(size):
         if length == 1:  # One cell: no fraction and no gradient, but NaN in a position must reach the kernel.
             weight = weight * (1 + 0 * cells[axis])
@@ -61,14 +61,6 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
     else:
         kernel = of_products(weight, cells, wide_size)
     return kernel.reshape(*weight.shape[:-1], *size)
-
-
-def _halves(positions: Tensor, size: Sequence[int]) -> Tensor | int:
-    """The kernel centre's cell along each axis, to be added to positions."""
-    halves = [length // 2 for length in size]
-    if len(set(halves)) == 1:
-        return halves[0]
-    return per_axis(halves, positions)
 
 
 def per_axis(values: Sequence[float], like: Tensor) -> Tensor:
@@ -135,69 +127,63 @@ class _Construct(Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, cells: Tensor, size: Size) -> Tensor:
+        """Algorithm 1."""
         ctx.size = size
         ctx.save_for_backward(weight, cells)
-        return _construct(weight, cells, size)
+        weights, coordinates = _rows(weight), _rows(cells, 1)  # (N, E), (A, N, E)
+        kernel = weight.new_empty(weights.shape[0], math.prod(size))  # (N, cells of the window)
+        # On meta there are no values, and operations take longer than on the CPU.
+        blocks = [] if kernel.is_meta else _blocks(kernel, weights, coordinates)
+        for some_kernel, some_weight, some_cells in blocks:
+            if not on_cpu(weight):
+                some_kernel.copy_(of_products(some_weight, some_cells, size, differentiable=False).flatten(1))
+                continue
+            index, fractions = _corners(some_cells, size)
+            shares = [some_weight]  # what of the weight each corner gets, in the order of `_shifted`
+            for fraction in fractions:
+                upper = [share * fraction for share in shares]
+                shares = [part for share, up in zip(shares, upper, strict=True) for part in (share - up, up)]
+            for corner, share in zip(_shifted(some_kernel.zero_(), size), shares, strict=True):
+                corner.scatter_add_(1, index, share)
+        return kernel.view(*weight.shape[:-1], *size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        weight, cells = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:2]
-        if not torch.is_grad_enabled():
-            return *_gradients(grad, weight, cells, ctx.size, *needs), None
-        # A graph of the gradients is wanted (create_graph=True): the plain form has derivatives of any order.
-        inputs = [tensor for tensor, needed in zip((weight, cells), needs, strict=True) if needed]
-        kernel = of_plain_operations(weight, cells, ctx.size)
-        found = iter(torch.autograd.grad(kernel, inputs, grad, create_graph=True))
-        return next(found) if needs[0] else None, next(found) if needs[1] else None, None
+        """Algorithm 2: the gradients of weight (*C, E) and cells (A, *C, E) from that of the kernel, (*C, *size).
 
-
-def _construct(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
-    """Algorithm 1: weight (*C, E), cells (A, *C, E) -> (*C, *size)."""
-    weights, coordinates = _rows(weight), _rows(cells, 1)  # (N, E), (A, N, E)
-    kernel = weight.new_empty(weights.shape[0], math.prod(size))  # (N, cells of the window)
-    # On meta there are no values, and operations take longer than on the CPU.
-    blocks = [] if kernel.is_meta else _blocks(kernel, weights, coordinates)
-    for some_kernel, some_weight, some_cells in blocks:
-        if not on_cpu(weight):
-            some_kernel.copy_(of_products(some_weight, some_cells, size, differentiable=False).flatten(1))
-            continue
-        index, fractions = _corners(some_cells, size)
-        shares = _shares(some_weight, fractions)
-        for corner, share in zip(_shifted(some_kernel.zero_(), size), shares, strict=True):
-            corner.scatter_add_(1, index, share)
-    return kernel.view(*weight.shape[:-1], *size)
-
-
-def _gradients(
-    grad: Tensor, weight: Tensor, cells: Tensor, size: Size, of_weight: bool, of_cells: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Algorithm 2: the gradients of weight (*C, E) and cells (A, *C, E) from that of the kernel, (*C, *size).
-
-    Nothing that depends on `grad` is changed in place, so that it may stand for a batch (`is_grads_batched`).
-    """
-    weights, coordinates = _rows(weight), _rows(cells, 1)  # (N, E), (A, N, E)
-    flat = grad.reshape(weights.shape[0], math.prod(size))
-    grad_weights, grad_coordinates = [], []
-    for some_grad, some_weight, some_cells in _blocks(flat, weights, coordinates):
-        index, fractions = _corners(some_cells, size)
-        values = [corner.gather(1, index) for corner in _shifted(some_grad, size)]
-        slopes: list[list[Tensor]] = []  # of the axes so far, the first one first
-        for axis in reversed(range(len(size))):
-            fraction = fractions[axis]
-            steps = [high - low for low, high in _pairs(values)]
-            if of_weight or axis > 0:
-                values = [torch.addcmul(low, step, fraction) for low, step in zip(values[::2], steps, strict=True)]
+        Nothing that depends on `grad` is changed in place, so that it may stand for a batch (`is_grads_batched`).
+        """
+        (weight, cells), size = ctx.saved_tensors, ctx.size
+        of_weight, of_cells, _ = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            # A graph of the gradients is wanted (create_graph=True): the plain form has derivatives of any order.
+            inputs = [tensor for tensor, needed in ((weight, of_weight), (cells, of_cells)) if needed]
+            kernel = of_plain_operations(weight, cells, size)
+            gradients = iter(torch.autograd.grad(kernel, inputs, grad, create_graph=True))
+            return next(gradients) if of_weight else None, next(gradients) if of_cells else None, None
+        weights, coordinates = _rows(weight), _rows(cells, 1)  # (N, E), (A, N, E)
+        flat = grad.reshape(weights.shape[0], math.prod(size))
+        grad_weights, grad_coordinates = [], []
+        for some_grad, some_weight, some_cells in _blocks(flat, weights, coordinates):
+            index, fractions = _corners(some_cells, size)
+            values = [corner.gather(1, index) for corner in _shifted(some_grad, size)]
+            slopes: list[list[Tensor]] = []  # of the axes so far, the first one first
+            for axis in reversed(range(len(size))):
+                fraction = fractions[axis]
+                steps = [high - low for low, high in _pairs(values)]
+                if of_weight or axis > 0:
+                    values = [torch.addcmul(low, step, fraction) for low, step in zip(values[::2], steps, strict=True)]
+                if of_cells:
+                    slopes = [steps, *([low.lerp(high, fraction) for low, high in _pairs(slope)] for slope in slopes)]
+            if of_weight:
+                grad_weights += values
             if of_cells:
-                slopes = [steps, *([low.lerp(high, fraction) for low, high in _pairs(slope)] for slope in slopes)]
-        if of_weight:
-            grad_weights += values
-        if of_cells:
-            grad_coordinates.append(some_weight * torch.stack([slope for (slope,) in slopes]))
-    return (
-        _joined(grad_weights, 0, weight) if of_weight else None,
-        _joined(grad_coordinates, 1, cells) if of_cells else None,
-    )
+                grad_coordinates.append(some_weight * torch.stack([slope for (slope,) in slopes]))
+        return (
+            _joined(grad_weights, 0, weight) if of_weight else None,
+            _joined(grad_coordinates, 1, cells) if of_cells else None,
+            None,
+        )
 
 
 def _joined(blocks: list[Tensor], dim: int, like: Tensor) -> Tensor:
@@ -248,23 +234,9 @@ def _shifted(kernel: Tensor, size: Size) -> list[Tensor]:
 
     The last axis changes fastest.
     """
-    offsets = _offsets(size)
-    return [kernel.narrow(1, offset, kernel.shape[1] - offsets[-1]) for offset in offsets]
-
-
-@functools.cache
-def _offsets(size: Size) -> tuple[int, ...]:
     strides = [math.prod(size[axis + 1 :]) for axis in range(len(size))]
-    return tuple(sum(steps) for steps in itertools.product(*((0, stride) for stride in strides)))
-
-
-def _shares(weight: Tensor, fractions: Sequence[Tensor]) -> list[Tensor]:
-    """What of the weight each corner gets, in the order of `_shifted`."""
-    shares = [weight]
-    for fraction in fractions:
-        upper = [share * fraction for share in shares]
-        shares = [part for share, up in zip(shares, upper, strict=True) for part in (share - up, up)]
-    return shares
+    offsets = [sum(steps) for steps in itertools.product(*((0, stride) for stride in strides))]
+    return [kernel.narrow(1, offset, kernel.shape[1] - offsets[-1]) for offset in offsets]
 
 
 def _pairs(values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

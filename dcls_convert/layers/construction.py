@@ -6,7 +6,7 @@ Axes: O output channels, I input channels per group, E kernel elements, A learnt
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -47,35 +47,25 @@ def construct_kernel(
     if len(set(dense_axes)) != len(dense_axes) or not set(dense_axes) <= set(range(len(size))):
         raise ValueError(f"dense_axes={tuple(dense_axes)} must be different axes from 0 to {len(size) - 1}")
     axes = learnt_axes(len(size), dense_axes)
+    order = [*sorted(dense_axes), *axes]
+    dense = [size[axis] for axis in sorted(dense_axes)]
     method = find_interpolation(interpolation)
     if method.has_sigma != (sigma is not None):
         raise ValueError(f"{interpolation} interpolation {'needs a' if method.has_sigma else 'has no'} sigma")
-    _check_shapes(weight, positions, sigma, size, axes)
-    # In float32 at least: at 8 cells from the centre, bfloat16 positions are a sixteenth of a cell apart.
+    if weight.dim() != 3 + len(dense) or list(weight.shape[2:-1]) != dense:
+        shape = ", ".join(["out", "in/groups", *map(str, dense), "count"])
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; with size={tuple(size)} it must be ({shape})")
+    for name, tensor in (("positions", positions), ("sigma", sigma)):
+        if tensor is not None and tensor.shape != (len(axes), *weight.shape):
+            expected = (len(axes), *weight.shape)
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)}; for this weight it must be {expected}")
+    # In float32 at least: at 8 cells from the centre, bfloat16 positions are a sixteenth of a cell apart. And without
+    # autocast: the matrix products of the construction would run in half precision.
     dtype = torch.promote_types(torch.promote_types(weight.dtype, positions.dtype), torch.float32)
-    with _full_precision(weight.device.type):
+    device = weight.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if autocast else nullcontext():
         spread = None if sigma is None else sigma.to(dtype)
         kernel = method.kernel(weight.to(dtype), positions.to(dtype), spread, [size[axis] for axis in axes])
-    order = [axis for axis in range(len(size)) if axis not in axes] + list(axes)
     spatial = [2 + order.index(axis) for axis in range(len(size))]
     return kernel.permute(0, 1, *spatial).to(weight.dtype)  # (O, I, *size)
-
-
-def _check_shapes(
-    weight: Tensor, positions: Tensor, sigma: Tensor | None, size: Sequence[int], axes: Sequence[int]
-) -> None:
-    dense = tuple(size[axis] for axis in range(len(size)) if axis not in axes)
-    if weight.dim() != 3 + len(dense) or tuple(weight.shape[2:-1]) != dense:
-        wanted = ", ".join(["out", "in/groups", *map(str, dense), "count"])
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; with size={tuple(size)} it must be ({wanted})")
-    wanted_shape = (len(axes), *weight.shape)
-    for name, tensor in (("positions", positions), ("sigma", sigma)):
-        if tensor is not None and tuple(tensor.shape) != wanted_shape:
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)}; for this weight it must be {wanted_shape}")
-
-
-def _full_precision(device_type: str) -> AbstractContextManager[object]:
-    """No autocast inside: the matrix products of the construction would run in half precision."""
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()

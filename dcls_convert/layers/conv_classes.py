@@ -32,10 +32,6 @@ class ConvForm:
     padding_module: str | None = None
     adapt: Callable[[nn.Module, nn.Module], None] | None = None
 
-    def pads_same(self, conv: nn.Module) -> bool:
-        """Whether this object's forward pads its input by the SAME rule."""
-        return self.same_padding(conv) if callable(self.same_padding) else self.same_padding
-
     def effective_weight(self, conv: nn.Module, weight: Tensor) -> Tensor:
         """The kernel that is convolved where the parameter is `weight`."""
         return weight if self.weight is None else self.weight(conv, weight)
@@ -113,7 +109,7 @@ def find_form(conv: nn.Module) -> ConvForm | None:
 def padding_of(conv: AnyConv) -> Padding:
     """All padding of a convolution that can be replaced: its own, and what its class adds in `forward`."""
     form = find_form(conv) or PLAIN
-    if form.pads_same(conv):
+    if form.same_padding(conv) if callable(form.same_padding) else form.same_padding:
         return DYNAMIC_SAME
     if isinstance(conv.padding, str):
         return conv.padding

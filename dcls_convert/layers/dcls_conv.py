@@ -85,10 +85,18 @@ class DclsConvNd(Tied):
         self.dilation = self._per_axis("dilation", dilation, least=1)
         self.padding_mode = padding_mode
         self.interpolation = interpolation
-        self.dense_axes = _dense_axes(dense_axes, self.dims)
+        self.dense_axes = tuple(sorted(dense_axes))
         self.form = PLAIN
         self._check()
-        self._register_parameters(bias, device=device, dtype=dtype)
+        dense = [self.dilated_kernel_size[axis] for axis in self.dense_axes]
+        shape = (out_channels, in_channels // groups, *dense, kernel_count)
+        coordinates = (len(self.learnt_axes), *shape)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(shape, **factory))
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_channels, **factory)) if bias else None)
+        self.positions = nn.Parameter(torch.empty(coordinates, **factory))
+        has_sigma = find_interpolation(interpolation).has_sigma
+        self.register_parameter("sigma", nn.Parameter(torch.empty(coordinates, **factory)) if has_sigma else None)
         self.reset_parameters()
 
     def _per_axis(self, name: str, value: IntOrTuple, least: int) -> tuple[int, ...]:
@@ -102,6 +110,8 @@ class DclsConvNd(Tied):
             channels, groups = getattr(self, name), self.groups
             if not (_is_integer(channels) and _is_integer(groups)) or min(channels, groups) < 1 or channels % groups:
                 raise ValueError(f"{name}={channels!r} must be a positive multiple of groups={groups!r}")
+        if not set(self.dense_axes) < set(range(self.dims)) or len(set(self.dense_axes)) != len(self.dense_axes):
+            raise ValueError(f"dense_axes={self.dense_axes} must be different axes, and leave one to be learnt")
         if not _is_integer(self.kernel_count) or self.kernel_count < 1:
             raise ValueError(f"kernel_count={self.kernel_count!r} must be an integer of at least 1")
         if self.padding_mode not in PADDING_MODES:
@@ -113,27 +123,11 @@ class DclsConvNd(Tied):
                 raise ValueError(f"padding={self.padding!r} is for 2-D with zeros")
             if self.padding == "same" and any(stride != 1 for stride in self.stride):
                 raise ValueError(f"padding='same' needs stride 1, not {self.stride}")
-        find_interpolation(self.interpolation)
-
-    def _register_parameters(self, bias: bool, **factory: Any) -> None:
-        shape = self.weight_shape
-        coordinates = (len(self.learnt_axes), *shape)
-        self.weight = nn.Parameter(torch.empty(shape, **factory))
-        self.register_parameter("bias", nn.Parameter(torch.empty(self.out_channels, **factory)) if bias else None)
-        self.positions = nn.Parameter(torch.empty(coordinates, **factory))
-        has_sigma = find_interpolation(self.interpolation).has_sigma
-        self.register_parameter("sigma", nn.Parameter(torch.empty(coordinates, **factory)) if has_sigma else None)
 
     @property
     def learnt_axes(self) -> tuple[int, ...]:
         """The spatial axes along which the elements move, in the order of `positions`."""
         return learnt_axes(self.dims, self.dense_axes)
-
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """(O, I, *dense axes, E)."""
-        dense = [self.dilated_kernel_size[axis] for axis in self.dense_axes]
-        return (self.out_channels, self.in_channels // self.groups, *dense, self.kernel_count)
 
     @property
     def kernel_size(self) -> tuple[int, ...]:
@@ -177,21 +171,19 @@ class DclsConvNd(Tied):
     def forward(self, input: Tensor) -> Tensor:
         """(N, in_channels, *spatial) -> (N, out_channels, *spatial): the convolution with `kernel()`."""
         if isinstance(input, fx.Proxy) and input.tracer.root is not self:
-            return self._traced(input)
+            # One call in a graph of torch.fx, also of tracers that were not told that the layer is a leaf.
+            tracer = cast(fx.Tracer, input.tracer)
+            output = tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+            # The graph need not hold the owner of tied parameters: as arguments in the graph, they stay registered.
+            tied = [getattr(self, name) for name in self._owner_names]
+            output = tracer.create_proxy("call_function", output_of_tied, (output, *tied), {}) if tied else output
+            return cast(Tensor, output)
         # An exported program changes no parameters. torch 2.8 reports is_exporting() under compile; exclude dynamo.
         exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
         if self.training and not exporting:
             self.clamp_positions_()
         input, padding = self._padded(input)
         return self.conv_function(input, self.kernel(), self.bias, self.stride, padding, self.dilation, self.groups)
-
-    def _traced(self, input: fx.Proxy) -> Any:
-        """The layer as one call in a graph of torch.fx, also of tracers that were not told that it is a leaf."""
-        tracer = cast(fx.Tracer, input.tracer)
-        output = tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
-        # The graph need not hold the owner of tied parameters: as arguments in the graph, they stay registered there.
-        tied = [getattr(self, name) for name in self._owner_names]
-        return tracer.create_proxy("call_function", output_of_tied, (output, *tied), {}) if tied else output
 
     def _padded(self, input: Tensor) -> tuple[Tensor, Padding]:
         """The input, padded where the convolution cannot, and the padding left to it: fixed numbers of zeros."""
@@ -201,7 +193,7 @@ class DclsConvNd(Tied):
 
     def padded(self, input: Tensor) -> Tensor:
         """The input with all its padding, so that a convolution without any gives the layer's output."""
-        extents = [extent(size, spacing) for size, spacing in zip(self.kernel_size, self.dilation, strict=True)]
+        extents = list(map(extent, self.kernel_size, self.dilation))
         sides = padded_cells(self.padding, input.shape[-self.dims :], extents, self.stride)
         widths = [cells for axis in reversed(sides) for cells in axis]
         return F.pad(input, widths, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
@@ -300,31 +292,33 @@ class DclsConvNd(Tied):
             most = tuple(max(sides) for sides in padding)
             missing = [most[axis] - cells for axis in reversed(range(self.dims)) for cells in padding[axis]]
             kernel, padding = F.pad(kernel, missing), most
-        shape: dict[str, Any] = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups, "bias": False}
-        make: Callable[..., Conv] = same_padded_conv
-        if padding != DYNAMIC_SAME:
-            make, shape = self.conv_class, {**shape, "padding": padding, "padding_mode": self.padding_mode}
-        # On the meta device nothing is drawn from any generator.
-        conv = make(self.in_channels, self.out_channels, tuple(kernel.shape[2:]), **shape, device="meta")
+        dynamic = padding == DYNAMIC_SAME
+        make: Callable[..., Conv] = same_padded_conv if dynamic else self.conv_class
+        padded: dict[str, Any] = {} if dynamic else {"padding": padding, "padding_mode": self.padding_mode}
+        conv = make(
+            self.in_channels,
+            self.out_channels,
+            tuple(kernel.shape[2:]),
+            stride=self.stride,
+            dilation=self.dilation,
+            groups=self.groups,
+            bias=False,
+            device="meta",  # draws nothing from any generator
+            **padded,
+        )
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
         conv.bias = self.bias
         carry_over(self, conv, known=_OWN_ATTRIBUTES)
         return conv
 
     def extra_repr(self) -> str:
-        parts = [
-            f"{self.in_channels}, {self.out_channels}",
-            f"kernel_count={self.kernel_count}",
-            f"dilated_kernel_size={self.dilated_kernel_size}",
-            f"stride={self.stride}",
-        ]
-        usual = {"padding": (0,) * self.dims, "dilation": (1,) * self.dims, "groups": 1}
+        usual: dict[str, Any] = dict.fromkeys(("kernel_count", "dilated_kernel_size", "stride"))
+        usual |= {"padding": (0,) * self.dims, "dilation": (1,) * self.dims, "groups": 1}
         usual |= {"padding_mode": "zeros", "dense_axes": ()}
+        parts = [f"{self.in_channels}, {self.out_channels}"]
         parts += [f"{name}={getattr(self, name)!r}" for name, value in usual.items() if getattr(self, name) != value]
         parts += ["bias=False"] * (self.bias is None) + [f"interpolation={self.interpolation}"]
-        if self.is_tied:
-            parts.append("positions=tied")
-        return ", ".join(parts)
+        return ", ".join(parts + ["positions=tied"] * self.is_tied)
 
     def _repr_html_(self) -> str:
         """The layer in a notebook."""
@@ -358,13 +352,6 @@ def output_of_tied(output: Tensor, *parameters: Tensor) -> Tensor:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _dense_axes(axes: Sequence[int], dims: int) -> tuple[int, ...]:
-    given = tuple(axes) if isinstance(axes, Sequence) else (axes,)
-    if not set(given) < set(range(dims)) or len(set(given)) != len(given):
-        raise ValueError(f"dense_axes={axes!r} must be different axes below {dims}, and leave one to be learnt")
-    return tuple(sorted(given))
 
 
 # Attributes that convolutions and DCLS layers have by their class; `carry_over` leaves them out.

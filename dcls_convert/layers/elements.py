@@ -48,9 +48,8 @@ def largest_elements(
     deciding = cells if effective is None else torch.stack([cells_last(kernel, axes) for kernel in effective])
     energy = deciding.double().square().sum(0)  # (O, I, *D, K)
     kept = min(kernel_count, energy.shape[-1])
-    chosen = (
-        energy.sort(dim=-1, descending=True, stable=True).indices[..., :kept].sort(dim=-1).values
-    )  # (O, I, *D, kept)
+    largest_first = energy.sort(dim=-1, descending=True, stable=True).indices
+    chosen = largest_first[..., :kept].sort(dim=-1).values  # (O, I, *D, kept)
     grids = [grid_positions(kernel_size[axis], dilation[axis], size[axis]) for axis in axes]
     places = torch.tensor(list(itertools.product(*grids)), dtype=cells.dtype, device=cells.device)  # (K, A)
     extra = kernel_count - kept
@@ -80,9 +79,8 @@ def random_positions(
     axes = learnt_axes(len(size), dense_axes)
     if weight.is_meta:
         return torch.empty(len(axes), *weight.shape, device="meta")
-    drawn = torch.empty(
-        len(axes), *weight.shape, device="cpu"
-    )  # float32 on the CPU, so that a seed means the same everywhere
+    # In float32 on the CPU, so that a seed means the same everywhere.
+    drawn = torch.empty(len(axes), *weight.shape, device="cpu")
     for index, axis in enumerate(axes):
         low, high = position_limits(size[axis])
         if uniform:

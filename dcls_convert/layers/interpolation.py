@@ -46,8 +46,21 @@ class Interpolation:
         for axis, length in enumerate(size):
             cells = clamped(positions[axis] + length // 2, 0, length - 1)
             width = torch.ones_like(cells) if sigma is None else clamped(sigma[axis], self.min_sigma or 0, math.inf)
-            profiles.append(self.profile(cells, width, length))
-        return _separable(weight, profiles)
+            profile = self.profile(cells, width, length)
+            profiles.append(profile / profile.sum(-1, keepdim=True))
+        first, *between = profiles[:-1] or profiles
+        spread = weight.unsqueeze(-1) * first  # (*C, E, length)
+        if len(size) == 1:
+            return spread.sum(-2)
+        for profile in between:
+            spread = (spread.unsqueeze(-1) * profile.unsqueeze(-2)).flatten(-2)  # (*C, E, product of lengths)
+        # On a CPU, a matrix product per kernel: no tensor of elements x window is made in 1-D and 2-D. A GPU might
+        # round its factors to 11 bits (TF32).
+        if on_cpu(weight):
+            kernel = spread.transpose(-1, -2) @ profiles[-1]
+        else:
+            kernel = (spread.unsqueeze(-1) * profiles[-1].unsqueeze(-2)).sum(-3)
+        return kernel.reshape(*weight.shape[:-1], *size)
 
     def footprint(self, cells: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """The normalised profile with the initial sigma, and its derivative by the position.
@@ -124,10 +137,8 @@ def _hat(cells: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The triangle of half-width 1 and its slope, as `_triangle_slope` chooses it. In memory, `length` comes first."""
     grid = _grid(cells, length).reshape(-1, *[1] * cells.dim())  # (length, 1, ...)
     value = (1 - (grid - cells).abs()).relu()  # its sum is 1
-    if length == 1:
-        return value.movedim(0, -1), torch.zeros_like(value).movedim(0, -1)
-    beyond = grid - cells.floor().clamp(max=length - 2)
-    slope = (beyond == 1).to(cells.dtype) - (beyond == 0).to(cells.dtype)
+    beyond = grid - cells.floor().clamp(max=max(length - 2, 0))
+    slope = (beyond == 1).to(cells.dtype) - (beyond == 0).to(cells.dtype) * (length > 1)
     return value.movedim(0, -1), slope.movedim(0, -1)
 
 
@@ -139,25 +150,6 @@ def _gaussian(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
 def _gaussian_slope(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
     offset = _grid(cells, length) - cells.unsqueeze(-1)
     return _gaussian(cells, sigma, length) * offset / sigma.unsqueeze(-1) ** 2
-
-
-def _separable(weight: Tensor, profiles: Sequence[Tensor]) -> Tensor:
-    """Sum over elements of weight times the outer product of the normalised profiles of all axes.
-
-    weight (*C, E), profiles (*C, E, length) each -> (*C, *lengths). On a CPU, a matrix product per kernel, so that no
-    tensor of elements x window is made in 1-D and 2-D. A GPU might round the factors of one to 11 bits (TF32).
-    """
-    first, *rest = [profile / profile.sum(-1, keepdim=True) for profile in profiles]
-    spread = weight.unsqueeze(-1) * first  # (*C, E, length)
-    if not rest:
-        return spread.sum(-2)
-    for profile in rest[:-1]:
-        spread = (spread.unsqueeze(-1) * profile.unsqueeze(-2)).flatten(-2)  # (*C, E, product of lengths)
-    if on_cpu(weight):
-        kernel = spread.transpose(-1, -2) @ rest[-1]
-    else:
-        kernel = (spread.unsqueeze(-1) * rest[-1].unsqueeze(-2)).sum(-3)
-    return kernel.reshape(*weight.shape[:-1], *[profile.shape[-1] for profile in profiles])
 
 
 INTERPOLATIONS: dict[str, Interpolation] = {

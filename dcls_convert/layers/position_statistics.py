@@ -19,38 +19,36 @@ OVERLAP_DISTANCE = 1.0  # cells; nearer elements share cells, and the paper's re
 MOST_DISTANCES = 1 << 22  # held at once: 16 MiB in float32
 
 
-def border_share(positions: Tensor, size: Sequence[int], margin: float = BORDER_MARGIN) -> float:
+def border_share(positions: Tensor, size: Sequence[int]) -> float:
     """The share of elements that lie at the window's border; the paper's sign that the window is too small.
+
+    An element counts where a coordinate is within `BORDER_MARGIN` of a limit, or beyond the limit.
 
     Args:
         positions: (A, *C, E).
         size: Cells of the window along each learnt axis. An axis of one cell does not count: nothing can move there.
-        margin: In cells; an element counts where a coordinate is within the margin of a limit, or beyond the limit.
     """
     at_border = torch.zeros(positions.shape[1:], dtype=torch.bool, device=positions.device)
     for coordinate, side in zip(_exact(positions), size, strict=True):
         if side > 1:
             low, high = position_limits(side)
-            at_border |= (coordinate <= low + margin) | (coordinate >= high - margin)
-    return _share(int(at_border.sum()), at_border.numel())
+            at_border |= (coordinate <= low + BORDER_MARGIN) | (coordinate >= high - BORDER_MARGIN)
+    return int(at_border.sum()) / max(at_border.numel(), 1)
 
 
-def overlap_share(
-    positions: Tensor, distance: float = OVERLAP_DISTANCE, *, most_distances: int = MOST_DISTANCES
-) -> float:
-    """The share of elements that have another element of their own kernel nearer than `distance` (Euclidean, in cells).
+def overlap_share(positions: Tensor, *, most_distances: int = MOST_DISTANCES) -> float:
+    """The share of elements that have another element of their own kernel nearer than `OVERLAP_DISTANCE` (Euclidean).
 
     Args:
         positions: (A, *C, E).
-        distance: In cells; two elements at exactly this distance do not overlap.
         most_distances: Bounds the memory: the most distances between elements that are held at once.
     """
     kernels = _exact(positions).reshape(positions.shape[0], -1, positions.shape[-1])
     overlapping = 0
     for _, _, squares in pairs(kernels, most_distances):
-        near = squares < distance * distance
+        near = squares < OVERLAP_DISTANCE**2
         overlapping += int((near.sum(-1) > 1).sum())  # every element is near itself
-    return _share(overlapping, math.prod(positions.shape[1:]))
+    return overlapping / max(math.prod(positions.shape[1:]), 1)
 
 
 def spread(positions: Tensor) -> tuple[float, ...]:
@@ -93,7 +91,3 @@ def pairs(kernels: Tensor, most_distances: int) -> Iterator[tuple[tuple[slice, s
 def _exact(positions: Tensor) -> Tensor:
     """Positions in float32 at least; half precision would round their differences."""
     return positions.detach().to(torch.promote_types(positions.dtype, torch.float32))
-
-
-def _share(count: int, of: int) -> float:
-    return count / of if of else 0.0

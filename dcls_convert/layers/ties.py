@@ -1,7 +1,7 @@
 """Layers whose positions belong to another module, so that every tensor has one owner and one name."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Self
 
 from torch import Tensor, fx, nn
@@ -42,24 +42,14 @@ class Tied(nn.Module):
         Args:
             owner: A module that holds the layer, so that copies of it hold the layer's copy.
             names: "positions" (and "sigma", where the layer has one) -> the parameter's name on the owner.
-
-        Raises:
-            ValueError: The names or shapes do not fit, or the layer is tied; it is then unchanged.
         """
-        if self.is_tied:
-            raise ValueError("the layer is tied already")
-        own = {name for name in POSITION_PARAMETERS if getattr(self, name, None) is not None}
-        if names.keys() != own:
-            raise ValueError(f"names must say where to find {' and '.join(sorted(own))}, not {sorted(names)}")
-        for owner_name in names.values():
-            shape = tuple(getattr(owner, owner_name).shape)
-            if shape != tuple(self.positions.shape):
-                raise ValueError(f"the owner's {owner_name} has shape {shape}, which does not fit this layer")
         for name in names:
             delattr(self, name)
-        self.__dict__["_owner"] = owner
-        self._owner_names = dict(names)
-        KeepFormat.install_(owner, names.values())
+        self.__dict__["_owner"], self._owner_names = owner, dict(names)
+        before = vars(owner).get(APPLY)
+        known = before.names if isinstance(before, KeepFormat) else frozenset[str]()
+        if not isinstance(owner, fx.GraphModule):  # whose copies and pickles keep no attributes of this kind
+            vars(owner)[APPLY] = KeepFormat(owner, known.union(names.values()))
 
     def untie_(self) -> None:
         """Hold the shared parameters itself from now on, the same objects. The owner keeps them too."""
@@ -119,14 +109,6 @@ class KeepFormat(OwnMethod):
     def __init__(self, module: nn.Module, names: frozenset[str]) -> None:
         super().__init__(module)
         self.names = names
-
-    @classmethod
-    def install_(cls, owner: nn.Module, names: Iterable[str]) -> None:
-        """Let the owner keep memory formats away from its parameters of these names, too."""
-        before = vars(owner).get(APPLY)
-        known = before.names if isinstance(before, cls) else frozenset[str]()
-        if not isinstance(owner, fx.GraphModule):  # whose copies and pickles keep no attributes of this kind
-            vars(owner)[APPLY] = cls(owner, known.union(names))
 
     def __call__(self, fn: Change, recurse: bool = True) -> Any:
         if self.module is None:

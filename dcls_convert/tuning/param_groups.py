@@ -3,6 +3,7 @@
 import importlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,25 +55,38 @@ def param_groups(
         DclsConvertError: A rate, scale or decay that is negative or not finite.
     """
     sigma_lr_scale = position_lr_scale if sigma_lr_scale is None else sigma_lr_scale
-    _check_rates(lr=lr, weight_decay=weight_decay, layer_decay=layer_decay)
-    _check_rates(position_lr_scale=position_lr_scale, sigma_lr_scale=sigma_lr_scale)
+    rates = {"lr": lr, "weight_decay": weight_decay, "layer_decay": layer_decay}
+    rates |= {"position_lr_scale": position_lr_scale, "sigma_lr_scale": sigma_lr_scale}
+    for name, value in rates.items():
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise DclsConvertError(f"{name}={value!r} must be a finite number of at least 0")
     model = unwrapped(model)
-    found = position_parameters(model)
+    parameters = position_parameters(model)
     scale_of = {"positions": position_lr_scale, "sigma": sigma_lr_scale}
-    scales = {id(one.tensor): scale_of[one.kind] for one in found}
-    names = {one.name: one.name_below_layer for one in found}
+    scales = {id(one.tensor): scale_of[one.kind] for one in parameters}
+    # timm reads the depth from a name, and takes a parameter of a stage that is in no block for a part of the head.
+    seen = _NamedModel(model, {one.name: one.name_below_layer for one in parameters})
+    own: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
+    timm_options["no_weight_decay_list"] = {*own, *timm_options.get("no_weight_decay_list", ())}
+    optim = importlib.import_module("timm.optim")
+    make = optim.param_groups_weight_decay
+    if layer_decay is not None:
+        make = partial(optim.param_groups_layer_decay, layer_decay=layer_decay)
     groups: list[dict[str, Any]] = []
     moving: dict[float, list[nn.Parameter]] = {}  # lr_scale -> positions and sigmas
-    for group in _timm_param_groups(model, names, layer_decay, weight_decay=weight_decay, **timm_options):
+    for group in make(seen, weight_decay=weight_decay, **timm_options):
         if rest := [parameter for parameter in group["params"] if id(parameter) not in scales]:
             groups.append({**group, "params": rest})
         for parameter in group["params"]:
             if id(parameter) in scales:
                 scale = group.get("lr_scale", 1.0) * scales[id(parameter)]
                 moving.setdefault(scale, []).append(parameter)
-    for scale, parameters in moving.items():
-        groups.append({"params": parameters, "weight_decay": 0.0, "lr_scale": scale, "use_fallback": True})
-    return groups if lr is None else [_with_lr(group, lr) for group in groups]
+    for scale, tensors in moving.items():
+        groups.append({"params": tensors, "weight_decay": 0.0, "lr_scale": scale, "use_fallback": True})
+    if lr is not None:
+        for group in groups:
+            group["lr"] = lr * group.pop("lr_scale", 1.0)
+    return groups
 
 
 class _NamedModel:
@@ -87,31 +101,3 @@ class _NamedModel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self._model.named_parameters():
             yield self._names.get(name, name), parameter
-
-
-def _timm_param_groups(
-    model: nn.Module, names: Mapping[str, str], layer_decay: float | None, **options: Any
-) -> list[dict[str, Any]]:
-    """The groups that timm's optimizer factory makes, with `model.no_weight_decay()` respected.
-
-    `names` says under which name timm shall see a parameter: timm reads the depth from it, and takes a parameter of a
-    stage that is in no block for a part of the head.
-    """
-    own: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
-    options["no_weight_decay_list"] = {*own, *options.get("no_weight_decay_list", ())}
-    seen = _NamedModel(model, names)
-    optim = importlib.import_module("timm.optim")
-    if layer_decay is None:
-        return list(optim.param_groups_weight_decay(seen, **options))
-    return list(optim.param_groups_layer_decay(seen, layer_decay=layer_decay, **options))
-
-
-def _with_lr(group: dict[str, Any], lr: float | Tensor) -> dict[str, Any]:
-    scale = group.get("lr_scale", 1.0)
-    return {**{key: value for key, value in group.items() if key != "lr_scale"}, "lr": lr * scale}
-
-
-def _check_rates(**rates: float | Tensor | None) -> None:
-    for name, value in rates.items():
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise DclsConvertError(f"{name}={value!r} must be a finite number of at least 0")

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, DclsConvertError, newer_format, one_line, shown
+from ..errors import CheckpointError, DclsConvertError, one_line
 from ..files import read_bytes
 from ..layers.interpolation import position_limits
 from ..layers.position_statistics import bins, border_share, mean_distance, overlap_share, spread
-from ..networks.positions import PositionParameter, position_parameters, unwrapped, whole
+from ..networks.positions import position_parameters, unwrapped, whole
+from ..records import Record, adapter
 
 TRACK_FORMAT = 1
 FOLLOWED = 64  # elements of each tensor whose own positions are recorded; a picture of more is a blot
@@ -59,7 +60,7 @@ class TrackedPositions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrackRecord:
+class TrackRecord(Record):
     """All positions tensors of a model at one step."""
 
     __pydantic_config__ = _STRICT
@@ -114,32 +115,31 @@ class PositionTracker:
         rows = []
         for parameter in position_parameters(unwrapped(self.model)):
             if parameter.kind == "positions":
-                now = whole(parameter.tensor.detach())
-                rows.append(self._row(parameter, now, step))
-                self._before[rows[-1].name] = now.clone()
+                now, sigma = whole(parameter.tensor.detach()), parameter.layers[0].sigma
+                name, size = _plain(parameter.name), parameter.learnt_size
+                row = TrackedPositions(
+                    name=name,
+                    layers=tuple(map(_plain, parameter.layer_names)),
+                    speed=self._speed(name, now, step),
+                    border_share=border_share(now, size),
+                    overlap_share=overlap_share(now),
+                    spread=tuple(map(_finite, spread(now))),
+                    mean_distance=_finite(mean_distance(now)),
+                    mean_sigma=None if sigma is None else _finite(float(whole(sigma).mean(dtype=torch.float64))),
+                    histograms=tuple(self._histogram(*axis) for axis in zip(now, size, strict=True)),
+                    followed=_followed(now),
+                )
+                rows.append(row)
+                self._before[name] = now.clone()
         self._step = step
         record = TrackRecord(step=step, positions=tuple(rows))
         if self.path is not None and is_first_rank():
-            _append(self.path, record)
+            try:
+                with self.path.open("ab") as file:
+                    file.write(adapter(TrackRecord).dump_json(record) + b"\n")
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be written: {one_line(error)}") from error
         return record
-
-    def _row(self, parameter: PositionParameter, now: Tensor, step: int) -> TrackedPositions:
-        name, sigma = _plain(parameter.name), parameter.layers[0].sigma
-        return TrackedPositions(
-            name=name,
-            layers=tuple(map(_plain, parameter.layer_names)),
-            speed=self._speed(name, now, step),
-            border_share=border_share(now, parameter.learnt_size),
-            overlap_share=overlap_share(now),
-            spread=tuple(map(_finite, spread(now))),
-            mean_distance=_finite(mean_distance(now)),
-            mean_sigma=None if sigma is None else _finite(float(whole(sigma.detach()).mean(dtype=torch.float64))),
-            histograms=tuple(
-                _histogram(axis, size, self.bins_per_cell)
-                for axis, size in zip(now, parameter.learnt_size, strict=True)
-            ),
-            followed=_followed(now),
-        )
 
     def _speed(self, name: str, now: Tensor, step: int) -> float | None:
         before = self._before.get(name)
@@ -149,8 +149,10 @@ class PositionTracker:
         moved = (now.to(exact) - before.to(now.device, exact)).abs_()
         return _finite(float(moved.mean(dtype=torch.float64)) / (step - self._step))
 
-
-_RECORDS: TypeAdapter[TrackRecord] = TypeAdapter(TrackRecord)
+    def _histogram(self, coordinate: Tensor, size: int) -> Histogram:
+        index = bins(coordinate[coordinate.isfinite()], size, self.bins_per_cell)
+        counts = tuple(torch.bincount(index, minlength=size * self.bins_per_cell).tolist())
+        return Histogram(low=position_limits(size)[0] - 0.5, width=1 / self.bins_per_cell, counts=counts)
 
 
 def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:
@@ -163,28 +165,7 @@ def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:
         lines = read_bytes(Path(path)).split(b"\n")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
-    return tuple(_parse(line, f"{path}: line {number}") for number, line in enumerate(lines[:-1], start=1))
-
-
-def _parse(line: bytes, where: str) -> TrackRecord:
-    try:
-        record = _RECORDS.validate_json(line)
-    except ValidationError as error:
-        place, problem = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
-        raise CheckpointError(
-            f"{where}: a PositionTracker writes no such line: {shown(f'{place} {problem}', 200)}"
-        ) from error
-    if record.format > TRACK_FORMAT:
-        raise CheckpointError(newer_format(where, record.format, TRACK_FORMAT))
-    return record
-
-
-def _append(path: Path, record: TrackRecord) -> None:
-    try:
-        with path.open("ab") as file:
-            file.write(_RECORDS.dump_json(record) + b"\n")
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {one_line(error)}") from error
+    return tuple(TrackRecord.from_json(line, f"{path}: line {at}") for at, line in enumerate(lines[:-1], start=1))
 
 
 def show_in_tensorboard(writer: Any, record: TrackRecord) -> None:
@@ -199,7 +180,20 @@ def show_in_tensorboard(writer: Any, record: TrackRecord) -> None:
             if (value := getattr(row, name)) is not None:
                 writer.add_scalar(f"{name}/{row.name}", value, record.step)
         for axis, histogram in enumerate(row.histograms):
-            writer.add_histogram_raw(f"positions/{row.name}/axis{axis}", **_raw(histogram), global_step=record.step)
+            counts, half = histogram.counts, histogram.width / 2
+            middles = [histogram.low + (index + 0.5) * histogram.width for index in range(len(counts))]
+            filled = list(zip(middles, counts, strict=True))  # sums place each element in its bin's middle
+            writer.add_histogram_raw(
+                f"positions/{row.name}/axis{axis}",
+                min=histogram.low,
+                max=middles[-1] + half,
+                num=sum(counts),
+                sum=sum(middle * count for middle, count in filled),
+                sum_squares=sum(middle**2 * count for middle, count in filled),
+                bucket_limits=[middle + half for middle in middles],
+                bucket_counts=list(counts),
+                global_step=record.step,
+            )
 
 
 def is_first_rank() -> bool:
@@ -218,12 +212,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _histogram(coordinate: Tensor, size: int, bins_per_cell: int) -> Histogram:
-    index = bins(coordinate[coordinate.isfinite()], size, bins_per_cell)
-    counts = torch.bincount(index, minlength=size * bins_per_cell)
-    return Histogram(low=position_limits(size)[0] - 0.5, width=1 / bins_per_cell, counts=tuple(counts.tolist()))
-
-
 def _followed(positions: Tensor) -> tuple[tuple[float | None, ...], ...]:
     """The coordinates of a few elements, evenly spaced over the tensor (A, *C, E), so the same ones at every step."""
     flat = positions.flatten(1)
@@ -232,19 +220,3 @@ def _followed(positions: Tensor) -> tuple[tuple[float | None, ...], ...]:
     return tuple(
         tuple(_finite(round(value, FOLLOWED_DIGITS)) for value in axis) for axis in flat[:, index].double().tolist()
     )
-
-
-def _raw(histogram: Histogram) -> dict[str, Any]:
-    """The arguments with which TensorBoard takes a counted histogram; sums place each element in its bin's middle."""
-    middles = [histogram.low + (index + 0.5) * histogram.width for index in range(len(histogram.counts))]
-    filled = list(zip(middles, histogram.counts, strict=True))
-    half = histogram.width / 2
-    return {
-        "min": histogram.low,
-        "max": middles[-1] + half,
-        "num": sum(histogram.counts),
-        "sum": sum(middle * count for middle, count in filled),
-        "sum_squares": sum(middle**2 * count for middle, count in filled),
-        "bucket_limits": [middle + half for middle in middles],
-        "bucket_counts": list(histogram.counts),
-    }

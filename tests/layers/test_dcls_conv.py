@@ -1,4 +1,4 @@
-"""Laws of the DCLS layers: nothing of a convolution is lost on the way there and back, and ties hold.
+"""Laws of the DCLS layers: nothing of a convolution is lost on the way there and back, and positions stay inside.
 
 Axes: O output channels, I input channels per group, E kernel elements, A learnt axes. Windows are never square.
 """
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from dcls_convert.depthwise.geometry import extent
-from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv1d, DclsConv2d, DclsConv3d
+from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d, DclsConv3d
 from dcls_convert.layers.elements import largest_elements
 from dcls_convert.layers.interpolation import INTERPOLATIONS
 
@@ -26,12 +26,9 @@ FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 OPTIONS = {"kernel_count": 4, "dilated_kernel_size": (5, 8)}  # of a small DclsConv2d
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])]
 every_interpolation = pytest.mark.parametrize("interpolation", list(INTERPOLATIONS))
 # torch says so of every convolution with padding='same' and an even kernel.
 even_same = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-laws = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 
 
 def close(actual, expected, atol=FLOAT64_ATOL):
@@ -42,19 +39,18 @@ def randn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def seeded(module, seed=0):
+def seeded(module):
     """The module in float64, with random parameters, so that no test hangs on the global seed."""
-    generator = torch.Generator().manual_seed(seed)
     module.double()
     with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        for index, parameter in enumerate(module.parameters()):
+            parameter.copy_(randn(*parameter.shape, seed=index))
     return module
 
 
-def scattered(layer, seed=0):
+def scattered(layer):
     """The layer in float64, its elements anywhere in the window, of any width."""
-    seeded(layer, seed)
+    seeded(layer)
     with torch.no_grad():
         layer.positions.mul_(2)
         if layer.sigma is not None:
@@ -68,8 +64,7 @@ def scattered(layer, seed=0):
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_signature_is_that_of_the_convolution_but_for_the_window(dims):
-    ours = inspect.signature(DCLS_LAYERS[dims]).parameters
-    theirs = inspect.signature(CONVS[dims]).parameters
+    ours, theirs = (inspect.signature(layer[dims]).parameters for layer in (DCLS_LAYERS, CONVS))
     assert list(ours)[:2] == list(theirs)[:2] == ["in_channels", "out_channels"]
     assert theirs.keys() - ours.keys() == {"kernel_size"}
     assert ours.keys() - theirs.keys() == {"kernel_count", "dilated_kernel_size", "interpolation", "dense_axes"}
@@ -78,10 +73,10 @@ def test_signature_is_that_of_the_convolution_but_for_the_window(dims):
 
 @every_interpolation
 def test_parameters_have_the_shapes_and_starting_values_of_the_paper(interpolation):
-    layer = DclsConv3d(
-        64, 32, kernel_count=9, dilated_kernel_size=(5, 8, 7), groups=2, interpolation=interpolation, dense_axes=(1,)
-    )
+    options = {"kernel_count": 9, "dilated_kernel_size": (5, 8, 7), "interpolation": interpolation}
+    layer, state = DclsConv3d(64, 32, **options, groups=2, dense_axes=(1,)), torch.get_rng_state()
     layer.reset_parameters(torch.Generator().manual_seed(0))
+    assert torch.equal(state, torch.get_rng_state())
     assert layer.weight.shape == (32, 32, 8, 9)
     assert layer.positions.shape == (2, 32, 32, 8, 9)
     assert layer.bias.shape == (32,)
@@ -95,32 +90,12 @@ def test_parameters_have_the_shapes_and_starting_values_of_the_paper(interpolati
     assert layer.sigma is None if start is None else (layer.sigma == start).all()
 
 
-def test_reset_draws_from_the_given_generator_alone():
-    layer = DclsConv2d(4, 4, **OPTIONS, interpolation="gaussian")
-
-    def drawn():
-        layer.reset_parameters(torch.Generator().manual_seed(3))
-        return [parameter.detach().clone() for parameter in layer.parameters()]
-
-    state = torch.get_rng_state()
-    assert all(torch.equal(*pair) for pair in zip(drawn(), drawn(), strict=True))
-    assert torch.equal(state, torch.get_rng_state())
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"in_channels": 3, "groups": 2}, "in_channels=3 must be a positive multiple of groups=2"),
-        ({"in_channels": 0}, "in_channels=0"),
         ({"kernel_count": 0}, "kernel_count=0 must be an integer of at least 1"),
-        ({"dilated_kernel_size": 0}, "dilated_kernel_size=0 must be an integer of at least 1, or 2 of them"),
-        ({"dilated_kernel_size": (5,)}, "dilated_kernel_size.* 2 of them"),
-        ({"dilated_kernel_size": (5, 8.0)}, "dilated_kernel_size"),
-        ({"kernel_count": "auto"}, "kernel_count='auto'"),
-        ({"groups": "2"}, "groups='2'"),
-        ({"dense_axes": (0, 0)}, "dense_axes"),
-        ({"stride": 0}, "stride=0"),
-        ({"padding": -1}, "padding=-1"),
+        ({"dilated_kernel_size": (5, 8.0)}, "dilated_kernel_size.* of at least 1, or 2 of them"),
         ({"padding": "sane"}, "padding='sane' must be 'same', 'valid', 'dynamic_same' or integers"),
         ({"padding": "dynamic_same", "padding_mode": "reflect"}, "padding='dynamic_same' is for 2-D with zeros"),
         ({"padding": "same", "stride": (1, 2)}, r"padding='same' needs stride 1, not \(1, 2\)"),
@@ -133,20 +108,6 @@ def test_bad_arguments_are_refused_at_construction(changes, message):
     arguments = {"in_channels": 2, "out_channels": 2, **OPTIONS, **changes}
     with pytest.raises(ValueError, match=message):
         DclsConv2d(arguments.pop("in_channels"), arguments.pop("out_channels"), **arguments)
-
-
-def test_repr_says_all_that_differs_from_the_default():
-    plain = DclsConv1d(2, 4, kernel_count=3, dilated_kernel_size=7)
-    assert repr(plain) == (
-        "DclsConv1d(2, 4, kernel_count=3, dilated_kernel_size=(7,), stride=(1,), interpolation=bilinear)"
-    )
-    options = {"stride": 2, "padding": (1, 2), "dilation": 2, "groups": 2, "bias": False, "padding_mode": "reflect"}
-    full = DclsConv2d(4, 8, **OPTIONS, **options, interpolation="gaussian", dense_axes=(1,))
-    assert repr(full) == (
-        "DclsConv2d(4, 8, kernel_count=4, dilated_kernel_size=(5, 8), stride=(2, 2), padding=(1, 2), dilation=(2, 2), "
-        "groups=2, padding_mode='reflect', dense_axes=(1,), bias=False, interpolation=gaussian)"
-    )
-    assert "padding='same'" in repr(DclsConv2d(4, 8, **OPTIONS, padding="same"))
 
 
 # From a convolution, and back to one.
@@ -201,7 +162,6 @@ def conv_geometries(draw):
 
 
 @even_same
-@laws
 @given(geometry=conv_geometries())
 def test_as_many_elements_as_cells_give_the_same_layer(geometry):
     conv = seeded(geometry.conv())
@@ -223,27 +183,11 @@ def test_as_many_elements_as_cells_give_the_same_layer(geometry):
     assert torch.equal(layer.kernel().detach(), kernel)
 
 
-@even_same
-@laws
-@given(geometry=conv_geometries(), count=st.integers(1, 12), interpolation=st.sampled_from(list(INTERPOLATIONS)))
-def test_output_size_never_changes(geometry, count, interpolation):
-    conv = geometry.conv(device="meta")
-    x = torch.empty(geometry.input_shape(), device="meta")
-    layer = DCLS_LAYERS[geometry.dims].from_conv(
-        conv, kernel_count=count, dilated_kernel_size=geometry.window, interpolation=interpolation
-    )
-    assert layer(x).shape == conv(x).shape
-    assert {parameter.device.type for parameter in layer.parameters()} == {"meta"}
-
-
 @pytest.mark.parametrize(
     ("kernel_size", "dilation", "window", "message"),
     [
         (7, 1, 16, "window 16 .*must be odd as the kernel 7 is.*use 15 or 17"),
-        (4, 1, 7, "must be even as the kernel 4 is.*use 6 or 8"),
         (2, 2, 4, "must be odd as the kernel 2 with dilation 2, extent 3, is.*use 3 or 5"),
-        (7, 1, 8, "use 7 or 9"),
-        (7, 1, 5, "window 5 .*is smaller than the kernel 7 that it replaces; use 7 or more"),
         (3, 3, 5, "is smaller than the kernel 3 with dilation 3, extent 7, that it replaces; use 7 or more"),
     ],
 )
@@ -251,14 +195,9 @@ def test_a_window_that_would_shift_or_cut_the_kernel_is_refused(kernel_size, dil
     conv = nn.Conv2d(2, 2, (3, kernel_size), dilation=(1, dilation))
     with pytest.raises(ValueError, match=message):
         DclsConv2d.from_conv(conv, kernel_count=3, dilated_kernel_size=(5, window))
-    with pytest.raises(ValueError, match=message.replace(" .*", " ")):
-        DclsConv1d.from_conv(
-            nn.Conv1d(2, 2, kernel_size, dilation=dilation), kernel_count=3, dilated_kernel_size=window
-        )
 
 
 @even_same
-@laws
 @given(
     geometry=conv_geometries(),
     interpolation=st.sampled_from(list(INTERPOLATIONS)),
@@ -287,28 +226,18 @@ def test_fusing_keeps_the_output_and_leaves_a_plain_convolution(geometry, interp
 
 
 @pytest.mark.parametrize("dense_axes", [(0,), (1,)])
-@every_interpolation
-def test_dense_axes_start_from_the_convolution_too(dense_axes, interpolation):
+def test_dense_axes_start_from_the_convolution_too(dense_axes):
     conv = seeded(nn.Conv2d(2, 4, (3, 4), padding="valid"))
     (learnt,) = {0, 1} - set(dense_axes)
     window = tuple(size if axis in dense_axes else size + 4 for axis, size in enumerate(conv.kernel_size))
     layer = DclsConv2d.from_conv(
-        conv,
-        kernel_count=conv.kernel_size[learnt],
-        dilated_kernel_size=window,
-        interpolation=interpolation,
-        dense_axes=dense_axes,
+        conv, kernel_count=conv.kernel_size[learnt], dilated_kernel_size=window, dense_axes=dense_axes
     )
     x = randn(1, 2, 12, 13)
-    if not INTERPOLATIONS[interpolation].exact_on_cells:  # it spreads its elements
-        assert layer(x).shape == conv(x).shape
-    else:
-        close(layer(x), conv(x))
+    close(layer(x), conv(x))
 
 
-@pytest.mark.parametrize(
-    ("kernel_size", "dilation", "window"), [((3, 3), 1, (5, 7)), ((3, 3), (2, 1), (5, 7)), ((1, 3), 1, (3, 7))]
-)
+@pytest.mark.parametrize(("kernel_size", "dilation", "window"), [((3, 3), (2, 1), (5, 7)), ((1, 3), 1, (3, 7))])
 def test_a_dense_axis_that_is_not_that_of_the_convolution_is_refused(kernel_size, dilation, window):
     # The last case would otherwise repeat the one row of the kernel in all three of the window.
     conv = nn.Conv2d(2, 2, kernel_size, dilation=dilation)
@@ -316,79 +245,53 @@ def test_a_dense_axis_that_is_not_that_of_the_convolution_is_refused(kernel_size
         DclsConv2d.from_conv(conv, kernel_count=3, dilated_kernel_size=window, dense_axes=(0,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("trainable", [(True, True), (False, False), (False, True), (True, False)])
-def test_state_of_the_convolution_is_kept_there_and_back(dtype, training, trainable):
-    conv = nn.Conv2d(2, 4, (3, 4), dtype=dtype).train(training)
+@pytest.mark.parametrize(
+    ("dtype", "device", "training", "trainable"),
+    [
+        (torch.bfloat16, "cpu", True, (False, True)),
+        (torch.float64, "cpu", False, (True, False)),
+        (torch.float32, "meta", True, (True, True)),
+    ],
+)
+def test_state_of_the_convolution_is_kept_there_and_back(dtype, device, training, trainable):
+    conv = nn.Conv2d(2, 4, (3, 4), dtype=dtype, device=device).train(training)
     conv.weight.requires_grad_(trainable[0])
     conv.bias.requires_grad_(trainable[1])
-    conv.note = "kept"
+    conv.note, generator = "kept", torch.get_rng_state()
     layer = DclsConv2d.from_conv(conv, kernel_count=5, dilated_kernel_size=(5, 8), interpolation="gaussian")
     fused = layer.fuse()
+    assert torch.equal(generator, torch.get_rng_state())  # nothing was drawn
     for new in (layer, fused):
-        assert new.training is training
-        assert new.note == "kept"
+        assert (new.training, new.note) == (training, "kept")
         assert new.bias is conv.bias
         assert new.bias.requires_grad is trainable[1]
-        assert {parameter.dtype for parameter in new.parameters()} == {dtype}
+        assert {(parameter.dtype, parameter.device) for parameter in new.parameters()} == {(dtype, conv.weight.device)}
     # The elements are trained if the weight was.
     assert {layer.weight.requires_grad, layer.positions.requires_grad, layer.sigma.requires_grad} == {trainable[0]}
     assert fused.weight.requires_grad is trainable[0]
 
 
-@pytest.mark.parametrize("device", ["meta", *DEVICES])
-def test_device_is_kept_there_and_back(device):
-    conv = nn.Conv2d(2, 4, (3, 4), device=device)
-    layer = DclsConv2d.from_conv(conv, kernel_count=5, dilated_kernel_size=(5, 8), interpolation="gaussian")
-    for new in (layer, layer.fuse()):
-        assert {parameter.device for parameter in new.parameters()} == {conv.weight.device}
-
-
 def test_hooks_go_along_and_their_handles_still_remove_them():
-    conv = seeded(nn.Conv2d(2, 4, (3, 4)))
-    calls = []
+    conv, calls = seeded(nn.Conv2d(2, 4, (3, 4))), []
 
-    def hook(name):
-        return lambda *arguments: calls.append((name, type(arguments[0]).__name__))
+    def hook(*arguments):
+        calls.append(type(arguments[0]))
 
     handles = [
-        conv.register_forward_pre_hook(hook("before")),
-        conv.register_forward_pre_hook(hook("before, keywords"), with_kwargs=True),
-        conv.register_forward_hook(hook("after")),
-        conv.register_forward_hook(hook("after, keywords"), with_kwargs=True),
-        conv.register_forward_hook(hook("always"), always_call=True),
-        conv.register_full_backward_pre_hook(hook("before backward")),
-        conv.register_full_backward_hook(hook("after backward")),
+        conv.register_forward_pre_hook(hook, with_kwargs=True),
+        conv.register_forward_hook(hook, always_call=True),
+        conv.register_full_backward_pre_hook(hook),
+        conv.register_full_backward_hook(hook),
     ]
     layer = DclsConv2d.from_conv(conv, kernel_count=5, dilated_kernel_size=(5, 8))
-    modules, x = (conv, layer, layer.fuse()), randn(1, 2, 9, 9).requires_grad_()
-    for module in modules:
-        calls.clear()
-        module(x).sum().backward()
-        assert len(calls) == len(handles)
-        assert [name for name, _ in calls][:2] == ["before", "before, keywords"]
-        assert {kind for _, kind in calls} == {type(module).__name__}
-    for handle in handles:
-        handle.remove()
-    calls.clear()
-    for module in modules:
-        module(x).sum().backward()
-    assert calls == []
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@every_interpolation
-def test_neither_from_conv_nor_fuse_draws_from_the_global_generator(device, interpolation):
-    conv = nn.Conv2d(2, 4, (3, 4), device=device)
-
-    def states():
-        return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
-
-    before = states()
-    layer = DclsConv2d.from_conv(conv, kernel_count=5, dilated_kernel_size=(5, 8), interpolation=interpolation)
-    layer.fuse()
-    assert all(torch.equal(*pair) for pair in zip(before, states(), strict=True))
+    x = randn(1, 2, 9, 9).requires_grad_()
+    for kept in (True, False):
+        for module in (conv, layer, layer.fuse()):
+            calls.clear()
+            module(x).sum().backward()
+            assert calls == [type(module)] * 4 * kept
+        for handle in handles:
+            handle.remove()
 
 
 # The elements chosen.
@@ -448,36 +351,23 @@ def strayed(**options):
     return layer
 
 
-def assert_inside(positions):
+def assert_inside(layer):
     """Both borders are met, and none is passed: those of (5, 8) are (-2, 2) and (-4, 3)."""
-    assert [(axis.min().item(), axis.max().item()) for axis in positions] == [(-2, 2), (-4, 3)]
-
-
-def test_a_forward_in_training_brings_positions_back_into_the_window():
-    layer, x = strayed(), randn(1, 2, 9, 9)
-    positions = layer.positions
-    expected = copy.deepcopy(layer).eval()(x)
-    close(layer(x), expected)
-    assert layer.positions is positions
-    assert_inside(positions)
+    assert [(axis.min().item(), axis.max().item()) for axis in layer.positions] == [(-2, 2), (-4, 3)]
     assert (layer.sigma == 0.27).all()
 
 
-def test_a_forward_in_evaluation_takes_the_border_and_leaves_the_parameters():
+def test_training_and_saving_bring_positions_back_into_the_window_and_evaluation_takes_the_border():
     layer, x = strayed().eval(), randn(1, 2, 9, 9)
     before = [parameter.detach().clone() for parameter in layer.parameters()]
-    output = layer(x)
+    expected, positions = layer(x), layer.positions
     assert all(torch.equal(*pair) for pair in zip(before, layer.parameters(), strict=True))
-    layer.clamp_positions_()
-    assert_inside(layer.positions)
-    close(layer(x), output)
-
-
-def test_saved_positions_are_inside_the_window():
-    layer = strayed().eval()
-    saved = layer.state_dict()
-    assert_inside(saved["positions"])
-    assert (saved["sigma"] == 0.27).all()
+    saved, trained = copy.deepcopy(layer), layer.train()
+    saved.state_dict()
+    close(trained(x), expected)
+    assert trained.positions is positions
+    for one in (saved, trained):
+        assert_inside(one)
 
 
 @every_interpolation
@@ -491,6 +381,7 @@ def test_a_layer_may_be_used_twice_in_a_step(interpolation):
         close(parameter.grad, sum(one.get_parameter(name).grad for one in copies), atol=1e-9)  # sums of about 1e3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_compiled_whole_and_exported_a_layer_gives_the_same_output(training):
     torch.compiler.reset()
@@ -501,33 +392,19 @@ def test_compiled_whole_and_exported_a_layer_gives_the_same_output(training):
     close(exported(x), expected)
     close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
     if training:
-        assert_inside(layer.positions)
+        assert_inside(layer)
 
 
-@pytest.mark.parametrize("dims", DCLS_LAYERS)
-@pytest.mark.parametrize("dense_axes", [(), (0,)])
-def test_a_notebook_shows_sizes_and_where_the_elements_are(dims, dense_axes):
-    if len(dense_axes) == dims:
-        return
-    layer = DCLS_LAYERS[dims](4, 6, kernel_count=5, dilated_kernel_size=[7, 9, 11][:dims], dense_axes=dense_axes)
-    page = xml.etree.ElementTree.fromstring(layer._repr_html_())
-    text = "".join(page.itertext())
-    assert all(part in text for part in (type(layer).__name__, "4 → 6", "x".join(["7", "9", "11"][:dims]), "its own"))
-    squares = [int(title.text) for title in page.iter("{http://www.w3.org/2000/svg}title")]
-    learnt = len(layer.learnt_axes)
-    cells = math.prod(layer.dilated_kernel_size[axis] for axis in layer.learnt_axes)
-    assert (len(squares), sum(squares)) == ((cells, layer.weight.numel()) if learnt < 3 else (0, 0))
-
-
-def test_the_map_of_a_layer_has_rows_and_columns():
+def test_a_notebook_shows_sizes_and_a_map_of_rows_and_columns():
     layer = DclsConv2d(1, 1, kernel_count=2, dilated_kernel_size=(5, 8))
     with torch.no_grad():
         layer.positions.copy_(torch.tensor([[-2.0, 1.4], [3.0, -4.0]]).view(2, 1, 1, 2))  # limits -2..2 and -4..3
     page = xml.etree.ElementTree.fromstring(layer._repr_html_())
-    found = {
+    assert all(part in "".join(page.itertext()) for part in ("DclsConv2d", "1 → 1", "5x8", "its own"))
+    full = {
         (int(square.get("y")) // 10, int(square.get("x")) // 10)
         for square in page.iter("{http://www.w3.org/2000/svg}rect")
         if square.get("fill-opacity") == "1.00"
     }
-    assert found == {(0, 7), (3, 0)}
+    assert full == {(0, 7), (3, 0)}
     assert "svg" not in copy.deepcopy(layer).to("meta")._repr_html_()

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import DCLS.construct.modules as authors
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from dcls_convert.fitting.boxes import box_of
 from dcls_convert.layers.construction import construct_kernel
@@ -22,7 +22,6 @@ from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d
 from dcls_convert.layers.interpolation import INTERPOLATIONS, MIN_TRIANGLE_SIGMA, Interpolation, position_limits
 
 from ..depthwise.gpu_forms import FORMS, Watch, as_on_a_gpu
-from .memory import Sizes
 
 FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
 STEP = 1e-7  # cells; of one-sided differences, whose error is of the order of the step itself
@@ -167,7 +166,7 @@ def test_bilinear_is_algorithms_1_and_2(dims, where):
 
 
 @every_interpolation
-@pytest.mark.parametrize(("dims", "dense_axes"), [(1, ()), (2, ()), (3, ()), *PARTLY_DENSE])
+@pytest.mark.parametrize(("dims", "dense_axes"), [(1, ()), (2, ()), (3, (0, 2))])
 def test_gradients_are_the_derivatives_of_the_kernel(interpolation, dims, dense_axes):
     some = elements(SMALL_WINDOWS[dims], interpolation, dense_axes=dense_axes, count=2, channels=(2, 1))
     assert torch.autograd.gradcheck(some.kernel, [tensor.requires_grad_() for tensor in some.inputs])
@@ -191,6 +190,15 @@ def test_every_cell_of_a_dense_axis_has_a_kernel_of_its_own(interpolation, dims,
         )
         where = dict(zip(dense_axes, cells, strict=True))
         close(kernel[:, :, *[where.get(axis, slice(None)) for axis in range(dims)]], part.kernel())
+
+
+@every_interpolation
+@pytest.mark.parametrize("axis", [0, 1])
+def test_an_axis_of_one_cell_takes_part_in_nothing(interpolation, axis):
+    line = elements((7,), interpolation)
+    size = (1, 7) if axis == 0 else (7, 1)
+    inputs = [line.weight, *[torch.stack([place[0], place[0]]) for place in line.inputs[1:]]]
+    close(replace(line, size=size).kernel(*inputs), line.kernel().reshape(2, 3, *size))
 
 
 # The records.
@@ -232,7 +240,7 @@ def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
     layer = DclsConv2d(2, 3, kernel_count=4, dilated_kernel_size=(5, 8), interpolation="cosine").double()
     assert layer.sigma is None
     assert torch.autograd.gradcheck(
-        lambda *given: construct_kernel(*given, (5, 8), interpolation="cosine"), (layer.weight, layer.positions)
+        lambda *some: construct_kernel(*some, (5, 8), interpolation="cosine"), (layer.weight, layer.positions)
     )
     # In the fit, an element has the very footprint that the constructor gives it.
     places = torch.linspace(0, 4, 9, dtype=torch.float64).reshape(1, -1)
@@ -270,18 +278,6 @@ def test_triangle_derivatives_at_kinks_are_those_of_the_side_that_is_meant(dims,
         close(grad_sigma[axis], difference("sigma", axis, STEP), ONE_SIDED_ATOL)
 
 
-@every_dims
-@pytest.mark.parametrize("where", ["inside", "whole", "lower", "upper"])
-def test_narrowest_triangle_is_bilinear_with_a_sigma_that_can_grow(dims, where):
-    bilinear = placed(where, WINDOWS[dims])
-    narrow = replace(bilinear, interpolation="triangle", sigma=torch.full_like(bilinear.positions, MIN_TRIANGLE_SIGMA))
-    toward = random_like(bilinear.kernel())
-    close(narrow.kernel(), bilinear.kernel())
-    *same, grad_sigma = narrow.gradients(toward)
-    close(same, bilinear.gradients(toward))
-    assert (grad_sigma != 0).all()
-
-
 @pytest.mark.parametrize(("interpolation", "least"), [("triangle", 1.0), ("gaussian", 0.27)])  # DCLS 0.1.1
 def test_sigma_below_its_least_value_counts_as_that_value_and_can_grow_back(interpolation, least):
     old = elements((5, 8), interpolation)
@@ -294,21 +290,6 @@ def test_sigma_below_its_least_value_counts_as_that_value_and_can_grow_back(inte
 
 
 # Elements in the window.
-
-
-@every_interpolation
-@every_dims
-def test_overlapping_elements_add(interpolation, dims):
-    some = elements(WINDOWS[dims], interpolation)
-    at_first = replace(
-        some,
-        positions=some.positions[..., :1].expand_as(some.positions),
-        sigma=None if some.sigma is None else some.sigma[..., :1].expand_as(some.sigma),
-    )
-    _, *place = [tensor[..., :1] for tensor in at_first.inputs]
-    close(at_first.kernel(), some.kernel(some.weight.sum(-1, keepdim=True), *place))
-    one_by_one = [some.kernel(*[tensor[..., e : e + 1] for tensor in some.inputs]) for e in range(4)]
-    close(some.kernel(), sum(one_by_one))
 
 
 @st.composite
@@ -330,7 +311,6 @@ def elements_anywhere(draw):
     return replace(some, positions=drawn(some.positions, coordinate), sigma=sigma)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(some=elements_anywhere())
 def test_no_weight_is_lost_wherever_the_elements_are(some):
     kernel = some.kernel()
@@ -354,7 +334,7 @@ def test_elements_beyond_the_window_are_taken_at_its_border_and_can_come_back(in
     assert (gradients[1] != 0).all()
 
 
-@pytest.mark.parametrize(("size", "limits"), [(1, (0, 0)), (2, (-1, 0)), (7, (-3, 3)), (8, (-4, 3)), (17, (-8, 8))])
+@pytest.mark.parametrize(("size", "limits"), [(1, (0, 0)), (7, (-3, 3)), (8, (-4, 3))])
 def test_position_limits_are_the_first_and_last_cell_from_the_centre(size, limits):
     assert position_limits(size) == limits
     one = torch.ones(1, 1, 1, dtype=torch.float64)
@@ -398,16 +378,6 @@ AUTHORS_WINDOWS = [
 ]
 
 
-def in_authors_order(tensor, axes):
-    return None if tensor is None else tensor[list(axes)]
-
-
-def authors_sigma(some):
-    """Theirs is ours without the least value, which they add to its amount."""
-    least = INTERPOLATIONS[some.interpolation].min_sigma
-    return None if some.sigma is None else some.sigma - least
-
-
 def weight_by_authors(some, lengths):
     """Our weights, less what their normaliser takes away: they divide by S + 1e-7, S the sum over the grid."""
     total = torch.ones_like(some.weight)
@@ -426,116 +396,30 @@ def weight_by_authors(some, lengths):
 def test_kernels_are_those_of_the_authors(layer, version, size):
     some = elements(size, AUTHORS_INTERPOLATION[version], count=5)
     theirs = getattr(authors, layer)(3, 2, kernel_count=5, dilated_kernel_size=size, version=version)
-    axes, least = AUTHORS_AXES[layer, version], INTERPOLATIONS[some.interpolation].min_sigma
+    axes, least = list(AUTHORS_AXES[layer, version]), INTERPOLATIONS[some.interpolation].min_sigma
     sigmas = [None] if some.sigma is None else [some.sigma, torch.full_like(some.sigma, least)]
     for case in [replace(some, sigma=sigma) for sigma in sigmas]:
-        places = [in_authors_order(tensor, axes) for tensor in (case.positions, authors_sigma(case))]
+        # Their sigma is ours without the least value, which they add to its amount.
+        sigma = None if case.sigma is None else (case.sigma - least)[axes]
         ours = case if version == "v0" else replace(case, weight=weight_by_authors(case, size))
-        close(ours.kernel(), theirs.DCK(case.weight, *places))
-
-
-@every_dims
-@pytest.mark.parametrize("where", ["inside", "whole", "lower"])  # at the upper border, theirs points out of the window
-def test_gradients_are_those_of_the_authors_floor_form(dims, where):
-    size = {1: (7,), 2: (5, 8), 3: (5, 4, 4)}[dims]
-    some = placed(where, size)
-    axes = AUTHORS_AXES[f"Dcls{dims}d", "v0"]
-    theirs = getattr(authors, f"Dcls{dims}d")(3, 2, kernel_count=6, dilated_kernel_size=size, version="v0")
-    weight, positions = some.weight.clone().requires_grad_(), some.positions.clone().requires_grad_()
-    toward = random_like(some.kernel())
-    (toward * theirs.DCK(weight, in_authors_order(positions, axes), None)).sum().backward()
-    close(some.gradients(toward), [weight.grad, positions.grad])
-
-
-@pytest.mark.parametrize("version", ["v1", "max", "gauss"])
-def test_dense_axes_are_those_of_the_authors_3_1d(version):
-    some = elements((2, 3, 7), AUTHORS_INTERPOLATION[version], dense_axes=(0, 1), count=5)
-    theirs = authors.Dcls3_1d(
-        3, 2, kernel_count=5, dense_kernel_size=(2, 3), dilated_kernel_size=7, version=version, bias=False
-    )
-    kernel = theirs.DCK(some.weight, some.positions, authors_sigma(some))
-    close(replace(some, weight=weight_by_authors(some, (7,))).kernel(), kernel)
-
-
-@pytest.mark.parametrize("version", ["v0", "v1", "max", "gauss"])
-@pytest.mark.parametrize("flat_dim", [0, 1])
-def test_an_axis_of_one_cell_is_that_of_the_authors_2d_k1d(version, flat_dim):
-    flat_axis = 1 - flat_dim
-    size = (8, 1) if flat_axis else (1, 8)
-    some = elements(size, AUTHORS_INTERPOLATION[version], dense_axes=(flat_axis,), count=5)
-    options = {"version": version, "flat_dim": flat_dim, "bias": False}
-    theirs = authors.Dcls2dK1d(3, 2, kernel_count=5, dilated_kernel_size=8, **options)
-    with torch.no_grad():
-        theirs.double().weight.copy_(some.weight.squeeze(2))
-        theirs.P.copy_(some.positions.squeeze(3))
-        if some.sigma is not None:
-            theirs.SIG.copy_(authors_sigma(some).squeeze(3))
-    ours = some if version == "v0" else replace(some, weight=weight_by_authors(some, (8,)))
-    x = random_like(torch.empty(1, 3, 11, 12))
-    close(nn.functional.conv2d(x, ours.kernel()), theirs(x).detach())
-
-
-def test_kernel_is_that_of_the_papers_listing():
-    size = (5, 4)  # equal halves, as above
-    some = elements(size, count=5)
-    close(some.kernel(), papers_listing_2d(some.weight, in_authors_order(some.positions, (1, 0)), size))
-
-
-def papers_listing_2d(W, P, size):
-    """ConstructKernel2d.forward of the paper's appendix, its buffers I and J written as one grid."""
-    J, I = torch.meshgrid(*[torch.arange(length) for length in size], indexing="ij")  # noqa: E741
-    I, J = I[..., None, None, None], J[..., None, None, None]  # noqa: E741
-    P = P + torch.tensor(size).view(2, 1, 1, 1) // 2
-    (R1, R2), (P1, P2) = P - P.floor(), P.floor()
-    cond1, cond2, cond3, cond4 = I == P1, J == P2, I == P1 + 1, J == P2 + 1
-    W1, W2 = torch.where(cond1 * cond2, 1.0, 0.0), torch.where(cond1 * cond4, 1.0, 0.0)
-    W3, W4 = torch.where(cond3 * cond2, 1.0, 0.0), torch.where(cond3 * cond4, 1.0, 0.0)
-    K = W1 + R1 * R2 * (W1 - W2 - W3 + W4) + R1 * (W3 - W1) + R2 * (W2 - W1)
-    return (W * K).sum(4).permute(2, 3, 0, 1)
+        close(ours.kernel(), theirs.DCK(case.weight, case.positions[axes], sigma))
 
 
 # Number formats, cost, compilation.
 
 
 @every_interpolation
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_the_float32_kernel_rounded_once(interpolation, dtype):
+def test_kernels_are_computed_in_float32_at_least_and_rounded_once(interpolation):
     some = elements((17, 8), interpolation)
-    narrow = [tensor.to(dtype) for tensor in some.inputs]
-    kernel = some.kernel(*narrow)
-    assert kernel.dtype == dtype
-    assert torch.equal(kernel, some.kernel(*[tensor.float() for tensor in narrow]).to(dtype))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        narrow = [tensor.to(dtype) for tensor in some.inputs]
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            kernel = some.kernel(*narrow)
+        assert kernel.dtype == dtype
+        assert torch.equal(kernel, some.kernel(*[tensor.float() for tensor in narrow]).to(dtype))
 
 
-@every_interpolation
-@every_dims
-def test_autocast_does_not_narrow_the_kernel(interpolation, dims):
-    some = elements(WINDOWS[dims], interpolation)
-    single = [tensor.float() for tensor in some.inputs]
-    with torch.autocast("cpu", torch.bfloat16):
-        kernel = some.kernel(*single)
-    assert kernel.dtype == torch.float32
-    assert torch.equal(kernel, some.kernel(*single))
-
-
-def cells_made(side, interpolation):
-    """Numbers in all tensors that construction and its gradients make, for a window of `side` x `side`."""
-    inside = elements((17, 17), interpolation, count=10)
-    some = replace(inside, size=(side, side))
-    inputs = [tensor.requires_grad_() for tensor in some.inputs]
-    toward = torch.ones(2, 3, side, side, dtype=torch.float64)
-    with Sizes([*inputs, toward]) as sizes:
-        some.kernel(*inputs).backward(toward)
-    return sum(sizes.pieces)
-
-
-@pytest.mark.parametrize("interpolation", ["triangle", "gaussian"])
-def test_separable_kernels_cost_as_their_side_not_their_area(interpolation):
-    kernel = {side: 2 * 3 * side**2 for side in (17, 65)}
-    beside = {side: cells_made(side, interpolation) - kernel[side] for side in kernel}
-    assert beside[65] <= 65 / 17 * beside[17]  # the area grows by 14.6
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("interpolation", "size", "dense_axes"),
     [("bilinear", (5, 8), ()), ("triangle", (5, 8), ()), ("gaussian", (4, 3, 6), (1,))],
@@ -556,7 +440,6 @@ def test_compiled_whole_it_gives_the_same_kernel_and_gradients(interpolation, si
 # Construction on a GPU, by its forms on the CPU.
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(some=elements_anywhere(), form=st.sampled_from(FORMS))
 def test_on_a_gpu_kernel_and_gradients_are_those_of_the_cpu(some, form):
     toward = random_like(some.kernel())
@@ -568,7 +451,7 @@ def test_on_a_gpu_kernel_and_gradients_are_those_of_the_cpu(some, form):
 
 @every_interpolation
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", [(5,), (7, 7), (4, 7), (8, 8), (1, 7), (1, 4, 5)], ids=str)
+@pytest.mark.parametrize("size", [(7, 7), (4, 7), (1, 4, 5)], ids=str)
 def test_on_a_gpu_a_training_step_neither_waits_nor_adds_in_any_order_nor_rounds(interpolation, form, size):
     layer = DCLS_LAYERS[len(size)](2, 3, kernel_count=4, dilated_kernel_size=size, interpolation=interpolation)
     with as_on_a_gpu(form), Watch():
@@ -586,9 +469,7 @@ def test_on_a_gpu_a_training_step_neither_waits_nor_adds_in_any_order_nor_rounds
         ({"weight": (2, 3, 5, 4)}, r"\(2, 3, 5, 4\).*size=\(5, 8\) it must be \(out, in/groups, count\)"),
         ({"weight": (2, 3, 4), "dense_axes": (1,)}, r"it must be \(out, in/groups, 8, count\)"),
         ({"positions": (2, 3, 4)}, r"positions of shape \(2, 3, 4\).*must be \(2, 2, 3, 4\)"),
-        ({"weight": (2, 3, 8, 4), "dense_axes": (1,)}, r"must be \(1, 2, 3, 8, 4\)"),
         ({"sigma": (2, 2, 3, 4)}, "bilinear interpolation has no sigma"),
-        ({"interpolation": "gaussian"}, "gaussian interpolation needs a sigma"),
         ({"interpolation": "gaussian", "sigma": (2, 3, 4)}, r"sigma of shape \(2, 3, 4\).*must be \(2, 2, 3, 4\)"),
         ({"interpolation": "gauss"}, "'gauss' is not known; it is one of bilinear, "),
     ],

@@ -8,11 +8,11 @@ import pytest
 import timm
 import torch
 import torchvision
-from torch import fx, nn
+from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import dcls_convert
-from dcls_convert.layers.dcls_conv import DclsConv1d, DclsConv2d, DclsConv3d, DclsConvNd
+from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
 from dcls_convert.planning.rules import parse_rules
 
 RULES = """
@@ -43,7 +43,6 @@ def random_images(*shape, dtype=torch.float32):
 
 # Memory formats.
 
-VIDEO = (3, 4, 16, 16)
 FORMATS = {
     "one dense axis in 2-D": (
         functools.partial(timm.create_model, "inception_next_atto", num_classes=3),
@@ -52,12 +51,7 @@ FORMATS = {
     ),
     "none dense in 3-D": (
         functools.partial(torchvision.models.video.mc3_18, num_classes=3),
-        ([3, 3, 3], [3, 5, 5], [], VIDEO),
-        torch.channels_last_3d,
-    ),
-    "one dense axis in 3-D": (
-        functools.partial(torchvision.models.video.r2plus1d_18, num_classes=3),
-        ([1, 3, 3], [1, 5, 5], [0], VIDEO),
+        ([3, 3, 3], [3, 5, 5], [], (3, 4, 16, 16)),
         torch.channels_last_3d,
     ),
 }
@@ -84,21 +78,6 @@ def test_positions_and_elements_pass_through_memory_formats(case):
         assert dense.weight.is_contiguous(memory_format=memory_format)
 
 
-@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.channels_last_3d])
-@pytest.mark.parametrize("dense_axes", [(), (0,), (1,), (0, 2)])
-@pytest.mark.parametrize("layer_class", [DclsConv1d, DclsConv2d, DclsConv3d])
-def test_a_layer_passes_through_every_memory_format(layer_class, dense_axes, memory_format):
-    if layer_class.dims <= len(dense_axes) or any(axis >= layer_class.dims for axis in dense_axes):
-        pytest.skip("no such layer")
-    options = {"kernel_count": 2, "dilated_kernel_size": 3, "dense_axes": dense_axes, "interpolation": "gaussian"}
-    layer = layer_class(2, 2, **options)
-    layer.kernel().sum().backward()
-    before = [(p.detach().clone(), p.grad.clone()) for p in layer.parameters() if p.grad is not None]
-    layer.to(memory_format=memory_format).double()
-    after = [(p.detach().float(), p.grad.float()) for p in layer.parameters() if p.grad is not None]
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-
-
 def test_folding_leaves_nothing_of_ours_on_the_owners(tiny):
     own = {name: set(vars(module)) for name, module in tiny.named_modules()}
     dcls_convert.convert_(tiny, dilated_size=9, init="random")
@@ -109,12 +88,11 @@ def test_folding_leaves_nothing_of_ours_on_the_owners(tiny):
 # torch.fx.
 
 
-@pytest.mark.parametrize("tie", ["stage", "none"])
-def test_torchvision_extracts_features_of_a_converted_model(tie):
+def test_torchvision_extracts_features_of_a_converted_model():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = torchvision.models.resnet18(num_classes=3)
-        dcls_convert.convert_(model, dilated_size=7, input_size=(3, 64, 64), init="random", tie=tie)
+        dcls_convert.convert_(model, dilated_size=7, input_size=(3, 64, 64), init="random")
     model.eval()
     images, names = random_images(2, 3, 64, 64), ["layer1", "layer2.0.conv1", "layer3"]
     expected, hooked = {}, copy.deepcopy(model)
@@ -126,24 +104,12 @@ def test_torchvision_extracts_features_of_a_converted_model(tie):
     used = [model.get_submodule(name) for name, module in extractor.named_modules() if isinstance(module, DclsConvNd)]
     tensors = {id(layer.positions) for layer in used}
     for one in (extractor, copy.deepcopy(extractor)):
-        found = one.eval()(images)
-        assert found.keys() == expected.keys()
-        for name, features in found.items():
-            torch.testing.assert_close(features, expected[name], rtol=0, atol=0)
+        torch.testing.assert_close(one.eval()(images), expected, rtol=0, atol=0)
         # Everything that moves is registered, tied positions once.
         registered = {id(parameter) for parameter in one.parameters()}
         positions = [layer.positions for layer in layers(one)]
         assert {id(tensor) for tensor in positions} <= registered
         assert len({id(tensor) for tensor in positions}) == len(tensors)
-
-
-def test_a_traced_layer_is_one_module_and_trains():
-    model = nn.Sequential(DclsConv2d(2, 3, kernel_count=3, dilated_kernel_size=5, padding=2), nn.ReLU())
-    traced = fx.symbolic_trace(model)
-    assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "call_module", "output"]
-    assert type(traced.get_submodule("0")) is DclsConv2d
-    traced(random_images(1, 2, 8, 8)).sum().backward()
-    assert traced.get_submodule("0").positions.grad.abs().sum() > 0
 
 
 # torch.compile.
@@ -166,8 +132,9 @@ class Pair(nn.Module):
         return self.four(self.three(self.two(self.one(x))))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # inductor's
-@pytest.mark.parametrize(("backend", "dtype"), [("aot_eager", DOUBLE), ("inductor", DOUBLE), ("inductor", SINGLE)])
+@pytest.mark.parametrize(("backend", "dtype"), [("aot_eager", DOUBLE), ("inductor", SINGLE)])
 def test_compiled_layers_keep_their_positions_inside_as_others_do(backend, dtype):
     torch.compiler.reset()
     with torch.random.fork_rng():

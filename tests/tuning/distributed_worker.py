@@ -29,9 +29,7 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    engine: str = (
-        "none"  # or "ddp", or which modules are FSDP2 groups of their own: "root", "stage", "block", "stage+block"
-    )
+    engine: str = "none"  # or "ddp", or which modules are FSDP2 groups of their own: "root", "block", "stage+block"
     interpolation: str = "bilinear"
     dilated_size: tuple[int, int] = (9, 9)
     accumulate: int = 1  # batches per step
@@ -47,12 +45,9 @@ class Case:
 
 
 CASES = [
-    Case(engine="ddp"),
     Case(engine="ddp", accumulate=2),
     Case(engine="ddp", interpolation="gaussian", repulsive=True),
     Case(engine="root"),
-    Case(engine="stage"),
-    Case(engine="block"),
     Case(engine="block", accumulate=2),
     Case(engine="stage+block", interpolation="gaussian", dilated_size=(11, 7)),  # each axis has its own limits
     Case(engine="stage+block", repulsive=True),
@@ -91,18 +86,19 @@ def batches(step: int, case: Case) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @contextlib.contextmanager
-def gradients_between_processes(model: nn.Module, case: Case, wanted: bool) -> Iterator[None]:
+def gradients_between_processes(model: nn.Module, case: Case, last: bool) -> Iterator[None]:
+    """Gradients are summed over processes at the last batch of a step alone."""
     if case.sharded:
-        model.set_requires_gradient_sync(wanted)
-    with model.no_sync() if case.engine == "ddp" and not wanted else contextlib.nullcontext():
+        model.set_requires_gradient_sync(last)
+    with model.no_sync() if case.engine == "ddp" and not last else contextlib.nullcontext():
         yield
 
 
 def ties(model: nn.Module) -> list[tuple[int, int]]:
     """For every layer, the index of its positions among the parameters, and how many names they have there."""
     parameters = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
-    found = [id(module.positions) for module in model.modules() if isinstance(module, DclsConv2d)]
-    return [(parameters.index(positions), parameters.count(positions)) for positions in found]
+    used = [id(module.positions) for module in model.modules() if isinstance(module, DclsConv2d)]
+    return [(parameters.index(positions), parameters.count(positions)) for positions in used]
 
 
 def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
@@ -114,11 +110,12 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
     elif case.engine == "ddp":
         model = DistributedDataParallel(plain)
     optimizer = torch.optim.AdamW(tuning.param_groups(plain, lr=0.01, position_lr_scale=20.0))
+    record = tuning.PositionTracker(plain).update(0).to_json()
     part = slice(rank * BATCH // processes, (rank + 1) * BATCH // processes)
     losses = []
     for step in range(STEPS):
         for index, (images, labels) in enumerate(batches(step, case)):
-            with gradients_between_processes(model, case, wanted=index == case.accumulate - 1):
+            with gradients_between_processes(model, case, last=index == case.accumulate - 1):
                 loss = nn.functional.cross_entropy(model(images[part]), labels[part])
                 if case.repulsive:
                     loss = loss + 0.1 * tuning.repulsive_loss(plain) ** 2
@@ -134,6 +131,7 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
         "losses": torch.stack(losses),
         "ties": ties(plain),
         "ties averaged": ties(averaged.module),
+        "record": record,
         "parameters": len(list(plain.parameters())),
     }
 

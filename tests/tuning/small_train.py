@@ -24,15 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 TEXTS = {"model": "resnet50", "data-dir": None, "dataset": "", "output": "output/train", "experiment": "", "resume": ""}
 TEXTS |= {"opt": "sgd", "sched": "cosine", "aa": None, "remode": "pixel", "train-interpolation": "random"}
 TEXTS |= {"amp-dtype": "float16", "device": "cuda"}
-WHOLE = {
-    "batch-size": 128,
-    "grad-accum-steps": 1,
-    "epochs": 300,
-    "warmup-epochs": 5,
-    "cooldown-epochs": 0,
-    "workers": 4,
-}
-WHOLE |= {"patience-epochs": 10, "recount": 1}
+WHOLE = {"batch-size": 128, "grad-accum-steps": 1, "epochs": 300, "warmup-epochs": 5, "cooldown-epochs": 0}
+WHOLE |= {"workers": 4, "patience-epochs": 10, "recount": 1}
 NUMBERS = {"lr": 0.05, "weight-decay": 2e-5, "momentum": 0.9, "warmup-lr": 1e-5, "min-lr": 0.0, "decay-epochs": 90.0}
 NUMBERS |= {"decay-rate": 0.1, "mixup": 0.0, "cutmix": 0.0, "smoothing": 0.1, "reprob": 0.0, "crop-pct": None}
 NUMBERS |= {"drop-path": None, "bce-target-thresh": None, "model-ema-decay": 0.9998}

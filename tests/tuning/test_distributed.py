@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -16,9 +15,9 @@ import psutil
 import pytest
 import timm
 import torch
+from torch.utils._pytree import tree_flatten_with_path
 
 import dcls_convert
-from dcls_convert.cli.app import main
 
 from ..conftest import TINY
 from .distributed_worker import CASES, Case, converted, train
@@ -72,62 +71,36 @@ def trained_alone(case: Case):
     return train(case)
 
 
-def assert_equal_states(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=FLOAT64_ATOL, msg=lambda m, n=name: f"{n}: {m}")
-
-
-each_case = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("index", "case"), list(enumerate(CASES)), ids=[f"{case.engine}-{index}" for index, case in enumerate(CASES)]
 )
-
-
-@each_case
-def test_steps_are_those_of_one_process_with_the_whole_batch(trained, index, case):
+def test_steps_are_those_of_one_process_with_the_whole_batch_and_ties_hold(trained, index, case):
     alone, first = trained_alone(case.in_one_process), trained[0][index]
     for kind in ("state", "averaged"):
-        assert_equal_states(first[kind], alone[kind])
+        assert list(first[kind]) == list(alone[kind])
+        torch.testing.assert_close(first[kind], alone[kind], rtol=0, atol=FLOAT64_ATOL)
     losses = torch.stack([results[index]["losses"] for results in trained]).mean(0)
     torch.testing.assert_close(losses, alone["losses"], rtol=0, atol=FLOAT64_ATOL)
-    moved = alone["state"]["stages.2.blocks.dcls_positions"] - converted(case).stages[2].blocks.dcls_positions
+    start = converted(case)
+    moved = alone["state"]["stages.2.blocks.dcls_positions"] - start.stages[2].blocks.dcls_positions
     assert moved.abs().max() > 0.1
-
-
-@each_case
-def test_ties_are_intact(trained, index, case):
-    alone = trained_alone(case.in_one_process)
     for results in trained:
         assert results[index]["ties"] == results[index]["ties averaged"] == alone["ties"]
         assert results[index]["parameters"] == alone["parameters"]
+        assert results[index]["record"] == alone["record"]
     assert {count for _, count in alone["ties"]} == {1}
-
-
-@each_case
-def test_a_state_from_all_processes_loads_in_one(trained, index, case, tmp_path):
-    state = trained[0][index]["state"]
-    torch.save(state, tmp_path / "state.pt")
-    model = converted(case)
-    model.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    expected = converted(case)
-    expected.load_state_dict(trained_alone(case.in_one_process)["state"])
-    image = torch.randn(1, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        torch.testing.assert_close(model.eval()(image), expected.eval()(image), rtol=0, atol=FLOAT64_ATOL)
-
-
-def test_positions_reach_the_border(trained):
-    positions = trained[0][0]["state"]["stages.2.blocks.dcls_positions"]
-    assert 0.01 < (positions.abs() == 4).double().mean() < 0.9
+    start.load_state_dict(first["state"])  # of all processes, in one
+    reached = first["state"]["stages.2.blocks.dcls_positions"].abs() == 4
+    assert case.dilated_size != (9, 9) or 0.01 < reached.double().mean() < 0.9  # clamping had work to do
 
 
 # A run of examples/finetune.py that is killed.
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
 
 
 def finetune(folder: Path, output: str, *more: str) -> psutil.Popen:
@@ -158,52 +131,28 @@ def whole_run(folder):
     return folder.parent / "whole"
 
 
-@pytest.fixture(scope="module")
-def killed_run(folder):
-    """A run that is killed as soon as it has saved its first state, before its last update."""
-    run, state = finetune(folder, "killed"), folder.parent / "killed" / "state.pt"
-    try:
-        while not state.exists():
+def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(folder, whole_run):
+    killed_run = folder.parent / "killed"
+    run = finetune(folder, "killed")
+    try:  # killed as soon as it has saved its first state, before its last update
+        while not (killed_run / "state.pt").exists():
             assert run.poll() is None
             time.sleep(0.01)
     finally:
         stop([run])
-    return state.parent
-
-
-def assert_same(found: object, expected: object, where: str = "state") -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
-        for key in expected:
-            assert_same(found[key], expected[key], f"{where}.{key}")
-    elif isinstance(expected, list | tuple):  # saving turns one into the other
-        assert len(found) == len(expected), where
-        for index, value in enumerate(expected):
-            assert_same(found[index], value, f"{where}.{index}")
-    elif isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected), where
-    else:
-        assert found == expected, where
-
-
-def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(folder, whole_run, killed_run):
     updates = torch.load(killed_run / "state.pt", weights_only=True)["update"]
     finish([finetune(folder, "killed", "--resume")])
-    found, expected = (torch.load(run / "state.pt", weights_only=True) for run in (killed_run, whole_run))
-    assert updates < found["update"] == 8
-    assert (found["settings"].pop("output"), expected["settings"].pop("output")) == ("killed", "whole")
-    assert_same(found, expected)
+    state, expected = (torch.load(run / "state.pt", weights_only=True) for run in (killed_run, whole_run))
+    assert updates < state["update"] == 8
+    assert (state["settings"].pop("output"), expected["settings"].pop("output")) == ("killed", "whole")
+    # By paths: saving turns tuples into lists.
+    for (path, leaf), (other_path, other) in zip(
+        *(tree_flatten_with_path(s)[0] for s in (state, expected)), strict=True
+    ):
+        assert path == other_path
+        assert torch.equal(leaf, other) if isinstance(other, torch.Tensor) else leaf == other
     for file in ("best/model.safetensors", "best/config.json", "history.json"):
         assert (killed_run / file).read_bytes() == (whole_run / file).read_bytes()
-
-
-def test_the_best_checkpoint_is_sound_and_better_than_guessing(whole_run, capsys):
-    history = torch.load(whole_run / "state.pt", weights_only=True)["history"]
-    assert max(history["accuracy"]) > 30
-    with pytest.raises(SystemExit) as stopped:
-        main(["verify", str(whole_run / "best")])
-    assert stopped.value.code == 0, capsys.readouterr().out
-    assert timm.create_model(f"local-dir:{whole_run / 'best'}", pretrained=True).num_classes == 10
 
 
 @pytest.mark.parametrize("more", [[], ["--fsdp"]], ids=["ddp", "fsdp"])

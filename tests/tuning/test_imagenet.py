@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -14,9 +13,8 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -71,6 +69,7 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2
 
 
 def changed(block: str, epochs: dict[str, int]) -> str:
+    assert all(ours in PAGE for ours in CHANGED)
     for ours, of_test in CHANGED.items():
         block = block.replace(ours, of_test.format(**epochs))
     return block
@@ -139,8 +138,7 @@ def prepared(cluster):
     return cluster
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     printed: str
     checkpoint: dict[str, Any]
 
@@ -151,49 +149,34 @@ def runs(prepared):
     shared, (tiny, *_) = array_and_commands(CONVNEXT)
     blocks = {"first": (SLURM + shared + tiny, FIRST), "resumed": (SLURM + shared + tiny, RESUMED)}
     blocks["resnet"] = (TORCHRUN + RESNET, FIRST)
-    found = {}
+    done = {}
     for name, (block, epochs) in blocks.items():
         printed = finished(prepared, changed(block, epochs))
         experiment = "test_resnet" if name == "resnet" else "test_convnext"
         last = prepared / "output" / "train" / experiment / "last.pth.tar"
-        found[name] = Run(printed, torch.load(last, weights_only=False))
-    return found
+        done[name] = Run(printed, torch.load(last, weights_only=False))
+    return done
 
 
 # run -> learning rate, weight decay, epochs that have passed
 RECIPES = {"first": (4e-3, 0.05, 2), "resumed": (4e-3, 0.05, 4), "resnet": (8e-3, 0.02, 2)}
-each_run = pytest.mark.parametrize("name", RECIPES)
 
 
-@each_run
-def test_positions_have_five_times_the_learning_rate_of_the_recipe_and_no_weight_decay(runs, name):
-    lr, decay, _ = RECIPES[name]
-    groups = runs[name].checkpoint["optimizer"]["param_groups"]
-    found = {(group["initial_lr"], group.get("lr_scale", 1), group["weight_decay"]) for group in groups}
-    assert found == {(lr, 1, decay), (lr, 1, 0), (lr, 5, 0)}
+@pytest.mark.parametrize("name", RECIPES)
+def test_positions_learn_as_the_recipe_has_it_and_resuming_goes_on(runs, name):
+    (lr, decay, epochs), state, printed = RECIPES[name], runs[name].checkpoint, runs[name].printed
+    groups = state["optimizer"]["param_groups"]
+    settings = {(group["initial_lr"], group.get("lr_scale", 1), group["weight_decay"]) for group in groups}
+    assert settings == {(lr, 1, decay), (lr, 1, 0), (lr, 5, 0)}
     (now,) = {group["lr"] / group.get("lr_scale", 1) for group in groups}
     # At its end, ConvNeXt's schedule is at its least; ResNet's, by epochs, is half way.
     assert now == pytest.approx(1e-6 if name != "resnet" else (lr + 1e-6) / 2)
-
-
-@each_run
-def test_every_epoch_is_a_step_and_resuming_goes_on(runs, name):
-    state, epochs = runs[name].checkpoint, RECIPES[name][2]
+    # Every epoch is a step.
     assert state["epoch"] == epochs - 1
-    steps = [one["step"] for one in state["optimizer"]["state"].values() if "step" in one]
-    assert all(step == epochs for step in steps)
-    trained = [int(epoch) for epoch in re.findall(r"Train: (\d+) ", runs[name].printed)]
-    assert trained == [*range(epochs - 2, epochs)]
-
-
-@each_run
-def test_the_repulsive_loss_is_on_from_its_epoch_only(runs, name):
-    lines = re.findall(r"epoch (\d+): repulsive loss ([\d.]+), (on|off)", runs[name].printed)
-    epochs = RECIPES[name][2]
-    assert [(int(epoch), state) for epoch, _, state in lines] == [
-        (epoch, "on" if epoch >= 1 else "off") for epoch in range(epochs - 2, epochs)
-    ]
-    assert all(0 < float(value) < 1 for _, value, _ in lines)
+    assert {int(one["step"]) for one in state["optimizer"]["state"].values() if "step" in one} <= {epochs}
+    assert list(map(int, re.findall(r"Train: (\d+) ", printed))) == [epochs - 2, epochs - 1]
+    lines = re.findall(r"epoch (\d+): repulsive loss 0[\d.]+, (on|off)", printed)
+    assert lines == [(str(epoch), "on" if epoch >= 1 else "off") for epoch in range(epochs - 2, epochs)]
 
 
 def test_positions_move_in_every_run_and_are_recorded(runs, prepared):
@@ -231,37 +214,10 @@ def test_every_image_is_in_one_shard_with_its_class(prepared):
     assert sorted(found) == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere", "shards"], "nowhere/train: there is no such folder"),
-        (["empty", "shards"], "empty/train: no images"),
-        (["one", "shards", "--shards", "2"], "2 shards of train: must be from 1 to the number of images, 1"),
-        (["one", "shards", "--shards", "0"], "0 shards of train"),
-    ],
-)
-def test_mistakes_with_shards_are_one_line(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for path in ("empty/train", "empty/val", "one/train/cat", "one/val/cat"):
-        Path(path).mkdir(parents=True)
-    for path in Path("one").glob("*/cat"):
-        (path / "a.jpg").touch()
-    monkeypatch.setattr("sys.argv", ["imagenet_shards.py", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(EXAMPLES / "imagenet_shards.py"), run_name="__main__")
-    assert str(stopped.value).startswith("error: ")
-    assert message in str(stopped.value)
-    assert not Path("shards").exists()
-
-
 def test_small_and_base_differ_from_tiny_in_names_and_drop_path_alone():
     _, (tiny, *others) = array_and_commands(CONVNEXT)
     for command, name, drop_path in zip(others, ("small", "base"), ("0.4", "0.5"), strict=True):
         assert command == tiny.replace("tiny", name).replace("--drop-path 0.1", f"--drop-path {drop_path}")
-
-
-def test_every_change_of_this_test_is_of_something_on_the_page():
-    assert [ours for ours in CHANGED if ours not in PAGE] == []
 
 
 # The page's numbers.
@@ -285,32 +241,6 @@ def test_convnexts_schedule_is_300_epochs_of_which_20_of_linear_warmup(monkeypat
         assert rates == pytest.approx([expected, 5 * expected], abs=1e-15)
 
 
-# What is no setting of the recipe, or stands in the table of what both recipes share.
-WITHOUT_SOURCE = {"--dataset", "--data-dir", "--workers", "--pin-mem", "--experiment", "--model", "--pretrained"}
-WITHOUT_SOURCE |= {"--repulsive-loss-from", "--track", "--auto-resume"}
-
-
-@pytest.mark.parametrize("block", [CONVNEXT, RESNET], ids=["convnext", "resnet"])
-def test_every_setting_of_a_recipe_and_no_other_has_its_source_in_the_table(block):
-    words = re.sub(r'[()"\\\s]+', " ", block.partition("=(")[2])
-    used = set(re.findall(r"--[a-z-]+(?: (?!-)[\w.:/-]+)*", words))
-    table = [line for line in PAGE[PAGE.index(block) :].partition("\n## ")[0].splitlines() if line.startswith("|")]
-    told = {option for line in table for option in re.findall(r"`(--[^`]+)`", line)}
-    assert told == {option for option in used if option.split()[0] not in WITHOUT_SOURCE}
-
-
-def test_the_estimated_hours_follow_the_formula():
-    rows = re.findall(r"^\| (ConvNeXt-.|ResNet-50)[^|]*\| (\d+) \| ([\d.]+) \| (\d+) \| (\d+) \|$", PAGE, re.M)
-    assert [name for name, *_ in rows] == ["ConvNeXt-T", "ConvNeXt-S", "ConvNeXt-B", "ResNet-50"]
-    for name, epochs, throughput, hours, on_32 in rows:
-        pixels = (160 / 224) ** 2 if name == "ResNet-50" else 1
-        exact = int(epochs) * 1_281_167 * 3 * pixels / float(throughput) / 3600
-        assert (int(hours), int(on_32)) == (round(exact), round(exact / 32))
-
-
-# The SLURM file, with a srun that runs one node's task here.
-
-
 def test_a_job_that_is_told_its_time_is_up_asks_to_be_requeued(cluster):
     subprocess.run(["bash", "-n", cluster / "imagenet.slurm"], check=True)
     (cluster / "slow").mkdir()
@@ -326,13 +256,6 @@ def test_a_job_that_is_told_its_time_is_up_asks_to_be_requeued(cluster):
         wait_for(requeued)
         assert requeued.read_text() == "requeue 7\n"
         assert job.poll() is None, "the nodes' work goes on until SLURM ends it"
-
-
-def test_a_job_ends_with_the_exit_code_of_its_nodes(cluster):
-    with started(
-        cluster, "mkdir bad; echo 'exit 3' >bad/torchrun; chmod +x bad/torchrun; PATH=bad:$PATH; bash imagenet.slurm x"
-    ) as job:
-        assert job.wait(timeout=20) == 3
 
 
 def wait_for(path: Path) -> None:

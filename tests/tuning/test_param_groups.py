@@ -1,8 +1,7 @@
-"""Parameter groups, weight decay by timm's own optimizers, clamping, and all of it under FSDP2."""
+"""Parameter groups, weight decay by timm's own optimizers, and clamping."""
 
 import copy
 import functools
-import itertools
 import math
 import pickle
 
@@ -11,7 +10,7 @@ import timm
 import torch
 import torch.distributed as dist
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
-from timm.scheduler import CosineLRScheduler, StepLRScheduler
+from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim import lr_scheduler
@@ -21,7 +20,6 @@ from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
 from dcls_convert.layers.interpolation import position_limits
 from dcls_convert.networks.positions import SpareFromDecay, position_parameters, unwrapped
-from dcls_convert.tuning.param_groups import WEIGHT_DECAY
 
 from ..conftest import TINY
 
@@ -63,12 +61,12 @@ def _converted(kind: str) -> nn.Module:
         if kind == "no dcls":
             return timm.create_model(TINY)
         model = timm.create_model("test_resnet" if kind == "resnet" else TINY)
-        options = {"untied": {"tie": "none"}, "gaussian": {"interpolation": "gaussian"}, "resnet": {}, "tied": {}}[kind]
+        options = {"interpolation": "gaussian"} if kind == "gaussian" else {}
         dcls_convert.convert_(model, dilated_size=5 if kind == "resnet" else 9, init="random", **options)
         return model
 
 
-KINDS = ["tied", "untied", "gaussian", "resnet", "plain", "no dcls"]
+KINDS = ["tied", "gaussian", "resnet", "plain", "no dcls"]
 
 
 @pytest.fixture(params=KINDS)
@@ -113,55 +111,27 @@ def without(groups, names) -> list[dict]:
 # Parameter groups.
 
 
-@pytest.mark.parametrize("weight_decay", [0.05, 0.0])
-@pytest.mark.parametrize("options", [{}, {"weight_decay_exclude_1d": False}, {"no_weight_decay_list": ["*.weight"]}])
-def test_all_but_the_positions_is_as_timm_has_it(model, weight_decay, options):
-    extra = {*options.get("no_weight_decay_list", ()), *({"token"} if isinstance(model, Plain) else ())}
-    timms = param_groups_weight_decay(model, weight_decay=weight_decay, **{**options, "no_weight_decay_list": extra})
-    ours = named(model, tuning.param_groups(model, weight_decay=weight_decay, **options))
-    moving = moving_names(model)
-    rest = without(ours, moving)
-    assert rest == without(named(model, timms), moving)
-    if not moving:
-        assert rest == ours == named(model, timms)
-    else:
-        apart = [group for group in ours if group not in rest]
-        assert set(itertools.chain(*(group["params"] for group in apart))) == moving
-        assert [(group["weight_decay"], group["lr_scale"]) for group in apart] == [(0.0, 5.0)]
-
-
-def test_every_trainable_parameter_is_in_one_group(model):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight_decay": 0.05},
+        {"weight_decay": 0.0, "weight_decay_exclude_1d": False},
+        {"no_weight_decay_list": ["*.w*"]},
+    ],
+    ids=str,
+)
+def test_all_but_the_positions_is_as_timm_has_it(model, options):
     for parameter in list(model.parameters())[::3]:
         parameter.requires_grad = False
-    groups = tuning.param_groups(model, lr=0.1)
-    found = [id(parameter) for group in groups for parameter in group["params"]]
-    assert sorted(found) == sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
-
-
-def test_sigmas_may_have_a_scale_of_their_own():
-    model = converted("gaussian")
-    groups = named(model, tuning.param_groups(model, position_lr_scale=3, sigma_lr_scale=2))
-    for group in groups:
-        kinds = {"sigma" if "sigma" in name else "positions" for name in group["params"]} if "lr_scale" in group else ()
-        assert group.get("lr_scale") == (None if not kinds else 2.0 if kinds == {"sigma"} else 3.0)
-
-
-def ratios(optimizer: torch.optim.Optimizer) -> set[float]:
-    """Learning rates of the positions over those of the rest."""
-    moving = [group for group in optimizer.param_groups if group.get("use_fallback")]
-    rest = [group for group in optimizer.param_groups if not group.get("use_fallback")]
-    assert moving
-    assert rest
-    return {round(a["lr"] / b["lr"], 9) for a in moving for b in rest if b["lr"]}
-
-
-def each_step(optimizer, step, count=12) -> set[float]:
-    found = ratios(optimizer)
-    for index in range(count):
-        optimizer.step()
-        step(index)
-        found |= ratios(optimizer)
-    return found
+    extra = {*options.get("no_weight_decay_list", ()), *({"token"} if isinstance(model, Plain) else ())}
+    timms = param_groups_weight_decay(model, **{"weight_decay": 0.05, **options, "no_weight_decay_list": extra})
+    ours, moving = named(model, tuning.param_groups(model, **options)), moving_names(model)
+    rest = without(ours, moving)
+    assert rest == without(named(model, timms), moving)
+    apart = [group for group in ours if group not in rest]
+    trainable = [name for name in moving if model.get_parameter(name).requires_grad]
+    assert sorted(name for group in apart for name in group["params"]) == sorted(trainable)
+    assert [(group["weight_decay"], group["lr_scale"]) for group in apart] == [(0.0, 5.0)] * bool(trainable)
 
 
 def sequential(optimizer):
@@ -169,50 +139,22 @@ def sequential(optimizer):
     return lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
 
 
-TORCH_SCHEDULERS = {
-    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
-    "sequential": sequential,
-}
-
-
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # SequentialLR of torch 2.8 itself
-@pytest.mark.parametrize("by_timm", [False, True])
-@pytest.mark.parametrize("scheduler", TORCH_SCHEDULERS)
-def test_with_lr_positions_learn_5_times_as_fast_under_the_schedulers_of_torch(tied, scheduler, by_timm):
-    if by_timm:
-        optimizer = create_optimizer_v2(
-            tied, "adamw", lr=0.01, param_group_fn=lambda model: tuning.param_groups(model, 0.01)
-        )
-    else:
-        optimizer = torch.optim.SGD(tuning.param_groups(tied, lr=0.01))
-    made = TORCH_SCHEDULERS[scheduler](optimizer)
-    assert each_step(optimizer, lambda _: made.step()) == {5.0}
-
-
-@pytest.mark.parametrize("lr", [None, 0.01])
-@pytest.mark.parametrize("kind", ["cosine", "step"])
-def test_positions_learn_5_times_as_fast_under_the_schedulers_of_timm(tied, kind, lr):
+@pytest.mark.parametrize(("lr", "by_timm"), [(0.01, False), (0.01, True), (None, True)])
+def test_positions_learn_5_times_as_fast_under_the_schedulers_of_torch_and_timm(tied, lr, by_timm):
     def groups(model):
         return tuning.param_groups(model, lr)
 
-    optimizer = create_optimizer_v2(tied, "adamw", lr=0.01, param_group_fn=groups)
-    # A rate that the scheduler itself states is scaled by lr_scale alone.
+    optimizer = create_optimizer_v2(tied, "lookahead_adamw", lr=0.01, param_group_fn=groups)
+    # A rate that timm's scheduler itself states is scaled by lr_scale alone.
     floors = {} if lr else {"warmup_lr_init": 1e-4, "lr_min": 1e-5}
-    if kind == "cosine":
-        scheduler = CosineLRScheduler(optimizer, t_initial=14, warmup_t=3, **floors)
-    else:
-        floors.pop("lr_min", None)
-        scheduler = StepLRScheduler(optimizer, decay_t=4, warmup_t=3, **floors)
-    assert each_step(optimizer, lambda index: scheduler.step(index + 1)) == {5.0}
-
-
-def test_param_groups_is_a_param_group_fn_of_timm(tied):
-    optimizer = create_optimizer_v2(
-        tied, "lookahead_adamw", lr=0.01, weight_decay=0.3, param_group_fn=tuning.param_groups
-    )
-    decays = {name: group["weight_decay"] for group in named(tied, optimizer.param_groups) for name in group["params"]}
-    for name, parameter in tied.named_parameters():
-        assert decays[name] == (0.0 if parameter.ndim == 1 or name in moving_names(tied) else WEIGHT_DECAY)
+    scheduler = CosineLRScheduler(optimizer, 14, warmup_t=3, **floors) if by_timm else sequential(optimizer)
+    for index in range(12):
+        optimizer.step()
+        scheduler.step(*[index + 1] * by_timm)
+        (moving,) = {group["lr"] for group in optimizer.param_groups if group.get("use_fallback")}
+        (rest,) = {group["lr"] for group in optimizer.param_groups if not group.get("use_fallback")}
+        assert moving == pytest.approx(5 * rest)
 
 
 def test_a_step_moves_positions_5_times_as_far_and_does_not_draw_them_to_the_centre(tied):
@@ -223,8 +165,8 @@ def test_a_step_moves_positions_5_times_as_far_and_does_not_draw_them_to_the_cen
     for name, parameter in tied.named_parameters():
         rate = 5e-3 if name in moving_names(tied) else 1e-3
         decay = 0.1 if parameter.ndim > 1 and name not in moving_names(tied) else 0.0
-        wanted = before[name] - rate * (parameter.grad + decay * before[name])
-        torch.testing.assert_close(parameter.detach(), wanted, **FLOAT64)
+        expected = before[name] - rate * (parameter.grad + decay * before[name])
+        torch.testing.assert_close(parameter.detach(), expected, **FLOAT64)
 
 
 def test_muon_of_timm_leaves_positions_to_adamw(tied):
@@ -237,13 +179,14 @@ def test_muon_of_timm_leaves_positions_to_adamw(tied):
     assert any("exp_avg_sq" not in kind for kind in kinds.values())
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "gaussian", "resnet"])
+@pytest.mark.parametrize("kind", ["tied", "gaussian", "resnet"])
 def test_layer_decay_is_as_timm_has_it_for_the_model_that_was_converted(kind):
     model = converted(kind)
     names = dict(model.named_parameters()).keys()
     original = timm.create_model("test_resnet" if kind == "resnet" else TINY)
     timms = scales(original, param_groups_layer_decay(original, weight_decay=0.1, layer_decay=0.5))
-    ours = scales(model, tuning.param_groups(model, weight_decay=0.1, layer_decay=0.5))
+    relative = tuning.param_groups(model, weight_decay=0.1, layer_decay=0.5)
+    ours = scales(model, relative)
     assert {name: ours[name] for name in names - moving_names(model)} == timms
     first = {id(tensor): layer for layer in reversed(layers(model)) for tensor in (layer.positions, layer.sigma)}
     weights = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -251,59 +194,47 @@ def test_layer_decay_is_as_timm_has_it_for_the_model_that_was_converted(kind):
         weight = weights[id(first[id(model.get_parameter(name))].weight)]
         assert ours[name] == (5 * timms[weight][0], 0.0)
     assert len({ours[name] for name in moving_names(model)}) > 1
-
-
-def scales(model, groups) -> dict[str, tuple[float, float]]:
-    return {
-        name: (group["lr_scale"], group["weight_decay"]) for group in named(model, groups) for name in group["params"]
-    }
-
-
-def test_layer_decay_with_lr_states_the_rate_of_every_group(tied):
-    relative = tuning.param_groups(tied, layer_decay=0.5)
-    absolute = tuning.param_groups(tied, lr=0.01, layer_decay=0.5)
+    absolute = tuning.param_groups(model, lr=0.01, weight_decay=0.1, layer_decay=0.5)
     assert [group["lr"] for group in absolute] == pytest.approx([0.01 * group["lr_scale"] for group in relative])
     assert not any("lr_scale" in group for group in absolute)
 
 
+def scales(model, groups) -> dict[str, tuple[float, float]]:
+    return {
+        name: (group.get("lr_scale", 1), group["weight_decay"])
+        for group in named(model, groups)
+        for name in group["params"]
+    }
+
+
 def test_wrapped_models_are_grouped_as_what_they_wrap(one_rank):
-    for kind in ("tied", "plain"):
-        model = converted(kind)
-        alone = named(model, tuning.param_groups(model))
-        for wrap in (nn.parallel.DistributedDataParallel, torch.compile, nn.DataParallel):
-            wrapped = wrap(model)
-            assert unwrapped(wrapped) is model
-            assert named(model, tuning.param_groups(wrapped)) == alone
-            assert tuning.no_weight_decay(wrapped) == moving_names(wrapped)
-        ddp = nn.parallel.DistributedDataParallel(torch.compile(model))
-        assert named(model, tuning.param_groups(ddp)) == alone
-        for average in (ModelEmaV3, torch.optim.swa_utils.AveragedModel):
-            averaged = average(model)
-            assert named(unwrapped(averaged), tuning.param_groups(averaged)) == alone
-    tied = converted("tied")
-    alone = named(tied, tuning.param_groups(tied))
-    tied.stages[1] = torch.compile(tied.stages[1])  # a part of it
-    for group in (found := named(tied, tuning.param_groups(tied))):
+    model = converted("tied")
+    alone = named(model, tuning.param_groups(model))
+    for wrap in (nn.parallel.DistributedDataParallel, torch.compile, nn.DataParallel):
+        wrapped = wrap(model)
+        assert unwrapped(wrapped) is model
+        assert named(model, tuning.param_groups(wrapped)) == alone
+        assert tuning.no_weight_decay(wrapped) == moving_names(wrapped)
+    for average in (ModelEmaV3, torch.optim.swa_utils.AveragedModel):
+        averaged = average(model)
+        assert named(unwrapped(averaged), tuning.param_groups(averaged)) == alone
+    model.stages[1] = torch.compile(model.stages[1])  # a part of it
+    for group in (groups := named(model, tuning.param_groups(model))):
         group["params"] = [name.replace("_orig_mod.", "") for name in group["params"]]
-    assert found == alone
-
-
-def test_a_module_with_one_child_is_no_wrapper_by_that():
-    model = nn.Sequential(Plain())
+    assert groups == alone
+    model = nn.Sequential(Plain())  # one child alone makes no wrapper
     assert unwrapped(model) is model
     assert tuning.no_weight_decay(model) == {"0.shared", "0.first.positions", "0.first.sigma"}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"lr": math.inf},
-        {"position_lr_scale": math.nan},
-        {"sigma_lr_scale": -5},
-        {"weight_decay": -0.1},
-        {"layer_decay": -1},
-    ],
-)
+def test_sigmas_may_have_a_scale_of_their_own():
+    model = converted("gaussian")
+    rates = scales(model, tuning.param_groups(model, position_lr_scale=3, sigma_lr_scale=2))
+    for name, (scale, _) in rates.items():
+        assert scale == (1 if name not in moving_names(model) else 2 if "sigma" in name else 3)
+
+
+@pytest.mark.parametrize("wrong", [{"lr": math.inf}, {"position_lr_scale": math.nan}, {"layer_decay": -1}])
 def test_rates_that_make_no_sense_are_refused(tied, wrong):
     with pytest.raises(dcls_convert.DclsConvertError, match=f"^{next(iter(wrong))}=.*at least 0"):
         tuning.param_groups(tied, **wrong)
@@ -312,30 +243,17 @@ def test_rates_that_make_no_sense_are_refused(tied, wrong):
 # Weight decay by timm's own optimizers.
 
 
-def test_no_weight_decay_names_positions_and_sigmas(model):
-    assert tuning.no_weight_decay(model) == moving_names(model)
-
-
-def decayed(model: nn.Module) -> set[str]:
-    """The names that an optimizer that timm itself makes decays."""
-    groups = named(model, create_optimizer_v2(model, "adamw", lr=0.1, weight_decay=0.1).param_groups)
-    return {name for group in groups if group["weight_decay"] for name in group["params"]}
-
-
-@pytest.mark.parametrize("kind", ["tied", "untied", "gaussian", "resnet"])
-def test_timm_itself_does_not_decay_positions_of_converted_models_and_their_copies(kind):
+@pytest.mark.parametrize("kind", ["tied", "gaussian"])
+def test_timm_itself_does_not_decay_positions_of_converted_models_and_their_copies(kind, tmp_path):
     model = converted(kind)
-    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), ModelEmaV3(model).module):
-        wanted = {name for name, p in one.named_parameters() if p.ndim > 1} - moving_names(one)
-        assert decayed(one) == wanted
-        assert one.no_weight_decay() == moving_names(one)
-        assert vars(one)["no_weight_decay"].module is one
-
-
-def test_timm_does_not_decay_positions_of_a_checkpoint_that_it_loads(tied, tmp_path):
-    timm.models.save_for_hf(tied, tmp_path / "saved")
+    timm.models.save_for_hf(model, tmp_path / "saved")
     loaded = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
-    assert loaded.no_weight_decay() == moving_names(loaded) != set()
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), ModelEmaV3(model).module, loaded):
+        groups = named(one, create_optimizer_v2(one, "adamw", lr=0.1, weight_decay=0.1).param_groups)
+        decayed = {name for group in groups if group["weight_decay"] for name in group["params"]}
+        assert decayed == {name for name, p in one.named_parameters() if p.ndim > 1} - moving_names(one)
+        assert one.no_weight_decay() == tuning.no_weight_decay(one) == moving_names(one)
+        assert vars(one)["no_weight_decay"].module is one
 
 
 class WithOwn(nn.Module):
@@ -378,38 +296,9 @@ def test_clamping_brings_everything_inside_and_moves_nothing_else(model):
         if shared.kind == "positions":
             for index, size in enumerate(shared.learnt_size):
                 assert (shared.tensor[index].min(), shared.tensor[index].max()) == position_limits(size)
-                wanted = moved[shared.name][index].clamp(*position_limits(size))
-                assert torch.equal(shared.tensor[index], wanted)
+                expected = moved[shared.name][index].clamp(*position_limits(size))
+                assert torch.equal(shared.tensor[index], expected)
         else:
             assert shared.tensor.min() > 0
     for name in before.keys() - moving_names(model):
         assert torch.equal(model.get_parameter(name), before[name])
-
-
-# FSDP2.
-
-
-@pytest.mark.parametrize("size", [9, [9, 11]])
-def test_everything_works_on_sharded_parameters(one_rank, size):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    whole = timm.create_model(TINY)
-    rules = {"format": 1, "rules": [{"match": {"kind": "depthwise"}, "dilated_kernel_size": size}]}
-    dcls_convert.convert_(whole, rules=dcls_convert.RuleSet.model_validate(rules), init="random")
-    sharded = copy.deepcopy(whole)
-    mesh = init_device_mesh("cpu", (1,))
-    for module in (*sharded.stages, sharded):
-        fully_shard(module, mesh=mesh)
-    assert named(sharded, tuning.param_groups(sharded)) == named(whole, tuning.param_groups(whole))
-    for model in (whole, sharded):
-        tuning.repulsive_loss(model).backward()
-        torch.optim.SGD(tuning.param_groups(model, lr=10.0)).step()
-        with torch.no_grad():
-            for layer in layers(model):
-                layer.positions.mul_(30)
-        tuning.clamp_positions_(model)
-        model.state_dict()  # clamps as well
-    for name, parameter in whole.named_parameters():
-        assert torch.equal(sharded.get_parameter(name).full_tensor(), parameter), name
-    assert tuning.PositionTracker(whole).update(0) == tuning.PositionTracker(sharded).update(0)

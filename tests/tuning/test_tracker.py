@@ -3,31 +3,27 @@
 import math
 
 import pytest
-import timm
 import torch
 from torch import nn
 
 import dcls_convert
 from dcls_convert import tuning
-from dcls_convert.layers.dcls_conv import DclsConv1d, DclsConv2d
+from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.layers.position_statistics import border_share, mean_distance, overlap_share, spread
 from dcls_convert.networks.positions import position_parameters
 from dcls_convert.tuning.tracker import FOLLOWED
 
-from ..conftest import TINY
-
 
 class Pair(nn.Module):
-    """Two layers of unlike windows, one with a dense axis, one with sigmas."""
+    """Two layers of unlike windows, one with more elements than are followed, one with a dense axis and sigmas."""
 
     def __init__(self):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.one = DclsConv2d(2, 3, kernel_count=4, dilated_kernel_size=(4, 7))
-            self.two = DclsConv2d(
-                2, 2, kernel_count=2, dilated_kernel_size=(3, 9), dense_axes=[0], interpolation="gaussian"
-            )
+            options = {"dense_axes": [0], "interpolation": "gaussian"}
+            self.one = DclsConv2d(6, 3, kernel_count=4, dilated_kernel_size=(4, 7))
+            self.two = DclsConv2d(2, 2, kernel_count=2, dilated_kernel_size=(3, 9), **options)
 
 
 @pytest.fixture
@@ -45,51 +41,37 @@ def move(model: nn.Module, seed: int) -> None:
 
 def run(model, steps, tracker):
     """Train for these steps; each moves the positions in a way of its own."""
-    found = []
+    records = []
     for step in steps:
         move(model, step)
-        found.append(tracker.update(step))
-    return found
-
-
-def test_a_record_holds_the_statistics_of_every_tensor(model):
-    record = tuning.PositionTracker(model).update(3)
-    assert (record.step, [row.name for row in record.positions]) == (3, ["one.positions", "two.positions"])
-    for row, layer, size in zip(record.positions, [model.one, model.two], [(4, 7), (9,)], strict=True):
-        positions = layer.positions.detach()
-        assert row.border_share == border_share(positions, size)
-        assert row.overlap_share == overlap_share(positions)
-        assert row.spread == spread(positions)
-        assert row.mean_distance == mean_distance(positions)
-        assert row.mean_sigma == (None if layer.sigma is None else pytest.approx(layer.sigma.mean().item()))
-        assert row.speed is None
+        records.append(tracker.update(step))
+    return records
 
 
 @pytest.mark.parametrize("bins_per_cell", [1, 2, 5])
-def test_histograms_count_every_element_where_it_is(model, bins_per_cell):
-    move(model, 0)
-    for row, layer in zip(
-        tuning.PositionTracker(model, bins_per_cell=bins_per_cell).update(0).positions,
-        [model.one, model.two],
-        strict=True,
-    ):
-        sizes = [layer.dilated_kernel_size[axis] for axis in layer.learnt_axes]
-        for axis, (histogram, size) in enumerate(zip(row.histograms, sizes, strict=True)):
-            assert (histogram.low, histogram.width) == (-(size // 2) - 0.5, 1 / bins_per_cell)
-            counts = [0] * (size * bins_per_cell)
-            for value in layer.positions[axis].flatten().tolist():
-                counts[math.floor((value + size // 2 + 0.5) * bins_per_cell)] += 1
+def test_a_record_holds_the_statistics_of_every_tensor(model, bins_per_cell):
+    tracker = tuning.PositionTracker(model, bins_per_cell=bins_per_cell)
+    (record,) = run(model, [3], tracker)
+    assert (record.step, [row.name for row in record.positions]) == (3, ["one.positions", "two.positions"])
+    for row, layer, size in zip(record.positions, [model.one, model.two], [(4, 7), (9,)], strict=True):
+        positions = layer.positions.detach()
+        assert (row.border_share, row.overlap_share) == (border_share(positions, size), overlap_share(positions))
+        assert (row.spread, row.mean_distance) == (spread(positions), mean_distance(positions))
+        assert row.mean_sigma == (None if layer.sigma is None else pytest.approx(layer.sigma.mean().item()))
+        for coordinate, histogram, side in zip(positions, row.histograms, size, strict=True):
+            assert (histogram.low, histogram.width) == (-(side // 2) - 0.5, 1 / bins_per_cell)
+            counts = [0] * (side * bins_per_cell)
+            for value in coordinate.flatten().tolist():
+                counts[math.floor((value + side // 2 + 0.5) * bins_per_cell)] += 1
             assert list(histogram.counts) == counts
+        # The same few elements in every record, evenly spaced.
+        flat, count = positions.flatten(1), len(row.followed[0])
+        index = [place * flat.shape[1] // count for place in range(count)]
+        assert len(set(index)) == count == min(FOLLOWED, flat.shape[1])
+        torch.testing.assert_close(torch.tensor(row.followed), flat[:, index], rtol=0, atol=0.00501)
 
 
-def test_a_histogram_of_cells_counts_the_nearest_cells():
-    layer = DclsConv1d(1, 1, kernel_count=7, dilated_kernel_size=5)
-    layer.positions.data = torch.tensor([-2.0, -1.6, -1.4, 0.0, 0.4, 2.0, 90.0]).reshape(1, 1, 1, 7)
-    (row,) = tuning.PositionTracker(layer).update(0).positions
-    assert row.histograms[0].counts == (2, 1, 2, 0, 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_speed_is_the_mean_absolute_change_of_a_coordinate_per_step(model, dtype):
     model.to(dtype)
     tracker = tuning.PositionTracker(model)
@@ -104,6 +86,7 @@ def test_speed_is_the_mean_absolute_change_of_a_coordinate_per_step(model, dtype
 
 
 def test_tied_positions_are_recorded_once_under_all_wrappers(tiny):
+    assert tuning.PositionTracker(tiny).update(0).positions == ()
     dcls_convert.convert_(tiny, dilated_size=9, init="random")
     plain = tuning.PositionTracker(tiny).update(0)
     assert [(row.name, len(row.layers)) for row in plain.positions] == [
@@ -114,25 +97,25 @@ def test_tied_positions_are_recorded_once_under_all_wrappers(tiny):
     ]
     assert plain.positions[1].layers == ("stages.1.blocks.0.conv_dw", "stages.1.blocks.1.conv_dw")
     assert tuning.PositionTracker(torch.compile(tiny)).update(0) == plain
-    assert tuning.PositionTracker(nn.DataParallel(tiny)).update(0) == plain
     tiny.stages[1] = torch.compile(tiny.stages[1])
     assert tuning.PositionTracker(tiny).update(0) == plain
 
 
-def test_a_model_without_dcls_layers_has_an_empty_record():
-    assert tuning.PositionTracker(timm.create_model(TINY)).update(0).positions == ()
-
-
-# The file.
-
-
 def test_what_is_written_is_read_back_equal(model, tmp_path):
     path = tmp_path / "track.jsonl"
-    found = run(model, range(4), tuning.PositionTracker(model, path))
-    assert tuning.read_track(path) == tuple(found)
+    tracker = tuning.PositionTracker(model, path)
+    records = run(model, range(3), tracker)
+    with torch.no_grad():
+        model.one.positions[0, 0, 0, 0] = math.nan
+    records.append(tracker.update(3))
+    row = records[-1].positions[0]
+    assert (row.spread[0], row.mean_distance, row.followed[0][0]) == (None, None, None)
+    assert row.spread[1] is not None
+    assert sum(row.histograms[0].counts) == model.one.positions[0].numel() - 1
+    assert tuning.read_track(path) == tuple(records)
     with path.open("a") as file:
         file.write('{"format": 1, "step": 4, "posi')  # the run was killed here
-    assert tuning.read_track(path) == tuple(found)
+    assert tuning.read_track(path) == tuple(records)
 
 
 def test_a_file_that_cannot_be_read_or_written_is_named(model, tmp_path):
@@ -143,40 +126,21 @@ def test_a_file_that_cannot_be_read_or_written_is_named(model, tmp_path):
         tuning.PositionTracker(model, tmp_path).update(0)
     run(model, range(3), tuning.PositionTracker(model, path))
     lines = path.read_text().splitlines(keepends=True)
-    for broken in ("\n", "{}\n", lines[1].replace("speed", "sped"), lines[1].replace('"step":1', '"step":"1"')):
+    newer = lines[1].replace('"format":1', '"format":2')
+    for broken in ("\n", "{}\n", lines[1].replace("speed", "sped"), lines[1].replace('"step":1', '"step":"1"'), newer):
         path.write_text(lines[0] + broken + lines[2])
         with pytest.raises(dcls_convert.CheckpointError, match=r"track\.jsonl: line 2: ") as caught:
             tuning.read_track(path)
         assert "\n" not in str(caught.value)
-    path.write_text(lines[0].replace('"format":1', '"format":2'))
-    with pytest.raises(dcls_convert.CheckpointError, match=r"line 1: has format 2.*upgrade"):
-        tuning.read_track(path)
+    assert "upgrade" in str(caught.value)
 
 
-def test_positions_that_are_not_finite_are_recorded_as_such(model, tmp_path):
-    path = tmp_path / "track.jsonl"
-    with torch.no_grad():
-        model.one.positions[0, 0, 0, 0] = math.nan
-    record = tuning.PositionTracker(model, path).update(0)
-    assert record.positions[0].spread[0] is None
-    assert record.positions[0].spread[1] is not None
-    assert record.positions[0].mean_distance is None
-    assert sum(record.positions[0].histograms[0].counts) == model.one.positions[0].numel() - 1
-    assert tuning.read_track(path) == (record,)
-
-
-@pytest.mark.parametrize("step", [2, 1, True, 3.0, "3"])
+@pytest.mark.parametrize("step", [2, 1, True, 3.0])
 def test_steps_go_upwards(model, step):
     tracker = tuning.PositionTracker(model)
     tracker.update(2)
     with pytest.raises(dcls_convert.DclsConvertError, match="step"):
         tracker.update(step)
-
-
-@pytest.mark.parametrize("bins", [0, 1.5])
-def test_bins_are_a_positive_number(model, bins):
-    with pytest.raises(dcls_convert.DclsConvertError, match="bins_per_cell"):
-        tuning.PositionTracker(model, bins_per_cell=bins)
 
 
 def test_rank_0_alone_writes(model, tmp_path, monkeypatch):
@@ -190,72 +154,26 @@ def test_rank_0_alone_writes(model, tmp_path, monkeypatch):
     assert records[0] == records[1]
 
 
-# TensorBoard.
-
-
-class FakeWriter:
-    def __init__(self):
-        self.scalars, self.histograms = {}, {}
-
-    def add_scalar(self, tag, value, step):
-        self.scalars[tag, step] = value
-
-    def add_histogram_raw(self, tag, *, global_step, **values):
-        self.histograms[tag, global_step] = values
-
-
-def test_tensorboard_gets_what_the_record_holds(model):
-    writer = FakeWriter()
-    first, second = run(model, [0, 5], tuning.PositionTracker(model))
-    for record in (first, second):
-        tuning.show_in_tensorboard(writer, record)
-    row = second.positions[0]
-    assert writer.scalars["speed/one.positions", 5] == row.speed
-    assert writer.scalars["border_share/one.positions", 5] == row.border_share
-    assert ("speed/one.positions", 0) not in writer.scalars
-    assert writer.scalars["mean_sigma/two.positions", 0] == first.positions[1].mean_sigma
-    assert ("mean_sigma/one.positions", 0) not in writer.scalars
-    drawn = writer.histograms["positions/one.positions/axis1", 5]
-    assert tuple(drawn["bucket_counts"]) == row.histograms[1].counts
-    assert drawn["bucket_limits"] == [-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5]
-    assert (drawn["min"], drawn["max"], drawn["num"]) == (-3.5, 3.5, model.one.positions[1].numel())
-    assert drawn["sum"] == sum(c * n for c, n in zip(range(-3, 4), row.histograms[1].counts, strict=True))
-
-
-def test_tensorboard_itself_reads_it(model, tmp_path):
+def test_tensorboard_reads_what_the_record_holds(model, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
-    records = run(model, range(3), tuning.PositionTracker(model))
+    records = run(model, [0, 5], tuning.PositionTracker(model))
     with SummaryWriter(tmp_path) as writer:
         for record in records:
             tuning.show_in_tensorboard(writer, record)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    found = events.Scalars("mean_distance/one.positions")
-    assert [(event.step, event.value) for event in found] == [
-        (record.step, pytest.approx(record.positions[0].mean_distance, rel=1e-6)) for record in records
-    ]
-    assert "positions/two.positions/axis0" in events.Tags()["histograms"]
-
-
-def test_the_same_few_elements_are_followed_through_all_records(tmp_path):
-    model = Pair()
-    model.one = DclsConv2d(8, 3, kernel_count=5, dilated_kernel_size=(5, 7))  # has more elements than are followed
-    tracker = tuning.PositionTracker(model, tmp_path / "positions.jsonl")
-    for record in run(model, range(2), tracker):
-        assert len(record.positions[0].followed[0]) == FOLLOWED
-    written = tuning.read_track(tmp_path / "positions.jsonl")[-1]
-    for row, layer in zip(written.positions, [model.one, model.two], strict=True):
-        flat = layer.positions.detach().flatten(1)
-        count = len(row.followed[0])
-        index = [place * flat.shape[1] // count for place in range(count)]
-        assert len(set(index)) == count == min(FOLLOWED, flat.shape[1])
-        torch.testing.assert_close(torch.tensor(row.followed), flat[:, index], rtol=0, atol=0.00501)
-
-
-def test_a_followed_element_that_is_not_finite_is_none(model):
-    with torch.no_grad():
-        model.one.positions[0].view(-1)[0] = math.nan
-    assert tuning.PositionTracker(model).update(0).positions[0].followed[0][0] is None
+    row = records[1].positions[0]
+    (speed,) = events.Scalars("speed/one.positions")  # the first record has none
+    assert (speed.step, speed.value) == (5, pytest.approx(row.speed))
+    assert "mean_sigma/two.positions" in events.Tags()["scalars"]
+    assert "mean_sigma/one.positions" not in events.Tags()["scalars"]
+    drawn, counts = events.Histograms("positions/one.positions/axis1")[-1].histogram_value, row.histograms[1].counts
+    limits = [-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5]
+    assert {limit: n for limit, n in zip(drawn.bucket_limit, drawn.bucket, strict=True) if n} == {
+        limit: n for limit, n in zip(limits, counts, strict=True) if n
+    }
+    assert (drawn.min, drawn.max, drawn.num) == (-3.5, 3.5, model.one.positions[1].numel())
+    assert drawn.sum == sum(cell * n for cell, n in zip(range(-3, 4), counts, strict=True))
