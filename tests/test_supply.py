@@ -14,7 +14,7 @@ from .test_house import IMPORTS, imported_by
 
 ROOT = Path(__file__).parent.parent
 # Imported where a declared package needs them; torch has the one, or not, by platform.
-THROUGH_OTHERS = {"pydantic-core": "pydantic", "triton": "torch"}
+THROUGH_OTHERS = {"pydantic-core": "pydantic"}
 # What answers help and mistakes; `attrs` is looked for by rich, where it is installed.
 OF_THE_SHELL = {"lazy-loader", "typer", "shellingham", "rich", "pygments", "markdown-it-py", "mdurl", "annotated-doc"}
 OF_THE_SHELL |= {"attrs", "click", "typing-extensions"}
@@ -83,7 +83,7 @@ def test_every_dependency_is_imported_and_every_import_is_declared(supply):
     assert imported - required - optional - THROUGH_OTHERS.keys() == set()
     for name, brought_by in THROUGH_OTHERS.items():
         needed = {canonicalize_name(re.match(r"[\w.-]+", text)[0]) for text in metadata.requires(brought_by)}
-        assert name in needed or name == "triton"
+        assert name in needed
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..depthwise.choice import depthwise_way
-from ..depthwise.triton import is_channels_last
+from ..depthwise.eager import is_channels_last
 from ..errors import DclsConvertError, shown
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.outputs import tensors_in
@@ -176,12 +176,12 @@ class _Clock:
         handles = []
         names = {layer for layer in timed.model.modules() if isinstance(layer, DclsConvNd)}
 
-        def note(layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        def note(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if layer in names:
                 names.discard(layer)
                 ways[self._way(layer, inputs[0])] += 1
 
-        handles = [layer.register_forward_pre_hook(note) for layer in names]
+        handles = [layer.register_forward_hook(note) for layer in names]
         try:
             yield
         finally:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..compare.sweep import Sweep, SweepRow, Timing, growth
+from ..depthwise import choices
 from ..depthwise.geometry import size_text
 from ..errors import printable
 from ..tables import counted, plain_table, span
@@ -182,6 +183,7 @@ def _timing_sentences(sweep: Sweep) -> Iterator[str]:
         ways.update(row.ways)
     if ways:
         yield f"New layers are convolved by {' and '.join(sorted(ways))}."
+    yield from map(str, choices())
 
 
 def _error_sentences(rows: Sequence[SweepRow]) -> Iterator[str]:
