@@ -48,6 +48,7 @@ from torch.utils.data import DataLoader
 
 import dcls_convert
 from dcls_convert import DclsConvertError, tuning
+from dcls_convert.depthwise import choices
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered from all processes, into the first
 TRACK = "positions.jsonl"
@@ -390,6 +391,8 @@ def main() -> None:
         run.template.load_state_dict(state)
         (args.output / "history.json").write_text(json.dumps(run.history) + "\n")
         draw(args.output, run.history, tuning.read_track(args.output / TRACK), run.template)
+        for choice in choices():  # on GPUs
+            print(choice)
         print(f"best {run.measure} {max(run.history[run.measure]):.2f} %: {args.output / 'best'}")
     accelerator.wait_for_everyone()
     accelerator.end_training()

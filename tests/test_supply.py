@@ -13,7 +13,7 @@ from .test_house import IMPORTS
 
 ROOT = Path(__file__).parent.parent
 # Imported where a declared package needs them; torch has the one, or not, by platform.
-THROUGH_OTHERS = {"pydantic-core": "pydantic", "triton": "torch"}
+THROUGH_OTHERS = {"pydantic-core": "pydantic"}
 
 
 @pytest.fixture
@@ -75,4 +75,4 @@ def test_every_dependency_is_imported_and_every_import_is_declared(supply):
     assert imported - required - optional - THROUGH_OTHERS.keys() == set()
     for name, brought_by in THROUGH_OTHERS.items():
         needed = {canonicalize_name(re.match(r"[\w.-]+", text)[0]) for text in metadata.requires(brought_by)}
-        assert name in needed or name == "triton"
+        assert name in needed

@@ -175,6 +175,7 @@ def sweep(
     with console.steps(model, quiet=False) as notify:
         notify("planning")  # which begins with imports of some seconds
         from ..compare.candidates import combinations, make_sweep
+        from ..depthwise import choices
         from ..networks.source import resolve_model
         from ..pipeline import Job
         from ..views.sweep import SweepView, sweep_csv, sweep_json
@@ -196,7 +197,7 @@ def sweep(
         console.write(sweep_json(sweep) if json_ else sweep_csv(sweep))
     else:
         taken = [] if sweep.choice.row is None else ["", f"    {sweep.rows[sweep.choice.row].command}"]
-        console.show(SweepView(sweep), least_width=WIDTH_IN_A_FILE)
+        console.show(SweepView(sweep), *[f" {choice}" for choice in choices()], least_width=WIDTH_IN_A_FILE)
         console.show(*taken)
     if picture is not None:
         from ..output import new_file

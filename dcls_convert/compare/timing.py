@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..depthwise.choice import depthwise_way
-from ..depthwise.triton import is_channels_last
+from ..depthwise.eager import is_channels_last
 from ..errors import DclsConvertError, shown
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.outputs import tensors_in
@@ -160,12 +160,12 @@ class _Clock:
         """Note which ways the converted layers go, each at its first call."""
         layers = {layer for layer in timed.model.modules() if isinstance(layer, DclsConvNd)}
 
-        def watch(layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        def watch(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if layer in layers:
                 layers.discard(layer)
                 timed.ways[self._way(layer, inputs[0])] += 1
 
-        handles = [layer.register_forward_pre_hook(watch) for layer in layers]
+        handles = [layer.register_forward_hook(watch) for layer in layers]
         try:
             yield
         finally:

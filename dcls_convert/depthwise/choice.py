@@ -2,37 +2,107 @@
 
 Axes: N batch, C channels, H x W a map, R x S the window.
 
-On GPUs, torch's own way or `depthwise_triton`. On CPUs, torch's oneDNN, made to take its fast kernels:
-
-Measured with ONEDNN_VERBOSE=1 (torch 2.15, oneDNN 3.13): oneDNN takes its fast kernel `jit_dw` for contiguous maps only
-if the padding on the left is at most 6 columns (4 with AVX2 alone) and less than the window's width; else it takes the
-slow `gemm:jit`. A window of 17 columns needs 8. So the surplus columns are put around the map beforehand.
-The gradient of the weight is always computed by `gemm:jit`, but for narrow windows on channels_last maps. That gradient
-is itself a depthwise convolution, of every map with the gradient of its output as the window, and so `jit_dw` serves.
+WAYS is the table of the ways beside torch's own. Its rules choose. The rule for GPUs is an estimate, since nothing was
+timed there; so it is put to the test where torch times its own ways, too (`torch.backends.cudnn.benchmark`).
 """
 
-import functools
-from collections.abc import Sequence
-from typing import Any, Literal, cast
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import assume_constant_result
 
-from .eager import is_compiled, is_eager
-from .geometry import Padding
-from .measured import allows_tf32, measurements, preference, runs_triton, triton_is_faster
-from .triton import depthwise, is_channels_last
-
-MOST_COLUMNS = {"AVX512": 6, "AVX2": 4}  # of padding; on other processors nothing has been measured, or changes
-DTYPES = frozenset({torch.float32, torch.bfloat16})  # oneDNN convolves these; no other was faster in this way
-FEWEST_CELLS = 49  # in windows whose gradient is convolved; smaller ones may lose on channels_last maps
-PART = 2**22  # numbers held at once in the per-image gradients of a window
-TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LARGEST_WINDOW = 51  # cells of a side; Triton's kernel was not tested with larger ones
+from ..errors import DclsConvertError, did_you_mean, shown
+from . import matmul, onednn
+from .eager import is_channels_last, is_compiled, is_eager, is_watched
+from .geometry import Padding, size_text
 
 Pair = tuple[int, int]
-Way = Literal["torch", "onednn", "triton"]
+Way = Literal["torch", "onednn", "matmul"]
+Preference = Literal["auto", "torch", "matmul"]
+VARIABLE = "DCLS_CONVERT_DEPTHWISE"
+GPUS = frozenset({"cuda", "mps", "xpu"})  # ROCm's are called cuda, too
+FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+FEWEST_CELLS = 81  # in windows that go as matrix products on GPUs: an estimate, like all that is known of GPUs
+LARGEST_WINDOW = 51  # cells of a side; matrix products were not tested with larger ones
+MARGIN = 1.15  # by which matrix products must win where they are timed
+ROUNDS = 3  # of timing, after one for warmth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A depthwise convolution without dilation, by what the choice of a way depends on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    channels_last: bool
+    channels: int
+    map_size: Pair
+    window: Pair
+    kernels: int  # in all; `channels` of them, or a multiple
+    stride: Pair
+    padding: Pair | None  # cells on either side; None for 'same' with an even window, which is uneven
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The way that a case goes on a GPU, for the rest of the process."""
+
+    case: Case
+    batch: int  # the largest power of two that is not larger
+    way: Way
+    milliseconds: dict[Way, float]  # of a forward pass and both gradients; empty where nothing was timed
+
+    def __str__(self) -> str:
+        case, times = self.case, ", ".join(f"{way} {ms:.3g} ms" for way, ms in self.milliseconds.items())
+        sizes = f"window {size_text(case.window)} on {case.channels} channels of {size_text(case.map_size)}"
+        kind = f"{case.dtype}{', channels_last' * case.channels_last}, batch from {self.batch}"
+        return f"{case.device}, {sizes}, {kind}: {self.way} ({times or 'not timed'})"
+
+
+_chosen: dict[tuple[Case, int], Choice] = {}
+
+
+def choices() -> tuple[Choice, ...]:
+    """What was chosen in this process for windows that may go as matrix products on a GPU, in order of appearance."""
+    return tuple(_chosen.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    computes: Callable[[Case], bool]
+    pays: Callable[[Case], bool]  # where it computes
+    compiles: bool  # whether compiled programs go it, too; otherwise the compiler chooses
+    convolve: Callable[[Tensor, Tensor, Tensor | None, Pair, Pair], Tensor]  # input, kernel, bias, stride, padding
+
+
+def _multiplies(case: Case) -> bool:
+    if case.padding is None or case.kernels != case.channels or case.stride != (1, 1):
+        return False
+    sizes = zip(case.map_size, case.padding, case.window, strict=True)
+    fits = all(size + 2 * cells >= taps for size, cells, taps in sizes) and max(case.window) <= LARGEST_WINDOW
+    return fits and case.dtype in FLOATS and (case.device.type == "cpu" or case.device.type in GPUS)
+
+
+WAYS: dict[Way, _Way] = {
+    "matmul": _Way(
+        computes=_multiplies,
+        pays=lambda case: case.device.type in GPUS and case.window[0] * case.window[1] >= FEWEST_CELLS,
+        compiles=True,
+        convolve=matmul.depthwise,
+    ),
+    "onednn": _Way(
+        computes=lambda case: case.device.type == "cpu" and case.dtype in onednn.DTYPES and case.padding is not None,
+        pays=lambda case: onednn.most_columns() is not None,
+        compiles=False,
+        convolve=onednn.depthwise,
+    ),
+}
 
 
 def conv2d(
@@ -51,16 +121,15 @@ def conv2d(
     """
     tensors = [input, kernel] if bias is None else [input, kernel, bias]
     eager = is_eager(*tensors)
-    if input.dim() == 4 and (eager or (is_compiled(*tensors) and runs_triton(input.device))):
+    if input.dim() == 4 and (eager or is_compiled(*tensors)):
         dtype, cells = _computed_dtype(tensors), _cells(padding, kernel.shape)
         geometry = (input.shape, kernel.shape, stride, padding, dilation, groups)
-        way = depthwise_way(input.device, dtype, is_channels_last(input), *geometry)
-        if way == "triton" and cells:
-            # What autocast does; torch.library.register_autocast knows one dtype, whichever was asked for.
-            input, kernel, *rest = (tensor.to(dtype) for tensor in tensors)
-            return cast(Tensor, depthwise(input, kernel, rest[0] if rest else None, cells))
-        if way == "onednn" and eager and cells and input.dtype == kernel.dtype:
-            return _by_onednn(input, kernel, bias, (stride[0], stride[1]), cells)
+        seen = (input, kernel) if eager else None
+        way = depthwise_way(input.device, dtype, is_channels_last(input), *geometry, tensors=seen)
+        if way != "torch" and (eager or WAYS[way].compiles):
+            input, kernel, *rest = (tensor.to(dtype) for tensor in tensors)  # what autocast does
+            bias = rest[0] if rest else None
+            return WAYS[way].convolve(input, kernel, bias, cast(Pair, tuple(stride)), cast(Pair, cells))
     return F.conv2d(input, kernel, bias, cast(Any, stride), cast(Any, padding), cast(Any, dilation), groups)
 
 
@@ -74,15 +143,19 @@ def depthwise_way(
     padding: Padding,
     dilation: Sequence[int],
     groups: int,
+    *,
+    tensors: tuple[Tensor, Tensor] | None = None,
 ) -> Way:
     """The way that `conv2d` takes for input_size (N, C, H, W) and kernel_size (O, C / groups, R, S).
 
-    "triton" only where it was measured to be faster on this GPU; "onednn" on x86 CPUs; "torch" everywhere else, where a
-    convolution is not depthwise, and where it would fail. DCLS_CONVERT_DEPTHWISE=torch overrules, and so does =triton
-    where Triton's kernel can compute it.
+    "matmul" for windows of 81 cells and more on GPUs, "onednn" on x86 CPUs; "torch" everywhere else, where a
+    convolution is not depthwise, and where it would fail. DCLS_CONVERT_DEPTHWISE=torch overrules, and so does =matmul
+    where matrix products can compute it. What was chosen for a case on a GPU holds for the process, since a block of
+    layers that is computed again, from a checkpoint, must be computed in the same way.
 
     Args:
         dtype: In which it is computed: autocast's where that is on; None where tensors differ.
+        tensors: Input and kernel, to choose by at first sight; without them, nothing is timed or kept.
 
     Raises:
         DclsConvertError: The environment variable is set to something else.
@@ -91,16 +164,21 @@ def depthwise_way(
     is_depthwise = kernel_size[1] == 1 and groups == input_size[1] and tuple(dilation) == (1, 1)
     if preferred == "torch" or not is_depthwise or not all(input_size) or dtype is None:
         return "torch"
-    cells, window = _cells(padding, kernel_size), kernel_size[2:]
-    one_each = kernel_size[0] == groups and tuple(stride) == (1, 1)
-    if cells and one_each and max(window) <= LARGEST_WINDOW and _computes(device, dtype):
-        rows, columns = (input_size[axis + 2] + 2 * cells[axis] - window[axis] + 1 for axis in range(2))
-        size = (window[0] * window[1], rows * columns, input_size[0])
-        faster = preferred == "triton" or triton_is_faster(measurements(device, dtype, channels_last), *size)
-        if faster and rows > 0 and columns > 0:
-            return "triton"
-    if device.type == "cpu" and dtype in DTYPES and not isinstance(padding, str) and _most_columns() is not None:
-        return "onednn"
+    case = Case(
+        device=device,
+        dtype=dtype,
+        channels_last=channels_last,
+        channels=input_size[1],
+        map_size=(input_size[2], input_size[3]),
+        window=(kernel_size[2], kernel_size[3]),
+        kernels=kernel_size[0],
+        stride=cast(Pair, tuple(stride)),
+        padding=_cells(padding, kernel_size),
+    )
+    for name, way in WAYS.items():
+        if way.computes(case) and (preferred == name or way.pays(case)):
+            undecided = name == "matmul" and preferred == "auto" and not torch.compiler.is_compiling()
+            return _choose(case, input_size[0], tensors) if undecided else name
     return "torch"
 
 
@@ -114,103 +192,81 @@ def _cells(padding: Padding, kernel_size: Sequence[int]) -> Pair | None:
     return cast(Pair, tuple(padding))
 
 
-def _computes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether Triton's kernel does, with the precision that was asked for."""
-    exact = dtype == torch.float32 and device.type == "cuda" and not allows_tf32()
-    return dtype in TRITON_DTYPES and not exact and runs_triton(device)
-
-
 def _computed_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
     """The dtype in which torch would convolve these; None where they differ."""
     device, dtypes = tensors[0].device.type, {tensor.dtype for tensor in tensors}
-    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and torch.float64 not in dtypes:
+    known = device == "cpu" or device in GPUS
+    if known and torch.is_autocast_enabled(device) and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(device)
     return tensors[0].dtype if len(dtypes) == 1 else None
 
 
-@functools.cache
-def _most_columns() -> int | None:
-    return MOST_COLUMNS.get(torch.backends.cpu.get_cpu_capability())
+@assume_constant_result  # type: ignore[untyped-decorator]
+def preference() -> Preference:
+    """What the environment variable DCLS_CONVERT_DEPTHWISE asks for; "auto" where it is not set.
 
-
-def _convolves_gradient(input: Tensor, kernel: Tensor) -> bool:
-    pays = kernel.shape[0] == input.shape[1] and kernel.shape[-2] * kernel.shape[-1] >= FEWEST_CELLS
-    # Under autocast, F.conv2d casts its arguments, and autograd must see the casts.
-    return pays and torch.is_grad_enabled() and kernel.requires_grad and not torch.is_autocast_enabled("cpu")
-
-
-def _by_onednn(input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
-    limit = cast(int, _most_columns())
-    if _convolves_gradient(input, kernel):
-        return cast(Tensor, _DepthwiseConv.apply(input, kernel, bias, stride, padding, limit))
-    return _forward(input, kernel, bias, stride, padding, limit)
-
-
-def _forward(input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, limit: int) -> Tensor:
-    rows, columns = padding
-    around = columns - limit
-    # channels_last maps (also maps of one channel or one cell, which are in both formats) are fast with any padding.
-    if around > 0 and input.is_contiguous() and not input.is_contiguous(memory_format=torch.channels_last):
-        input, columns = F.pad(input, (around, around)), limit
-    return F.conv2d(input, kernel, bias, stride, (rows, columns), groups=input.shape[1])
-
-
-class _DepthwiseConv(torch.autograd.Function):
-    """One kernel a channel. Backward is made of differentiable operations, for gradients of gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, limit: int
-    ) -> Tensor:
-        ctx.geometry, ctx.has_bias = (stride, padding, limit), bias is not None
-        ctx.save_for_backward(input, kernel)
-        return _forward(input, kernel, bias, stride, padding, limit)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, kernel = ctx.saved_tensors
-        stride, padding, limit = ctx.geometry
-        of_input = of_kernel = of_bias = None
-        with torch.autocast("cpu", enabled=False):
-            if ctx.needs_input_grad[0]:
-                of_input = torch.ops.aten.convolution_backward(
-                    *(grad, input, kernel, None, stride, padding, [1, 1], False, [0, 0], input.shape[1]),
-                    [True, False, False],
-                )[0]
-            if ctx.needs_input_grad[1]:
-                of_kernel = _kernel_gradient(input, grad, kernel, stride, padding, limit)
-            if ctx.has_bias and ctx.needs_input_grad[2]:
-                of_bias = grad.sum((0, 2, 3))
-        return of_input, of_kernel, of_bias, None, None, None
-
-
-def _kernel_gradient(input: Tensor, grad: Tensor, kernel: Tensor, stride: Pair, padding: Pair, limit: int) -> Tensor:
-    """input (N, C, H, W), grad (N, C, H', W') -> (C, 1, R, S), summed in float32 at least."""
-    dtype = torch.promote_types(kernel.dtype, torch.float32)
-    images = max(1, PART // kernel.numel())
-    pairs = zip(torch.split(input, images), torch.split(grad, images), strict=True)
-    parts = [_of_part(maps.to(dtype), out.to(dtype), kernel, stride, padding, limit) for maps, out in pairs]
-    return functools.reduce(torch.add, parts).to(kernel.dtype)
-
-
-def _of_part(maps: Tensor, grad: Tensor, kernel: Tensor, stride: Pair, padding: Pair, limit: int) -> Tensor:
-    """Every map (1, N*C, H, W) is convolved with a window of its own, (N*C, 1, H', W'): the gradient of its output.
-
-    The old convolution's stride is the new one's dilation. Where the old stride left cells at the end of a map unread,
-    the result is larger than R x S and cut. Padding that the fast kernel does not take is put around the map.
+    Raises:
+        DclsConvertError: It is set to something else than auto, torch or matmul.
     """
-    count, channels = grad.shape[:2]
-    extents = [step * (side - 1) + 1 for step, side in zip(stride, grad.shape[-2:], strict=True)]
-    inner = [min(cells, limit, extent - 1) for cells, extent in zip(padding, extents, strict=True)]
-    rows, columns = (cells - kept for cells, kept in zip(padding, inner, strict=True))
-    if rows or columns:
-        maps = F.pad(maps, (columns, columns, rows, rows))
-    found = F.conv2d(
-        maps.contiguous().reshape(1, count * channels, *maps.shape[-2:]),
-        grad.contiguous().reshape(count * channels, 1, *grad.shape[-2:]),
-        padding=inner,
-        dilation=stride,
-        groups=count * channels,
-    )
-    height, width = kernel.shape[-2:]
-    return found[0, :, :height, :width].reshape(count, channels, 1, height, width).sum(0)
+    asked = os.environ.get(VARIABLE) or "auto"
+    allowed = get_args(Preference)
+    if asked not in allowed:
+        hint = did_you_mean(asked, allowed)
+        raise DclsConvertError(f"environment: {VARIABLE}={shown(asked)!r} must be auto, torch or matmul{hint}")
+    return cast(Preference, asked)
+
+
+# What is chosen at first sight.
+
+
+def _choose(case: Case, batch: int, tensors: tuple[Tensor, Tensor] | None) -> Way:
+    key = case, batch.bit_length()
+    choice = _chosen.get(key)
+    if choice is None and tensors is not None:
+        times = _time(case, *tensors) if _may_time(case.device) else {}
+        wins = not times or times["torch"] >= MARGIN * times["matmul"]
+        way: Way = "matmul" if wins else "torch"
+        made = Choice(case=case, batch=1 << batch.bit_length() - 1, way=way, milliseconds=times)
+        choice = _chosen.setdefault(key, made)  # another thread may have been faster
+    return "matmul" if choice is None else choice.way
+
+
+def _may_time(device: torch.device) -> bool:
+    """Whether the user asks for timing, and nothing would see or forbid it: a graph capture, a mode of torch's."""
+    asked = torch.backends.cudnn.benchmark and not torch.are_deterministic_algorithms_enabled()
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return asked and not capturing and not is_watched()
+
+
+@torch.no_grad()
+def _time(case: Case, input: Tensor, kernel: Tensor) -> dict[Way, float]:
+    """Milliseconds of a forward pass and both gradients. Without autograd: hooks of the user's see nothing of it."""
+    input, kernel, cells = input.to(case.dtype), kernel.to(case.dtype), cast(Pair, case.padding)
+
+    def by_torch() -> None:
+        output = F.conv2d(input, kernel, padding=cells, groups=case.channels)
+        torch.ops.aten.convolution_backward(
+            *(output, input, kernel, None, [1, 1], cells, [1, 1], False, [0, 0], case.channels), [True, True, False]
+        )
+
+    def by_matmul() -> None:
+        output = matmul.convolve(input, kernel, cells)
+        matmul.input_gradient(output, kernel, cells)
+        matmul.kernel_gradient(input, output, case.window, cells)
+
+    steps: dict[Way, Callable[[], None]] = {"matmul": by_matmul, "torch": by_torch}
+    times: dict[Way, list[float]] = {way: [] for way in steps}
+    with torch.autocast(case.device.type, enabled=False):
+        for _ in range(ROUNDS + 1):
+            for way, step in steps.items():
+                begun = _now(case.device)
+                step()
+                times[way].append(1e3 * (_now(case.device) - begun))
+    return {way: min(runs[1:]) for way, runs in times.items()}
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, once all that the device was told to do is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

@@ -10,6 +10,8 @@ from torch.compiler import assume_constant_result
 # Private API; torch has no public one that tells whether torch.func (vmap, grad, jvp, ...) is transforming this code.
 # Where it is missing, assume a transform is active: the plain forms are right everywhere.
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+# Private API, likewise; where it is missing, assume that something watches every operation.
+_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
 def is_eager(*tensors: Tensor) -> bool:
@@ -34,6 +36,11 @@ def on_cpu(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
+def is_watched() -> bool:
+    """Whether a mode of torch's sees all operations: it counts or caches them, for one."""
+    return _dispatch_modes() > 0
+
+
 def is_compiled(*tensors: Tensor) -> bool:
     """Whether `torch.compile` is tracing this code, on ordinary tensors with derivatives by `backward` alone.
 
@@ -46,3 +53,11 @@ def is_compiled(*tensors: Tensor) -> bool:
 def _is_exporting() -> bool:
     """As torch says outside of tracing; inside, torch 2.8 says yes under torch.compile too."""
     return torch.compiler.is_exporting()
+
+
+def is_channels_last(maps: Tensor) -> bool:
+    """Whether maps (N, C, H, W), or slices of them, have that memory format and no other."""
+    # Asked one by one: for torch.compile, both at once would be a symbol, and no argument for functions of constants.
+    if maps.stride(1) != 1:
+        return False
+    return not maps.is_contiguous()

@@ -6,8 +6,8 @@ from typing import TypeGuard, cast
 
 from ..errors import PlanError
 
-# TensorFlow's SAME padding, which depends on the input's size: the rule of timm's Conv2dSame and related classes.
 MOST_CELLS = 1 << 28  # of one layer's constructed kernels: a gigabyte in float32
+# TensorFlow's SAME padding, which depends on the input's size: the rule of timm's Conv2dSame and related classes.
 DYNAMIC_SAME = "dynamic_same"
 Uneven = tuple[tuple[int, int], ...]  # cells before and after each axis
 Padding = str | tuple[int, ...] | Uneven  # "same", "valid", DYNAMIC_SAME, or cells on either side of each axis
@@ -64,14 +64,13 @@ def check_cells(kernels: int, window: Sequence[int]) -> None:
 def grown_padding(
     padding: Padding, kernel_size: Sequence[int], dilation: Sequence[int], window: Sequence[int], stride: Sequence[int]
 ) -> Padding:
-    """The padding with which the window keeps the output size and the centre of the old kernel.
+    """The padding with which a window that `check_window` takes keeps the output size and the old kernel's centre.
 
     'same' and dynamic SAME padding stay what they are: both put an odd cell at the end, for kernel and window alike.
 
     Raises:
-        PlanError: The window does not fit the kernel.
+        PlanError: Dynamic SAME padding of a kernel that is smaller than the stride.
     """
-    check_window(kernel_size, dilation, window)
     if padding == DYNAMIC_SAME:
         for kernel, spacing, step in zip(kernel_size, dilation, stride, strict=True):
             if extent(kernel, spacing) < step:  # SAME may then cut cells off instead of padding; a window would not

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..depthwise.choice import conv2d
-from ..depthwise.geometry import DYNAMIC_SAME, Padding, extent, grown_padding, is_uneven, padded_cells
+from ..depthwise.geometry import (
+    DYNAMIC_SAME,
+    Padding,
+    check_window,
+    extent,
+    grown_padding,
+    is_uneven,
+    padded_cells,
+)
 from .clamping import clamp_
 from .construction import construct_kernel
 from .conv_classes import PLAIN, Conv, ConvForm, carry_over, find_form, padding_of, why_not_replaceable
@@ -226,6 +234,7 @@ class DclsConvNd(Tied):
         if reason := why_not_replaceable(conv) or (None if isinstance(conv, cls.conv_class) else "other dimension"):
             raise ValueError(f"{type(conv).__name__} cannot become a {cls.__name__}: {reason}")
         layer = cls.like(conv, kernel_count, dilated_kernel_size, interpolation, dense_axes)
+        check_window(conv.kernel_size, conv.dilation, layer.dilated_kernel_size)
         weight, positions = largest_elements(
             [conv.weight.detach()],
             effective=[layer.form.effective_weight(conv, conv.weight.detach())],
@@ -248,7 +257,7 @@ class DclsConvNd(Tied):
         interpolation: str,
         dense_axes: Sequence[int],
     ) -> Self:
-        """As `from_conv`, but weights and positions are left uninitialised."""
+        """As `from_conv`, for a window that fits; weights and positions are left uninitialised."""
         layer = cls(
             conv.in_channels,
             conv.out_channels,

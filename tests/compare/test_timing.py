@@ -55,11 +55,11 @@ def test_the_ways_named_are_those_that_the_convolutions_ask_for(monkeypatch, amp
     asked = {"layers": set(), "sweeps": set()}
 
     def spy(of):
-        def way(device, dtype, channels_last, input_size, *geometry):
+        def way(device, dtype, channels_last, input_size, *geometry, **seen):
             asked[of].add(
                 (device, dtype, channels_last, *(tuple(x) for x in (input_size, *geometry[:-1])), geometry[-1])
             )
-            return depthwise_way(device, dtype, channels_last, input_size, *geometry)
+            return depthwise_way(device, dtype, channels_last, input_size, *geometry, **seen)
 
         return way
 

@@ -1,4 +1,4 @@
-"""Construction on a GPU: as on the CPU, the same in every run, without waiting, and in CUDA graphs."""
+"""Layers on a GPU: as on the CPU, the same in every run, without waiting, and in CUDA graphs."""
 
 import copy
 
@@ -7,13 +7,18 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d
+from dcls_convert.depthwise import choices
+from dcls_convert.depthwise.choice import conv2d
+from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 from dcls_convert.layers.interpolation import INTERPOLATIONS
 from dcls_convert.tuning import repulsive_loss
 
-from .on_gpu import MARKS, captured, never_waiting
-
-pytestmark = MARKS
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # compiling: that they are available, but not used
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # that it is a prototype
+]
 
 FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
 every_interpolation = pytest.mark.parametrize("interpolation", list(INTERPOLATIONS))
@@ -88,13 +93,13 @@ def test_compiled_it_is_few_kernels_without_atomic_additions():
 
 
 def network():
-    sizes = zip([(7, 7), (5, 8), (1, 7)], INTERPOLATIONS, strict=True)
+    sizes = zip([(9, 9), (9, 12), (1, 7)], INTERPOLATIONS, strict=True)  # two go as matrix products
     return nn.Sequential(*(layer_of(*options) for options in sizes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_training_step_never_waits_for_the_gpu(dtype):
-    model, images = network(), torch.randn(2, 6, 32, 32, device="cuda")
+    model, images = network(), torch.randn(2, 6, 40, 40, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step():
@@ -105,20 +110,31 @@ def test_a_training_step_never_waits_for_the_gpu(dtype):
         optimizer.step()
 
     step()  # libraries are set up at first use
-    with never_waiting():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
         step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert {made.way for made in choices()} == {"matmul"}
 
 
-def test_construction_can_be_captured_in_a_cuda_graph():
-    model = network()
-    parameters = [parameter for layer in model for parameter in elements_of(layer)]
+def test_a_step_can_be_captured_in_a_cuda_graph():
+    model, images = network(), torch.randn(2, 6, 40, 40, device="cuda")
+    parameters = list(model.parameters())
 
     def step():
-        for layer in model:
-            layer.clamp_positions_()
-        return torch.autograd.grad(sum(layer.kernel().square().sum() for layer in model), parameters)
+        return torch.autograd.grad(model(images).square().mean(), parameters)
 
-    graph, results = captured(step)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
     with torch.no_grad():
         for parameter in parameters:
             parameter.mul_(0.9)
@@ -127,17 +143,17 @@ def test_construction_can_be_captured_in_a_cuda_graph():
     assert all(torch.equal(*pair) for pair in zip(results, step(), strict=True))
 
 
-def test_a_scaled_step_in_half_precision_moves_all_elements():
-    layer = layer_of((7, 7))
-    assert isinstance(layer, DclsConv2d)
-    before = [parameter.detach().clone() for parameter in layer.parameters()]
-    optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=0.1), torch.amp.GradScaler("cuda", init_scale=2.0**10)
-    with torch.autocast("cuda", torch.float16):
-        assert layer.kernel().dtype == torch.float32
-        loss = layer(torch.randn(2, 6, 16, 16, device="cuda")).float().square().mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    for old, new in zip(before, layer.parameters(), strict=True):
-        assert new.isfinite().all()
-        assert not torch.equal(old, new)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("side", [7, 14, 28])
+def test_wide_windows_are_convolved_as_on_the_cpu(side, memory_format):
+    generator = torch.Generator().manual_seed(0)
+    maps = torch.randn(3, 5, side, side, dtype=torch.float64, generator=generator).to(memory_format=memory_format)
+    kernel = torch.randn(5, 1, 17, 17, dtype=torch.float64, generator=generator)
+    results = []
+    for device in ("cpu", "cuda"):
+        pair = [tensor.to(device).requires_grad_() for tensor in (maps, kernel)]
+        output = conv2d(*pair, None, (1, 1), (8, 8), (1, 1), 5)
+        results.append([output.detach().cpu(), *(g.cpu() for g in torch.autograd.grad(output.square().sum(), pair))])
+        assert output.is_contiguous(memory_format=memory_format)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=FLOAT64_ATOL, atol=FLOAT64_ATOL * other.abs().max().item())

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from dcls_convert import convert_, fold_to_dense_, load_converted, save_converted
 from dcls_convert.checkpoints.fingerprint import deviation, take_fingerprint
@@ -29,34 +28,19 @@ def photos(seed):
     return torch.randn(8, *IMAGE, generator=torch.Generator().manual_seed(seed))
 
 
-def devices(model: nn.Module):
-    return {tensor.device.type for tensor in model.state_dict().values()}
-
-
 @pytest.mark.parametrize(
-    ("scope", "calibrated", "interpolation"),
-    [("model", False, "gaussian"), ("model", True, "bilinear"), ("error", True, "bilinear")],
+    "options", [{"interpolation": "gaussian"}, {"scope": "error", "calibration": [photos(0)]}], ids=str
 )
-def test_a_conversion_on_a_gpu_is_as_good_as_on_the_cpu(trained, scope, calibrated, interpolation):
+def test_a_conversion_on_a_gpu_is_as_good_as_on_the_cpu(trained, options):
     images, old, errors = photos(1), copy.deepcopy(trained), []
     for device in ("cpu", "cuda"):
         model = copy.deepcopy(trained).to(device)
-        calibration = [photos(0)] if calibrated else None
         with torch.autocast(device, torch.bfloat16):
-            convert_(model, **OPTIONS, scope=scope, interpolation=interpolation, calibration=calibration)
-        assert devices(model) == {device}
+            convert_(model, **OPTIONS, **options)
+        assert {tensor.device.type for tensor in model.state_dict().values()} == {device}
         with torch.no_grad():
             errors.append(float((model.cpu()(images) - old(images)).norm() / old(images).norm()))
     assert errors[1] == pytest.approx(errors[0], rel=0.1)  # rounding decides which of the fit's starts wins
-
-
-@pytest.mark.parametrize("init", ["random", "largest"])
-def test_what_is_not_fitted_is_the_same_on_both(trained, init):
-    other = copy.deepcopy(trained).cuda()
-    for model in (trained, other):
-        convert_(model, **OPTIONS, init=init)
-    pairs = zip(trained.state_dict().values(), other.state_dict().values(), strict=True)
-    assert all(torch.equal(one, two.cpu()) for one, two in pairs)
 
 
 def test_folding_and_saving_keep_the_outputs_and_tf32_leaves_no_trace(trained, tmp_path):
@@ -66,7 +50,6 @@ def test_folding_and_saving_keep_the_outputs_and_tf32_leaves_no_trace(trained, t
     try:
         with torch.autocast("cuda", torch.bfloat16):
             there = take_fingerprint(model, IMAGE)
-            assert take_fingerprint(model, IMAGE) == there
             save_converted(model, report.plan, tmp_path / "saved")
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -78,4 +61,3 @@ def test_folding_and_saving_keep_the_outputs_and_tf32_leaves_no_trace(trained, t
         before = model(images)
         fold_to_dense_(model)
         torch.testing.assert_close(model(images), before, rtol=0, atol=1e-9)
-    assert devices(model) == {"cuda"}
