@@ -18,11 +18,9 @@ from dcls_convert.errors import shown
 from ..command_line import run
 from ..conftest import TINY  # 9 depthwise 7x7 convolutions, first stages.0.blocks.0.conv_dw
 
-MISTAKE, NOTHING_MATCHES, INTERRUPTED = 2, 3, 130
+MISTAKE, NOTHING_MATCHES = 2, 3
 SMALL = ("--input-size", "3x32x32")  # for speed
 OWN = f"{__name__}:build"
-NOBODY = 65534
-TOO_LONG = "a" * 300  # no file system takes such a name
 
 
 def build():
@@ -99,8 +97,6 @@ def test_nothing_at_all_shows_the_help(given):
         "not ASCII": ("é", "no model 'é'"),
         "newline": ("convnext_atto\n", r"no model 'convnext_atto\n'", "did you mean 'convnext_atto'"),
         "empty": ("", "model '' has no name"),
-        "function alone": (":build", ":build", "mpty module name"),
-        "unknown in timm": ("timm:resnet81", "no model 'timm:resnet81'", "did you mean 'resnet"),
         "unknown tag": ("resnet18.nope", "no weights tagged 'nope'", "a1_in1k", "tv_in1k"),
         "unknown in torchvision": (
             "torchvision:resnet81",
@@ -109,12 +105,10 @@ def test_nothing_at_all_shows_the_help(given):
         ),
         "our entry": ("dcls_convert", re.compile("no model 'dcls_convert'|not a model by itself")),
         "no module": ("nomodule_x:build", "module 'nomodule_x' cannot be imported", "No module named"),
-        "relative module": (".rel:build", ".rel:build", "relative import"),
         "no attribute": ("os:nothing", "module 'os' has no function 'nothing'"),
         "function for no model": ("os:getcwd", "gives a str, not a torch.nn.Module"),
         "local-dir gone": ("local-dir:nowhere", "local-dir:nowhere: nowhere/config.json cannot be read: No such file"),
         "hub, not cached": ("hf-hub:timm/nope-nope", "hf-hub:timm/nope-nope", "not in the local cache"),
-        "hub, no repository": ("hf-hub:a/b/c", "hf-hub:a/b/c", "'namespace/repo_name'"),
     }
 )
 def test_model_names(given, says):
@@ -132,7 +126,6 @@ def conv(size, **k):
         "syntax error": ("def build(:", "mymodel:build", "SyntaxError", "mymodel.py, line 1"),
         "fails on import": ("1 / 0", "ZeroDivisionError: division by zero"),
         "several lines": ("def build(): raise ValueError('first\\nsecond')", "ValueError: first second"),
-        "endless recursion": ("def build(): return build()", "cannot be built: RecursionError"),
         "leaves the program": ("import sys\ndef build(): sys.exit(7)", "mymodel:build", "SystemExit"),
         "gives a class": (f"{CONV}def build(): return nn.Linear", "gives a type, not a torch.nn.Module"),
         "gives no weights": (f"{CONV}def build(): return conv(3, device='meta')", "mymodel:build", "meta"),
@@ -162,12 +155,10 @@ def test_options_that_the_users_model_does_not_take(given, says):
 @table(
     {
         "no config": (None, "local-dir:folder", "config.json"),
-        "empty": ("", "local-dir:folder", "JSON", "line 1 column 1"),
         "no architecture": (
             "{}",
             "local-dir:folder: folder/config.json names no architecture; it is not a config of timm",
         ),
-        "unknown architecture": ('{"architecture": "nope"}', "local-dir:folder", "nope"),
         "our architecture": ('{"architecture": "dcls_convert"}', '"dcls_convert" is not a model by itself'),
         "no weights": ('{"architecture": "test_convnext"}', "pretrained weights cannot be had", "folder"),
     }
@@ -231,10 +222,6 @@ def test_numbers_that_are_none(option, values, allowed):
         "--input-size 3x1x1": "input size 3x1x1: the model does not run on the meta device at (3, 1, 1): ",
         "--checkpoint gone.pth": "checkpoint gone.pth: there is no such file",
         "--checkpoint /": "checkpoint /: is not a file",
-        "checkpoint too long": (
-            f"--checkpoint {TOO_LONG}",
-            f"checkpoint {TOO_LONG[:29]}...{TOO_LONG[:28]}: File name too long",
-        ),
         # options in conflict
         "--plan x --budget 90": "--plan carries out a plan as it is",
         "--pretrained --checkpoint x": "--pretrained and --checkpoint exclude each other",
@@ -318,7 +305,6 @@ def test_models_in_which_nothing_matches(given, says):
 
 @table(
     {
-        "nn.Linear(2, 2)": "nothing in the model matches rules 'conv3x3'; it has no convolution at all",
         "nn.ConvTranspose2d(3, 8, 3)": "it has 1 ConvTranspose2d (transposed convolution)",
         "nn.Sequential(nn.Conv2d(3, 8, 3))": "it has 1 dense 3x3 in the stem",  # else, why does it not match?
     }
