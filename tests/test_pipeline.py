@@ -85,7 +85,10 @@ def small():
     return model
 
 
-@pytest.mark.parametrize("kind", ["random", "fit", "largest", "exact", "authors"])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("fit", "largest", "exact")]
+
+
+@pytest.mark.parametrize("kind", ["random", "authors", *SLOW])
 def test_whatever_fails_leaves_the_model_as_it_was(kind):
     with torch.random.fork_rng():
         job, plan = job_for(small(), kind)

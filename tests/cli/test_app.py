@@ -27,6 +27,8 @@ from dcls_convert.planning.rules import load_rules
 from ..command_line import run
 from ..conftest import TINY
 
+SMALL = ("--input-size", "3x32x32")  # for speed
+
 OWN_MODULE = """
 from torch import nn
 
@@ -51,7 +53,7 @@ def test_main_job():
 
 @pytest.mark.parametrize("name", ['it\'s a "b"', "two\nlines\\{brace}é\x1b[0m"])
 def test_what_is_to_be_pasted_is_python_whatever_the_folder_is_called(name):
-    out, _ = run(TINY, "--dilated-size", 9, "--output", name)
+    out, _ = run(TINY, *SMALL, "--dilated-size", 9, "--output", name)
     snippet = re.search(r"Fine-tune it:\n\n(.*)", out, re.DOTALL)[1]
     exec("\n".join(line[4:] for line in snippet.splitlines()), {})
     assert load_converted(f"{name}-tuned").num_classes == 10
@@ -59,7 +61,7 @@ def test_what_is_to_be_pasted_is_python_whatever_the_folder_is_called(name):
 
 def test_two_checkpoints_are_compared():
     for folder, options in {"a": [], "b": ["--seed", 1], "c": ["--scope", "stage", "--budget", 90]}.items():
-        run(TINY, "--dilated-size", 9, "--output", folder, *options)
+        run(TINY, *SMALL, "--dilated-size", 9, "--output", folder, *options)
     assert run("diff", "a", "a")[0] == "plans: the same\nweights: the same\n"
     assert run("diff", "a", "b")[0] == "plans: the same\nweights: other values\n"
     damaged = bytearray(Path("b/model.safetensors").read_bytes())
@@ -125,7 +127,7 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
 
 
 def test_a_plan_is_carried_out_on_other_weights_of_the_same_model():
-    run(TINY, "--budget", "60", "--output", "first", "--quiet")
+    run(TINY, *SMALL, "--budget", "60", "--output", "first", "--quiet")
     run(TINY, "--plan", "first", "--seed", "1", "--output", "second", "--quiet")
     first, second = (json.loads(run("inspect", folder, "--plan")[0]) for folder in ("first", "second"))
     assert first == second
@@ -164,7 +166,7 @@ def test_quiet_prints_the_folder_alone_and_sizes_name_it():
         ("dcls9x11", "--dilated-size", "9x11"),
         ("dcls", "--rules", "rules.yaml", "--dilated-size", "11"),
     ]:
-        assert run(TINY, *options, "--quiet") == (f"{TINY}-{folder}\n", "")
+        assert run(TINY, *SMALL, *options, "--quiet") == (f"{TINY}-{folder}\n", "")
 
 
 def test_own_factory_is_run_with_its_arguments():

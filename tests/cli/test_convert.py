@@ -72,6 +72,7 @@ def test_the_number_at_the_end_is_that_of_the_images_held_out(trained, tmp_path)
     assert report["outcome"]["same_top1"] == float((one.argmax(1) == other.argmax(1)).double().mean())
 
 
+@pytest.mark.slow
 def test_scope_error_from_the_command_line_is_read_again_without_fitting(trained, tmp_path):
     by_model = convert(trained, tmp_path, "--budget", 80, "--tie", "none", output="model")[1]
     out, report, _ = convert(trained, tmp_path, "--budget", 80, "--tie", "none", "--scope", "error")
