@@ -75,7 +75,7 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamsAllowed:
-    """Parameters that new kernels and positions may use, and those they do use; for a folded model, before folding."""
+    """What new kernels and positions may use, and what they do use; for a folded model, before folding."""
 
     limit: int
     used: int
@@ -159,11 +159,9 @@ class ConversionReport(Record):
         return report_view(self)
 
     def __str__(self) -> str:
-        """The report at 80 columns."""
         return as_text(self)
 
     def _repr_html_(self) -> str:
-        """The report in a notebook."""
         return as_html(self)
 
 
@@ -214,8 +212,7 @@ def _report(plan: ConversionPlan, params: int, macs: int | None, layers: Sequenc
         exact = None if unit.exact_count is None else int(unit.exact_count * 100) / 100
         units.append(UnitReport(**taken_from(unit, UnitReport) | {"exact_count": exact}))
     return ConversionReport(
-        model=plan.model,
-        input_size=plan.input_size,
+        **{name: getattr(plan, name) for name in ("model", "input_size", "skipped", "stages_from")},
         output=None,
         params=ParamsChange(
             before=plan.params,
@@ -232,8 +229,6 @@ def _report(plan: ConversionPlan, params: int, macs: int | None, layers: Sequenc
             units=tuple(units),
         ),
         layers=tuple(layers),
-        skipped=plan.skipped,
-        stages_from=plan.stages_from,
         params_untouched=plan.params - sum(layer.params_before for layer in layers),
         macs_untouched=untouched_macs,
         plan=plan,
