@@ -139,8 +139,7 @@ def _known(rows: Sequence[SweepRow], value: _Value) -> bool:
 def compared(rows: Sequence[SweepRow]) -> dict[int, tuple[float, ...]]:
     """What the rows that are done are compared by, by index; of each number, less is better.
 
-    The window and the parameters; MACs, or the times where they were measured; the number of elements, or the error
-    where there are weights to keep. What is not known of all is left out.
+    What is not known of all is left out; times count instead of MACs, and errors instead of the number of elements.
     """
     members = [row for row in rows if row.status == "done"]
     times: list[_Value] = [step_ms, lambda row: row.forward_ms.median if row.forward_ms else None]
@@ -158,7 +157,6 @@ def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def with_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
-    """The rows, with those marked that another one dominates."""
     numbers = compared(rows)
     return tuple(
         replace(row, dominated=index in numbers and any(dominates(other, numbers[index]) for other in numbers.values()))

@@ -77,25 +77,10 @@ def make_plan(
     drafts: list[LayerPlan] = []
     refused: list[Skipped] = []
     for site in (site for site in convs.sites if site.name in rule_of):
-        rule = rules.rules[rule_of[site.name]]
-        size = rule.dilated_kernel_size or options.dilated_size or rules.defaults.dilated_kernel_size
         try:
-            window, dense_axes = _window(site, size, rule)
+            drafts.append(_draft(site, rules, rule_of[site.name], options))
         except PlanError as error:
             refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
-            continue
-        old_cells = math.prod(side for axis, side in enumerate(site.kernel_size) if axis not in dense_axes)
-        stated = rule.kernel_count or (old_cells if options.kernel_count == EXACT else options.kernel_count)
-        draft = LayerPlan(
-            **taken_from(site, LayerPlan) | {"stage": rule.stage_of(site.name) or site.stage},
-            dilated_size=window,
-            dense_axes=dense_axes,
-            interpolation=rule.interpolation or options.interpolation or INTERPOLATIONS[0],
-            kernel_count=UNSOLVED if stated == AUTO else int(stated),
-            tie_group=None,
-            rule=rules.label(rule_of[site.name]),
-        )
-        drafts.append(draft)
     if refused and (options.strict or not drafts):
         more = f" ({len(refused) - 1} more like it)" if len(refused) > 1 else ""
         raise PlanError(f"{refused[0].name}: {refused[0].reason}{more}")
@@ -129,7 +114,26 @@ def make_plan(
     )
 
 
+def _draft(site: ConvSite, rules: RuleSet, index: int, options: PlanOptions) -> LayerPlan:
+    """A layer without its tie group; its kernel count is UNSOLVED if neither rule nor option states one."""
+    rule = rules.rules[index]
+    size = rule.dilated_kernel_size or options.dilated_size or rules.defaults.dilated_kernel_size
+    window, dense_axes = _window(site, size, rule)
+    old_cells = math.prod(side for axis, side in enumerate(site.kernel_size) if axis not in dense_axes)
+    stated = rule.kernel_count or (old_cells if options.kernel_count == EXACT else options.kernel_count)
+    return LayerPlan(
+        **taken_from(site, LayerPlan) | {"stage": rule.stage_of(site.name) or site.stage},
+        dilated_size=window,
+        dense_axes=dense_axes,
+        interpolation=rule.interpolation or options.interpolation or INTERPOLATIONS[0],
+        kernel_count=UNSOLVED if stated == AUTO else int(stated),
+        tie_group=None,
+        rule=rules.label(index),
+    )
+
+
 def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
+    exact = [name for name in INTERPOLATIONS if find_interpolation(name).exact_on_cells]
     for index, rule in enumerate(rules.rules):
         if rule.kernel_count not in (None, AUTO):
             raise RuleError(
@@ -137,8 +141,7 @@ def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
                 "but an exact start needs as many elements as the old kernel has cells"
             )
         used = rule.interpolation or interpolation or INTERPOLATIONS[0]
-        if rule.skip is None and not find_interpolation(used).exact_on_cells:
-            exact = [name for name in INTERPOLATIONS if find_interpolation(name).exact_on_cells]
+        if rule.skip is None and used not in exact:
             raise PlanError(
                 f"{used} interpolation spreads an element over several cells, wherever it lies; "
                 f"an exact start needs {' or '.join(exact)}"
@@ -216,8 +219,7 @@ def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tup
     if len(sides) != site.dims:
         raise PlanError(f"the size {size_text(sides)} is for {len(sides)}-D, this convolution is {site.dims}-D")
     stated = site.kernel_size if isinstance(size, int) else sides  # an integer leaves sides of 1 in a longer kernel
-    flat = {axis for axis, side in enumerate(stated) if side == 1 < max(stated)}
-    dense = flat.union(rule.dense_axes or ())
+    dense = {axis for axis, side in enumerate(stated) if side == 1 < max(stated)}.union(rule.dense_axes or ())
     if max(dense, default=0) >= site.dims:
         raise PlanError(f"the rule's dense axes {rule.dense_axes} are not all axes of a {site.dims}-D convolution")
     if len(dense) == site.dims:

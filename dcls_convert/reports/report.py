@@ -90,18 +90,14 @@ class ParamsAllowed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitReport(ParamsAllowed):
-    """What one unit of the budget was allowed: the model, a stage or a layer."""
-
-    name: str
+    name: str  # of the model, a stage or a layer
     kernel_count: int | None  # None: its layers have different counts, stated by rules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetReport(ParamsAllowed):
-    """What all units were allowed; the exact count is None where there are several."""
-
     scope: str
-    units: tuple[UnitReport, ...]
+    units: tuple[UnitReport, ...]  # the exact count of all is None where there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,9 +135,6 @@ class ConversionReport(Record):
     def folded(self) -> bool:
         """Whether plain convolutions stand in the layers' places."""
         return self.plan.folded
-
-    def with_output(self, output: str | None) -> "ConversionReport":
-        return replace(self, output=output)
 
     def with_fit_errors(self, errors: Mapping[str, float], outcome: Outcome | None = None) -> "ConversionReport":
         """With the relative kernel errors that `apply_plan_` gave, by layer name."""
@@ -189,15 +182,10 @@ def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
         row, module = _planned_layer(plan, layer), cast(Any, model.get_submodule(layer.name))
         shared = (module.positions, module.sigma) if row.position_params else ()
         weights, positions = module.weight.numel(), sum(part.numel() for part in shared if part is not None)
-        convolved = sum(flops.get(name, {}).get("convolution", 0) for name in layer.names)
-        measured = replace(
-            row,
-            params_after=weights + positions + (module.bias.numel() if module.bias is not None else 0),
-            weight_params=weights,
-            position_params=positions,
-            macs_after=None if total is None else convolved // 2,
-        )
-        rows.append(measured)
+        after = weights + positions + (module.bias.numel() if module.bias is not None else 0)
+        macs = sum(flops.get(name, {}).get("convolution", 0) for name in layer.names) // 2
+        row = replace(row, params_after=after, weight_params=weights, position_params=positions)
+        rows.append(replace(row, macs_after=None if total is None else macs))
     return _report(plan, sum(p.numel() for p in model.parameters()), total, rows)
 
 

@@ -35,7 +35,7 @@ def printed(report, *, verbose=0, width=80, **console):
 
 
 def test_the_json_has_the_documented_keys_and_values():
-    data = json.loads(report_of("convnext_tiny", dilated_size=17).with_output("convnext_tiny-dcls17").to_json())
+    data = json.loads(replace(report_of("convnext_tiny", dilated_size=17), output="convnext_tiny-dcls17").to_json())
     wanted = json.loads(DOCUMENTED.read_text())
     assert [row["name"] for row in data["layers"]] == [
         f"stages.{stage}.blocks.{block}.conv_dw" for stage, depth in enumerate([3, 3, 9, 3]) for block in range(depth)
