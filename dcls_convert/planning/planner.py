@@ -92,11 +92,13 @@ def make_plan(
     tied = [replace(draft, tie_group=group_of.get(draft.name)) for draft in drafts]
     layers, units = solve_counts(tied, options.scope, share)
     order = [site.name for site in convs.sites] + [skip.name for skip in convs.skipped]
+    in_order = tuple(sorted(skipped, key=lambda skip: order.index(skip.name)))
     patterned = [rules.label(index) for index, rule in enumerate(rules.rules) if rule.stage_pattern]
+    stages_from = ", ".join([convs.stages_from, *(f"the pattern of rule {label!r}" for label in patterned)])
     return ConversionPlan(
+        **taken_from(convs, ConversionPlan) | {"skipped": in_order, "stages_from": stages_from},
         model=model,
         model_args=arguments,
-        input_size=convs.input_size,
         rules=rules.source,
         rules_text=rules.text,
         scope=options.scope,
@@ -104,12 +106,7 @@ def make_plan(
         share=share,
         layers=layers,
         tie_groups=named_owners(layers),
-        skipped=tuple(sorted(skipped, key=lambda skip: order.index(skip.name))),
         budget=units,
-        params=convs.params,
-        macs=convs.macs,
-        macs_note=convs.macs_note,
-        stages_from=", ".join([convs.stages_from, *(f"the pattern of rule {label!r}" for label in patterned)]),
         folded=False,
     )
 

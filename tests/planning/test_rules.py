@@ -293,11 +293,9 @@ MISTAKES = {
     "format: 2\nrules: [{}]": "format: found 2; allowed is 1",
     "format: true\nrules: [{}]": "format: found True; allowed is 1",
     "format: 1\nrules: []": "rules: found []; allowed is a list of at least one rule",
-    "format: 1\nrules: [3]": "rules[0]: found 3; allowed is a mapping with ",
     rule("match: depthwise"): "rules[0].match: found 'depthwise'; allowed is a mapping",
     rule("match: {kind: depthwize}"): "rules[0].match.kind: found 'depthwize'; allowed is depthwise, grouped, dense",
     rule("match: {kernel_size: [3, 3, 3, 3]}"): "rules[0].match.kernel_size: found [3, 3, 3, 3]; allowed is",
-    rule("dilated_kernel_size: 17x17"): "rules[0].dilated_kernel_size: found '17x17'; allowed is",
     rule("dilated_kernel_size: 10001"): "rules[0].dilated_kernel_size: found 10001; allowed is an integer",
     rule("kernel_count: true"): "rules[0].kernel_count: found True; allowed is an integer from 1 to 1000000000",
     rule("interpolation: cubic"): "rules[0].interpolation: found 'cubic'; allowed is bilinear or triangle or gaussian",
@@ -314,7 +312,6 @@ MISTAKES_BEYOND_A_SCHEMA = {  # relations between values, keys that JSON does no
     rule("match: {kernel_size: {}}"): "rules[0].match.kernel_size: a range needs min, max or both",
     rule("skip: x, kernel_count: 3"): "rules[0]: a rule that skips cannot also state kernel_count",
     rule("stage_pattern: '('"): "rules[0].stage_pattern: '(' is not a regular expression: ",
-    rule(f"stage_pattern: '{'(' * 5000}'"): "rules[0].stage_pattern: '((((",
     rule("match: {1: 2}"): "rules[0].match: unknown key '1'",
     "format: 1\nformat: 1\nrules: [{}]": "line 2: not valid YAML: key 'format' stands twice",
     "format: 1\nrules: [": "line 2: not valid YAML",
@@ -324,32 +321,31 @@ MISTAKES_BEYOND_A_SCHEMA = {  # relations between values, keys that JSON does no
     "format: 1\nrules: &again [*again]": "rules[0]: found",  # holds itself
     "[" * 500: "not valid YAML: RecursionError",
     rule(f"kernel_count: {'9' * 5000}"): "line 2: not valid YAML: ValueError: Exceeds the limit",
-    rule("match: {dims: 0x" + "f" * 6000 + "}"): "line 2: not valid YAML: ValueError: Exceeds the limit",
     rule("name: 2001-99-99"): "line 2: not valid YAML: ValueError: month must be in 1..12",
     rule(r'name: "\ud800"'): "line 2: not valid YAML: UnicodeEncodeError: ",  # it could not be written again
 }
 
 
-def one_line(message, source):
-    assert message.startswith(f"{source}: "), message
+def one_line(error):
+    message = str(error)
+    assert message.startswith("my.yaml: "), message
     assert message.isprintable()
     assert len(message) < 350
-    return message.removeprefix(f"{source}: ")
+    return message.removeprefix("my.yaml: ")
 
 
 @pytest.mark.parametrize("text", MISTAKES | MISTAKES_BEYOND_A_SCHEMA, ids=lambda text: repr(text[:60]))
 def test_a_mistake_is_one_line_with_the_place(text):
     with pytest.raises(RuleError) as error:
         parse_rules(text, source="my.yaml")
-    assert one_line(str(error.value), "my.yaml").startswith((MISTAKES | MISTAKES_BEYOND_A_SCHEMA)[text])
+    assert one_line(error.value).startswith((MISTAKES | MISTAKES_BEYOND_A_SCHEMA)[text])
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ("depthwize", "(did you mean 'depthwise'?)"),
-        ("nowhere/rules.yaml", "are neither a file nor one of conv3x3, dense3x3, dense3x3x3, depthwise, auto"),
-        (".", "neither a file nor one of"),
+        (".", "are neither a file nor one of conv3x3, dense3x3, dense3x3x3, depthwise, auto"),
     ],
 )
 def test_rules_that_are_not_there_are_refused_with_those_that_are(source, message):
@@ -390,8 +386,7 @@ def test_no_misspelt_key_is_passed_over():
                 misspelt[wrong] = misspelt.pop(key)
                 with pytest.raises(RuleError) as error:
                     parse_rules(yaml.safe_dump(data), source="my.yaml")
-                message = one_line(str(error.value), "my.yaml")
-                assert message.startswith(f"{place}: unknown key {wrong!r}" if place else f"unknown key {wrong!r}")
+                assert one_line(error.value).startswith(f"{place}: " * bool(place) + f"unknown key {wrong!r}")
 
 
 # Any text at all: files with other values here and there, and pieces of YAML anywhere.
@@ -430,7 +425,7 @@ def test_any_text_is_one_line_of_error_or_rules_that_say_the_same_when_written_a
     try:
         rules = parse_rules(text, source="my.yaml")
     except RuleError as error:
-        one_line(str(error), "my.yaml")
+        one_line(error)
         return
     assert parse_rules(rules.text).rules == rules.rules
     try:
@@ -443,14 +438,10 @@ def test_any_text_is_one_line_of_error_or_rules_that_say_the_same_when_written_a
 # The schema, for editors.
 
 
-@pytest.fixture(scope="module")
-def validator():
+def test_the_schema_takes_what_the_program_takes_and_refuses_what_it_refuses():
     jsonschema = pytest.importorskip("jsonschema")
     jsonschema.Draft202012Validator.check_schema(rules_schema())
-    return jsonschema.Draft202012Validator(rules_schema())
-
-
-def test_the_schema_takes_what_the_program_takes_and_refuses_what_it_refuses(validator):
+    validator = jsonschema.Draft202012Validator(rules_schema())
     stated = parse_rules(VALID).rules[0].match.model_dump()
     assert None not in stated.values(), "VALID is to state every predicate"
     for text in [VALID, *(path.read_text(encoding="utf-8") for path in builtin_rules().values())]:
