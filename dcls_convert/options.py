@@ -21,7 +21,6 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 TIES: tuple[str, ...] = get_args(Tie)
 INITS: tuple[str, ...] = get_args(Init)
 POSITIONS: tuple[str, ...] = get_args(Positions)
-FOLD_FORMATS: tuple[str, ...] = get_args(FoldFormat)
 
 AUTO = "auto"
 ERROR = "error"  # the scope by which each tie group gets as many elements as its kernels need; for trained kernels
@@ -34,11 +33,7 @@ DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the p
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """What may be asked of a plan; the one list of planning options, with their defaults.
-
-    The planner reads it, `convert_` and `plan_conversion` take its fields as keyword arguments, and the command line
-    makes its arguments from it.
-    """
+    """What may be asked of a plan. Keyword arguments of `convert_` and `plan_conversion`, and of the command line."""
 
     dilated_size: int | tuple[int, ...] | None = None  # cells; None leaves it to the rules
     kernel_count: Any = AUTO  # "auto", "exact", an integer, or planning.plan.LayerCounts
@@ -60,11 +55,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def takes_plan_options(function: _Function) -> _Function:
     """Show the fields of `PlanOptions` in the signature of a function that takes them as `**planning`."""
     signature = inspect.signature(function)
-    own = {
-        parameter.name: parameter
-        for parameter in signature.parameters.values()
-        if parameter.kind is not parameter.VAR_KEYWORD
-    }
-    shown = [parameter for parameter in PLAN_PARAMETERS if parameter.name not in own]
-    function.__signature__ = signature.replace(parameters=[*own.values(), *shown])  # type: ignore[attr-defined]
+    *own, _ = signature.parameters.values()
+    planning = [parameter for parameter in PLAN_PARAMETERS if parameter.name not in signature.parameters]
+    function.__signature__ = signature.replace(parameters=[*own, *planning])  # type: ignore[attr-defined]
     return function

@@ -66,7 +66,7 @@ def save_converted(
     report = report or measure_report(model, plan)
     files = f"The plan and its rules stand in `{CONFIG}`; `{REPORT}` says what each layer costs."
     texts = {
-        REPORT: report.with_output(OUTPUT_IN_FOLDER).to_json(),
+        REPORT: replace(report, output=OUTPUT_IN_FOLDER).to_json(),
         CARD: model_card(report, loading_code(plan.model), files, pictures=(pictures or {}).keys()),
     }
     with new_folder(folder, force=force, foreign=not_of_a_checkpoint) as partial:

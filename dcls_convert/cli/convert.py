@@ -146,7 +146,7 @@ def convert(
             pictures = picture_files(done.model, conversion_plan, output, done.report) if html else None
             network = done.model.eval()
             save_converted(network, conversion_plan, output, report=done.report, force=force, pictures=pictures)
-            report, steps = done.report.with_output(str(output)), next_steps(job, done, output)
+            report, steps = replace(done.report, output=str(output)), next_steps(job, done, output)
     with console.standing(output):
         if json_:
             console.write(report.to_json())

@@ -87,12 +87,12 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
         default = rules.defaults.dilated_kernel_size
         sized = all(rule.skip or rule.dilated_kernel_size or default for rule in rules.rules)
         _ = job.plan() if sized else claim_convs(rules, job.convs)
-        claims = claim_sites(rules, job.convs.sites)
-    counts = Counter(claims.rule_of.values())
+        rule_of, reasons = claim_sites(rules, job.convs.sites)
+    counts = Counter(rule_of.values())
     lines = [
         f"  {rules.label(index)}: {'converts' if rule.skip is None else 'skips'} {counts[index]} "
         f"of {counted(len(job.convs.sites), 'convolution')}"
         for index, rule in enumerate(rules.rules)
     ]
-    lines.append(f"  no rule: {len(claims.reasons)}, cannot be converted: {len(job.convs.skipped)}")
+    lines.append(f"  no rule: {len(reasons)}, cannot be converted: {len(job.convs.skipped)}")
     return lines if sized else [*lines, "  a rule states no size: give --dilated-size when you convert"]

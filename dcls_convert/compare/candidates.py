@@ -4,6 +4,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from ..errors import CheckpointError, DclsConvertError, NothingMatchesError, Pla
 from ..fitting.images import calibrate
 from ..options import AUTO, DEFAULT_BUDGET
 from ..pipeline import Job
-from ..planning.plan import ConversionPlan
+from ..planning.plan import ConversionPlan, taken_from
 from ..reports.report import predict_report
 from .sweep import Asked, Size, Sweep, SweepRow, TimingSettings, choose, with_dominated
 from .timing import Timed, time_
@@ -51,14 +52,8 @@ def make_sweep(
 ) -> Sweep:
     """All rows, the dense original first. KeyboardInterrupt ends it early, with what is known by then.
 
-    Args:
-        job: With what all combinations have in common.
-        asked: The combinations.
-        command: The one that converts as a combination.
-        timing, slower: How to measure times, and percent, for `choose`.
-
-    Raises:
-        DclsConvertError: No combination can be planned, or the network cannot be built.
+    `command` gives the command line that converts as a combination; `slower`, for `choose`, is in percent.
+    DclsConvertError where no combination can be planned, or the network cannot be built.
     """
     convs, source = job.convs, job.source
     assert source is not None
@@ -97,17 +92,13 @@ def make_sweep(
 
 
 def _planned(job: Job, asked: Asked, command: str) -> Candidate:
-    """One combination; one that does not fit has the reason in its row.
-
-    Raises:
-        DclsConvertError: None can be planned: nothing matches, or the rules do not fit the model or the options.
-    """
+    """One combination; one that does not fit has the reason in its row."""
     count = AUTO if asked.kernel_count is None else asked.kernel_count
     budget = DEFAULT_BUDGET if asked.budget is None else asked.budget
     candidate = Candidate(SweepRow(asked=asked, status="done", command=command))
     try:
         plan = job.plan(replace(job.options, dilated_size=asked.size, kernel_count=count, budget=budget))
-    except (NothingMatchesError, RuleError):
+    except (NothingMatchesError, RuleError):  # no combination can be planned
         raise
     except DclsConvertError as error:
         candidate.row = replace(candidate.row, status="does not fit", reason=str(error))
@@ -116,6 +107,10 @@ def _planned(job: Job, asked: Asked, command: str) -> Candidate:
         candidate.fail(error, "planning")
         return candidate
     report = predict_report(plan)
+    grown = sum(
+        (layer.folded_weights - layer.dense_weights) * cast(Any, job.meta.get_submodule(layer.name)).weight.itemsize
+        for layer in plan.layers
+    )
     row = replace(
         candidate.row,
         layers=len(plan.layers),
@@ -124,7 +119,7 @@ def _planned(job: Job, asked: Asked, command: str) -> Candidate:
         elements=report.params.weights,
         params=report.params.after,
         macs=report.macs.after,
-        folded_bytes=_folded_bytes(job.meta, plan),
+        folded_bytes=_state_bytes(job.meta) + grown,
     )
     return Candidate(row, plan)
 
@@ -142,13 +137,8 @@ def _fit(job: Job, candidate: Candidate) -> None:
         return
     outcome = done.report.outcome
     if outcome is not None:
-        candidate.row = replace(
-            candidate.row,
-            kernel_error=outcome.kernel_error,
-            images=outcome.images,
-            output_error=outcome.output_error if outcome.images else done.moved,
-            same_top1=outcome.same_top1,
-        )
+        kept = taken_from(outcome, SweepRow)
+        candidate.row = replace(candidate.row, **kept | ({} if outcome.images else {"output_error": done.moved}))
 
 
 def _time(job: Job, candidates: Sequence[Candidate], settings: TimingSettings, device: torch.device) -> None:
@@ -160,8 +150,7 @@ def _time(job: Job, candidates: Sequence[Candidate], settings: TimingSettings, d
     for candidate in candidates:
         if candidate.plan is None and candidate.row.asked is not None:
             continue
-        if candidate.plan is not None:
-            job.notify(f"building {candidate.row.window}")
+        job.notify(f"building {candidate.row.window}")
         try:
             timed.append((candidate, Timed.of(network, candidate.plan)))
         except Exception as error:
@@ -181,13 +170,3 @@ def _state_bytes(model: nn.Module) -> int:
     """Bytes of a model's state dict, a shared tensor once."""
     tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def _folded_bytes(model: nn.Module, plan: ConversionPlan) -> int:
-    """Bytes of the state dict of the converted model when folded; `model` is the original."""
-    total = _state_bytes(model)
-    for layer in plan.layers:
-        weight = model.get_submodule(layer.name).weight
-        assert isinstance(weight, Tensor)
-        total += (layer.folded_weights - layer.dense_weights) * weight.element_size()
-    return total

@@ -14,12 +14,11 @@ from typing import Any, Literal
 import torch
 
 from ..depthwise.geometry import size_text
-from ..errors import ModelError, NothingMatchesError, PlanError, RuleError, did_you_mean, shown
-from ..networks.sites import find_convs, kinds_of_convs
-from ..networks.source import ModelSource, build_model, registry_names, stated_input_size
-from ..networks.tracing import check_same_shapes
+from ..errors import DclsConvertError, ModelError, NothingMatchesError, did_you_mean, shown
+from ..networks.sites import kinds_of_convs
+from ..networks.source import ModelSource, registry_names
 from ..options import Kind, PlanOptions, Sort
-from ..planning.planner import make_plan
+from ..pipeline import Job
 from ..records import adapter
 from ..reports.report import Change, MacsChange, predict_report
 from .workers import run_jobs
@@ -52,15 +51,10 @@ def rows_to_dicts(rows: Sequence[ModelRow]) -> list[dict[str, Any]]:
 
 
 def names_matching(pattern: str | None, known: Sequence[str] | None = None) -> list[str]:
-    """Names of both registries, with their prefix, in the order timm, torchvision.
+    """Names, with prefix, in the order timm, torchvision; of `known` or both registries. ModelError if none matches.
 
-    Args:
-        pattern: A shell pattern for names with or without prefix: `convnext_*`, `torchvision:*`. Without wildcards it
-            is a name, or where no model is called so, a part of names. Case does not matter. None is for all.
-        known: Names to choose from, with prefix; those of the registries without it.
-
-    Raises:
-        ModelError: No name matches; the closest ones.
+    The pattern is a shell pattern for names with or without prefix: `convnext_*`, `torchvision:*`. Without wildcards it
+    is a name, or where no model is called so, a part of names. Case does not matter. None is for all.
     """
     known = registry_names() if known is None else known
     if pattern is None:
@@ -78,41 +72,22 @@ def names_matching(pattern: str | None, known: Sequence[str] | None = None) -> l
 
 
 def model_row(name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None) -> ModelRow:
-    """Plan one model without its weights.
-
-    Args:
-        name: With its prefix, as `names_matching` gives it.
-        options: For the plan.
-        input_size: (channels, *spatial); without it, the size that the model states.
-
-    Raises:
-        Exception: Only bugs; for a model that cannot be built or converted, the row says why.
-    """
-    source = ModelSource(name=name)
+    """Plan one model without its weights, at the input size that it states if none is given."""
+    job = Job(source=ModelSource(name=name), options=options, input_size=input_size, offline=True)
+    row = ModelRow(name=name, status="planned")
     try:
-        model = build_model(source, device="meta", offline=True)
-    except ModelError as error:
-        return ModelRow(name=name, status="failed", reason=str(error))
-    try:
-        convs = find_convs(model, input_size or stated_input_size(source, model))
-    except PlanError as error:  # the user's input size does not suit this model
-        return ModelRow(name=name, status="does not fit", reason=str(error))
-    row = ModelRow(
-        name=name,
-        status="planned",
-        convolutions=dict(kinds_of_convs(convs).most_common()),
-        input_size=convs.input_size,
-        params=Change(before=convs.params),
-        macs=MacsChange(before=convs.macs, note=convs.macs_note),
-    )
-    try:
-        plan = make_plan(convs, options, model=name)
-        check_same_shapes(model, plan.windows, plan.input_size, convs.output_sizes, meta=convs.meta)
-        if convs.macs is None and input_size is not None:
-            raise PlanError(f"input size {size_text(input_size)}: {convs.macs_note}")
-    except (NothingMatchesError, PlanError, RuleError) as error:
-        nothing = isinstance(error, NothingMatchesError)
-        return replace(row, status="nothing matches" if nothing else "does not fit", reason=str(error))
+        convs = job.convs
+        row = replace(
+            row,
+            convolutions=dict(kinds_of_convs(convs).most_common()),
+            input_size=convs.input_size,
+            params=Change(before=convs.params),
+            macs=MacsChange(before=convs.macs, note=convs.macs_note),
+        )
+        plan = job.plan()
+    except DclsConvertError as error:
+        statuses: dict[type, Status] = {ModelError: "failed", NothingMatchesError: "nothing matches"}
+        return replace(row, status=statuses.get(type(error), "does not fit"), reason=str(error))
     report = predict_report(plan)
     replaced = Counter(f"{layer.kind} {size_text(layer.kernel_size)}" for layer in plan.layers)
     return replace(
@@ -137,15 +112,8 @@ def survey_models(
 ) -> list[ModelRow]:
     """A row for every name, in their order; `advance` gets each as soon as it is ready.
 
-    A model that crashes or hangs gets a row too.
-
-    Args:
-        names: From `names_matching`.
-        options: For all models.
-        input_size: (channels, *spatial) for all models; without it, the size that each states.
-        workers: Processes; without it, one for each processor, but none with fewer models than are worth its start.
-        timeout: Seconds for one model.
-        advance: Called with every row.
+    A model that crashes, hangs or takes more than `timeout` seconds gets a row too. Without `workers`, there is one for
+    each processor, but none with fewer models than are worth its start.
     """
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = workers or max(1, min(processors, len(names) // MODELS_A_WORKER))
@@ -159,21 +127,15 @@ def survey_models(
 
 
 def chosen_rows(rows: Sequence[ModelRow], *, sort: Sort | None = None, kind: Kind | None = None) -> list[ModelRow]:
-    """Rows in an order, or some of them.
+    """Rows in an order, or those of which convolutions of this kind are replaced, and what failed.
 
-    Args:
-        rows: From `survey_models`.
-        sort: The least first, by what the models have before conversion, or by the count of elements or of layers
-            replaced; those of which it is not known come last. Equal ones stay in their order.
-        kind: Keep the models of which convolutions of this kind are replaced, and what failed.
+    `sort` puts the least first, by what models have before conversion, or by the count of elements or of layers
+    replaced; those of which it is not known come last.
     """
-    rows = [
-        row
-        for row in rows
-        if kind is None or row.status == "failed" or any(name.split()[0] == kind for name in row.replaced)
-    ]
+    if kind is not None:
+        rows = [row for row in rows if row.status == "failed" or kind in {name.split()[0] for name in row.replaced}]
     if sort is None:
-        return rows
+        return list(rows)
     value: Callable[[ModelRow], Any] = {
         "name": lambda row: row.name.partition(":")[2],
         "params": lambda row: row.params.before,

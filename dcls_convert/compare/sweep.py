@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
-
-from pydantic import TypeAdapter
+from operator import attrgetter
+from typing import Literal
 
 from ..depthwise.geometry import size_text
+from ..records import Record
 
 SWEEP_FORMAT = 1
 EQUAL_ERRORS = 0.005  # relative errors that differ less say little of what training will make of them
@@ -95,7 +95,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sweep:
+class Sweep(Record):
     """All rows, the dense original first."""
 
     format: int = SWEEP_FORMAT
@@ -108,13 +108,9 @@ class Sweep:
     interrupted: bool = False  # rows are missing, or parts of them
     choice: Choice
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dict(_ADAPTER.dump_python(self, mode="json"))
 
-
-_ADAPTER: TypeAdapter[Sweep] = TypeAdapter(Sweep)
 _Value = Callable[[SweepRow], float | None]
+_macs: _Value = attrgetter("macs")
 
 
 def _sides(rows: Sequence[SweepRow]) -> dict[int, tuple[int, ...]]:
@@ -131,14 +127,6 @@ def step_ms(row: SweepRow) -> float | None:
     return row.step_ms.median if row.step_ms else None
 
 
-def _macs(row: SweepRow) -> float | None:
-    return row.macs
-
-
-def _forward_ms(row: SweepRow) -> float | None:
-    return row.forward_ms.median if row.forward_ms else None
-
-
 def _error(row: SweepRow) -> float | None:
     """Of the outputs where they were compared with images, else of the kernels."""
     return row.output_error if row.images else row.kernel_error
@@ -151,13 +139,12 @@ def _known(rows: Sequence[SweepRow], value: _Value) -> bool:
 def compared(rows: Sequence[SweepRow]) -> dict[int, tuple[float, ...]]:
     """What the rows that are done are compared by, by index; of each number, less is better.
 
-    The window and the parameters; MACs, or the times where they were measured; the number of elements, or the error
-    where there are weights to keep. What is not known of all is left out.
+    What is not known of all is left out; times count instead of MACs, and errors instead of the number of elements.
     """
     members = [row for row in rows if row.status == "done"]
-    costs: list[_Value] = [lambda row: row.params]
-    timed = [value for value in (step_ms, _forward_ms) if _known(members, value)]
-    costs += timed or [_macs] * _known(members, _macs)
+    times: list[_Value] = [step_ms, lambda row: row.forward_ms.median if row.forward_ms else None]
+    timed = [value for value in times if _known(members, value)]
+    costs: list[_Value] = [attrgetter("params"), *(timed or [_macs] * _known(members, _macs))]
     costs.append(_error if _known(members, _error) else lambda row: -(row.elements or 0))
     return {
         index: (*(-side for side in sides), *(float(value(rows[index]) or 0) for value in costs))
@@ -170,7 +157,6 @@ def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def with_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
-    """The rows, with those marked that another one dominates."""
     numbers = compared(rows)
     return tuple(
         replace(row, dominated=index in numbers and any(dominates(other, numbers[index]) for other in numbers.values()))
@@ -178,8 +164,7 @@ def with_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
     )
 
 
-def growth(row: SweepRow, original: SweepRow, value: _Value) -> float:
-    """In percent, of what is known of both."""
+def growth(row: SweepRow, original: SweepRow, value: _Value) -> float:  # percent, of what is known of both
     return 100 * (float(value(row) or 0) / float(value(original) or 1) - 1)
 
 
@@ -190,16 +175,12 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
     no more parameters than the original (or the fewest, where all have more), whose cost grows by at most `slower`
     percent: the largest window, and of equal windows the most elements; where there are weights to keep,
     of the rows with the least error (EQUAL_ERRORS). The cost is the time of a training step where it was measured, else
-    the MACs. Where all cost more, the one that costs least.
-
-    Args:
-        rows: The dense original first.
+    the MACs. Where all cost more, the one that costs least. The dense original is the first row.
     """
     original, done = rows[0], {index: row for index, row in enumerate(rows) if row.status == "done"}
     cost = next((value for value in (step_ms, _macs) if _known([original, *done.values()], value)), None)
     if not done or cost is None:
-        why = "neither MACs nor times are known" if done else "no row is done"
-        return Choice(why=why)
+        return Choice(why="neither MACs nor times are known" if done else "no row is done")
     grown = {index: row for index, row in done.items() if (row.folded_bytes or 0) > (original.folded_bytes or 0)}
     pool = grown or done
     most = max(original.params or 0, min(row.params or 0 for row in pool.values()))
@@ -209,26 +190,21 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
     if fitted and within:
         least = min(_error(rows[index]) or 0 for index in within)
         within = [index for index in within if (_error(rows[index]) or 0) <= least + EQUAL_ERRORS]
-
     sides = _sides(rows)
-
-    def merits(index: int) -> tuple[float, ...]:
-        return math.prod(sides[index]), rows[index].elements or 0, -index
-
-    taken = max(within, key=merits) if within else min(pool, key=lambda index: cost(rows[index]) or 0)
+    if within:
+        taken = max(within, key=lambda index: (math.prod(sides[index]), rows[index].elements or 0, -index))
+    else:
+        taken = min(pool, key=lambda index: cost(rows[index]) or 0)
     row, held = rows[taken], "no more parameters than the original" if most == original.params else "fewest parameters"
-    merit = _error_in_words(row) if fitted else "largest window"
     limit = f"{slower:g} % more {'time for a training step' if cost is step_ms else 'MACs'}"
-    percent, larger = (
-        f"{growth(row, original, cost):+.1f} %",
-        "windows larger than the old kernels" if grown else "those",
-    )
-    why = f"the {merit} with {held} and at most {limit} ({percent})"
-    if not within:
+    percent = f"{growth(row, original, cost):+.1f} %"
+    if within:
+        merit = "largest window"
+        if fitted:
+            of = "outputs for images held out" if row.images else "kernels"
+            merit = f"least error of {of} ({_error(row):.3f}; of those within {EQUAL_ERRORS:g}, the largest window)"
+        why = f"the {merit} with {held} and at most {limit} ({percent})"
+    else:
+        larger = "windows larger than the old kernels" if grown else "those"
         why = f"it costs the least ({percent}) of {larger} with {held}; none has at most {limit}"
     return Choice(row=taken, why=why, command=row.command)
-
-
-def _error_in_words(row: SweepRow) -> str:
-    of = "outputs for images held out" if row.images else "kernels"
-    return f"least error of {of} ({_error(row):.3f}; of those within {EQUAL_ERRORS:g}, the largest window)"

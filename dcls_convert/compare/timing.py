@@ -4,12 +4,11 @@ The models share every parameter that is not of a converted layer, so that memor
 training steps have the learning rate 0 and change nothing, but for running statistics.
 """
 
-import contextlib
 import copy
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -72,17 +71,13 @@ def check_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name; "cpu" for the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def time_(
     timed: Sequence[Timed], input_size: Sequence[int], settings: TimingSettings, device: torch.device, *, notify: Notify
 ) -> None:
-    """Measure models on a device; one that fails is given up, with its error.
-
-    All take turns, one round after the other. Where this is interrupted, they have the times measured so far.
-    """
+    """Measure models, which take turns; one that fails is given up. An interrupt leaves the times measured so far."""
     images = torch.randn(settings.batch, *input_size, generator=torch.Generator().manual_seed(0))
     clock = _Clock(images.to(device), device, settings.amp)
     begun = time.perf_counter()
@@ -107,33 +102,53 @@ def _summary(runs: Sequence[float]) -> Timing | None:
 class _Clock:
     def __init__(self, images: Tensor, device: torch.device, amp: bool) -> None:
         self.images, self.device, self.amp = images, device, amp
-        self.calls = CALLS_ON_GPU if device.type != "cpu" else 1
 
     def measure(self, timed: Timed, *, keep: bool) -> None:
-        """One run of each part."""
-        model = timed.model
+        """A forward pass and a training step. The first one, which is not kept, notes the ways that layers go."""
+        model, ways = timed.model, dict[Any, str]()
+
+        def watch(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            ways.setdefault(layer, self._way(layer, inputs[0]))
+
+        def forward() -> None:
+            with torch.no_grad(), self._autocast():
+                run(model, self.images)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            with self._autocast():
+                outputs = tensors_in(run(model, self.images))
+                loss = sum(output.float().square().mean() for output in outputs if output.requires_grad)
+            torch.autograd.backward(torch.as_tensor(loss))
+            optimizer.step()
+
+        layers = [] if keep else [layer for layer in model.modules() if isinstance(layer, DclsConvNd)]
+        hooks = [layer.register_forward_hook(watch) for layer in layers]
         try:
-            with contextlib.nullcontext() if keep else self._watching(timed):
-                model.eval()
-                forward = self._milliseconds(lambda: self._forward(model))
+            model.eval()
+            forward_ms = self._milliseconds(forward)
             model.train()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            step = self._milliseconds(lambda: self._step(model, optimizer))
+            step_ms = self._milliseconds(step)
         except Exception as error:
             timed.error = error
         else:
-            timed.forward += [forward] * keep
-            timed.step += [step] * keep
+            timed.forward += [forward_ms] * keep
+            timed.step += [step_ms] * keep
         finally:
+            for hook in hooks:
+                hook.remove()
+            timed.ways.update(ways.values())
             model.zero_grad(set_to_none=True)
 
     def _milliseconds(self, call: Callable[[], object]) -> float:
+        calls = CALLS_ON_GPU if self.device.type != "cpu" else 1
         self._wait()
         begun = time.perf_counter()
-        for _ in range(self.calls):
+        for _ in range(calls):
             call()
         self._wait()
-        return 1e3 * (time.perf_counter() - begun) / self.calls
+        return 1e3 * (time.perf_counter() - begun) / calls
 
     def _wait(self) -> None:
         if self.device.type != "cpu":
@@ -141,36 +156,6 @@ class _Clock:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp)
-
-    @torch.no_grad()
-    def _forward(self, model: nn.Module) -> None:
-        with self._autocast():
-            run(model, self.images)
-
-    def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with self._autocast():
-            outputs = tensors_in(run(model, self.images))
-            loss = sum(output.float().square().mean() for output in outputs if output.requires_grad)
-        torch.autograd.backward(torch.as_tensor(loss))
-        optimizer.step()
-
-    @contextlib.contextmanager
-    def _watching(self, timed: Timed) -> Iterator[None]:
-        """Note which ways the converted layers go, each at its first call."""
-        layers = {layer for layer in timed.model.modules() if isinstance(layer, DclsConvNd)}
-
-        def watch(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if layer in layers:
-                layers.discard(layer)
-                timed.ways[self._way(layer, inputs[0])] += 1
-
-        handles = [layer.register_forward_hook(watch) for layer in layers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _way(self, layer: Any, input: Tensor) -> str:
         if layer.dims != 2 or input.dim() != 4:

@@ -41,14 +41,8 @@ def run_jobs(
 ) -> Iterator[Outcome]:
     """Call `function` for every job in processes of their own; one outcome a job, each as soon as it is ready.
 
-    When the iterator ends, is closed or is interrupted (KeyboardInterrupt), it ends all workers.
-
-    Args:
-        function: Importable from a module, as is `set_up`. What it takes and returns can be pickled.
-        jobs: The arguments, one for each call.
-        workers: How many processes at most.
-        timeout: Seconds for one job; the start of its worker does not count.
-        set_up: Called once in every process, before its first job.
+    When the iterator ends, is closed or is interrupted (KeyboardInterrupt), it ends all workers. `timeout` is seconds
+    for one job, without the start of its worker; `set_up` is called in every process before its first job.
     """
     left, before = dict(enumerate(jobs)), 0
     while left and len(left) != before:  # a pool breaks when a worker dies without a job; the next pool takes over

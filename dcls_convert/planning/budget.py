@@ -6,29 +6,22 @@ rule (section 3 "Kernel count tuning") is the largest count that stays within th
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from ..errors import PlanError, listed, shown
+from ..options import Scope
+
+if TYPE_CHECKING:
+    from .plan import LayerPlan  # which imports torch
 
 LEAST_PERCENT = Decimal("0.0001")  # both bounds keep fractions short: as one, 1e-999999 would fill the memory
 MOST_PERCENT = 100_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetLayer:
-    """What the count rule needs to know about one layer."""
-
-    name: str
-    unit: str  # layers with the same unit get one count: the model, a stage or the layer
-    tie_group: str | None  # None: positions of its own
-    lines: int  # out * in / groups * cells of dense axes
-    dense_weights: int  # weights of the kernel that is replaced
-    coordinates: int  # learnable coordinates of an element: axes, twice that where sigma is learnt
-    cells: int  # cells of the window along the learnt axes: the most elements that a kernel can use
-    given_count: int | None = None  # stated by the user or a rule; not solved for
+UNSOLVED = 0  # the kernel count that is still to be solved for; not one that can be stated
+MODEL_UNIT = "model"  # the unit of the budget with scope "model"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,11 +36,7 @@ class BudgetUnit:
 
 
 def parse_percent(text: str | float | int) -> Fraction:
-    """A percentage as an exact fraction of 1: "99.5" -> 199/200.
-
-    Raises:
-        PlanError: Not a number, or out of bounds.
-    """
+    """A percentage as an exact fraction of 1: "99.5" -> 199/200. PlanError if it is not a number, or out of bounds."""
     try:
         percent = Decimal(str(text))
     except InvalidOperation:
@@ -57,42 +46,42 @@ def parse_percent(text: str | float | int) -> Fraction:
     return Fraction(percent) / 100
 
 
-def solve_counts(layers: Sequence[BudgetLayer], share: Fraction) -> tuple[dict[str, int], tuple[BudgetUnit, ...]]:
-    """For every unit, the largest count that keeps within `share` of the weights it replaces.
+def solve_counts(
+    drafts: Sequence["LayerPlan"], scope: Scope, share: Fraction
+) -> tuple[tuple["LayerPlan", ...], tuple[BudgetUnit, ...]]:
+    """The drafts, UNSOLVED ones with the largest count that keeps their unit within `share` of the weights it replaces.
 
-    Returns:
-        The kernel count of every layer by its name, and the books of the units.
-
-    Raises:
-        PlanError: The budget of a unit admits no element; names the smallest one that would.
+    And the books of the units. PlanError where a unit's budget admits no element: names the smallest one that would.
     """
-    units: dict[str, list[BudgetLayer]] = {}
-    for layer in layers:
-        if layer.given_count is not None and layer.given_count > layer.cells:
+    units: dict[str, list[LayerPlan]] = {}
+    for draft in drafts:
+        if draft.kernel_count > draft.cells:
             raise PlanError(
-                f"{layer.name}: kernel count {layer.given_count} is more than the {layer.cells} cells of its window; "
-                f"use {layer.cells} or fewer"
+                f"{draft.name}: kernel count {draft.kernel_count} is more than the {draft.cells} cells of its window; "
+                f"use {draft.cells} or fewer"
             )
-        units.setdefault(layer.unit, []).append(layer)
-    counts: dict[str, int] = {}
+        # A tie group has one count. With scope "layer", the group counts as one layer.
+        unit = {"stage": draft.stage or draft.name, "layer": draft.tie_group or draft.name}.get(scope, MODEL_UNIT)
+        units.setdefault(unit, []).append(draft)
+    counts = {draft.name: draft.kernel_count for draft in drafts}
     solved: list[BudgetUnit] = []
     needed: dict[str, Fraction] = {}  # unit without an element -> the share with which it would have one
     for name, members in units.items():
         replaced = sum(layer.dense_weights for layer in members)
         limit = math.floor(share * replaced)
-        free = [layer for layer in members if layer.given_count is None]
-        spent = _params((layer, layer.given_count) for layer in members if layer.given_count is not None)
-        element = _params((layer, 1) for layer in free or members)
+        free = [layer for layer in members if layer.kernel_count == UNSOLVED]
+        element = _params(free or members, dict.fromkeys(counts, 1))
         exact, count = None, None
         if free:
+            spent = _params(members, counts)
             exact = Fraction(limit - spent, element)
             count = min(math.floor(exact), min(layer.cells for layer in free))
             if count < 1:
                 needed[name] = Fraction(spent + element, replaced)
-        elif len({layer.given_count for layer in members}) == 1:
-            exact, count = Fraction(limit, element), members[0].given_count
-        counts |= {layer.name: layer.given_count or count or 0 for layer in members}
-        used = _params((layer, counts[layer.name]) for layer in members)
+            counts |= dict.fromkeys([layer.name for layer in free], count)
+        elif len({layer.kernel_count for layer in members}) == 1:
+            exact, count = Fraction(limit, element), members[0].kernel_count
+        used = _params(members, counts)
         solved.append(BudgetUnit(name=name, kernel_count=count, exact_count=exact, limit=limit, used=used))
     if needed:
         least = math.ceil(max(needed.values()) * 10_000) / 100  # percent, rounded up
@@ -100,11 +89,11 @@ def solve_counts(layers: Sequence[BudgetLayer], share: Fraction) -> tuple[dict[s
             f"a budget of {float(share * 100):.6g} % admits no element in {listed(needed, 1)}; "
             f"the smallest budget that does is {f'{least:.2f}'.rstrip('0').rstrip('.')} %"
         )
-    return counts, tuple(solved)
+    return tuple(replace(draft, kernel_count=counts[draft.name]) for draft in drafts), tuple(solved)
 
 
-def _params(counted: Iterable[tuple[BudgetLayer, int]]) -> int:
+def _params(layers: Sequence["LayerPlan"], counts: Mapping[str, int]) -> int:
     """Parameters of layers with these kernel counts; the coordinates of a tie group count once."""
-    counted = list(counted)
-    tied = {layer.tie_group or f"\0{layer.name}": layer.lines * layer.coordinates * n for layer, n in counted}
-    return sum(layer.lines * n for layer, n in counted) + sum(tied.values())
+    elements = {layer.name: layer.lines * counts[layer.name] for layer in layers}
+    tied = {layer.tie_group or f"\0{layer.name}": elements[layer.name] * layer.coordinates for layer in layers}
+    return sum(elements.values()) + sum(tied.values())

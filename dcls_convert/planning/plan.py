@@ -57,30 +57,26 @@ class LayerPlan:
         return self.names[0]
 
     @property
-    def shared_parameters(self) -> tuple[str, ...]:
-        """What layers of a tie group have in common."""
+    def shared_parameters(self) -> tuple[str, ...]:  # by the layers of a tie group
         return ("positions", "sigma") if find_interpolation(self.interpolation).has_sigma else ("positions",)
 
     @property
     def position_shape(self) -> tuple[int, ...]:
         """(A, O, I, *dense axes, E)."""
         dense = [self.dilated_size[axis] for axis in self.dense_axes]
-        axes = len(self.dilated_size) - len(dense)
-        return (axes, self.out_channels, self.in_channels // self.groups, *dense, self.kernel_count)
+        learnt = len(self.dilated_size) - len(dense)
+        return (learnt, self.out_channels, self.in_channels // self.groups, *dense, self.kernel_count)
 
     @property
-    def lines(self) -> int:
-        """Kernel lines: what one more element costs in weights."""
+    def lines(self) -> int:  # what one more element costs in weights
         return math.prod(self.position_shape[1:-1])
 
     @property
-    def cells(self) -> int:
-        """Cells of the window along the learnt axes."""
+    def cells(self) -> int:  # of the window along the learnt axes: the most elements that a kernel can use
         return math.prod(side for axis, side in enumerate(self.dilated_size) if axis not in self.dense_axes)
 
     @property
-    def coordinates(self) -> int:
-        """Learnable coordinates of one element: its position, and sigma where the interpolation has one."""
+    def coordinates(self) -> int:  # learnable ones of one element: its position, and sigma if it has one
         return self.position_shape[0] * len(self.shared_parameters)
 
     @property
@@ -92,20 +88,17 @@ class LayerPlan:
         return self.lines * self.kernel_count
 
     @property
-    def folded_weights(self) -> int:
-        """Weights of the plain convolution with the constructed kernel."""
+    def folded_weights(self) -> int:  # of the plain convolution with the constructed kernel
         return self.lines * self.cells
 
     @property
-    def position_params(self) -> int:
-        """Parameters for positions and sigma, shared by the tie group."""
+    def position_params(self) -> int:  # positions and sigma, shared by the tie group
         return self.element_weights * self.coordinates
 
     def macs(self, size: Sequence[int]) -> int | None:
-        """Multiply-accumulates for one image with a kernel of that size."""
-        if self.output_positions is None:
-            return None
-        return conv_macs(self.output_positions, self.out_channels, self.in_channels // self.groups, size)
+        """For one image, with a kernel of that size."""
+        positions, inputs = self.output_positions, self.in_channels // self.groups
+        return None if positions is None else conv_macs(positions, self.out_channels, inputs, size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,11 +190,8 @@ class ConversionPlan(Record):
     def diff(self, other: "ConversionPlan") -> tuple[Difference, ...]:
         """What differs between this plan and another: first as a whole, then in layers, equal differences together."""
         mine, theirs = self.to_dict(), other.to_dict()
-        differences = [
-            Difference(what=name, one=mine[name], other=theirs[name])
-            for name in mine
-            if name not in _FOLLOWING and mine[name] != theirs[name]
-        ]
+        changed = [name for name in mine if name not in _FOLLOWING and mine[name] != theirs[name]]
+        differences = [Difference(what=name, one=mine[name], other=theirs[name]) for name in changed]
         ours, others = ({layer["names"][0]: layer for layer in plan["layers"]} for plan in (mine, theirs))
         for there, layers, lacking in ((True, ours, others), (False, others, ours)):
             if missing := tuple(name for name in layers if name not in lacking):
@@ -231,11 +221,9 @@ def _check_tie_groups(plan: ConversionPlan) -> None:
     for layer in plan.layers:
         if layer.tie_group is not None:
             members.setdefault(layer.tie_group, []).append(layer)
-    names = [group.name for group in plan.tie_groups]
-    if sorted(names) != sorted(members):
-        raise PlanError(
-            f"the plan's tie groups are {listed(sorted(names))}, its layers are in {listed(sorted(members))}"
-        )
+    names = sorted(group.name for group in plan.tie_groups)
+    if names != sorted(members):
+        raise PlanError(f"the plan's tie groups are {listed(names)}, its layers are in {listed(sorted(members))}")
     for group in plan.tie_groups:
         where, layers = f"tie group {shown(group.name)}", members[group.name]
         if group.layers != tuple(layer.name for layer in layers):
@@ -251,13 +239,11 @@ def _check_layer(layer: LayerPlan) -> None:
     if not layer.names:
         raise PlanError("a layer: has no name")
     try:
-        dims = len(layer.kernel_size)
-        for name in ("in_channels", "out_channels"):
-            channels = getattr(layer, name)
+        for name, channels in (("in_channels", layer.in_channels), ("out_channels", layer.out_channels)):
             if min(channels, layer.groups) < 1 or channels % layer.groups:
                 raise PlanError(f"{name} {channels} must be a positive multiple of its groups, {layer.groups}")
         find_interpolation(layer.interpolation)
-        if not set(layer.dense_axes) < set(range(dims)):
+        if not set(layer.dense_axes) < set(range(dims := len(layer.kernel_size))):
             raise PlanError(
                 f"dense axes {layer.dense_axes} are not axes of a {dims}-D kernel, or leave none to be learnt"
             )
@@ -267,8 +253,7 @@ def _check_layer(layer: LayerPlan) -> None:
             if layer.dilated_size[axis] != layer.kernel_size[axis]:
                 raise PlanError(f"dense axis {axis} must keep its size {layer.kernel_size[axis]}")
         if not 1 <= layer.kernel_count <= layer.cells:
-            raise PlanError(
-                f"kernel count {layer.kernel_count} must be from 1 to the {layer.cells} cells of its window"
-            )
+            most = f"the {layer.cells} cells of its window"
+            raise PlanError(f"kernel count {layer.kernel_count} must be from 1 to {most}")
     except ValueError as error:
         raise PlanError(f"{shown(layer.name)}: {one_line(error)}") from error

@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..depthwise.geometry import check_cells, grown_padding, padded_cells, size_text
+from ..depthwise.geometry import check_cells, check_window, grown_padding, padded_cells, size_text
 from ..errors import NothingMatchesError, PlanError, RuleError, one_line, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
 from ..options import AUTO, ERROR, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, takes_plan_options
-from .budget import parse_percent
+from .budget import UNSOLVED, parse_percent, solve_counts
 from .plan import ConversionPlan, LayerCounts, LayerPlan, taken_from
 from .rules import AUTO_RULES, Rule, RuleSet, choose_rules, claim_sites, load_rules
-from .tie_groups import UNSOLVED, group_layers, named_owners, with_counts, with_given_counts
+from .tie_groups import group_layers, named_owners, with_given_counts
 
 
 @takes_plan_options
@@ -63,7 +63,10 @@ def make_plan(
         raise PlanError(f"scope {ERROR!r} measures what trained kernels lose; convert_ and dcls-convert MODEL can")
     _check_options(options)
     share = parse_percent(options.budget)
-    arguments = _json_arguments(model_args or {})
+    try:
+        arguments = dict(json.loads(json.dumps(model_args or {}, allow_nan=False)))  # tuples become lists
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"model_args cannot be kept in a JSON file: {one_line(error)}") from error
     rules = options.rules
     if not isinstance(rules, RuleSet):
         rules = choose_rules(convs.sites) if rules == AUTO else load_rules(rules)
@@ -85,26 +88,25 @@ def make_plan(
     if counts is not None:
         drafts = with_given_counts(drafts, counts, options.tie, skipped)
     groups = group_layers(drafts) if options.tie == "stage" else {}
-    layers, units = with_counts(drafts, groups, options.scope, share)
+    group_of = {draft.name: name for name, members in groups.items() for draft in members}
+    tied = [replace(draft, tie_group=group_of.get(draft.name)) for draft in drafts]
+    layers, units = solve_counts(tied, options.scope, share)
     order = [site.name for site in convs.sites] + [skip.name for skip in convs.skipped]
+    in_order = tuple(sorted(skipped, key=lambda skip: order.index(skip.name)))
     patterned = [rules.label(index) for index, rule in enumerate(rules.rules) if rule.stage_pattern]
+    stages_from = ", ".join([convs.stages_from, *(f"the pattern of rule {label!r}" for label in patterned)])
     return ConversionPlan(
+        **taken_from(convs, ConversionPlan) | {"skipped": in_order, "stages_from": stages_from},
         model=model,
         model_args=arguments,
-        input_size=convs.input_size,
         rules=rules.source,
         rules_text=rules.text,
         scope=options.scope,
         tie=options.tie,
         share=share,
         layers=layers,
-        tie_groups=named_owners(groups, layers),
-        skipped=tuple(sorted(skipped, key=lambda skip: order.index(skip.name))),
+        tie_groups=named_owners(layers),
         budget=units,
-        params=convs.params,
-        macs=convs.macs,
-        macs_note=convs.macs_note,
-        stages_from=", ".join([convs.stages_from, *(f"the pattern of rule {label!r}" for label in patterned)]),
         folded=False,
     )
 
@@ -128,6 +130,7 @@ def _draft(site: ConvSite, rules: RuleSet, index: int, options: PlanOptions) -> 
 
 
 def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
+    exact = [name for name in INTERPOLATIONS if find_interpolation(name).exact_on_cells]
     for index, rule in enumerate(rules.rules):
         if rule.kernel_count not in (None, AUTO):
             raise RuleError(
@@ -135,8 +138,7 @@ def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
                 "but an exact start needs as many elements as the old kernel has cells"
             )
         used = rule.interpolation or interpolation or INTERPOLATIONS[0]
-        if rule.skip is None and not find_interpolation(used).exact_on_cells:
-            exact = [name for name in INTERPOLATIONS if find_interpolation(name).exact_on_cells]
+        if rule.skip is None and used not in exact:
             raise PlanError(
                 f"{used} interpolation spreads an element over several cells, wherever it lies; "
                 f"an exact start needs {' or '.join(exact)}"
@@ -155,22 +157,12 @@ def _check_options(options: PlanOptions) -> None:
         raise PlanError(f"kernel count {shown(repr(count))} must be a positive integer, auto or exact")
 
 
-def _json_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments as JSON returns them: tuples become lists."""
-    try:
-        return dict(json.loads(json.dumps(arguments, allow_nan=False)))
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"model_args cannot be kept in a JSON file: {one_line(error)}") from error
-
-
 def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
     """The rule of each site to convert, by name, and every convolution that stays, with the reason.
 
-    Raises:
-        RuleError: A rule that claims no convolution.
-        NothingMatchesError: No rule claims anything, or all skip.
+    RuleError for a rule that claims no convolution; NothingMatchesError where none claims anything, or all skip.
     """
-    claims = claim_sites(rules, convs.sites)
+    index_of, reasons = claim_sites(rules, convs.sites)
     skipped = list(convs.skipped)
     rule_of: dict[str, int] = {}
     for site in convs.sites:
@@ -178,41 +170,33 @@ def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list
             raise PlanError(
                 "the model is itself a convolution, which cannot be replaced in place; use DclsConv2d.from_conv"
             )
-        index = claims.rule_of.get(site.name)
-        reason = claims.reasons[site.name] if index is None else rules.rules[index].skip
+        index = index_of.get(site.name)
+        reason = reasons[site.name] if index is None else rules.rules[index].skip
         if index is not None and reason is None:
             rule_of[site.name] = index
         else:
             skipped.append(Skipped(name=site.name, type=site.type, reason=str(reason)))
-    if not claims.rule_of:
-        raise NothingMatchesError(_nothing_matches(rules, convs))
+    if not index_of:
+        kinds = kinds_of_convs(convs).most_common(4)
+        has = ", ".join(f"{count} {kind}" for kind, count in kinds) or "no convolution at all"
+        message = f"nothing in the model matches rules {rules.source!r}; it has {has}"
+        for name in AUTO_RULES:
+            claimed = len(claim_sites(load_rules(name), convs.sites)[0])
+            if claimed and name != rules.source:
+                message += f"; rules {name!r} would match {claimed}"
+        raise NothingMatchesError(message)
     if not rule_of:
         raise NothingMatchesError(f"{rules.source}: its rules skip all that they match; nothing would be converted")
     for index, rule in enumerate(rules.rules):
-        if index not in claims.rule_of.values():
+        if index not in index_of.values():
             shadowed = any(rule.match.misses(site) is None for site in convs.sites)
             why = "earlier rules claim all that it matches" if shadowed else "no convolution of the model matches it"
             raise RuleError(f"{rules.source}: rule {rules.label(index)!r} claims nothing: {why}")
     return rule_of, skipped
 
 
-def _nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
-    kinds = kinds_of_convs(convs).most_common(4)
-    has = ", ".join(f"{count} {kind}" for kind, count in kinds) or "no convolution at all"
-    message = f"nothing in the model matches rules {rules.source!r}; it has {has}"
-    for name in AUTO_RULES:
-        claimed = len(claim_sites(load_rules(name), convs.sites).rule_of)
-        if claimed and name != rules.source:
-            message += f"; rules {name!r} would match {claimed}"
-    return message
-
-
 def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
-    """Refuse an option that has no effect, since every rule states a value of its own.
-
-    Raises:
-        RuleError: Names the option and the rules.
-    """
+    """Refuse (RuleError) an option that has no effect, since every rule states a value of its own."""
     converting = [rule for rule in rules.rules if rule.skip is None]
     count = None if options.kernel_count in (AUTO, EXACT) else options.kernel_count
     for option, key, value in (
@@ -232,8 +216,7 @@ def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tup
     if len(sides) != site.dims:
         raise PlanError(f"the size {size_text(sides)} is for {len(sides)}-D, this convolution is {site.dims}-D")
     stated = site.kernel_size if isinstance(size, int) else sides  # an integer leaves sides of 1 in a longer kernel
-    flat = {axis for axis, side in enumerate(stated) if side == 1 < max(stated)}
-    dense = flat.union(rule.dense_axes or ())
+    dense = {axis for axis, side in enumerate(stated) if side == 1 < max(stated)}.union(rule.dense_axes or ())
     if max(dense, default=0) >= site.dims:
         raise PlanError(f"the rule's dense axes {rule.dense_axes} are not all axes of a {site.dims}-D convolution")
     if len(dense) == site.dims:
@@ -244,7 +227,8 @@ def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tup
         dilated = site.kernel_size[axis] > 1 and site.dilation[axis] > 1
         if sides[axis] != site.kernel_size[axis] or dilated:
             raise PlanError(f"dense axis {axis} must keep its size {site.kernel_size[axis]}, undilated")
-    padding = grown_padding(site.padding, site.kernel_size, site.dilation, sides, site.stride)  # checks the window
+    check_window(site.kernel_size, site.dilation, sides)
+    padding = grown_padding(site.padding, site.kernel_size, site.dilation, sides, site.stride)
     check_cells(site.out_channels * site.in_channels // site.groups, sides)
     if site.padding_mode in ("reflect", "circular") and site.input_extent is not None:
         cells = padded_cells(padding, site.input_extent, sides, site.stride)

@@ -1,16 +1,17 @@
 """YAML to a strict, frozen rule set; which rule claims a convolution, and why none does."""
 
 import fnmatch
+import math
 import re
 import reprlib
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+from yaml.constructor import ConstructorError
 
 from ..depthwise.geometry import size_text
 from ..errors import RuleError, did_you_mean, one_line, printable, shown
@@ -33,8 +34,7 @@ class _Strict(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _has_a_value(cls, value: Any) -> Any:
-        """`skip:` with nothing behind it is a slip; it does not mean the same as no `skip`."""
-        if value is None:
+        if value is None:  # `skip:` with nothing behind it is a slip; it does not mean the same as no `skip`
             raise PydanticCustomError("no_value", "has no value")
         return value
 
@@ -53,9 +53,6 @@ class Range(_Strict):
             raise ValueError(f"min {self.min} is above max {self.max}")
         return self
 
-    def __contains__(self, value: int) -> bool:
-        return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
-
     def __str__(self) -> str:
         return " and ".join(f"{word} {end}" for word, end in [("from", self.min), ("to", self.max)] if end is not None)
 
@@ -69,7 +66,7 @@ def _holds(stated: Any, value: Any) -> bool:
     """Whether a site has what a predicate states: a pattern, sizes, a number, a range or a truth value."""
     values = value if isinstance(value, tuple) else (value,)
     if isinstance(stated, Range):
-        return max(values) in stated
+        return bool((stated.min or 0) <= max(values) <= (stated.max or math.inf))
     allowed = stated if isinstance(stated, list) else [stated]
     if isinstance(allowed[0], str):
         return any(fnmatch.fnmatchcase(name, glob) for name in values if name is not None for glob in allowed)
@@ -96,8 +93,7 @@ class Match(_Strict):
     )
     dims: Annotated[int, Field(ge=1, le=3)] | None = Field(None, description="1, 2 or 3 spatial dimensions")
     kernel_size: Size | Range | None = Field(
-        None,
-        description=f"{_SIDE} for all sides, a list with one for each, or {{min: N, max: N}}, largest side",
+        None, description=f"{_SIDE} for all sides, a list with one for each, or {{min: N, max: N}}, largest side"
     )
     stride: Size | None = Field(None, description=_AXES)
     dilation: Size | None = Field(None, description=_AXES)
@@ -173,8 +169,8 @@ class Rule(Defaults):
         match = re.search(self.stage_pattern, name) if self.stage_pattern else None
         if match is None:
             return None
-        named = [group for group, text in match.groupdict().items() if text is not None]
-        return named[0] if named else ".".join(filter(None, match.groups())) or match[0] or None
+        named = next((group for group, text in match.groupdict().items() if text is not None), None)
+        return named or ".".join(filter(None, match.groups())) or match[0] or None
 
 
 class RuleSet(_Strict):
@@ -204,14 +200,6 @@ class RuleSet(_Strict):
         return shown(self.rules[index].name or f"rules[{index}]")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Claims:
-    """Which rule claims which site."""
-
-    rule_of: dict[str, int]  # site name -> index of the rule
-    reasons: dict[str, str]  # site name -> why no rule claims it
-
-
 def load_rules(source: str | Path) -> RuleSet:
     """The rule set of that name, or in that file.
 
@@ -239,7 +227,7 @@ class _StrictLoader(yaml.SafeLoader):
         keys: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in keys:
-                raise _yaml_error(f"key {shown(key.value)!r} stands twice", key)
+                raise ConstructorError(problem=f"key {shown(key.value)!r} stands twice", problem_mark=key.start_mark)
             keys.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -249,12 +237,9 @@ class _StrictLoader(yaml.SafeLoader):
             if isinstance(value, int | str):
                 str(value).encode()  # ValueError of too many digits, or of half a surrogate pair
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            raise _yaml_error(f"{type(error).__name__}: {one_line(error)}", node) from error
+            problem = f"{type(error).__name__}: {one_line(error)}"
+            raise ConstructorError(problem=problem, problem_mark=node.start_mark) from error
         return value
-
-
-def _yaml_error(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
-    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def parse_rules(text: str, source: str = "rules") -> RuleSet:
@@ -282,22 +267,21 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
 def choose_rules(sites: Sequence["ConvSite"]) -> RuleSet:
     """`auto`: the first of AUTO_RULES that claims a convolution; conv3x3 where none does."""
     candidates = [load_rules(name) for name in AUTO_RULES]
-    return next((rules for rules in candidates if claim_sites(rules, sites).rule_of), candidates[1])
+    return next((rules for rules in candidates if claim_sites(rules, sites)[0]), candidates[1])
 
 
-def claim_sites(rules: RuleSet, sites: Sequence["ConvSite"]) -> Claims:
-    """The first rule that matches claims a site."""
+def claim_sites(rules: RuleSet, sites: Sequence["ConvSite"]) -> tuple[dict[str, int], dict[str, str]]:
+    """The index of the first rule that matches, which claims a site, or why none does; both by the site's name."""
     rule_of: dict[str, int] = {}
     reasons: dict[str, str] = {}
     for site in sites:
         misses = [rule.match.misses(site) for rule in rules.rules]
-        index = next((index for index, miss in enumerate(misses) if miss is None), None)
-        if index is not None:
-            rule_of[site.name] = index
+        if None in misses:
+            rule_of[site.name] = misses.index(None)
         else:
             tried = f"rule {rules.label(0)!r}: {misses[0]}" if len(misses) == 1 else f"none of {len(misses)} rules"
             reasons[site.name] = f"not matched ({tried})"
-    return Claims(rule_of=rule_of, reasons=reasons)
+    return rule_of, reasons
 
 
 def rules_schema() -> dict[str, Any]:

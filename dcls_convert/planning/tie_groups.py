@@ -1,20 +1,16 @@
-"""Drafts become whole layers: which share their positions, their kernel counts, and which module owns a tie group."""
+"""Which layers share their positions, which module owns them, and the counts of elements that exist already."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 
 from ..depthwise.geometry import size_text
 from ..errors import PlanError, listed, shown
 from ..networks.sites import Skipped
 from ..networks.stages import common_parent
-from ..options import Scope, Tie
-from .budget import BudgetLayer, BudgetUnit, solve_counts
-from .plan import LayerCounts, LayerPlan, TieGroup, taken_from
-
-UNSOLVED = 0  # the kernel count that is still to be solved for; not one that can be stated
-MODEL_UNIT = "model"  # the unit of the budget with scope "model"
+from ..options import Tie
+from .budget import UNSOLVED
+from .plan import LayerCounts, LayerPlan, TieGroup
 
 
 def group_layers(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
@@ -48,60 +44,44 @@ def with_given_counts(
 ) -> list[LayerPlan]:
     """The drafts with their counts; PlanError where drafts and counts are not of the same layers."""
     names = {name for draft in drafts for name in draft.names}
-    for name in given.counts:
-        if name not in names:
-            reason = next((skip.reason for skip in skipped if skip.name == name), "the model has no such convolution")
-            raise PlanError(f"{given.source}: has elements for {shown(name)}, which would not be converted: {reason}")
+    for name in (name for name in given.counts if name not in names):
+        reason = next((skip.reason for skip in skipped if skip.name == name), "the model has no such convolution")
+        raise PlanError(f"{given.source}: has elements for {shown(name)}, which would not be converted: {reason}")
     missing = [draft.name for draft in drafts if not given.counts.keys() & set(draft.names)]
     if missing:
         raise PlanError(f"{given.source}: has no elements for {listed(missing, 1)}, which would be converted")
-    counted = []
+    count_of = {draft.name: next(given.counts[n] for n in draft.names if n in given.counts) for draft in drafts}
     for draft in drafts:
-        count = next(given.counts[name] for name in draft.names if name in given.counts)
-        if draft.kernel_count not in (UNSOLVED, count):
+        if draft.kernel_count not in (UNSOLVED, count_of[draft.name]):
             stated = f"rule {draft.rule!r} states {draft.kernel_count}"
-            raise PlanError(f"{given.source}: {draft.name} has {count} elements in a kernel, but {stated}")
-        counted.append(replace(draft, kernel_count=count))
-    # Layers that would be a tie group if their counts were the same.
-    alike = group_layers([replace(draft, kernel_count=UNSOLVED) for draft in counted]) if tie == "stage" else {}
-    count_of = {draft.name: draft.kernel_count for draft in counted}
-    for group, members in alike.items():
-        first, *others = [member.name for member in members]
-        other = next((name for name in others if count_of[name] != count_of[first]), None)
-        if other is not None:
             raise PlanError(
-                f"{given.source}: layers of {group} cannot share positions, since their kernel counts differ: "
-                f"{first} has {count_of[first]}, {other} has {count_of[other]}; use --tie none"
+                f"{given.source}: {draft.name} has {count_of[draft.name]} elements in a kernel, but {stated}"
             )
-    return counted
+    # Layers that would be a tie group if their counts were the same.
+    alike = group_layers([replace(draft, kernel_count=UNSOLVED) for draft in drafts]) if tie == "stage" else {}
+    for group, (first, *others) in alike.items():
+        for other in others:
+            if count_of[other.name] != count_of[first.name]:
+                raise PlanError(
+                    f"{given.source}: layers of {group} cannot share positions, since their kernel counts differ: "
+                    f"{first.name} has {count_of[first.name]}, {other.name} has {count_of[other.name]}; use --tie none"
+                )
+    return [replace(draft, kernel_count=count_of[draft.name]) for draft in drafts]
 
 
-def with_counts(
-    drafts: Sequence[LayerPlan], groups: dict[str, list[LayerPlan]], scope: Scope, share: Fraction
-) -> tuple[tuple[LayerPlan, ...], tuple[BudgetUnit, ...]]:
-    """The layers with their counts, stated or solved for, and the books of the budget."""
-    group_of = {draft.name: name for name, members in groups.items() for draft in members}
-    costs = []
-    for draft in drafts:
-        tie = group_of.get(draft.name)
-        # A tie group has one count. With scope "layer", the group counts as one layer.
-        unit = {"stage": draft.stage or draft.name, "layer": tie or draft.name}.get(scope, MODEL_UNIT)
-        decided = {"unit": unit, "tie_group": tie, "given_count": draft.kernel_count or None}
-        costs.append(BudgetLayer(**taken_from(draft, BudgetLayer) | decided))
-    counts, units = solve_counts(costs, share)
-    layers = [replace(draft, kernel_count=counts[draft.name], tie_group=group_of.get(draft.name)) for draft in drafts]
-    return tuple(layers), units
-
-
-def named_owners(groups: dict[str, list[LayerPlan]], layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
+def named_owners(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
     """The tie groups, each on the lowest module that holds its layers, under names that no other group has there."""
+    groups: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
+        if layer.tie_group is not None:
+            groups.setdefault(layer.tie_group, []).append(layer)
     taken: Counter[str] = Counter()
     ties = []
-    for name in groups:
-        members = [layer for layer in layers if layer.tie_group == name]
-        owner = common_parent([layer.name for layer in members])
+    for name, members in groups.items():
+        names = tuple(layer.name for layer in members)
+        owner = common_parent(names)
         taken[owner] += 1
         suffix = f"_{taken[owner]}" if taken[owner] > 1 else ""
         parameters = {parameter: f"dcls_{parameter}{suffix}" for parameter in members[0].shared_parameters}
-        ties.append(TieGroup(name=name, owner=owner, parameters=parameters, layers=tuple(x.name for x in members)))
+        ties.append(TieGroup(name=name, owner=owner, parameters=parameters, layers=names))
     return tuple(ties)

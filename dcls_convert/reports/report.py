@@ -75,7 +75,7 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamsAllowed:
-    """Parameters that new kernels and positions may use, and those they do use; for a folded model, before folding."""
+    """What new kernels and positions may use, and what they do use; for a folded model, before folding."""
 
     limit: int
     used: int
@@ -90,18 +90,14 @@ class ParamsAllowed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitReport(ParamsAllowed):
-    """What one unit of the budget was allowed: the model, a stage or a layer."""
-
-    name: str
+    name: str  # of the model, a stage or a layer
     kernel_count: int | None  # None: its layers have different counts, stated by rules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetReport(ParamsAllowed):
-    """What all units were allowed; the exact count is None where there are several."""
-
     scope: str
-    units: tuple[UnitReport, ...]
+    units: tuple[UnitReport, ...]  # the exact count of all is None where there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,9 +136,6 @@ class ConversionReport(Record):
         """Whether plain convolutions stand in the layers' places."""
         return self.plan.folded
 
-    def with_output(self, output: str | None) -> "ConversionReport":
-        return replace(self, output=output)
-
     def with_fit_errors(self, errors: Mapping[str, float], outcome: Outcome | None = None) -> "ConversionReport":
         """With the relative kernel errors that `apply_plan_` gave, by layer name."""
         layers = tuple(replace(layer, fit_error=errors.get(layer.name)) for layer in self.layers)
@@ -159,11 +152,9 @@ class ConversionReport(Record):
         return report_view(self)
 
     def __str__(self) -> str:
-        """The report at 80 columns."""
         return as_text(self)
 
     def _repr_html_(self) -> str:
-        """The report in a notebook."""
         return as_html(self)
 
 
@@ -191,15 +182,10 @@ def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
         row, module = _planned_layer(plan, layer), cast(Any, model.get_submodule(layer.name))
         shared = (module.positions, module.sigma) if row.position_params else ()
         weights, positions = module.weight.numel(), sum(part.numel() for part in shared if part is not None)
-        convolved = sum(flops.get(name, {}).get("convolution", 0) for name in layer.names)
-        measured = replace(
-            row,
-            params_after=weights + positions + (module.bias.numel() if module.bias is not None else 0),
-            weight_params=weights,
-            position_params=positions,
-            macs_after=None if total is None else convolved // 2,
-        )
-        rows.append(measured)
+        after = weights + positions + (module.bias.numel() if module.bias is not None else 0)
+        macs = sum(flops.get(name, {}).get("convolution", 0) for name in layer.names) // 2
+        row = replace(row, params_after=after, weight_params=weights, position_params=positions)
+        rows.append(replace(row, macs_after=None if total is None else macs))
     return _report(plan, sum(p.numel() for p in model.parameters()), total, rows)
 
 
@@ -214,8 +200,7 @@ def _report(plan: ConversionPlan, params: int, macs: int | None, layers: Sequenc
         exact = None if unit.exact_count is None else int(unit.exact_count * 100) / 100
         units.append(UnitReport(**taken_from(unit, UnitReport) | {"exact_count": exact}))
     return ConversionReport(
-        model=plan.model,
-        input_size=plan.input_size,
+        **{name: getattr(plan, name) for name in ("model", "input_size", "skipped", "stages_from")},
         output=None,
         params=ParamsChange(
             before=plan.params,
@@ -232,8 +217,6 @@ def _report(plan: ConversionPlan, params: int, macs: int | None, layers: Sequenc
             units=tuple(units),
         ),
         layers=tuple(layers),
-        skipped=plan.skipped,
-        stages_from=plan.stages_from,
         params_untouched=plan.params - sum(layer.params_before for layer in layers),
         macs_untouched=untouched_macs,
         plan=plan,

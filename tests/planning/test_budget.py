@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -9,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcls_convert.errors import PlanError
-from dcls_convert.planning.budget import BudgetLayer, parse_percent, solve_counts
+from dcls_convert.planning.budget import parse_percent, solve_counts
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rules import parse_rules
 
-from .nets import convs_of
+from .nets import Net, convs_of, plan_of
 
 HUNDREDTH_OF_A_PERCENT = Fraction(1, 10_000)
 
@@ -32,105 +33,93 @@ def parameters(layers, counts):
 
 def largest_count(layers, limit):
     """By trial: the largest count for the layers that have none."""
-    cells = [layer.cells for layer in layers if layer.given_count is None]
+    cells = [layer.cells for layer in layers if not layer.kernel_count]
     return max(
-        (n for n in range(min(cells) + 1) if parameters(layers, {x.name: x.given_count or n for x in layers}) <= limit),
-        default=0,
+        n
+        for n in range(min(cells) + 1)
+        if n == 0 or parameters(layers, {x.name: x.kernel_count or n for x in layers}) <= limit
     )
 
 
+BASE = plan_of(Net()).layers[0]
+
+
+def draft(name="a", **changes):
+    """A layer that is to get a count: 4 lines of 9 weights, 49 cells, 2 coordinates for each element."""
+    return replace(BASE, names=(name,), tie_group=None, kernel_count=0, **changes)
+
+
 @st.composite
-def layer_costs(draw):
-    """Layers of up to three units, in tie groups and alone; a group has one shape, and one given count or none."""
+def drafts(draw):
+    """Layers of up to three stages, in tie groups and alone; a group has one shape, and one stated count or none."""
     layers = []
     for index in range(draw(st.integers(1, 5))):
-        size, kernel_cells = draw(st.integers(1, 4)), draw(st.integers(1, 12))
-        lines, coordinates = draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 3, 4, 6]))
-        cells = draw(st.integers(1, 25))
-        given_count = draw(st.none() | st.integers(1, cells))
-        tied, unit = size > 1 and draw(st.booleans()), draw(st.sampled_from("abc"))
-        layers += [
-            BudgetLayer(
-                name=f"layer{index}.{member}",
-                unit=unit,
-                tie_group=f"group{index}" if tied else None,
-                lines=lines,
-                dense_weights=lines * kernel_cells,
-                coordinates=coordinates,
-                cells=cells,
-                given_count=given_count,
-            )
-            for member in range(size)
-        ]
+        size, dims, cells = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 25))
+        tied = size > 1 and draw(st.booleans())
+        group = {
+            "stage": draw(st.sampled_from("abc")),
+            "out_channels": draw(st.integers(1, 9)),
+            "groups": BASE.in_channels,
+            "kernel_size": (draw(st.integers(1, 12)),) + (1,) * (dims - 1),
+            "dilated_size": (cells,) + (1,) * (dims - 1),
+            "interpolation": draw(st.sampled_from(["bilinear", "gaussian"])),
+        }
+        count = draw(st.just(0) | st.integers(1, cells))
+        for member in range(size):
+            layer = draft(f"layer{index}.{member}", **group)
+            layers.append(replace(layer, tie_group=f"group{index}" if tied else None, kernel_count=count))
     return draw(st.permutations(layers))
 
 
 percentages = st.integers(1, 30_000).map(lambda hundredths: f"{hundredths / 100:.2f}")
 
 
-def by_unit(layers):
-    units = {}
-    for layer in layers:
-        units.setdefault(layer.unit, []).append(layer)
-    return units
-
-
-@given(layers=layer_costs(), percent=percentages)
+@given(layers=drafts(), percent=percentages)
 def test_the_count_is_the_largest_within_the_budget(layers, percent):
     share = parse_percent(percent)
-    units = by_unit(layers)
+    units = {layer.stage: [other for other in layers if other.stage == layer.stage] for layer in layers}
     limits = {name: math.floor(share * sum(layer.dense_weights for layer in unit)) for name, unit in units.items()}
     expected = {}
     for name, unit in units.items():
-        free = largest_count(unit, limits[name]) if any(layer.given_count is None for layer in unit) else None
-        expected |= {layer.name: layer.given_count or free for layer in unit}
+        free = None if all(layer.kernel_count for layer in unit) else largest_count(unit, limits[name])
+        expected |= {layer.name: layer.kernel_count or free for layer in unit}
     if 0 in expected.values():
         with pytest.raises(PlanError, match="admits no element"):
-            solve_counts(layers, share)
+            solve_counts(layers, "stage", share)
         return
-    counts, solved = solve_counts(layers, share)
+    solved, books = solve_counts(layers, "stage", share)
+    assert [layer.name for layer in solved] == [layer.name for layer in layers]
+    counts = {layer.name: layer.kernel_count for layer in solved}
     assert counts == expected
-    assert {unit.name: unit.limit for unit in solved} == limits
-    for unit in solved:
+    assert {unit.name: unit.limit for unit in books} == limits
+    for unit in books:
         members = units[unit.name]
         assert unit.used == parameters(members, counts)
-        if all(layer.given_count is None for layer in members):
+        free = [layer for layer in members if not layer.kernel_count]
+        if free == members:
             assert unit.exact_count * parameters(members, dict.fromkeys(counts, 1)) == unit.limit
-        shown = {counts[layer.name] for layer in members if layer.given_count is None} or {
-            counts[layer.name] for layer in members
-        }
+        shown = {counts[layer.name] for layer in free or members}
         assert {unit.kernel_count} == (shown if len(shown) == 1 else {None})
 
 
-@given(layers=layer_costs(), hundredths=st.integers(1, 300))
+@given(layers=drafts(), hundredths=st.integers(1, 300))
 def test_the_smallest_budget_that_is_named_does_and_less_does_not(layers, hundredths):
     share = hundredths * HUNDREDTH_OF_A_PERCENT
     try:
-        solve_counts(layers, share)
+        solve_counts(layers, "stage", share)
     except PlanError as error:
         named = parse_percent(re.fullmatch(r".*the smallest budget that does is (\S+) %", str(error))[1])
         assert named > share
-        assert min(solve_counts(layers, named)[0].values()) >= 1
+        assert min(layer.kernel_count for layer in solve_counts(layers, "stage", named)[0]) >= 1
         with pytest.raises(PlanError, match="admits no element"):
-            solve_counts(layers, named - HUNDREDTH_OF_A_PERCENT)
-
-
-def cost(name="a", **changes):
-    values = {"unit": "model", "tie_group": None, "lines": 4, "dense_weights": 36, "coordinates": 2, "cells": 49}
-    return BudgetLayer(name=name, **(values | changes))
-
-
-def test_a_count_above_the_cells_is_refused_with_the_most_that_fits():
-    message = re.escape("a: kernel count 50 is more than the 49 cells of its window; use 49 or fewer")
-    with pytest.raises(PlanError, match=message):
-        solve_counts([cost(given_count=50)], Fraction(1))
+            solve_counts(layers, "stage", named - HUNDREDTH_OF_A_PERCENT)
 
 
 def test_several_units_without_an_element_are_counted_in_one_line():
-    layers = [cost(name, unit=name, dense_weights=weights) for name, weights in [("a", 8), ("b", 4), ("c", 36)]]
+    layers = [draft(name, kernel_size=size) for name, size in [("a", (1, 2)), ("b", (1, 1)), ("c", (3, 3))]]
     message = "a budget of 100 % admits no element in a and 1 more; the smallest budget that does is 300 %"
     with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
-        solve_counts(layers, Fraction(1))
+        solve_counts(layers, "layer", Fraction(1))
 
 
 # Percentages.
@@ -165,8 +154,9 @@ def test_what_is_no_percentage_above_0_is_refused_in_one_line(text):
 
 
 def test_a_limit_is_rounded_down_once_and_from_the_exact_product():
-    layer = cost(lines=1, dense_weights=3_000_000)
-    limits = [solve_counts([layer], parse_percent(share))[1][0].limit for share in ("33.333333", "33.3333334")]
+    layer = draft(kernel_size=(750, 1000))  # 3,000,000 weights
+    shares = ("33.333333", "33.3333334")
+    limits = [solve_counts([layer], "model", parse_percent(share))[1][0].limit for share in shares]
     assert limits == [999_999, 1_000_000]
 
 
@@ -212,9 +202,18 @@ rules:
     assert 0 <= unit.limit - unit.used < sum(layer.lines for layer in others) + 2 * 1344
 
 
-@pytest.mark.parametrize("count", [0, 1.5, True, "34", None, 17 * 17 + 1])
-def test_a_kernel_count_that_cannot_be_is_refused(count):
-    with pytest.raises(PlanError, match=r"kernel count"):
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        *((count, "must be a positive integer, auto or exact") for count in (0, 1.5, True, "34", None)),
+        (
+            290,
+            r"stages.0.blocks.0.conv_dw: kernel count 290 is more than the 289 cells of its window; use 289 or fewer",
+        ),
+    ],
+)
+def test_a_kernel_count_that_cannot_be_is_refused(count, message):
+    with pytest.raises(PlanError, match=message):
         plan_conversion(convs_of("convnext_tiny"), dilated_size=17, kernel_count=count)
 
 

@@ -14,21 +14,18 @@ import pytest
 from dcls_convert.errors import CheckpointError, PlanError
 from dcls_convert.planning.plan import ConversionPlan
 
-from .nets import Net, Shared, plan_of
+from .nets import IMAGE, Net, plan_of
 
 PLANS = {
-    "tied": lambda: plan_of(Net()),
-    "gaussian, per stage, share": lambda: plan_of(Net(), interpolation="gaussian", scope="stage", budget="233.333333"),
-    "untied, without MACs": lambda: plan_of(Net(), None, tie="none", scope="layer"),
-    "shared": lambda: plan_of(Shared(), kernel_count=4),
-    "with arguments": lambda: plan_of(Net(), model="timm:x", model_args={"depths": [1, 2], "drop": 0.1, "act": None}),
-    "with a tuple among the arguments": lambda: plan_of(Net(), model="timm:x", model_args={"img_size": (9, 14)}),
+    "gaussian, per stage, share": {"interpolation": "gaussian", "scope": "stage", "budget": "233.333333"},
+    "untied": {"tie": "none", "scope": "layer"},
+    "arguments": {"model": "timm:x", "model_args": {"size": (9, 14), "drop": 0.1, "act": None}},
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_survives_json(name):
-    plan = PLANS[name]()
+    plan = plan_of(Net(), None if name == "untied" else IMAGE, **PLANS[name])
     again = ConversionPlan.from_json(plan.to_json(), "plan.json")
     assert again == plan
     assert (again.hash, again.to_json()) == (plan.hash, plan.to_json())

@@ -88,23 +88,16 @@ def net():
     ],
 )
 def test_a_predicate_holds_or_says_what_it_found(key, holds, fails):
-    claims = claim_sites(rules_of({"match": {key: holds}}), [SITE])
-    assert (claims.rule_of, claims.reasons) == ({SITE.name: 0}, {})
-    claims = claim_sites(rules_of({"name": "wrong", "match": {key: fails}}), [SITE])
-    assert claims.rule_of == {}
-    assert claims.reasons[SITE.name].startswith(f"not matched (rule 'wrong': {key} is ")
-
-
-@pytest.mark.parametrize("sizes", [(3,), (3, 3), (3, 3, 3)])
-def test_an_integer_stands_for_all_axes(sizes):
-    assert claim_sites(rules_of({"match": {"kernel_size": 3}}), [replace(SITE, kernel_size=sizes)]).rule_of
-    assert not claim_sites(rules_of({"match": {"kernel_size": 2}}), [replace(SITE, kernel_size=sizes)]).rule_of
+    assert claim_sites(rules_of({"match": {key: holds}}), [SITE]) == ({SITE.name: 0}, {})
+    rule_of, reasons = claim_sites(rules_of({"name": "wrong", "match": {key: fails}}), [SITE])
+    assert rule_of == {}
+    assert reasons[SITE.name].startswith(f"not matched (rule 'wrong': {key} is ")
 
 
 def test_no_pattern_is_the_stage_of_what_is_outside_of_stages():
     outside = replace(SITE, stage=None)
-    assert "stage is none" in claim_sites(rules_of({"match": {"stage": "*"}}), [outside]).reasons[SITE.name]
-    assert claim_sites(rules_of({}), [outside]).rule_of == {SITE.name: 0}
+    assert "stage is none" in claim_sites(rules_of({"match": {"stage": "*"}}), [outside])[1][SITE.name]
+    assert claim_sites(rules_of({}), [outside])[0] == {SITE.name: 0}
 
 
 def test_the_first_rule_that_matches_claims(net):
@@ -113,7 +106,7 @@ def test_the_first_rule_that_matches_claims(net):
         {"name": "depthwise", "match": {"kind": "depthwise"}},
         {"name": "late", "match": {"stage": "layer2"}, "skip": "too late to matter"},
     )
-    assert claim_sites(rules, net.sites).rule_of == {"layer1.0": 0, "layer1.1": 1, "layer2.0": 1, "layer2.1": 2}
+    assert claim_sites(rules, net.sites)[0] == {"layer1.0": 0, "layer1.1": 1, "layer2.0": 1, "layer2.1": 2}
     plan = plan_conversion(net, rules, dilated_size=9)
     assert {layer.name: layer.rule for layer in plan.layers}["layer2.0"] == "depthwise"
     missed = "not matched (none of 3 rules)"
@@ -176,16 +169,16 @@ def test_a_rule_overrules_an_option_and_an_option_a_default(net, key, rule, opti
 
 
 @pytest.mark.parametrize(
-    ("stated", "option", "message"),
+    ("option", "message"),
     [
-        ({"dilated_kernel_size": 9}, {"dilated_size": 11}, "states its own dilated_kernel_size, so the dilated size"),
-        ({"kernel_count": 3}, {"kernel_count": 5}, "states its own kernel_count, so the kernel count"),
+        ({"dilated_size": 11}, "states its own dilated_kernel_size, so the dilated size"),
+        ({"kernel_count": 5}, "states its own kernel_count, so the kernel count"),
     ],
 )
-def test_an_option_that_no_rule_leaves_open_is_refused(net, stated, option, message):
-    rules = rules_of(CLAIMS | {"dilated_kernel_size": 9} | stated, {"match": {"kind": "dense"}, "skip": "dense"})
+def test_an_option_that_no_rule_leaves_open_is_refused(net, option, message):
+    stated = CLAIMS | {"dilated_kernel_size": 9, "kernel_count": 3}
     with pytest.raises(RuleError, match=f"{message} given has no effect"):
-        plan_conversion(net, rules, **option)
+        plan_conversion(net, rules_of(stated, {"match": {"kind": "dense"}, "skip": "dense"}), **option)
 
 
 @pytest.mark.parametrize(
@@ -196,11 +189,10 @@ def test_an_option_that_no_rule_leaves_open_is_refused(net, stated, option, mess
         (r"blocks\.(?:(?P<early>[0-3])|(?P<late>\d+))\.", "blocks.3.conv", "early"),
         (r"blocks\.(?:(?P<early>[0-3])|(?P<late>\d+))\.", "blocks.12.conv", "late"),
         (r"x*", "body", None),
-        (None, "body", None),
     ],
 )
 def test_what_a_pattern_finds_is_the_stage(pattern, name, stage):
-    assert Rule(stage_pattern=pattern).stage_of(name) == stage if pattern else Rule().stage_of(name) is None
+    assert Rule(stage_pattern=pattern).stage_of(name) == stage
 
 
 def test_layers_of_a_stage_by_pattern_are_tied():
@@ -231,7 +223,7 @@ def test_layers_of_a_stage_by_pattern_are_tied():
 def test_the_built_in_sets_claim_what_they_are_for(model, auto, depthwise, conv3x3, dense3x3):
     sites = convs_of(model).sites
     for name, count in [("depthwise", depthwise), ("conv3x3", conv3x3), ("dense3x3", dense3x3)]:
-        claimed = claim_sites(load_rules(name), sites).rule_of
+        claimed, _ = claim_sites(load_rules(name), sites)
         assert len(claimed) == count
         assert all(site.stage is not None for site in sites if site.name in claimed)
     plan = plan_conversion(convs_of(model))
@@ -301,11 +293,9 @@ MISTAKES = {
     "format: 2\nrules: [{}]": "format: found 2; allowed is 1",
     "format: true\nrules: [{}]": "format: found True; allowed is 1",
     "format: 1\nrules: []": "rules: found []; allowed is a list of at least one rule",
-    "format: 1\nrules: [3]": "rules[0]: found 3; allowed is a mapping with ",
     rule("match: depthwise"): "rules[0].match: found 'depthwise'; allowed is a mapping",
     rule("match: {kind: depthwize}"): "rules[0].match.kind: found 'depthwize'; allowed is depthwise, grouped, dense",
     rule("match: {kernel_size: [3, 3, 3, 3]}"): "rules[0].match.kernel_size: found [3, 3, 3, 3]; allowed is",
-    rule("dilated_kernel_size: 17x17"): "rules[0].dilated_kernel_size: found '17x17'; allowed is",
     rule("dilated_kernel_size: 10001"): "rules[0].dilated_kernel_size: found 10001; allowed is an integer",
     rule("kernel_count: true"): "rules[0].kernel_count: found True; allowed is an integer from 1 to 1000000000",
     rule("interpolation: cubic"): "rules[0].interpolation: found 'cubic'; allowed is bilinear or triangle or gaussian",
@@ -322,7 +312,6 @@ MISTAKES_BEYOND_A_SCHEMA = {  # relations between values, keys that JSON does no
     rule("match: {kernel_size: {}}"): "rules[0].match.kernel_size: a range needs min, max or both",
     rule("skip: x, kernel_count: 3"): "rules[0]: a rule that skips cannot also state kernel_count",
     rule("stage_pattern: '('"): "rules[0].stage_pattern: '(' is not a regular expression: ",
-    rule(f"stage_pattern: '{'(' * 5000}'"): "rules[0].stage_pattern: '((((",
     rule("match: {1: 2}"): "rules[0].match: unknown key '1'",
     "format: 1\nformat: 1\nrules: [{}]": "line 2: not valid YAML: key 'format' stands twice",
     "format: 1\nrules: [": "line 2: not valid YAML",
@@ -332,32 +321,31 @@ MISTAKES_BEYOND_A_SCHEMA = {  # relations between values, keys that JSON does no
     "format: 1\nrules: &again [*again]": "rules[0]: found",  # holds itself
     "[" * 500: "not valid YAML: RecursionError",
     rule(f"kernel_count: {'9' * 5000}"): "line 2: not valid YAML: ValueError: Exceeds the limit",
-    rule("match: {dims: 0x" + "f" * 6000 + "}"): "line 2: not valid YAML: ValueError: Exceeds the limit",
     rule("name: 2001-99-99"): "line 2: not valid YAML: ValueError: month must be in 1..12",
     rule(r'name: "\ud800"'): "line 2: not valid YAML: UnicodeEncodeError: ",  # it could not be written again
 }
 
 
-def one_line(message, source):
-    assert message.startswith(f"{source}: "), message
+def one_line(error):
+    message = str(error)
+    assert message.startswith("my.yaml: "), message
     assert message.isprintable()
     assert len(message) < 350
-    return message.removeprefix(f"{source}: ")
+    return message.removeprefix("my.yaml: ")
 
 
 @pytest.mark.parametrize("text", MISTAKES | MISTAKES_BEYOND_A_SCHEMA, ids=lambda text: repr(text[:60]))
 def test_a_mistake_is_one_line_with_the_place(text):
     with pytest.raises(RuleError) as error:
         parse_rules(text, source="my.yaml")
-    assert one_line(str(error.value), "my.yaml").startswith((MISTAKES | MISTAKES_BEYOND_A_SCHEMA)[text])
+    assert one_line(error.value).startswith((MISTAKES | MISTAKES_BEYOND_A_SCHEMA)[text])
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ("depthwize", "(did you mean 'depthwise'?)"),
-        ("nowhere/rules.yaml", "are neither a file nor one of conv3x3, dense3x3, dense3x3x3, depthwise, auto"),
-        (".", "neither a file nor one of"),
+        (".", "are neither a file nor one of conv3x3, dense3x3, dense3x3x3, depthwise, auto"),
     ],
 )
 def test_rules_that_are_not_there_are_refused_with_those_that_are(source, message):
@@ -398,43 +386,17 @@ def test_no_misspelt_key_is_passed_over():
                 misspelt[wrong] = misspelt.pop(key)
                 with pytest.raises(RuleError) as error:
                     parse_rules(yaml.safe_dump(data), source="my.yaml")
-                message = one_line(str(error.value), "my.yaml")
-                assert message.startswith(f"{place}: unknown key {wrong!r}" if place else f"unknown key {wrong!r}")
+                assert one_line(error.value).startswith(f"{place}: " * bool(place) + f"unknown key {wrong!r}")
 
 
-# Any text at all: files with some of the keys, whose values mostly fit them, and pieces of YAML anywhere.
+# Any text at all: files with other values here and there, and pieces of YAML anywhere.
 
-HOSTILE = ["", "*", "\x1b]0;title\a", "\u202e", "a" * 300, "~", "0x" + "f" * 5000, "9" * 5000, "null"]
-texts = st.sampled_from(HOSTILE) | st.text(max_size=20)
+texts = st.sampled_from(["", "*", "\u202e", "a" * 300, "~", "9" * 5000, "auto", "gaussian"]) | st.text(max_size=20)
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 60) | st.sampled_from([10**9, 10**30, 2.5, float("nan")]) | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
-FITTING = {
-    "kind": st.sampled_from(["depthwise", "grouped", "dense"]),
-    "path": st.sampled_from(["*", "layer*", "*[!a-"]) | texts,
-    "stage_pattern": st.sampled_from([r"layer(\d)", "(?P<a>x)|y", "("]) | texts,
-    "kernel_count": st.integers(-1, 90) | st.just("auto"),
-    "interpolation": st.sampled_from(["bilinear", "gaussian", "cubic"]),
-} | dict.fromkeys(
-    ["kernel_size", "stride", "in_channels", "dilated_kernel_size", "dims"],
-    st.integers(-1, 24) | st.lists(st.integers(0, 12), max_size=4) | st.just({"min": 3}),
-)
-
-
-def of(model, **nested):
-    fitting = {key: nested.get(key, FITTING.get(key, values)) for key in model.model_fields}
-    return st.fixed_dictionaries({}, optional=fitting)
-
-
-files = st.fixed_dictionaries(
-    {
-        "format": st.sampled_from([1, 1, 1, 2, True]),
-        "rules": st.lists(of(Rule, match=of(Match), name=texts), max_size=3),
-    },
-    optional={"defaults": of(Rule), "description": texts},
-).map(yaml.safe_dump)
 PIECES = [
     "&a ", "*a", "<<: *a", "? ", "--- ", "%YAML 9.9\n", "%TAG ! !!\n", "- " * 300, "[" * 400, "{a: " * 300, "\t", "\0",
     "\ufeff", "\u2028", "#", "'", '"', ": ", ", ", "|\n", "!!int ''", "!!timestamp x", "!!binary '%'", "!own {}", "=",
@@ -445,8 +407,13 @@ PIECES = [
 
 @st.composite
 def rule_texts(draw):
-    text = draw(files | st.sampled_from([VALID, *(path.read_text() for path in builtin_rules().values())]))
+    data = yaml.safe_load(draw(st.sampled_from([VALID, *(path.read_text() for path in builtin_rules().values())])))
     for _ in range(draw(st.integers(0, 3))):
+        mapping, _ = draw(st.sampled_from(list(mappings(data))))
+        key = draw(st.sampled_from([*mapping, *Rule.model_fields, *Match.model_fields]))
+        mapping[key] = draw(values)
+    text = yaml.safe_dump(data)
+    for _ in range(draw(st.integers(0, 2))):
         at = draw(st.integers(0, len(text)))
         text = text[:at] + draw(st.sampled_from(PIECES) | texts) + text[at + draw(st.integers(0, 12)) :]
     return text
@@ -458,7 +425,7 @@ def test_any_text_is_one_line_of_error_or_rules_that_say_the_same_when_written_a
     try:
         rules = parse_rules(text, source="my.yaml")
     except RuleError as error:
-        one_line(str(error), "my.yaml")
+        one_line(error)
         return
     assert parse_rules(rules.text).rules == rules.rules
     try:
@@ -471,14 +438,10 @@ def test_any_text_is_one_line_of_error_or_rules_that_say_the_same_when_written_a
 # The schema, for editors.
 
 
-@pytest.fixture(scope="module")
-def validator():
+def test_the_schema_takes_what_the_program_takes_and_refuses_what_it_refuses():
     jsonschema = pytest.importorskip("jsonschema")
     jsonschema.Draft202012Validator.check_schema(rules_schema())
-    return jsonschema.Draft202012Validator(rules_schema())
-
-
-def test_the_schema_takes_what_the_program_takes_and_refuses_what_it_refuses(validator):
+    validator = jsonschema.Draft202012Validator(rules_schema())
     stated = parse_rules(VALID).rules[0].match.model_dump()
     assert None not in stated.values(), "VALID is to state every predicate"
     for text in [VALID, *(path.read_text(encoding="utf-8") for path in builtin_rules().values())]:
