@@ -107,7 +107,7 @@ def model_row(name: str, options: PlanOptions, input_size: tuple[int, ...] | Non
     )
     try:
         plan = make_plan(convs, options, model=name)
-        check_same_shapes(model, plan.windows, plan.input_size, convs.output_sizes, meta=convs.meta)
+        check_same_shapes(convs.meta, plan.windows, plan.input_size, convs.output_sizes)
         if convs.macs is None and input_size is not None:
             raise PlanError(f"input size {size_text(input_size)}: {convs.macs_note}")
     except (NothingMatchesError, PlanError, RuleError) as error:
