@@ -10,7 +10,7 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -177,15 +177,14 @@ def build_model(
         if not isinstance(config.get("architecture"), str):
             raise ModelError(f"{source.name}: {path} names no architecture; it is not a config of timm")
     with seeded(seed), warnings.catch_warnings(action="ignore"):
-        if device == "meta" and not pretrained:
-            for way in (torch.device("meta"), _EmptyWeights()):
-                try:
-                    with way:
-                        return _build(source, pretrained=False)
-                except _EndlessError:
-                    raise
-                except ModelError:  # if not due to the way of building, it is repeated, and reported, on the CPU
-                    pass
+        for way in (torch.device("meta"), _EmptyWeights()) if device == "meta" and not pretrained else ():
+            try:
+                with way:
+                    return _build(source, pretrained=False)
+            except _EndlessError:
+                raise
+            except ModelError:  # if not due to the way of building, it is repeated, and reported, on the CPU
+                pass
         with seeded(seed):
             model = _build(source, pretrained=pretrained)
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -195,8 +194,16 @@ def build_model(
 
 def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
     kind, _, name = source.name.partition(":")
+    count = itertools.count(1)
+
+    def refuse_endless(*_: object) -> None:
+        """A depth of a million, for example."""
+        if next(count) > MOST_MODULES:
+            raise _EndlessError(f"{source.name}: its arguments ask for more than {MOST_MODULES:,} modules")
+
+    bound = register_module_module_registration_hook(refuse_endless) if kind in LIBRARIES else contextlib.nullcontext()
     try:
-        with _bounded(source.name) if kind in LIBRARIES else contextlib.nullcontext():
+        with bound:
             if kind == "torchvision":
                 models, args = _import("torchvision.models"), source.args
                 if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
@@ -218,22 +225,6 @@ def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ModelError(f"{source.name}: gives a {type(model).__name__}, not a torch.nn.Module")
     return model
-
-
-@contextlib.contextmanager
-def _bounded(name: str) -> Iterator[None]:
-    """Refuse (ModelError) arguments that ask for a network without end, such as a depth of a million."""
-    count = itertools.count(1)
-
-    def refuse_more(*_: object) -> None:
-        if next(count) > MOST_MODULES:
-            raise _EndlessError(f"{name}: its arguments ask for more than {MOST_MODULES:,} modules")
-
-    hook = register_module_module_registration_hook(refuse_more)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _build_own(source: ModelSource) -> Any:

@@ -172,7 +172,9 @@ def _outputs(model: nn.Module, image: Tensor) -> object:
             if base.__name__ == "GeneralizedRCNN":
                 raise ValueError(f"what a {type(model).__name__} computes depends on how many regions it finds")
             if base.__name__ in ONE_STAGE_DETECTORS:
-                _run_head(model, image)
+                # Up to the end of its head: the rest, without MACs, sorts boxes by their values.
+                with model.get_submodule("head").register_forward_hook(_stop), contextlib.suppress(_HeadIsDoneError):
+                    model([image[0]])
                 return None
     return model(image)
 
@@ -181,14 +183,8 @@ class _HeadIsDoneError(Exception):
     pass
 
 
-def _run_head(detector: nn.Module, image: Tensor) -> None:
-    """Run a one-stage detector up to the end of its head: the rest, without MACs, sorts boxes by their values."""
-
-    def stop(*_: object) -> None:
-        raise _HeadIsDoneError
-
-    with detector.get_submodule("head").register_forward_hook(stop), contextlib.suppress(_HeadIsDoneError):
-        detector([image[0]])
+def _stop(*_: object) -> None:
+    raise _HeadIsDoneError
 
 
 def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
