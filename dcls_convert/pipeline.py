@@ -25,11 +25,11 @@ from .networks.outputs import relative_distance, same_top1
 from .networks.running import evaluating, reproducible, run, unchanged_on_failure
 from .networks.sites import ModelConvs, find_convs
 from .networks.source import (
+    FOREIGN_SOURCES,
     LIBRARIES,
     ModelSource,
     build_model,
     known_source,
-    rebuildable_source,
     stated_input_size,
     with_names_of,
 )
@@ -117,9 +117,9 @@ class Job:
     @cached_property
     def rebuilt_from(self) -> ModelSource | None:
         """How a checkpoint says that the network is built; None where only its user can."""
-        if self.source is None or self.model is not None:
+        if self.source is None or self.model is not None or self.source.kind in FOREIGN_SOURCES:
             return known_source(self.meta)
-        return rebuildable_source(self.meta, self.source)
+        return self.source
 
     @cached_property
     def convs(self) -> ModelConvs:
@@ -192,7 +192,7 @@ class Job:
         plan = make_plan(
             self.convs, options, model=source.name if source else None, model_args=source.args if source else None
         )
-        check_same_shapes(self.meta, plan.windows, plan.input_size, self.convs.output_sizes, meta=self.convs.meta)
+        check_same_shapes(self.convs.meta, plan.windows, plan.input_size, self.convs.output_sizes)
         if self.elements is not None:
             element_state(self.elements, plan, self.authors_version)
         elif self.offline and self.weights is not None:  # which will not be built, but would be refused

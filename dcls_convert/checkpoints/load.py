@@ -70,7 +70,7 @@ def rebuilt(
             place_(model, plan)
         prepare_(model)
 
-    return build_with_state(source, state, where, prepare_=prepare)[0]
+    return build_with_state(source, state, where, prepare_=prepare)
 
 
 def buildable(source: ModelSource | None, folder: Path, *, trust_code: bool) -> ModelSource:

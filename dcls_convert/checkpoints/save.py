@@ -12,7 +12,7 @@ from .. import __version__
 from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.source import REGISTRIES, ModelSource, build_model
-from ..networks.weights import alias_names, check_state, misfits
+from ..networks.weights import alias_names, check_weights, misfits
 from ..output import check_output, new_folder
 from ..pipeline import convert_
 from ..planning.plan import ConversionPlan
@@ -113,7 +113,7 @@ def check_fits_plan(model: nn.Module, plan: ConversionPlan) -> None:
         problem = next(misfits(meta_model, state), None)
     if problem is not None:
         raise CheckpointError(f"the model no longer fits its plan, so its folder could not be loaded: {problem}")
-    check_state(model, state, "the model")
+    check_weights(model, state, "the model")
 
 
 def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:

@@ -32,12 +32,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def relative_error(outputs: Any, others: Any) -> float:
     """max |a - b| / max |a| of each tensor, and of these the largest; 0 where they are equal, inf where a is 0.
 
-    Args:
-        outputs: Of one model: a tensor, or tensors in tuples, lists and dicts. Errors are relative to these.
-        others: Of another model, in the same structure. Values other than tensors must be equal.
-
-    Raises:
-        ComparisonError: Another structure or shape, no tensor at all, or values that are not finite; says where.
+    ComparisonError, with the place, for other structures, shapes and values than tensors, and for what is not finite.
     """
     ours, theirs = list(parts(outputs, "output")), list(parts(others, "output"))
     structures = [
@@ -58,11 +53,7 @@ def relative_error(outputs: Any, others: Any) -> float:
 
 
 def check_equal(outputs: Any, others: Any, *, bound: float, what: str) -> float:
-    """`relative_error`, if it is within the bound.
-
-    Raises:
-        ComparisonError: The error is larger, or the outputs cannot be compared; begins with `what`.
-    """
+    """`relative_error`, within the bound; else a ComparisonError that begins with `what`."""
     try:
         error = relative_error(outputs, others)
     except ComparisonError as problem:

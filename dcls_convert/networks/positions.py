@@ -38,7 +38,7 @@ class PositionParameter:
 
 
 def position_parameters(model: nn.Module) -> tuple[PositionParameter, ...]:
-    """Every positions and sigma tensor of the model once, in the order of the layers; none without DCLS layers."""
+    """Every positions and sigma tensor of the model once, in the order of the layers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     users: dict[int, tuple[str, Tensor, dict[str, DclsConvNd]]] = {}
     for layer_name, layer in model.named_modules():

@@ -23,15 +23,11 @@ _POOL: ContextVar[ThreadPoolExecutor | None] = ContextVar("pool", default=None) 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, every module is in eval mode and nothing is recorded for gradients; afterwards each has its own mode.
-
-    Modes are kept module by module: a frozen BatchNorm is in eval mode inside a model that trains. They are set
-    directly, since `eval` and `train` may be the model's own.
-    """
+    """Inside, every module is in eval mode and nothing is recorded for gradients; afterwards each has its own mode."""
     modes = {module: module.training for module in model.modules()}
     try:
         for module in modes:
-            module.training = False
+            module.training = False  # `eval` may be the model's own
         with torch.no_grad():
             yield
     finally:
@@ -73,8 +69,7 @@ def full_precision() -> Iterator[None]:
 def reproducible() -> Iterator[None]:
     """Inside, float32 is computed in full precision, and no sum on the CPU depends on the number of threads.
 
-    Each call of torch computes in one thread: with several, sums are split by their number and run in another order.
-    What `in_parallel` gets is computed in as many threads as the process has outside. The number of threads goes back.
+    Each call of torch computes in one thread; `in_parallel` has as many threads as the process has outside.
     """
     threads, pool = torch.get_num_threads(), _POOL.get()
     with contextlib.ExitStack() as back:
@@ -89,11 +84,7 @@ def reproducible() -> Iterator[None]:
 
 
 def in_parallel(work: Callable[[Part], Result], parts: Sequence[Part], device: torch.device) -> list[Result]:
-    """`work` of each part, in their order; nothing is recorded for gradients.
-
-    Inside `reproducible`, several threads work on the CPU, and each computes alone. A GPU has one, since others would
-    have a stream of their own.
-    """
+    """`work` of each part, in their order, without gradients; on the CPU, in several threads inside `reproducible`."""
     pool, inference = _POOL.get(), torch.is_inference_mode_enabled()
 
     def alone(part: Part) -> Result:
@@ -115,9 +106,7 @@ def run(model: nn.Module, batch: Tensor) -> Any:
 def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> Iterator[None]:
     """If the block fails, whatever the reason, every module has its parameters, children and attributes of before.
 
-    Args:
-        model: What the block changes.
-        values: Tensors of the model into which the block writes; copies of them are kept meanwhile.
+    The block may write into `values` too; copies of them are kept meanwhile.
     """
     # The registries (parameters, children, hooks) are refilled: they stay the same objects.
     before = [
@@ -141,17 +130,16 @@ def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """No warnings and nothing printed from inside the block. Errors go through."""
-    unread = io.StringIO()
-    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(unread):
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()) as unread:
         with contextlib.redirect_stderr(unread):
             yield
 
 
 @contextlib.contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """The generators of the CPU and of all CUDA devices in use start at `seed`, and get their old states back after it.
+    """The generators of the CPU and of CUDA devices in use start at `seed`, and get their old states back after it.
 
-    None leaves them alone. `torch.manual_seed` will not do: it also reseeds devices whose state nobody keeps.
+    None leaves them alone. `torch.manual_seed` also reseeds devices whose state nobody keeps.
     """
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = list(range(torch.cuda.device_count())) if in_use else []

@@ -11,8 +11,8 @@ from ..depthwise.geometry import Padding, conv_macs, size_text
 from ..errors import PlanError, one_line
 from ..layers.conv_classes import AnyConv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
-from .stages import OutputStride, Stages, find_stages, output_stride
-from .tracing import Sizes, Trace, trace
+from .stages import OutputStride, find_stages, output_stride
+from .tracing import Sizes, trace
 
 IMAGE_CHANNELS = 3  # where no input size is known
 
@@ -106,24 +106,60 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     if converted:
         raise PlanError(f"the model is converted already: it has {converted} DCLS layers")
     names_of: dict[AnyConv, list[str]] = {}
+    holders: dict[int, list[str]] = {}  # id of a parameter -> the modules that hold it
+    for name, module in model.named_modules():
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append(name)
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, AnyConv):
             names_of.setdefault(module, []).append(name)
     size = _input_size(model, input_size, max((len(conv.kernel_size) for conv in names_of), default=2))
-    traced, strides, note = _traced(model, size)
-    spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
-    stages = find_stages(model, strides, spatial)
-    shared = _shared_weights(model)
+    traced, note = None, "no input size is known; state one" if size is None else None
+    strides: dict[str, OutputStride] = {}
+    if size is not None:
+        try:
+            traced = trace(model, size)
+        except Exception as error:  # any model code may run here; without a trace, the model can still be converted
+            note = f"the model does not run on the meta device at {size}: {one_line(error)[:200]}"
+        else:
+            sizes = {name: call.sizes[0] for name, call in traced.calls.items()}
+            sizes = {name: left for name, left in sizes.items() if len(left) == len(size) - 1 and min(left) > 0}
+            strides = {name: output_stride(size[1:], left) for name, left in sizes.items()}
+    stages = find_stages(model, strides, {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1})
     sites: list[ConvSite] = []
     skipped: list[Skipped] = []
     for conv, names in names_of.items():
         reason = why_not_replaceable(conv)
-        if reason is None and id(conv.weight) in shared:
-            reason = f"its weight is shared with {shared[id(conv.weight)]}"
-        if reason is None:
-            sites.append(_site(conv, tuple(names), stages, traced, size, first=not sites))
-        else:
+        if reason is None and len(sharing := holders[id(conv.weight)]) > 1:
+            reason = f"its weight is shared with {' and '.join(sharing)}"
+        if reason is not None:
             skipped.append(Skipped(name=names[0], type=type(conv).__name__, reason=reason))
+            continue
+        calls = traced.calls.get(names[0]) if traced else None
+        takes_image = calls.takes_image if calls else traced is None and not sites
+        depthwise = conv.groups == conv.in_channels and conv.groups > 1
+        sites.append(
+            ConvSite(
+                names=tuple(names),
+                type=type(conv).__name__,
+                kind="depthwise" if depthwise else "grouped" if conv.groups > 1 else "dense",
+                stage=stages.stage_of(names[0]),
+                stem=stages.in_stem(names[0])
+                or (takes_image and conv.in_channels == (size[0] if size else IMAGE_CHANNELS)),
+                in_channels=conv.in_channels,
+                out_channels=conv.out_channels,
+                groups=conv.groups,
+                kernel_size=tuple(conv.kernel_size),
+                stride=tuple(conv.stride),
+                padding=padding_of(conv),
+                dilation=tuple(conv.dilation),
+                padding_mode=conv.padding_mode,
+                bias=conv.bias is not None,
+                output_size=calls.sizes[0] if calls else None,
+                input_extent=calls.input_extent if calls else None,
+                output_positions=calls.output_positions if calls else 0 if traced else None,  # 0: never called
+            )
+        )
     return ModelConvs(
         sites=tuple(sites),
         skipped=tuple(skipped),
@@ -143,49 +179,6 @@ def kinds_of_convs(convs: ModelConvs) -> Counter[str]:
     return kinds + Counter(f"{skip.type} ({skip.reason})" for skip in convs.skipped)
 
 
-def _site(
-    conv: AnyConv,
-    names: tuple[str, ...],
-    stages: Stages,
-    traced: Trace | None,
-    size: Sequence[int] | None,
-    *,
-    first: bool,
-) -> ConvSite:
-    """`first`: of all that can be replaced, which stands for the order of the calls where there is no trace."""
-    calls = traced.calls.get(names[0]) if traced else None
-    takes_image = calls.takes_image if calls else first and traced is None
-    depthwise = conv.groups == conv.in_channels and conv.groups > 1
-    return ConvSite(
-        names=names,
-        type=type(conv).__name__,
-        kind="depthwise" if depthwise else "grouped" if conv.groups > 1 else "dense",
-        stage=stages.stage_of(names[0]),
-        stem=stages.in_stem(names[0]) or (takes_image and conv.in_channels == (size[0] if size else IMAGE_CHANNELS)),
-        in_channels=conv.in_channels,
-        out_channels=conv.out_channels,
-        groups=conv.groups,
-        kernel_size=tuple(conv.kernel_size),
-        stride=tuple(conv.stride),
-        padding=padding_of(conv),
-        dilation=tuple(conv.dilation),
-        padding_mode=conv.padding_mode,
-        bias=conv.bias is not None,
-        output_size=calls.sizes[0] if calls else None,
-        input_extent=calls.input_extent if calls else None,
-        output_positions=calls.output_positions if calls else 0 if traced else None,  # 0: never called
-    )
-
-
-def _shared_weights(model: nn.Module) -> dict[int, str]:
-    """id of each parameter that several modules hold -> the names of those modules."""
-    holders: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            holders.setdefault(id(parameter), []).append(name)
-    return {key: " and ".join(names) for key, names in holders.items() if len(names) > 1}
-
-
 def _input_size(model: nn.Module, asked: Sequence[int] | None, dims: int) -> tuple[int, ...] | None:
     """(channels, *spatial): as asked for, or as a timm model states it."""
     if asked is None:
@@ -202,19 +195,3 @@ def _input_size(model: nn.Module, asked: Sequence[int] | None, dims: int) -> tup
     if len(asked) not in (dims, dims + 1):
         raise PlanError(f"input size {size_text(asked)} must be channels and {dims} sides, the model is {dims}-D")
     return tuple(asked) if len(asked) > dims else (IMAGE_CHANNELS, *asked)
-
-
-def _traced(
-    model: nn.Module, input_size: tuple[int, ...] | None
-) -> tuple[Trace | None, dict[str, OutputStride], str | None]:
-    """The trace of one image, the output strides of the convolutions with its axes, or why there are none."""
-    if input_size is None:
-        return None, {}, "no input size is known; state one"
-    try:
-        traced = trace(model, input_size)
-    except Exception as error:  # any model code may run here; without a trace, the model can still be converted
-        return None, {}, f"the model does not run on the meta device at {input_size}: {one_line(error)[:200]}"
-    sides = input_size[1:]
-    sizes = {name: call.sizes[0] for name, call in traced.calls.items()}
-    sizes = {name: size for name, size in sizes.items() if len(size) == len(sides) and min(size) > 0}
-    return traced, {name: output_stride(sides, size) for name, size in sizes.items()}, None

@@ -10,7 +10,7 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -69,8 +69,7 @@ class ModelSource:
 def check_source(source: ModelSource) -> None:
     """Refuse (ModelError) a source that could run code, reach the network or open a file when it is built.
 
-    Allowed are timm's and torchvision's models by their exact names, with plain arguments: None, bool, int, float, str,
-    and lists, tuples and dicts of these. No argument's name may suggest a file, url or config.
+    Allowed are timm's and torchvision's models by their exact names, with plain arguments of harmless names.
     """
     kind, _, name = source.name.partition(":")
     if kind not in REGISTRIES or not _is_registered(kind, name):
@@ -119,20 +118,14 @@ def registry_names() -> list[str]:
 def resolve_model(
     name: str, *, num_classes: int | None = None, in_chans: int | None = None, pretrained: bool = False
 ) -> ModelSource:
-    """Find out what a MODEL of the command line means: timm first, then torchvision.
-
-    Raises:
-        ModelError: There is no such model (the closest names are listed), or it cannot have these options.
-    """
+    """What a MODEL of the command line means: timm first, then torchvision; ModelError for no model, or its options."""
     stated = {"num_classes": num_classes, "in_chans": in_chans}
     args = {key: value for key, value in stated.items() if value is not None}
     prefix, colon, rest = name.partition(":")
     if (colon and not rest) or not name.strip():
         raise ModelError(f"model {name!r} has no name")
-    if colon and prefix in FOREIGN_SOURCES:
-        return ModelSource(name=name, args=args)
     if colon and prefix not in REGISTRIES:
-        if pretrained:
+        if pretrained and prefix not in FOREIGN_SOURCES:
             raise ModelError(f"{name}: --pretrained is for timm and torchvision; let the factory load, or --checkpoint")
         return ModelSource(name=name, args=args)
     bare, kinds = (rest, (prefix,)) if colon else (name, REGISTRIES)
@@ -162,37 +155,36 @@ def build_model(
     offline: bool = False,
     trust_code: bool = False,
 ) -> nn.Module:
-    """Build the model, in the mode (training or eval) that its factory leaves it in.
+    """Build the model, in the mode (training or eval) that its factory leaves it in; DclsConvertError where it cannot.
 
     Args:
-        source: From `resolve_model`, or from a plan.
-        pretrained: Load the weights that timm or torchvision offer for it.
         device: "meta" gives a meta model, which has no weights: for plans, and for `assign_weights_`. Where its factory
             calculates with tensors, only the weights are on meta; where that fails too, it is built on the CPU.
-        seed: Seeds the random initialisation and leaves the global generators alone. None draws from the global ones.
-        offline: Refuse a download.
-        trust_code: The user vouches for the source: it may be a factory of any module, the hub or a folder. Without
-            it, `check_source` decides.
-
-    Raises:
-        DclsConvertError: The model is not allowed or cannot be built, or its weights cannot be loaded.
+        seed: Leaves the global generators alone; None draws from them.
+        trust_code: The source may be a factory of any module, the hub or a folder. Without it, `check_source` decides.
     """
     if not trust_code:
         check_source(source)
     if source.kind == "hf-hub":
         _check_hub(source.name, offline=offline)
     if source.kind == "local-dir":
-        _check_folder(source.name)
+        path = Path(source.name.partition(":")[2]) / "config.json"
+        try:
+            config = read_json(read_bytes(path).decode(), f"{source.name}: {path}")
+        except (OSError, UnicodeDecodeError) as error:
+            problem = getattr(error, "strerror", None) or error
+            raise ModelError(f"{source.name}: {path} cannot be read: {problem}") from error
+        if not isinstance(config.get("architecture"), str):
+            raise ModelError(f"{source.name}: {path} names no architecture; it is not a config of timm")
     with seeded(seed), warnings.catch_warnings(action="ignore"):
-        if device == "meta" and not pretrained:
-            for way in (torch.device("meta"), _EmptyWeights()):
-                try:
-                    with way:
-                        return _build(source, pretrained=False)
-                except _EndlessError:
-                    raise
-                except ModelError:  # if not due to the way of building, it is repeated, and reported, on the CPU
-                    pass
+        for way in (torch.device("meta"), _EmptyWeights()) if device == "meta" and not pretrained else ():
+            try:
+                with way:
+                    return _build(source, pretrained=False)
+            except _EndlessError:
+                raise
+            except ModelError:  # if not due to the way of building, it is repeated, and reported, on the CPU
+                pass
         with seeded(seed):
             model = _build(source, pretrained=pretrained)
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -202,10 +194,21 @@ def build_model(
 
 def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
     kind, _, name = source.name.partition(":")
+    count = itertools.count(1)
+
+    def refuse_endless(*_: object) -> None:
+        """A depth of a million, for example."""
+        if next(count) > MOST_MODULES:
+            raise _EndlessError(f"{source.name}: its arguments ask for more than {MOST_MODULES:,} modules")
+
+    bound = register_module_module_registration_hook(refuse_endless) if kind in LIBRARIES else contextlib.nullcontext()
     try:
-        with _bounded(source.name) if kind in LIBRARIES else contextlib.nullcontext():
+        with bound:
             if kind == "torchvision":
-                model = _build_torchvision(name, source.args, pretrained)
+                models, args = _import("torchvision.models"), source.args
+                if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
+                    args = {**args, "weights_backbone": None}  # torchvision downloads a backbone by default
+                model = models.get_model(name, weights="DEFAULT" if pretrained else None, **args)
             elif kind == "timm" or kind in FOREIGN_SOURCES:
                 target = name if kind == "timm" else source.name
                 model = _import("timm").create_model(target, pretrained=pretrained, **source.args)
@@ -214,9 +217,8 @@ def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
     except DclsConvertError:
         raise
     except SystemExit as error:
-        raise ModelError(
-            f"{source.name}: its factory leaves the program (SystemExit {one_line(error)[:200]})"
-        ) from error
+        problem = f"its factory leaves the program (SystemExit {one_line(error)[:200]})"
+        raise ModelError(f"{source.name}: {problem}") from error
     except Exception as error:  # what timm, torchvision, the hub or the user's factory raise has no common base
         what = "its pretrained weights cannot be had" if pretrained else "cannot be built"
         raise ModelError(f"{source.name}: {what}: {type(error).__name__}: {one_line(error)[:300]}") from error
@@ -225,30 +227,7 @@ def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
     return model
 
 
-@contextlib.contextmanager
-def _bounded(name: str) -> Iterator[None]:
-    """Refuse (ModelError) arguments that ask for a network without end, such as a depth of a million."""
-    count = itertools.count(1)
-
-    def refuse_more(*_: object) -> None:
-        if next(count) > MOST_MODULES:
-            raise _EndlessError(f"{name}: its arguments ask for more than {MOST_MODULES:,} modules")
-
-    hook = register_module_module_registration_hook(refuse_more)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _build_torchvision(name: str, args: dict[str, Any], pretrained: bool) -> nn.Module:
-    models = _import("torchvision.models")
-    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
-        args = {**args, "weights_backbone": None}  # torchvision downloads a backbone by default
-    return models.get_model(name, weights="DEFAULT" if pretrained else None, **args)  # type: ignore[no-any-return]
-
-
-def _build_own(source: ModelSource) -> nn.Module:
+def _build_own(source: ModelSource) -> Any:
     module_name, _, attribute = source.name.partition(":")
     here = os.getcwd()
     sys.path.insert(0, here)
@@ -264,14 +243,11 @@ def _build_own(source: ModelSource) -> nn.Module:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise ModelError(f"{source.name}: module {module_name!r} has no function {attribute!r}")
-    return factory(**source.args)  # type: ignore[no-any-return]
+    return factory(**source.args)
 
 
 def _check_hub(name: str, *, offline: bool) -> None:
-    """Fetch a repository's config, or find it in the cache; what goes wrong is told once, in words.
-
-    timm's factory would fetch it too, but is called again where a model cannot be built on meta.
-    """
+    """Fetch a repository's config, or find it in the cache. timm would too, but is called again for other devices."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -295,16 +271,6 @@ def _check_hub(name: str, *, offline: bool) -> None:
         raise ModelError(f"{name}: cannot be built: {problem}") from error
 
 
-def _check_folder(name: str) -> None:
-    path = Path(name.partition(":")[2]) / "config.json"
-    try:
-        config = read_json(read_bytes(path).decode(), f"{name}: {path}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{name}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if not isinstance(config.get("architecture"), str):
-        raise ModelError(f"{name}: {path} names no architecture; it is not a config of timm")
-
-
 class _EmptyWeights(TorchFunctionMode):
     """Let `torch.empty` give meta tensors: layers get meta weights; what a factory calculates stays real."""
 
@@ -318,43 +284,32 @@ class _EmptyWeights(TorchFunctionMode):
 def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
     """The input (channels, *spatial) that a model is made for; None for timm's models, which state it themselves.
 
-    torchvision states it beside its default weights; they are not downloaded. Clips are (channels, frames, rows,
-    columns). For the user's own 2-D models it is the usual one, with the channels that the first convolution takes
-    where none takes 3; None for others, in 1-D and 3-D.
+    For the user's own 2-D models it is the usual one, with the channels that the first convolution takes where none
+    takes 3; None in 1-D and 3-D. Clips are (channels, frames, rows, columns).
     """
     if source.kind == "timm" or source.kind in FOREIGN_SOURCES or getattr(model, "pretrained_cfg", None):
         return None
     if source.kind == "torchvision":
-        return _torchvision_input_size(source.name.partition(":")[2], model)
+        models, name = _import("torchvision.models"), source.name.partition(":")[2]
+        family = models.get_model_builder(name).__module__.removeprefix(models.__name__ + ".").partition(".")[0]
+        if family == "detection":  # these scale their images: take the size that they scale to
+            scaling: Any = model.transform
+            return (3, *(scaling.fixed_size or (scaling.min_size[-1],) * 2))
+        if isinstance(side := getattr(model, "image_size", None), int):  # transformers are built for one size
+            return (3, side, side)
+        weights = getattr(models.get_model_weights(name), "DEFAULT", None)  # they are not downloaded
+        transforms = weights.transforms() if weights is not None else None
+        stated = getattr(transforms, "crop_size", None) or getattr(transforms, "resize_size", None)
+        if not stated:
+            return USUAL_INPUT_SIZE
+        frames = (VIDEO_FRAMES,) if family == "video" else ()
+        return (3, *frames, *(stated * 2)[:2])  # one number stands for both sides
     convs = [module for module in model.modules() if isinstance(module, AnyConv) and module.in_channels]
     usual, *sides = USUAL_INPUT_SIZE
     if max((len(conv.kernel_size) for conv in convs), default=len(sides)) != len(sides):
         return None
     channels = [conv.in_channels for conv in convs]
     return (usual if usual in channels or not channels else channels[0], *sides)
-
-
-def _torchvision_input_size(name: str, model: nn.Module) -> tuple[int, ...]:
-    models = _import("torchvision.models")
-    family = models.get_model_builder(name).__module__.removeprefix(models.__name__ + ".").partition(".")[0]
-    if family == "detection":  # these scale their images: take the size that they scale to
-        scaling: Any = model.transform
-        side = scaling.min_size[-1]
-        return (3, *(scaling.fixed_size or (side, side)))
-    if isinstance(side := getattr(model, "image_size", None), int):  # transformers are built for one size
-        return (3, side, side)
-    weights = getattr(models.get_model_weights(name), "DEFAULT", None)
-    transforms = weights.transforms() if weights is not None else None
-    stated = getattr(transforms, "crop_size", None) or getattr(transforms, "resize_size", None)
-    if not stated:
-        return USUAL_INPUT_SIZE
-    rows, columns = (stated * 2)[:2]  # one number stands for both sides
-    return (3, VIDEO_FRAMES, rows, columns) if family == "video" else (3, rows, columns)
-
-
-def rebuildable_source(model: nn.Module, source: ModelSource) -> ModelSource | None:
-    """The source to note in a plan. For models of the hub or a folder: their name in timm's registry, if any."""
-    return known_source(model) if source.kind in FOREIGN_SOURCES else source
 
 
 def known_source(model: nn.Module) -> ModelSource | None:
@@ -364,17 +319,15 @@ def known_source(model: nn.Module) -> ModelSource | None:
     if not isinstance(architecture, str) or not isinstance(arguments, dict):
         return None
     source = ModelSource(name=f"timm:{architecture}", args=dict(arguments))
-    with contextlib.suppress(ModelError):
+    try:
         check_source(source)
-        return source
-    return None
+    except ModelError:
+        return None
+    return source
 
 
 def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the entries of a state dict to the model's names, if timm can (for the original ConvNeXt, for example).
-
-    timm's own function for downloaded weights translates. If its names fit no better, the old names stay.
-    """
+    """A state dict under the model's names, where timm's own function for downloaded weights translates them better."""
     own, module = model.state_dict().keys(), type(model).__module__
     translate = getattr(sys.modules.get(module), "checkpoint_filter_fn", None) if module.startswith("timm.") else None
     if translate is None or own == state.keys():
@@ -389,7 +342,7 @@ def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _import(name: str) -> ModuleType:
-    """Import timm or torchvision; if torch and torchvision do not match, raise an error of one line."""
+    """timm or torchvision; ModelError where torch and torchvision do not match."""
     try:
         with warnings.catch_warnings(action="ignore"):
             return importlib.import_module(name)

@@ -3,13 +3,12 @@
 Layers of one stage and one shape share their positions, so all convolutions of a stage work at one resolution.
 """
 
-import functools
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 from torch import nn
 
@@ -32,17 +31,13 @@ class Stages:
 
 
 def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: Set[str]) -> Stages:
-    """The stages of a model.
+    """The stages of a model, by timm's word, else by its structure.
 
     Many of timm's models say what their stages are: `group_matcher(coarse=True)`. Where a model does not, or names
     single blocks there (its coarse groups are its fine ones), the structure decides: the convolutions of one container
     with one output stride are a stage. Without output strides, a stage is the module path up to its first number.
-
-    Args:
-        model: Any module.
-        strides: Output strides of the convolutions, by name; empty where the model could not be traced.
-        spatial: Names of the convolutions with a side above 1; only these name stages. A 1x1 convolution before a
-            strided one still works at the resolution of the previous stage.
+    Convolutions with a side above 1 are `spatial`, and only these name stages: a 1x1 convolution before a strided one
+    still works at the resolution of the previous stage.
     """
     blocks, stems = _timm_patterns(model)
     if sum(any(stem.match(name + ".") for stem in stems) for name in spatial) > MOST_STEM_CONVS:
@@ -62,8 +57,18 @@ def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: 
             {name: stride for name, stride in strides.items() if not in_stem(name)}, spatial
         )
         return Stages(source="output stride and module path", stage_of=stages.get, in_stem=in_stem)
-    by_path = functools.partial(_stage_from_path, common_parent(spatial))
-    return Stages(source="module path", stage_of=by_path, in_stem=in_stem)
+    parent = common_parent(spatial)
+    depth = len(parent.split(".")) if parent else 0
+
+    def stage_by_path(name: str) -> str | None:
+        """The number of a module that holds all convolutions, and does not count its children, is a version."""
+        parts = name.split(".")
+        numbered = [index for index, part in enumerate(parts[:-1], start=1) if part[-1:].isdigit()]
+        counts = {index for index in numbered if parts[index - 1].isdigit() or parts[index].isdigit()}
+        first = [index for index in numbered if index > depth or index in counts] or numbered
+        return ".".join(parts[: next(iter(first), 0)]) or None
+
+    return Stages(source="module path", stage_of=stage_by_path, in_stem=in_stem)
 
 
 def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> OutputStride:
@@ -107,9 +112,9 @@ def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str
     """
     stages: dict[str, str] = {}
     counted: dict[tuple[str, OutputStride], list[str]] = {}
-    networks = _networks(strides)
+    versions = _versions(strides)
     for name, stride in strides.items():
-        container, counts = _container(name, networks)
+        container, counts = _container(name, versions)
         if container is not None and counts:
             counted.setdefault((container, stride), []).append(name)
         elif container is not None:
@@ -130,44 +135,26 @@ def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str
     return stages
 
 
-def _networks(strides: Mapping[str, OutputStride]) -> set[str]:
+def _versions(strides: Mapping[str, OutputStride]) -> set[str]:
     """Modules whose number is a version ("convnextv2"): of three output strides and more, and not one of a series."""
     inside: dict[str, set[OutputStride]] = {}
     for name, stride in strides.items():
-        parts = name.split(".")
-        for end in range(1, len(parts)):
-            inside.setdefault(".".join(parts[:end]), set()).add(stride)
-
-    def series(path: str) -> str:
-        """ "net.layer12" -> "net.layer#", the same for all modules of a series."""
-        parent, dot, name = path.rpartition(".")
-        return parent + dot + re.sub(r"\d+", "#", name)
-
-    members = Counter(map(series, inside))
-    return {path for path in inside if len(inside[path]) > MOST_STRIDES_OF_A_STAGE and members[series(path)] == 1}
+        for path in accumulate(name.split(".")[:-1], "{}.{}".format):
+            inside.setdefault(path, set()).add(stride)
+    # "net.layer12" -> "net.layer#", the same for all modules of a series
+    series = {path: re.sub(r"\d+(?=[^.]*$)", "#", path) for path in inside}
+    members = Counter(series.values())
+    return {path for path in inside if len(inside[path]) > MOST_STRIDES_OF_A_STAGE and members[series[path]] == 1}
 
 
-def _container(name: str, networks: Set[str]) -> tuple[str | None, bool]:
+def _container(name: str, versions: Set[str]) -> tuple[str | None, bool]:
     """The outermost module with a number in its name, or that counts its children, and whether it is the latter."""
     parts = name.split(".")
     for index, part in enumerate(parts):
-        if ".".join(parts[: index + 1]) in networks:
+        if ".".join(parts[: index + 1]) in versions:
             continue
         if part.isdigit():
             return ".".join(parts[:index]), True
         if index + 1 < len(parts) and any(character.isdigit() for character in part):
             return ".".join(parts[: index + 1]), False
     return None, False
-
-
-def _stage_from_path(common: str, name: str) -> str | None:
-    """The path up to its first number.
-
-    The number of a module that holds all convolutions, and does not count its children, is a version ("convnextv2").
-    """
-    parts = name.split(".")
-    numbered = [index for index, part in enumerate(parts[:-1], start=1) if part[-1:].isdigit()]
-    depth = len(common.split(".")) if common else 0
-    counts = {index for index in numbered if parts[index - 1].isdigit() or parts[index].isdigit()}
-    first = [index for index in numbered if index > depth or index in counts] or numbered
-    return ".".join(parts[: next(iter(first), 0)]) or None

@@ -60,71 +60,60 @@ class Trace:
 
 
 def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
-    """Send one image through a meta copy of `model` in eval mode, counted by torch's flop counter.
+    """Send one image (channels, *spatial) through a meta copy of `model` in eval mode, counted by torch's flop counter.
 
-    Args:
-        model: Not run and not changed, whatever device it is on.
-        input_size: (channels, *spatial).
-
-    Raises:
-        Exception: Whatever the model's own code raises; there are models that do not run on the meta device.
+    Raises whatever the model's own code does; there are models that do not run on the meta device.
     """
-    try:
-        return _trace(meta_copy(model), input_size)
-    except Exception:
-        with contextlib.suppress(Exception):
-            return _trace(meta_copy(model, real_attributes=True), input_size)
-        raise
-
-
-def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
-    calls: dict[str, Calls] = {}
-    with FlopCounterMode(display=False) as counter:
-        shapes = _run(meta, input_size, calls)
-    prefix = type(meta).__name__ + "."
-    counts = counter.get_flop_counts()
-    counts[prefix] = counts.pop("Global", {})
-    flops = {
-        path.removeprefix(prefix): {str(operator).rpartition(".")[2]: int(count) for operator, count in own.items()}
-        for path, own in counts.items()
-    }
-    return Trace(calls=calls, shapes=shapes, flops=flops, meta=meta)
+    failure: Exception | None = None
+    for real_attributes in (False, True):
+        calls: dict[str, Calls] = {}
+        try:
+            meta = meta_copy(model, real_attributes=real_attributes)
+            with FlopCounterMode(display=False) as counter:
+                shapes = _run(meta, input_size, calls)
+        except Exception as error:
+            failure = failure or error
+            continue
+        prefix = type(meta).__name__ + "."
+        counts = counter.get_flop_counts()
+        counts[prefix] = counts.pop("Global", {})
+        flops = {
+            path.removeprefix(prefix): {str(operator).rpartition(".")[2]: int(count) for operator, count in own.items()}
+            for path, own in counts.items()
+        }
+        return Trace(calls=calls, shapes=shapes, flops=flops, meta=meta)
+    assert failure is not None
+    raise failure
 
 
 def check_same_shapes(
-    model: nn.Module,
-    windows: Windows,
-    input_size: Sequence[int] | None,
-    before: Sizes,
-    *,
-    meta: nn.Module | None = None,
+    meta: nn.Module | None, windows: Windows, input_size: Sequence[int] | None, before: Sizes
 ) -> None:
-    """Refuse a conversion that would change the output size of any convolution, or of the model.
+    """Refuse (PlanError) a conversion that would change the output size of any convolution, or of the model.
 
     Each layer by itself keeps its output size: its padding grows with its window. The sizes change all the same where
     the model pads outside its convolutions by an amount that it takes from their `kernel_size`.
 
     Args:
-        model: Not run and not changed, whatever device it is on.
+        meta: The copy that gave the sizes `before`; it is as it was afterwards. Without it, nothing is compared.
         windows: Of the new layers, under every name of the convolution.
-        input_size: (channels, *spatial).
-        before: The sizes at present. Where there are none, since the model could not be traced, nothing is compared.
-        meta: The copy that gave these sizes (`ModelConvs.meta`); without it, another one is made.
-
-    Raises:
-        PlanError: Names the first convolution whose output size would change, or says why the model would not run.
     """
-    if input_size is None or not before:
+    if input_size is None or meta is None:
         return
-    meta = trace(model, input_size).meta if meta is None else meta
     calls: dict[str, Calls] = {}
     shapes: list[tuple[int, ...]] = []
     failure = None
-    convs = {name: meta.get_submodule(name) for name in windows}
+    convs: dict[str, Any] = {name: meta.get_submodule(name) for name in windows}
+    layers: dict[nn.Module, Any] = {}  # one for a convolution of several names; their kernels are not constructed
     try:
-        _put(meta, _layers_without_kernels(convs, windows))
+        for name, (window, dense_axes) in windows.items():
+            if (conv := convs[name]) not in layers:
+                layers[conv] = DCLS_LAYERS[len(window)].like(conv, 1, window, INTERPOLATIONS[0], dense_axes)
+                kernel_size = (*conv.weight.shape[:2], *window)
+                layers[conv].kernel = functools.partial(Tensor.new_empty, conv.weight, kernel_size)
+        _put(meta, {name: layers[conv] for name, conv in convs.items()})
         shapes = _run(meta, input_size, calls)
     except Exception as error:  # any model code may run here
         failure = error
@@ -141,17 +130,6 @@ def check_same_shapes(
                 )
     if failure is not None:
         raise PlanError(f"with these windows, the model would not run any more: {one_line(failure)[:200]}")
-
-
-def _layers_without_kernels(convs: Mapping[str, nn.Module], windows: Windows) -> dict[str, nn.Module]:
-    """The DCLS layer for each name, one for a convolution of several names; their kernels are not constructed."""
-    layers: dict[nn.Module, Any] = {}
-    for name, (window, dense_axes) in windows.items():
-        conv: Any = convs[name]
-        if conv not in layers:
-            layers[conv] = DCLS_LAYERS[len(window)].like(conv, 1, window, INTERPOLATIONS[0], dense_axes)
-            layers[conv].kernel = functools.partial(Tensor.new_empty, conv.weight, (*conv.weight.shape[:2], *window))
-    return {name: layers[conv] for name, conv in convs.items()}
 
 
 def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
@@ -194,7 +172,10 @@ def _outputs(model: nn.Module, image: Tensor) -> object:
             if base.__name__ == "GeneralizedRCNN":
                 raise ValueError(f"what a {type(model).__name__} computes depends on how many regions it finds")
             if base.__name__ in ONE_STAGE_DETECTORS:
-                return _run_head(model, image)
+                # Up to the end of its head: the rest, without MACs, sorts boxes by their values.
+                with model.get_submodule("head").register_forward_hook(_stop), contextlib.suppress(_HeadIsDoneError):
+                    model([image[0]])
+                return None
     return model(image)
 
 
@@ -202,32 +183,15 @@ class _HeadIsDoneError(Exception):
     pass
 
 
-def _run_head(detector: nn.Module, image: Tensor) -> object:
-    """Run a one-stage detector up to the end of its head.
-
-    The rest sorts boxes by their values, which meta tensors do not have. It has no MACs: those up to here are what
-    torchvision states for its detectors.
-    """
-
-    def stop(*_: object) -> None:
-        raise _HeadIsDoneError
-
-    with detector.get_submodule("head").register_forward_hook(stop):
-        try:
-            detector([image[0]])
-        except _HeadIsDoneError:
-            return None
-    raise ValueError(f"{type(detector).__name__} did not ask its head")
+def _stop(*_: object) -> None:
+    raise _HeadIsDoneError
 
 
 def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
     """A meta model: a copy in eval mode whose tensors are on the meta device, without the user's forward hooks.
 
-    Args:
-        model: Not changed.
-        real_attributes: Keep tensors that are plain attributes as they are. A model may read their values, such as the
-            strides of YOLO's maps. But those that are computed from parameters (weight_norm, pruning) or cached need
-            not be leaves, and copy.deepcopy refuses tensors that are not.
+    `real_attributes` keeps tensors that are plain attributes: a model may read their values, such as the strides of
+    YOLO's maps. But copy.deepcopy refuses those that are computed from parameters (weight_norm, pruning).
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -237,7 +201,7 @@ def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
                 empty = torch.empty_like(tensor, device="meta", requires_grad=False)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
-    meta = copy.deepcopy(model, memo).eval()
+    meta: nn.Module = copy.deepcopy(model, memo).eval()
     for module in meta.modules():
         vars(module).get("_forward_hooks", {}).clear()
     return meta

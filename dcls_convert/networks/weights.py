@@ -35,13 +35,7 @@ NUMBERS = {*FRACTIONS, *INTEGERS, torch.complex64, torch.complex128}
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The state dict in a safetensors file, or in a torch file (read with `weights_only=True`).
-
-    Wrappers (`state_dict`, `model`, `state_dict_ema`) and the prefixes `module.` and `_orig_mod.` are taken off.
-
-    Raises:
-        CheckpointError: No such file, not readable, or nothing in it that looks like a state dict.
-    """
+    """The state dict in a safetensors or torch file, without wrappers and prefixes; CheckpointError for any other."""
     path = Path(path)
     where = f"checkpoint {path}"
     content = load_file(path, "checkpoint") if path.suffix == ".safetensors" else _read_torch(path, where)
@@ -74,86 +68,79 @@ def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
             str(value.dtype): value.dtype not in NUMBERS,
         }
         for kind in filter(kinds.get, kinds):
-            name = shown(name, 120)
-            raise CheckpointError(f"{where}: {name} is {kind}; weights must be ordinary dense tensors of numbers")
+            what = f"{shown(name, 120)} is {kind}; weights must be ordinary dense tensors of numbers"
+            raise CheckpointError(f"{where}: {what}")
     return {name: value.detach() for name, value in state.items()}
 
 
 def load_weights_(
     model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
 ) -> list[str]:
-    """Copy a state dict into a model, everything or nothing.
-
-    Args:
-        model: Changed in place.
-        state: Must have every parameter and buffer of the model, with its shape, and nothing else. Messages call it
-            `where`.
-        new_classifier: The model was built for another number of classes: where the classifier's shape differs, it
-            keeps its initial values.
-
-    Returns:
-        Names that kept their initial values.
-
-    Raises:
-        CheckpointError: Names, shapes or kinds of numbers do not fit, or a value is not finite; the model is then
-            unchanged.
-    """
+    """Copy a state dict into a model, everything or nothing; the names that kept their values, as `check_weights`."""
     kept = check_weights(model, state, where, new_classifier=new_classifier)
-    state = {name: tensor for name, tensor in state.items() if name not in kept}
-    model.load_state_dict(_versioned(model, state), strict=False)
+    _load(model, {name: tensor for name, tensor in state.items() if name not in kept})
     return kept
 
 
 def assign_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False) -> bool:
     """As `load_weights_`, for a meta model: the tensors of the state dict become its own, and are not copied.
 
-    A tensor is copied only if its dtype differs or if it is a part of some other memory.
-
-    Returns:
-        Whether the whole model has values now. If not, build it on the CPU, and take `load_weights_`.
+    A tensor is copied only if its dtype differs or if it is a part of some other memory. Tells whether the whole model
+    has values now. If not, build it on the CPU, and take `load_weights_`.
     """
     if check_weights(model, state, where, new_classifier=new_classifier) or alias_names(model):
         return False
     own = model.state_dict()
+    ready: dict[str, Tensor] = {}
     taken: set[int] = set()
-    ready = {name: _of_its_own(tensor, own[name].dtype, taken) for name, tensor in state.items()}
-    model.load_state_dict(_versioned(model, ready), strict=False, assign=True)
+    for name, tensor in state.items():
+        tensor = tensor.detach().to(device="cpu", dtype=own[name].dtype)
+        memory = tensor.untyped_storage()
+        alone = memory.nbytes() == tensor.nbytes and memory.data_ptr() not in taken
+        # Elsewhere than where torch's own memory starts, products are summed in another order: last bits differ.
+        if not (alone and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0):
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        if tensor.numel():
+            taken.add(tensor.untyped_storage().data_ptr())
+        ready[name] = tensor
+    _load(model, ready, assign=True)
     # Also those in attributes of a module, which are neither parameters nor buffers.
     return not any(tensor.is_meta for module in model.modules() for tensor in tensors_in(vars(module)))
 
 
+def _load(model: nn.Module, state: Mapping[str, Tensor], *, assign: bool = False) -> None:
+    versioned = model.state_dict()  # with the versions of the modules' formats, which torchvision's MNASNet asks for
+    versioned.clear()
+    versioned.update(state)
+    model.load_state_dict(versioned, strict=False, assign=assign)
+
+
 def build_with_state(
-    source: ModelSource,
-    state: Mapping[str, Tensor],
-    where: str,
-    *,
-    prepare_: Callable[[nn.Module], None] = lambda _: None,
-    seed: int = 0,
-    new_classifier: bool = False,
-) -> tuple[nn.Module, list[str]]:
-    """The network of a trusted source with the weights of a state dict, in memory once, and the names it lacks.
+    source: ModelSource, state: Mapping[str, Tensor], where: str, *, prepare_: Callable[[nn.Module], None]
+) -> nn.Module:
+    """The network of a trusted source with the weights of a state dict, in memory once, changed by `prepare_` first.
 
     Weights are drawn only where the state dict does not give all values: then the network is built again, on the CPU.
-
-    Args:
-        source, seed: As in `build_model`.
-        state, where, new_classifier: As in `load_weights_`, whose CheckpointError it raises.
-        prepare_: Changes the model, which may be a meta model, before it takes its weights.
     """
     if source.kind in LIBRARIES:  # the user's own code is run once
-        model = build_model(source, device="meta", seed=seed, trust_code=True)
+        model = build_model(source, device="meta", trust_code=True)
         prepare_(model)
-        if assign_weights_(model, state, where, new_classifier=new_classifier):
-            return model, []
-    model = build_model(source, seed=seed, trust_code=True)
+        if assign_weights_(model, state, where):
+            return model
+    model = build_model(source, trust_code=True)
     prepare_(model)
-    return model, load_weights_(model, state, where, new_classifier=new_classifier)
+    load_weights_(model, state, where)
+    return model
 
 
 def check_weights(
     model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
 ) -> list[str]:
-    """What `load_weights_` would return or raise, without loading; the model may be on the meta device."""
+    """Refuse (CheckpointError) a state dict that differs from the model in its `misfits`, or is not finite.
+
+    The model may be on meta. With `new_classifier`, it was built for another number of classes: where the classifier's
+    shape differs, it may keep its initial values, and its names are returned.
+    """
     kept: list[str] = []
     if new_classifier:
         config = getattr(model, "pretrained_cfg", None)
@@ -161,23 +148,12 @@ def check_weights(
         prefixes = tuple(f"{module}." for module in ([stated] if isinstance(stated, str) else stated))
         own = model.state_dict()
         kept = [n for n in own if n.startswith(prefixes) and n in state and state[n].shape != own[n].shape]
-    check_state(model, {name: state[name] for name in state if name not in kept}, where, lacking=kept)
-    return kept
-
-
-def check_state(model: nn.Module, state: Mapping[str, Tensor], where: str, *, lacking: Collection[str] = ()) -> None:
-    """Refuse (CheckpointError) a state dict that differs from the model in its `misfits`, or is not finite.
-
-    Args:
-        model: May be on the meta device.
-        state: Under the model's names. A tensor with several names needs one of them.
-        where: What the message calls it.
-        lacking: Names that need not be there.
-    """
+    taken = {name: tensor for name, tensor in state.items() if name not in kept}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    infinite = (not_finite(name, tensor, mask=name not in parameters) for name, tensor in state.items())
-    if problem := next(misfits(model, state, lacking=lacking), None) or next(filter(None, infinite), None):
+    infinite = (not_finite(name, tensor, mask=name not in parameters) for name, tensor in taken.items())
+    if problem := next(misfits(model, taken, lacking=kept), None) or next(filter(None, infinite), None):
         raise CheckpointError(f"{where}: {problem}")
+    return kept
 
 
 def misfits(model: nn.Module, state: Mapping[str, Tensor], *, lacking: Collection[str] = ()) -> Iterator[str]:
@@ -197,10 +173,7 @@ def misfits(model: nn.Module, state: Mapping[str, Tensor], *, lacking: Collectio
 
 
 def not_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
-    """What is wrong with the values of a tensor, in words; None where all are finite.
-
-    A `mask`, as of attention, may also have values that are all 0 or -inf.
-    """
+    """What is wrong with the values of a tensor, in words; a `mask` of attention may be all 0 or -inf."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or not tensor.numel():
         return None
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -212,29 +185,6 @@ def not_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
     return f"{name} has {int((~values.isfinite()).sum())} of {tensor.numel()} values that are NaN or infinite"
 
 
-def _of_its_own(tensor: Tensor, dtype: torch.dtype, taken: set[int]) -> Tensor:
-    """The tensor, contiguous and in memory that belongs to nothing else; a copy only if it is not.
-
-    Memory starts where torch's own does, or products would be summed in another order, and their last bits differ.
-    """
-    tensor = tensor.detach().to(device="cpu", dtype=dtype)
-    memory = tensor.untyped_storage()
-    alone = memory.nbytes() == tensor.nbytes and memory.data_ptr() not in taken
-    if not (alone and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    if tensor.numel():
-        taken.add(tensor.untyped_storage().data_ptr())
-    return tensor
-
-
-def _versioned(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With the versions of the modules' formats: files do not keep them, and torchvision's MNASNet asks for its own."""
-    versioned = model.state_dict()  # which holds the versions as an attribute
-    versioned.clear()
-    versioned.update(state)
-    return versioned
-
-
 def alias_names(model: nn.Module) -> dict[str, str]:
     """For a module that stands in several places: its tensors' later names in the state dict -> their first name."""
     first: dict[int, str] = {}
@@ -244,10 +194,9 @@ def alias_names(model: nn.Module) -> dict[str, str]:
 
 @contextlib.contextmanager
 def opened(path: Path, what: str = "") -> Iterator[Any]:
-    """A safetensors file, of which each tensor is read when it is asked for; messages begin with `what` and its path.
+    """A safetensors file, of which each tensor is read when it is asked for.
 
-    Raises:
-        CheckpointError: Not readable, here or inside the block.
+    CheckpointError, with `what` and the path, where it is not readable, here or inside the block.
     """
     check_weights_file(path, what)
     try:
@@ -275,8 +224,9 @@ def _read_torch(path: Path, where: str) -> Any:
         with path.open("rb") as file:
             parts = zipfile.ZipFile(file).infolist() if file.read(len(ZIP)) == ZIP else []
         if (unpacked := sum(part.file_size for part in parts)) > MOST_GROWTH * path.stat().st_size:
-            more = f"more than {MOST_GROWTH} times the file's size"
-            raise CheckpointError(f"{where}: its parts unpack to {unpacked:,} bytes, {more}")
+            raise CheckpointError(
+                f"{where}: its parts unpack to {unpacked:,} bytes, more than {MOST_GROWTH} times the file's size"
+            )
         # timm's training checkpoints hold their arguments as a Namespace; old files make torch warn about itself.
         with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)

@@ -82,7 +82,9 @@ def test_a_model_with_random_values_that_no_file_has_is_built(monkeypatch, value
 def test_the_users_own_code_is_run_once(monkeypatch):
     calls = []
     monkeypatch.setattr("builtins.build_own", lambda: calls.append(1) or nn.Linear(2, 2), raising=False)
-    build_with_state(ModelSource(name="builtins:build_own"), nn.Linear(2, 2).state_dict(), "file")
+    build_with_state(
+        ModelSource(name="builtins:build_own"), nn.Linear(2, 2).state_dict(), "file", prepare_=nn.Module.eval
+    )
     assert calls == [1]
 
 
@@ -116,5 +118,7 @@ def test_a_checkpoint_is_loaded_without_drawing_weights(tmp_path, monkeypatch):
     name = "timm:test_efficientnet"
     folder = save_converted(*convert(name, seed=1), tmp_path / "folder")
     ordinary = load_converted(folder, model=build_model(ModelSource(name=name), seed=2))
-    monkeypatch.setattr("dcls_convert.networks.weights.build_model", lambda *_, **__: pytest.fail("weights are drawn"))
+    monkeypatch.setattr(
+        "dcls_convert.networks.weights.load_weights_", lambda *_, **__: pytest.fail("weights are drawn")
+    )
     check_equal_tensors(load_converted(folder), ordinary)

@@ -33,12 +33,11 @@ def test_the_relative_error_is_that_of_the_worst_tensor():
 
 def test_every_part_stands_at_its_place():
     pair = collections.namedtuple("Pair", "first second")
-    given = {"a": [1, (2, {"b": None})], 3: pair(torch.ones(1), collections.OrderedDict(x=torch.zeros(1), y=[]))}
-    found = dict(parts(given, "given"))
-    assert all(eval(place, {"given": given}) is part for place, part in found.items())
-    assert len(found) == 12
-    assert tensors_in(given) == [given[3].first, given[3].second["x"]]
-    assert tensors_in(given[3].first) == [given[3].first]
+    value = {"a": [1, (2, {"b": None})], 3: pair(torch.ones(1), collections.OrderedDict(x=torch.zeros(1), y=[]))}
+    places = dict(parts(value, "value"))
+    assert all(eval(place, {"value": value}) is part for place, part in places.items())
+    assert len(places) == 12
+    assert tensors_in(value) == [value[3].first, value[3].second["x"]]
 
 
 @pytest.mark.parametrize(
@@ -46,11 +45,9 @@ def test_every_part_stands_at_its_place():
     [
         (torch.zeros(2), torch.zeros(3), r"output has shape \(2,\) and \(3,\)"),
         ([torch.zeros(2)], (torch.zeros(2),), "a list of 1 and a tuple of 1"),
-        ({"a": torch.zeros(2)}, {"b": torch.zeros(2)}, "structure"),
         ({"a": [torch.zeros(2), 1]}, {"a": [torch.zeros(2), 2]}, r"output\['a'\]\[1\] is"),
-        ([torch.zeros(2), None], [torch.zeros(2), torch.zeros(2)], "structure|is a"),
+        ([torch.zeros(2), None], [torch.zeros(2), torch.zeros(2)], r"output\[1\] is a NoneType and a tensor"),
         (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]), "not finite"),
-        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, math.inf]), "not finite"),
         (["text"], ["text"], "no tensor"),
     ],
 )
@@ -72,5 +69,3 @@ def test_the_bound_is_the_largest_error_allowed():
     assert check_equal(a, b, bound=1 / 8, what="it") == 1 / 8
     with pytest.raises(ComparisonError, match=r"it: the outputs' relative error is 1\.2e-01, allowed is 1e-01"):
         check_equal(a, b, bound=0.12, what="it")
-    with pytest.raises(ComparisonError, match="it: output has shape"):
-        check_equal(a, b[:1], bound=1, what="it")

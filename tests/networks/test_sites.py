@@ -1,14 +1,12 @@
 """What `find_convs` finds: every convolution once, as it is, and the model as it was."""
 
-import math
-
 import pytest
 import timm
 import torch
 import torchvision
 from timm.layers.conv2d_same import Conv2dSameExport
 from torch import nn
-from torch.nn.utils import parametrizations, prune, weight_norm
+from torch.nn.utils import parametrizations, prune
 
 from dcls_convert import convert_, find_convs, plan_conversion
 from dcls_convert.errors import PlanError
@@ -44,31 +42,17 @@ def depthwise(**options):
     return nn.Conv2d(4, 4, 3, **({"padding": 1, "groups": 4} | options))
 
 
-class BaseForward(nn.Conv2d):
-    """A subclass that adds nothing to the forward."""
-
-
-class OwnForward(nn.Conv2d):
-    def forward(self, x):
-        return super().forward(x.flip(-1))
-
-
 class OwnCall(nn.Conv2d):
     def __call__(self, x):
         return super().__call__(x.flip(-1))
 
 
-# Sites.
-
 FORMS = {
-    "depthwise": ("depthwise", lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1)),
     "depthwise with multiplier": ("depthwise", lambda: nn.Conv2d(4, 12, (5, 3), groups=4, bias=False)),
     "grouped": ("grouped", lambda: nn.Conv2d(4, 6, 3, groups=2, stride=(2, 1))),
-    "dense": ("dense", lambda: nn.Conv2d(4, 6, (3, 5), stride=(1, 2), padding=(2, 0), dilation=(2, 1))),
-    "reflect": ("dense", lambda: nn.Conv2d(4, 6, 5, padding=2, padding_mode="reflect")),
+    "dense": ("dense", lambda: nn.Conv2d(4, 6, (3, 5), (1, 2), (2, 0), dilation=(2, 1), padding_mode="reflect")),
     "1-D": ("depthwise", lambda: nn.Conv1d(4, 8, 5, groups=4, stride=2)),
     "3-D": ("depthwise", lambda: nn.Conv3d(4, 4, (3, 5, 1), groups=4, padding=(1, 0, 0))),
-    "subclass": ("depthwise", lambda: BaseForward(4, 4, 3, groups=4)),
     "torchvision's subclass": ("dense", lambda: torchvision.models.video.resnet.Conv3DNoTemporal(4, 4)),
 }
 
@@ -104,13 +88,6 @@ def test_macs_of_a_model_are_those_of_all_its_operators():
     assert convs.macs == 6 * 4 * 8 * 3 * 9 + transposed + 12 * 8 * 4 * 9 + 4 * 12 * 8 * 5
     assert [site.name for site in convs.sites] == ["0", "2"]
     assert trace(model, (3, 11, 7)).flops["1"] == {"convolution": 2 * transposed}
-
-
-def test_a_convolution_that_is_not_called_costs_nothing():
-    model = WithOrdinary(depthwise())
-    model.unused = depthwise()
-    site = find_convs(model, (4, 8, 8)).sites[2]
-    assert (site.name, site.macs, site.output_size, site.output_positions) == ("unused", 0, None, 0)
 
 
 class Twice(nn.Module):
@@ -151,9 +128,6 @@ def test_macs_do_not_depend_on_how_a_convolution_is_called(call, positions):
     assert convs.macs == positions * 4 * 9
 
 
-# What is skipped.
-
-
 def changed(conv, change):
     change(conv)
     return conv
@@ -169,19 +143,15 @@ OWN = "has a forward of its own"
 ODD = {
     "transposed": (lambda: nn.ConvTranspose2d(4, 4, 3, padding=1), "transposed convolution"),
     "timm Conv2dSameExport": (lambda: Conv2dSameExport(4, 4, 3, padding=1), OWN),
-    "own forward": (lambda: OwnForward(4, 4, 3, padding=1), OWN),
     "own __call__": (lambda: OwnCall(4, 4, 3, padding=1), OWN),
     "forward on the instance": (lambda: changed(depthwise(), replaced_forward), "forward of its own"),
     "parametrised weight": (lambda: parametrizations.weight_norm(depthwise()), "its weight is parametrised"),
-    "old weight_norm": (lambda: weight_norm(depthwise()), "computed from other parameters"),
     "pruned": (lambda: prune.l1_unstructured(depthwise(), "weight", 0.5), "computed from other parameters"),
     "lazy": (lambda: nn.LazyConv2d(4, 3, padding=1), "lazy"),
     "child": (lambda: changed(depthwise(), lambda conv: conv.add_module("extra", nn.ReLU())), "holds extra"),
 }
 
 
-# torch says so of its old functions, which pre-trained models use all the same.
-@pytest.mark.filterwarnings("ignore:.*deprecated in favor of:FutureWarning")
 @pytest.mark.parametrize("odd", ODD)
 def test_what_is_not_known_is_skipped_with_the_reason(odd):
     build, reason = ODD[odd]
@@ -191,7 +161,6 @@ def test_what_is_not_known_is_skipped_with_the_reason(odd):
     assert [site.name for site in convs.sites] == ["ordinary"]
     assert (skip.name, skip.type) == ("odd", type(model.odd).__name__)
     assert reason in skip.reason
-    assert "\n" not in skip.reason
     assert (convs.macs is None) is (odd == "lazy"), "what stays is counted all the same"
 
 
@@ -205,9 +174,6 @@ def test_a_convolution_that_shares_its_weight_is_skipped(build):
     assert convs.skipped[0].name == "odd"
     assert {skip.reason for skip in convs.skipped} == {"its weight is shared with odd and other"}
     assert convs.params == sum(parameter.numel() for parameter in model.parameters())  # a shared weight once
-
-
-# The model is left as it was.
 
 
 def state_of(model):
@@ -271,27 +237,20 @@ def test_the_model_is_left_exactly_as_it_was(build, input_size, runs):
     assert find_convs(model, input_size) == convs
 
 
-class Trains(Holder):
-    """In training it has another head, and a normalisation that a single image does not suffice for."""
-
-    def __init__(self):
-        super().__init__(depthwise())
-        self.head, self.norm = nn.Linear(4, 2), nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        x = self.norm(self.conv(x).mean((2, 3)))
-        return (self.head(x), self.head(x)) if self.training else self.head(x)
-
-
 def test_macs_are_those_of_evaluation_whatever_mode_the_model_is_in():
-    assert find_convs(Trains().train(), (4, 9, 14)) == find_convs(Trains().eval(), (4, 9, 14))
-    assert find_convs(Trains().train(), (4, 9, 14)).macs == 9 * 14 * 4 * 9 + 4 * 2
+    """A normalisation that a single image does not suffice for in training."""
+    model = nn.Sequential(depthwise(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    assert find_convs(model.train(), (4, 9, 14)).macs == 9 * 14 * 4 * 9 + 4 * 2
 
 
-def test_the_stem_is_what_takes_the_image_itself():
+def test_the_stem_is_what_takes_the_image_itself_and_what_is_not_called_costs_nothing():
     """Not whatever has as many channels as the image."""
     model = WithOrdinary(nn.Sequential(depthwise(), nn.Conv2d(4, 3, 1), nn.Conv2d(3, 4, 3)))
-    assert [site.name for site in find_convs(model, (4, 9, 14)).sites if site.stem] == ["ordinary"]
+    model.unused = depthwise()
+    sites = find_convs(model, (4, 9, 14)).sites
+    assert [site.name for site in sites if site.stem] == ["ordinary"]
+    site = sites[-1]
+    assert (site.name, site.macs, site.output_size, site.output_positions) == ("unused", 0, None, 0)
 
 
 def test_a_converted_model_is_refused():
@@ -301,13 +260,9 @@ def test_a_converted_model_is_refused():
         find_convs(model)
 
 
-# Sizes, and models that cannot be traced.
-
-
 @pytest.mark.parametrize(
     ("model", "input_size", "note"),
     [
-        (Holder(depthwise(), lambda conv, x: conv(x * x.sum().item())), (4, 8, 8), "does not run on the meta device"),
         (Holder(depthwise()), (5, 8, 8), "does not run on the meta device at (5, 8, 8)"),
         (Holder(depthwise()), None, "no input size is known"),
     ],
@@ -316,7 +271,6 @@ def test_a_model_that_cannot_be_traced_has_no_macs_but_can_be_planned(model, inp
     convs = find_convs(model, input_size)
     assert convs.macs is None
     assert note in convs.macs_note
-    assert "\n" not in convs.macs_note
     (site,) = convs.sites
     assert [site.macs, site.output_size, site.input_extent, site.output_positions] == [None] * 4
     report = predict_report(plan_conversion(convs, dilated_size=7))
@@ -326,7 +280,6 @@ def test_a_model_that_cannot_be_traced_has_no_macs_but_can_be_planned(model, inp
 @pytest.mark.parametrize(
     ("build", "asked", "understood"),
     [
-        (nn.Identity, (4, 8, 9), (4, 8, 9)),
         (lambda: nn.Conv1d(4, 4, 3), (4, 9), (4, 9)),
         (lambda: nn.Conv3d(4, 4, 3), (5, 8, 9), (3, 5, 8, 9)),  # 3 channels, unless they are stated
         (lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.Conv2d(4, 4, 3)), (8, 9), (3, 8, 9)),
@@ -336,15 +289,14 @@ def test_an_input_size_is_understood_by_its_length(build, asked, understood):
     assert find_convs(build(), asked).input_size == understood
 
 
-@pytest.mark.parametrize("size", [(8,), (1, 2, 3, 4), (1, 2, 3, 4, 5), (3, 0, 8), (3, 8.0, 8), 8, "3x8"])
+@pytest.mark.parametrize("size", [(8,), (1, 2, 3, 4), (3, 0, 8), (3, 8.0, 8), 8, "3x8"])
 def test_a_wrong_input_size_is_refused_with_what_it_must_be(size):
     with pytest.raises(PlanError, match=r"input size .* must be channels and"):
         find_convs(Holder(depthwise()), size)
 
 
-@pytest.mark.parametrize(("options", "size"), [({}, (3, 160, 160)), ({"in_chans": 1}, (1, 160, 160))])
-def test_a_timm_model_states_its_input_size_and_channels(options, size):
-    convs = find_convs(timm.create_model("test_convnext", **options))
-    assert convs.input_size == size
-    assert convs.sites[0].in_channels == size[0]
-    assert convs.macs > math.prod(size)
+@pytest.mark.parametrize("channels", [3, 1])
+def test_a_timm_model_states_its_input_size_and_channels(channels):
+    convs = find_convs(timm.create_model("test_convnext", in_chans=channels))
+    assert convs.input_size == (channels, 160, 160)
+    assert convs.macs

@@ -26,16 +26,19 @@ MATCHER, STRUCTURE, PATH = "timm's group_matcher", "output stride and module pat
         (timm.create_model, "vgg11", STRUCTURE, [f"features/stride{2**index}" for index in range(1, 5)]),
         (timm.create_model, "caformer_s18", STRUCTURE, ["stages.0", "stages.1"]),
         # torchvision says nothing.
-        (GET, "resnet50", STRUCTURE, ["layer1", "layer2", "layer3", "layer4"]),
         (GET, "densenet121", STRUCTURE, [f"features.denseblock{i}" for i in range(1, 5)]),
         (GET, "convnext_tiny", STRUCTURE, [f"features/stride{4 * 2**i}" for i in range(4)]),
         (GET, "mnasnet0_5", STRUCTURE, "layers.8 layers.9 layers/stride16 layers/stride2 layers/stride32".split()),
     ],
 )
 def test_converted_layers_are_in_these_stages(build, name, source, stages):
-    plan = plan_conversion(convs_of(name, IMAGE, build))
+    convs = convs_of(name, IMAGE, build)
+    plan = plan_conversion(convs)
     assert plan.stages_from == source
     assert sorted({layer.stage for layer in plan.layers}) == sorted(stages)
+    if name == "vgg11":
+        outside = [site.name for site in convs.sites if site.stage is None]
+        assert outside == ["features.0", "pre_logits.fc1", "pre_logits.fc2"]  # the stem, and the head
 
 
 @pytest.mark.parametrize(("build", "name"), [(timm.create_model, "hrnet_w18_small"), (GET, "mnasnet0_5")])
@@ -56,18 +59,10 @@ def test_tied_layers_are_of_one_stage_shape_and_resolution(build, name):
             assert len({output_stride((224, 224), sizes[member.name]) for member in members}) == 1
 
 
-def test_convolutions_of_the_stem_are_in_no_stage():
-    convs = convs_of("vgg11", IMAGE)
-    outside = [site.name for site in convs.sites if site.stage is None]
-    assert outside == ["features.0", "pre_logits.fc1", "pre_logits.fc2"]
-
-
 @pytest.mark.parametrize(
     ("path", "stage"),
     [
         ("conv1", None),  # the number of a layer, not of a stage
-        ("stem.conv1", None),
-        ("layer1.0.conv2", "layer1"),
         ("down_0.conv_0", "down_0"),
         ("features.3.1.block.0", "features.3"),
         ("body.stages.2.blocks.7.dw", "body.stages.2"),
@@ -91,17 +86,14 @@ class WithMatcher(nn.Sequential):
         self.groups = groups
 
     def group_matcher(self, coarse=False):
-        if not coarse:
-            return {"blocks": r"^single\.(\d+)"}
-        return self.groups() if callable(self.groups) else self.groups
+        return self.groups() if coarse else {"blocks": r"^single\.(\d+)"}
 
 
 @pytest.mark.parametrize(
     ("groups", "stage"),
     [
-        ({"stem": r"^0", "blocks": [(r"^other\.(\d+)", None)]}, None),
-        ({"blocks": [(r"^(\d+)", None), (r"^norm", (99999,))]}, "0"),
-        ({"blocks": [(r"^0", (99999,))]}, "0"),  # a head alone says nothing: the module path does
+        (lambda: {"stem": r"^0", "blocks": [(r"^other\.(\d+)", None)]}, None),
+        (lambda: {"blocks": [(r"^0", (99999,))]}, "0"),  # a head alone says nothing: the module path does
         (lambda: 1 / 0, "0"),
     ],
 )
@@ -135,7 +127,7 @@ def test_a_number_of_a_whole_network_makes_no_stage(options):
     assert [site.stage for site in convs.sites] == stages + [None] * ("head" in options)
 
 
-@pytest.mark.parametrize("size", [32, 33, 223, 224, 299])
+@pytest.mark.parametrize("size", [33, 224, 299])
 def test_the_output_stride_is_what_the_strides_multiply_to(size):
     """However the borders are treated, as long as maps are not tiny."""
     for padding in (0, 1):

@@ -38,11 +38,9 @@ def trained():
     "wrap",
     [
         lambda s: s,
-        lambda s: {"state_dict": s, "epoch": 3},
         lambda s: {"model": s, "optimizer": {"lr": 1.0}},
         lambda s: {"model": {k: v * 0 for k, v in s.items()}, "model_ema": s},
         lambda s: {"state_dict": {f"module.{k}": v for k, v in s.items()}, "args": argparse.Namespace(lr=1)},
-        lambda s: {f"_orig_mod.module.{k}": v for k, v in s.items()},
         lambda s: {"model": {"state_dict": {f"module._orig_mod.{k}": v for k, v in s.items()}}},
     ],
 )
@@ -113,15 +111,9 @@ def test_only_the_classifier_may_keep_its_initial_values():
         load_weights_(model, state | {"head_conv.weight": torch.ones(2, 4)}, "file", new_classifier=True)
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch, trained):
-    """Of timm's, with the trained network."""
+def test_pretrained_comes_through_timm_or_a_folder_without_which_the_conversion_does(tmp_path, monkeypatch, trained):
     monkeypatch.chdir(tmp_path)
-    timm.models.save_for_hf(trained, tmp_path / "folder", safe_serialization=True)
-    return tmp_path / "folder"
-
-
-def test_pretrained_comes_through_timm(folder, monkeypatch, trained):
+    timm.models.save_for_hf(trained, folder := tmp_path / "folder", safe_serialization=True)
     asked = []
     monkeypatch.setattr(
         "timm.models._hub.hf_hub_download",
@@ -130,10 +122,7 @@ def test_pretrained_comes_through_timm(folder, monkeypatch, trained):
     run(TINY, "--pretrained", *LARGEST)
     assert asked == [f"timm/{trained.pretrained_cfg['hf_hub_id'].removeprefix('timm/')}/model.safetensors"]
     assert torch.equal(load_converted("out").stem[0].weight, trained.stem[0].weight)
-
-
-def test_a_local_folder_is_a_model_and_the_conversion_does_without_it(folder, trained):
-    run(f"local-dir:{folder}", "--pretrained", *LARGEST)
+    run(f"local-dir:{folder}", "--pretrained", *LARGEST, "--force")
     shutil.rmtree(folder)
     assert read_plan(Path("out")).model == f"timm:{TINY}"
     assert torch.equal(load_converted("out").stem[0].weight, trained.stem[0].weight)

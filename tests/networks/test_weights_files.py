@@ -7,14 +7,13 @@ import json
 import os
 import re
 import struct
-import warnings
 import zipfile
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 from torch import nn
 
 from dcls_convert import convert_from_authors_, find_convs, plan_conversion
@@ -22,7 +21,7 @@ from dcls_convert.errors import CheckpointError, DclsConvertError
 from dcls_convert.networks.weights import MOST_HEADER, load_weights_, read_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-FIRST, COUNTER = "0.weight", "1.1.num_batches_tracked"  # of `network`
+FIRST = "0.weight"  # of `network`
 RAN = []  # what a pickle calls
 
 
@@ -51,12 +50,9 @@ def nested(depth):
 
 CHANGES = {  # of a tensor, and what is said of the file then; None where it is read
     "NaN": (lambda t: t * torch.nan, r"has \d+ of \d+ values that are NaN or infinite"),
-    "infinite": (lambda t: t - torch.inf, "values that are NaN or infinite"),
     "integers": (lambda t: t.int(), r"is torch\.int32, the model needs torch\.float32"),
-    "booleans": (lambda t: t > 0, r"is torch\.bool, the model needs torch\.float32"),
     "complex": (lambda t: t.to(torch.complex64), r"is torch\.complex64, the model needs torch\.float32"),
     "empty": (lambda t: t[:0], r"has shape \(0, 3, 3, 3\), the model needs \(4, 3, 3, 3\)"),
-    "one more row": (lambda t: torch.cat([t, t[:1]]), r"has shape \(5, 3, 3, 3\)"),
     "meta": (lambda t: t.to("meta"), "is without data"),
     "sparse": (lambda t: t.to_sparse(), r"is torch\.sparse_coo; weights must be ordinary dense tensors"),
     "quantised": (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), "is quantized"),
@@ -65,7 +61,6 @@ CHANGES = {  # of a tensor, and what is said of the file then; None where it is 
     "payload": (lambda t: Payload(), "is damaged or holds more than tensors"),
     "transposed": (lambda t: t.transpose(0, -1).contiguous().transpose(0, -1), None),
     "expanded": (lambda t: t.reshape(-1)[:1].expand(t.numel()).view(t.shape), None),
-    "half": (lambda t: t.half(), None),
     "double": (lambda t: t.double(), None),
     "float8": (lambda t: t.to(torch.float8_e4m3fn), None),
     "parameter": (nn.Parameter, None),
@@ -77,12 +72,9 @@ def torch_file(content):
     return lambda state, path: torch.save(content(state), path)
 
 
-def cut(write):
-    def write_and_cut(state, path):
-        write(state, path)
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-    return write_and_cut
+def half(state, path):
+    torch.save(state, path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def holding_itself(_):
@@ -113,14 +105,11 @@ DAMAGES = {
     "pipe.pth": (lambda _, path: os.mkfifo(path), "is not a file"),
     "broken link.pth": (lambda _, path: path.symlink_to("nowhere"), "leads nowhere"),
     "empty.pth": (lambda _, path: path.touch(), NO_TORCH),
-    "safetensors called torch.pth": (save_file, NO_TORCH),
-    "half.pth": (cut(torch.save), NO_TORCH),
-    "half.safetensors": (cut(save_file), NO_SAFETENSORS),
+    "half.pth": (half, NO_TORCH),
     "long header.safetensors": (
         with_header(MOST_HEADER + 1, b"{" + b" " * (MOST_HEADER - 1) + b"}"),
         "header has 16,777,217 bytes; 16,777,216 are the most",
     ),
-    "lying header.safetensors": (with_header(2**63), NO_SAFETENSORS),
     "short header.safetensors": (with_header(100), NO_SAFETENSORS),
     "compressed.pth": (compressed, r"its parts unpack to 4,19\d,\d+ bytes, more than 20 times the file's size"),
     "code.pth": (torch_file(lambda _: Payload()), r"holds more than tensors.*\(UnpicklingError\)"),
@@ -131,17 +120,13 @@ DAMAGES = {
     "one missing.pth": (torch_file(lambda s: {n: s[n] for n in s if n != FIRST}), f"the model: it lacks {FIRST}$"),
     "one too many.pth": (torch_file(lambda s: s | {"x": torch.zeros(1)}), "the model: it has x too many$"),
     "named twice.pth": (torch_file(lambda s: s | {f"module.{FIRST}": s[FIRST]}), f"module.{FIRST} is there twice"),
-    "bits.pth": (
-        torch_file(lambda s: s | {COUNTER: torch.zeros(1, dtype=torch.uint8).view(torch.bits8)}),
-        f"{COUNTER} is torch.bits",
-    ),
     "long name.pth": (torch_file(lambda s: s | {"\0" + "x" * 5000: 3}), r"entry '\\\\x00xx.*xx' is a int"),
     **{
         f"key of {type(key).__name__}.pth": (
             torch_file(lambda s, key=key: {"epoch": 1, "model": {key: torch.ones(2), **s}}),
             f"has keys of type {type(key).__name__}; weights have names",
         )
-        for key in (nested(20), 0, b"weight", None)
+        for key in (nested(20), 0)
     },
     **{
         f"{change}.pth": (torch_file(lambda s, make=make: s | {FIRST: make(s[FIRST])}), says)
@@ -171,15 +156,18 @@ def check_line(error):
     assert str(error).isprintable()
 
 
+def with_odd_entries(draw, state, changes):
+    for _ in range(draw(st.integers(0, 2))):
+        name, change = draw(st.sampled_from(sorted(state))), draw(st.sampled_from(sorted(changes)))
+        with contextlib.suppress(Exception):  # a scalar has no rows, a list is no tensor, ...
+            state[draw(st.sampled_from([name, name, f"module.{name}", "more"]))] = changes[change](state[name])
+    return state
+
+
 @st.composite
 def states(draw):
     """The network's, with entries that are odd, under other names or wrapped."""
-    state = dict(network().state_dict())
-    for _ in range(draw(st.integers(0, 2))):
-        name = draw(st.sampled_from(sorted(state)))
-        make, _ = CHANGES[draw(st.sampled_from(sorted(CHANGES)))]
-        with contextlib.suppress(RuntimeError, IndexError):  # a scalar has no rows, ...
-            state[draw(st.sampled_from([name, name, f"module.{name}", "more"]))] = make(state[name])
+    state = with_odd_entries(draw, network().state_dict(), {change: make for change, (make, _) in CHANGES.items()})
     if draw(st.integers(0, 9)) == 0:
         state[draw(st.integers() | st.none() | st.tuples(st.integers()) | st.binary(max_size=3))] = torch.ones(2)
     for _ in range(draw(st.integers(0, 2))):
@@ -237,60 +225,44 @@ def test_any_file_is_read_as_it_is_or_refused_in_one_line(tmp_path, file):
     assert all(torch.equal(own, expected[name].to(own.dtype)) for name, own in model.state_dict().items())
 
 
-# Weights of the authors' package.
-
-
 @functools.cache
 def of_authors():
     plan = plan_conversion(find_convs(network(), (3, 32, 32)), dilated_size=7, kernel_count=3)
-    generator = torch.Generator().manual_seed(0)
-    elements = {
-        f"{layer.name}.weight": torch.randn(layer.position_shape[1:], generator=generator) for layer in plan.layers
-    }
-    positions = {
-        f"{layer.name}.P": torch.zeros(layer.position_shape) + index for index, layer in enumerate(plan.layers)
-    }
-    return network().state_dict() | elements | positions
+    generator, state = torch.Generator().manual_seed(0), network().state_dict()
+    for index, layer in enumerate(plan.layers):
+        state[f"{layer.name}.weight"] = torch.randn(layer.position_shape[1:], generator=generator)
+        state[f"{layer.name}.P"] = torch.zeros(layer.position_shape) + index
+    return state
 
 
 @st.composite
 def changed_of_authors(draw):
     """Of which some entries are odd, gone or beside others."""
-    state = dict(of_authors())
-    for _ in range(draw(st.integers(0, 2))):
-        name = draw(st.sampled_from(sorted(name for name, value in state.items() if isinstance(value, torch.Tensor))))
-        tensor, change = (
-            state.pop(name),
-            draw(st.sampled_from([*CHANGES, "cut", "one more axis", "far", "SIG", "gone"])),
-        )
-        with contextlib.suppress(RuntimeError, IndexError), warnings.catch_warnings(action="ignore"):
-            match change:
-                case "cut":
-                    state[name] = tensor[..., : draw(st.integers(0, 2))]
-                case "one more axis":
-                    state[name] = tensor[None]
-                case "far":
-                    state[name] = tensor * draw(st.sampled_from([0.0, 10.0, 1e30]))
-                case "SIG":
-                    state |= {name: tensor, name.rpartition(".")[0] + ".SIG": tensor.clone()}
-                case odd if odd in CHANGES:
-                    state[name] = CHANGES[odd][0](tensor)
+    changes = {change: make for change, (make, _) in CHANGES.items()}
+    changes |= {
+        "cut": lambda t: t[..., :1],
+        "axis": lambda t: t[None],
+        "far": lambda t: t * 1e30,
+        "zero": lambda t: t * 0,
+    }
+    state = with_odd_entries(draw, dict(of_authors()), changes)
+    gone = draw(st.none() | st.sampled_from(sorted(state)))
+    if gone and draw(st.booleans()):
+        state[gone.rpartition(".")[0] + ".SIG"] = state[gone]
+    elif gone:
+        del state[gone]
     return state
 
 
-@given(
-    changed_of_authors(),
-    st.sampled_from([None, "v0", "v1"]),
-    st.sampled_from(["bilinear", "triangle", "gaussian"]),
-)
+@given(changed_of_authors(), st.sampled_from([None, "v0", "v1"]), st.sampled_from(["bilinear", "gaussian"]))
+@pytest.mark.filterwarnings("ignore")
 def test_entries_of_the_authors_are_taken_as_they_are_or_the_model_stays(state, version, interpolation):
     model = network()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    options = {"dilated_size": 7, "interpolation": interpolation, "input_size": (3, 32, 32)}
     RAN.clear()
     try:
-        convert_from_authors_(
-            model, state, version=version, dilated_size=7, interpolation=interpolation, input_size=(3, 32, 32)
-        )
+        convert_from_authors_(model, state, version=version, **options)
     except DclsConvertError as error:
         check_line(error)
         assert model.state_dict().keys() == before.keys()

@@ -29,7 +29,7 @@ HEAD = ("library", "version", "model", "converted layers", "elements", "stages")
 FOUR = "stages.0 stages.1 stages.2 stages.3"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """A model of another library, and what is known of it."""
 
@@ -56,50 +56,36 @@ def stages(prefix, names=FOUR):
     return tuple(prefix + name for name in names.split())
 
 
-def case_of(library, factory, model, window, layers, *stages, **more):
-    return Case(library=library, factory=factory, model=model, window=window, layers=layers, stages=stages, **more)
-
-
+EFFICIENTNET = "blocks.0 blocks.1 blocks.2 blocks/stride16 blocks/stride32"
+UNET = (
+    *stages("decoder.blocks.", "0 1 2 3 4"),
+    *stages("encoder.model.", "conv1 layer1 layer2 layer3 layer4"),
+    "segmentation_head/stride1",
+)
+BASIC = stages("", "conv_0 down_1 down_2 down_3 down_4 upcat_1 upcat_2 upcat_3 upcat_4")
+HF, SMP, MONAI, CLIP, YOLO = "transformers segmentation-models-pytorch monai open_clip_torch ultralytics".split()
 CASES = [
-    case_of("transformers", "hf_convnext", "ConvNeXt, small", 11, 6, *stages("convnext.encoder.")),
-    case_of("transformers", "hf_convnext_tiny", "ConvNeXt-T", 17, 18, *stages("convnext.encoder.")),
-    case_of("transformers", "hf_convnext_v2", "ConvNeXt V2, small", 11, 6, *stages("convnextv2.encoder.")),
-    case_of("transformers", "hf_resnet", "ResNet, small", 7, 12, *stages("resnet.encoder.")),
-    case_of("transformers", "hf_regnet", "RegNet, small", 7, 6, *stages("regnet.encoder.")),
-    case_of(
-        *("transformers", "hf_efficientnet", "EfficientNet, small", 9, 8),
-        *stages("efficientnet.encoder.", "blocks.0 blocks.1 blocks.2 blocks/stride16 blocks/stride32"),
+    Case(HF, "hf_convnext", "ConvNeXt, small", 11, 6, stages("convnext.encoder.")),
+    Case(HF, "hf_convnext_tiny", "ConvNeXt-T", 17, 18, stages("convnext.encoder.")),
+    Case(HF, "hf_convnext_v2", "ConvNeXt V2, small", 11, 6, stages("convnextv2.encoder.")),
+    Case(HF, "hf_resnet", "ResNet, small", 7, 12, stages("resnet.encoder.")),
+    Case(HF, "hf_regnet", "RegNet, small", 7, 6, stages("regnet.encoder.")),
+    Case(HF, "hf_efficientnet", "EfficientNet, small", 9, 8, stages("efficientnet.encoder.", EFFICIENTNET)),
+    Case(
+        *(SMP, "smp_unet_convnext", "Unet, timm's test_convnext", 11, 7),
+        stages("encoder.model.", "stages_0 stages_1 stages_2"),
     ),
-    case_of(
-        *("segmentation-models-pytorch", "smp_unet_convnext", "Unet, timm's test_convnext", 11, 7),
-        *stages("encoder.model.", "stages_0 stages_1 stages_2"),
-    ),
-    case_of(
-        *("segmentation-models-pytorch", "smp_unet_resnet", "Unet, timm's test_resnet", 7, 20),
-        *stages("decoder.", "blocks.0 blocks.1 blocks.2 blocks.3 blocks.4"),
-        *stages("encoder.model.", "conv1 layer1 layer2 layer3 layer4"),
-        "segmentation_head/stride1",
-    ),
-    case_of(
-        *("monai", "monai_unet", "UNet, 3-D, with residual units", 5, 8),
-        *("model.2", "model/stride2", "model/stride4", "model/stride8"),
+    Case(SMP, "smp_unet_resnet", "Unet, timm's test_resnet", 7, 20, UNET),
+    Case(
+        *(MONAI, "monai_unet", "UNet, 3-D, with residual units", 5, 8),
+        stages("model", ".2 /stride2 /stride4 /stride8"),
         size=(1, 16, 16, 16),
     ),
-    case_of(
-        *("monai", "monai_basic_unet", "BasicUNet, 3-D", 5, 17),
-        *("conv_0", *(f"down_{index}" for index in range(1, 5)), *(f"upcat_{index}" for index in range(1, 5))),
-        size=(1, 32, 32, 32),
-    ),
-    case_of("open_clip_torch", "open_clip_small", "timm's test_convnext", 11, 9, *stages("visual.trunk.")),
-    case_of("open_clip_torch", "open_clip_convnext_tiny", "convnext_tiny", 17, 18, *stages("visual.trunk.")),
-    case_of(
-        *("ultralytics", "yolov8n", "yolov8n.yaml", 7, 38),
-        *(f"model/stride{stride}" for stride in (16, 32, 4, 8)),
-    ),
-    case_of(
-        *("ultralytics", "yolo26n", "yolo26n.yaml", 7, 14),
-        *(f"model/stride{stride}" for stride in (16, 32, 8)),
-    ),
+    Case(MONAI, "monai_basic_unet", "BasicUNet, 3-D", 5, 17, BASIC, size=(1, 32, 32, 32)),
+    Case(CLIP, "open_clip_small", "timm's test_convnext", 11, 9, stages("visual.trunk.")),
+    Case(CLIP, "open_clip_convnext_tiny", "convnext_tiny", 17, 18, stages("visual.trunk.")),
+    Case(YOLO, "yolov8n", "yolov8n.yaml", 7, 38, stages("model/stride", "16 32 4 8")),
+    Case(YOLO, "yolo26n", "yolo26n.yaml", 7, 14, stages("model/stride", "16 32 8")),
 ]
 
 
