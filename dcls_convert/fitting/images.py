@@ -36,11 +36,7 @@ class Calibration:
 
 
 def calibrate(
-    model: nn.Module,
-    plan: ConversionPlan,
-    images: Images | Calibration,
-    *,
-    note: Notify = silent,
+    model: nn.Module, plan: ConversionPlan, images: Images | Calibration, *, note: Notify = silent
 ) -> Calibration:
     """Images by which a conversion keeps outputs, for `apply_plan_(calibration=...)`.
 
@@ -81,13 +77,8 @@ def read_images(
 ) -> list[Tensor]:
     """So many images of a folder at most, evenly spaced over the order of their names, as the model takes them.
 
-    Args:
-        model: Its preprocessing, as timm states it, scales and normalises.
-        size: (channels, rows, columns).
-        note: Told about files that are no images.
-
-    Raises:
-        DclsConvertError: A size that is not known, or that files of images cannot have.
+    `note` is told about files that are no images. DclsConvertError: a size (channels, rows, columns) that is not known,
+    or that files of images cannot have.
     """
     if size is None:
         raise DclsConvertError("images: the size of the model's images is not known; state input_size")

@@ -1,8 +1,6 @@
 """Elements for a tie group from its trained dense kernels, so that the constructed kernels are close to them.
 
-Axes: L layers of the group, O output channels, I input channels per group, D cells of the dense axes (each axis its
-own), K cells of the old kernel along the learnt axes, E kernel elements, A learnt axes. A line is one kernel along the
-learnt axes, of N = O * I * D; it is fitted in a box of S cells.
+Axes as in `boxes`.
 """
 
 import math
@@ -28,18 +26,10 @@ def fit_elements(
 ) -> tuple[list[Tensor], Tensor]:
     """Elements whose constructed kernels have the least squared distance to the old ones, summed over the group.
 
-    Positions are shared by the layers, weights are each layer's own: the least squares for these positions. Positions
-    stay where the old kernel was. In no layer is the distance larger than that of the largest elements.
-
-    Args:
-        kernels, kernel_count: As for `largest_elements`.
-        box: Of the kernels. Elements spread with the sigma of its interpolation as it is initially.
-        roots: (in_channels, S, S): the error e of a line that sees that channel counts as the squares of e @ root,
-            instead of its own.
-        seed: Of the starts beside the grid.
-
-    Returns:
-        As `largest_elements`.
+    Arguments and result as of `largest_elements`. Positions are shared by the layers, and stay where the old kernel
+    was; weights are each layer's own: the least squares for these positions. In no layer is the distance larger than
+    that of the largest elements. Elements spread with the interpolation's initial sigma. With roots of (in_channels, S,
+    S), the error e of a line that sees that channel counts as the squares of e @ root, instead of its own.
     """
     largest, grid = box.largest(kernels, kernel_count)
     exact = kernel_count >= len(box.cells()) and find_interpolation(box.interpolation).exact_on_cells
@@ -79,8 +69,7 @@ def relative_errors(
     return [math.sqrt(part / of) if of else 0.0 for part, of in zip(left.tolist(), whole.tolist(), strict=True)]
 
 
-def _stacked(weights: Sequence[Tensor], lines: Tensor) -> Tensor:
-    """Each layer's (O, I, *D, E) -> (N, L, E), as precise as the lines."""
+def _stacked(weights: Sequence[Tensor], lines: Tensor) -> Tensor:  # each layer's (O, I, *D, E) -> (N, L, E)
     return torch.stack([weight.flatten(0, -2) for weight in weights], dim=1).to(lines)
 
 
@@ -91,7 +80,6 @@ class _Elements:
 
 
 def _metric(roots: Tensor | None, kernel: Tensor, lines: int) -> Metric | None:
-    """The metric of a line's error, by the input channel that the line sees."""
     if roots is None:
         return None
     out_channels, per_group = kernel.shape[:2]
@@ -115,7 +103,7 @@ def _fitted(lines: Tensor, start: _Elements, box: Box, metric: Metric | None, ge
         beside = noise[:, chunk.to(noise.device)].to(grid)
         starts = [base + moved for base, moved in zip(bases, beside, strict=True)]
         roots = None if metric is None else metric(chunk)
-        places[chunk], weights[chunk] = fit_lines(lines[chunk], starts, box.sides, box.profile, roots=roots)
+        places[chunk], weights[chunk] = fit_lines(lines[chunk], starts, box, roots=roots)
     return _Elements(places=places, weights=weights)
 
 
@@ -138,8 +126,7 @@ def _merged_neighbours(lines: Tensor, grid: Tensor, box: Box) -> Tensor:
     surplus = len(cells) - count
     if not len(pairs) or surplus <= 0:
         return grid
-    strides = torch.tensor([math.prod(box.sides[axis + 1 :]) for axis in range(len(box.sides))], device=lines.device)
-    values = lines[..., (cells * strides).sum(1)]  # (N, L, K)
+    values = lines[..., box.flat_cells().to(lines.device)]  # (N, L, K)
     one, two = values[..., pairs[:, 0]], values[..., pairs[:, 1]]
     first, second, both = one.square().sum(1), two.square().sum(1), (one * two).sum(1)  # (N, P)
     lost = (first + second) / 2 - (((first - second) / 2).square() + both.square()).sqrt()

@@ -15,7 +15,7 @@ from dcls_convert import DclsConv2d, convert_
 from dcls_convert.depthwise.geometry import grid_positions
 from dcls_convert.fitting.batches import lines_innermost
 from dcls_convert.fitting.boxes import box_of
-from dcls_convert.fitting.least_squares import _Problem, _step
+from dcls_convert.fitting.least_squares import _problem, _step
 from dcls_convert.fitting.warm_start import fit_elements
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.interpolation import find_interpolation
@@ -199,7 +199,7 @@ def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
     torch.manual_seed(0)
     box = box_of((5, 5), (1, 1), (9, 9), "bilinear")
     roots = torch.randn(1, 25, 25).double() / 5 if rooted else None
-    problem = _Problem.of(torch.randn(1, 3, 25).double(), (5, 5), box.profile, roots)
+    problem = _problem(torch.randn(1, 3, 25).double(), box, roots)
     places = torch.rand(1, 6, 2).double() * 3.9
     state = problem.at(places)
     gradient = torch.zeros(12, dtype=torch.double)

@@ -7,7 +7,7 @@ from dcls_convert import convert_, fold_to_dense_
 from dcls_convert.checkpoints.fingerprint import deviation, take_fingerprint
 from dcls_convert.fitting import least_squares, warm_start
 
-from .test_calibrate import SMALL, network, photos
+from ..fitting.test_calibrate import SMALL, network, photos
 from .toy_gpu import OnToyGpu, put_on_toy_gpu_, toy_gpu
 
 # torch compiles decompositions of its own where operations are looked at.
