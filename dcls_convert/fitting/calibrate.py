@@ -46,7 +46,9 @@ def fit_to_outputs_(
     layer's weights are solved for alone. DclsConvertError: the model does not take the images, or has values that are
     not finite.
     """
-    place_of = {conv: (group, index) for group in groups for index, conv in enumerate(group.convs)}
+    place_of: dict[nn.Module, tuple[LayerGroup, int]] = {
+        conv: (group, index) for group in groups for index, conv in enumerate(group.convs)
+    }
     offsets, left = [], list(groups)
     with evaluating(model), _relay(model, list(place_of), calibration) as relay:
         for number, conv in enumerate(relay.calls):

@@ -1,7 +1,7 @@
 """Scope "error": how many elements each tie group gets, so that the summed error of all layers is the least."""
 
+import itertools
 import math
-from bisect import bisect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -89,22 +89,19 @@ def least_error(shares: Sequence[Share], limit: int) -> list[int]:
         first = {1 + round((share.most - 1) * step / max(looks - 1, 1)) for step in range(looks)}
         measured.append({count: share.error(count) for count in first | set(share.tried)})
     while True:
-        curves = [_between(known, share.most) for known, share in zip(measured, shares, strict=True)]
-        chosen = allocate([share.cost for share in shares], curves, limit)
-        new = [(index, count) for index, count in enumerate(chosen) if count not in measured[index]]
+        chosen = allocate([share.cost for share in shares], [*map(_between, measured)], limit)
+        new = [trio for trio in zip(measured, shares, chosen, strict=True) if trio[2] not in trio[0]]
         if not new:
             return chosen
-        for index, count in new:
-            measured[index][count] = shares[index].error(count)
+        for known, share, count in new:
+            known[count] = share.error(count)
 
 
-def _between(known: Mapping[int, float], most: int) -> dict[int, float]:
+def _between(known: Mapping[int, float]) -> dict[int, float]:
     """The error for every count; linear between those that are known."""
-    counts = sorted(known)
     errors = dict(known)
-    for count in range(counts[0], max(most, counts[-1]) + 1):
-        if count not in errors:
-            low, high = (counts[bisect(counts, count) + side] for side in (-1, 0))
+    for low, high in itertools.pairwise(sorted(known)):
+        for count in range(low + 1, high):
             part = (count - low) / (high - low)
             errors[count] = (1 - part) * known[low] + part * known[high]
     return errors

@@ -5,7 +5,7 @@ Axes as in `boxes`.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,18 @@ def fit_elements(
     scale = torch.where(scale > 0, scale, 1.0)  # of each line, so that squares neither vanish nor overflow
     lines = lines / scale
     metric = _metric(roots, kernels[0], len(lines))
-    fallback = _Elements(places=box.places_of(grid.to(lines)), weights=_stacked(largest, lines) / scale)
-    fitted = _fitted(lines, fallback, box, metric, torch.Generator().manual_seed(seed))
+    fallback = _Elements(box.places_of(grid.to(lines)), _stacked(largest, lines) / scale)
+    fitted = _Elements(*map(torch.empty_like, fallback))
+    # Drawn on the CPU and for all lines, so that a seed means the same on every device, however lines are split.
+    generator = torch.Generator().manual_seed(seed)
+    noise = JITTER * torch.randn(STARTS, *fallback.places.shape, generator=generator, device="cpu")
+    for chunk in _chunks(fallback, box):
+        cells = fallback.places[chunk]
+        bases = [cells] * (STARTS - 1) + [_merged_neighbours(lines[chunk], cells, box)]
+        beside = noise[:, chunk.to(noise.device)].to(cells)
+        starts = [base + moved for base, moved in zip(bases, beside, strict=True)]
+        seen = None if metric is None else metric(chunk)
+        fitted.places[chunk], fitted.weights[chunk] = fit_lines(lines[chunk], starts, box, roots=seen)
     best = _no_layer_worse(lines, fitted, fallback, box, metric, scale)
     positions = (best.places + lines.new_tensor(box.origin)).movedim(-1, 0).reshape(grid.shape).to(grid)
     weights = [
@@ -63,8 +73,7 @@ def relative_errors(
     metric = _metric(roots, kernels[0], len(lines))
     places, ours = box.places_of(positions.to(lines)), _stacked(weights, lines)
     left, whole = (
-        _errors(lines, _Elements(places=places, weights=part), box, metric).sum(0)
-        for part in (ours, torch.zeros_like(ours))
+        _errors(lines, _Elements(places, part), box, metric).sum(0) for part in (ours, torch.zeros_like(ours))
     )
     return [math.sqrt(part / of) if of else 0.0 for part, of in zip(left.tolist(), whole.tolist(), strict=True)]
 
@@ -73,8 +82,7 @@ def _stacked(weights: Sequence[Tensor], lines: Tensor) -> Tensor:  # each layer'
     return torch.stack([weight.flatten(0, -2) for weight in weights], dim=1).to(lines)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Elements:
+class _Elements(NamedTuple):
     places: Tensor  # (N, E, A), in cells of the box
     weights: Tensor  # (N, L, E)
 
@@ -92,26 +100,13 @@ def _metric(roots: Tensor | None, kernel: Tensor, lines: int) -> Metric | None:
     return lambda chosen: roots[channels[chosen]]
 
 
-def _fitted(lines: Tensor, start: _Elements, box: Box, metric: Metric | None, generator: torch.Generator) -> _Elements:
-    places, weights = torch.empty_like(start.places), torch.empty_like(start.weights)
-    # Drawn on the CPU and for all lines, so that a seed means the same on every device, however lines are split.
-    noise = JITTER * torch.randn(STARTS, *start.places.shape, generator=generator, device="cpu")
-    at_once = _lines_at_once(start, box)
-    for chunk in torch.split(torch.arange(len(lines), device=lines.device), at_once):
-        grid = start.places[chunk]
-        bases = [grid] * (STARTS - 1) + [_merged_neighbours(lines[chunk], grid, box)]
-        beside = noise[:, chunk.to(noise.device)].to(grid)
-        starts = [base + moved for base, moved in zip(bases, beside, strict=True)]
-        roots = None if metric is None else metric(chunk)
-        places[chunk], weights[chunk] = fit_lines(lines[chunk], starts, box, roots=roots)
-    return _Elements(places=places, weights=weights)
-
-
-def _lines_at_once(elements: _Elements, box: Box) -> int:
-    (_, count, axes), layers = elements.places.shape, elements.weights.shape[1]
+def _chunks(elements: _Elements, box: Box) -> Sequence[Tensor]:
+    """Indices of lines that are fitted together."""
+    (lines, count, axes), layers = elements.places.shape, elements.weights.shape[1]
     moving, cells = count * axes, math.prod(box.sides)
     floats = 3 * moving * cells + 4 * moving**2 + 4 * layers * cells + cells**2
-    return max(1, FLOATS_AT_ONCE // (3 * floats))
+    indices = torch.arange(lines, device=elements.places.device)
+    return torch.split(indices, max(1, FLOATS_AT_ONCE // (3 * floats)))
 
 
 def _merged_neighbours(lines: Tensor, grid: Tensor, box: Box) -> Tensor:
@@ -168,17 +163,13 @@ def _no_layer_worse(
         if not worse.any():
             break
         leave |= (gain < 0)[:, worse].any(dim=1)
-    return _Elements(
-        places=torch.where(leave[:, None, None], fallback.places, fitted.places),
-        weights=torch.where(leave[:, None, None], fallback.weights, fitted.weights),
-    )
+    return _Elements(*(torch.where(leave[:, None, None], *pair) for pair in zip(fallback, fitted, strict=True)))
 
 
 def _errors(lines: Tensor, elements: _Elements, box: Box, metric: Metric | None) -> Tensor:
     """(N, L): squared distances, in float64."""
     parts = []
-    at_once = _lines_at_once(elements, box)
-    for chunk in torch.split(torch.arange(len(lines), device=lines.device), at_once):
+    for chunk in _chunks(elements, box):
         error = (lines[chunk] - elements.weights[chunk] @ box.footprint(elements.places[chunk])).double()
         if metric is not None:
             error = error @ metric(chunk).double()
