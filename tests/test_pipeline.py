@@ -114,12 +114,7 @@ def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
 
 @pytest.mark.parametrize(
     "place",
-    [
-        "surgery.place.fold_before_timm_fuses_",
-        "surgery.place.spare_from_decay_",
-        "surgery.place._tell_timm",
-        "pipeline.measure_report",
-    ],
+    ["surgery.place.fold_before_timm_fuses_", "surgery.place.spare_from_decay_", "pipeline.measure_report"],
 )
 @pytest.mark.parametrize("kind", ["random", "authors"])
 def test_a_failure_after_the_layers_are_in_place_takes_them_out_again(tiny, monkeypatch, place, kind):

@@ -48,13 +48,17 @@ class Box:
         ranges = [[cell + side // 2 for cell in grid_positions(size, step, side)] for size, step, side in shapes]
         return torch.tensor(list(itertools.product(*ranges)))
 
+    def flat_cells(self) -> Tensor:
+        """(K,): which of the box's S cells they are."""
+        strides = [math.prod(self.sides[axis + 1 :]) for axis in range(len(self.sides))]
+        return (self.cells() * torch.tensor(strides)).sum(1)
+
     def lines_of(self, kernel: Tensor) -> Tensor:
         """(O, I, *kernel size) -> (N, S), zero where the old kernel has no cell; at least in float32."""
         values = cells_last(kernel, self.axes).flatten(0, -2)  # (N, K)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
         boxed = values.new_zeros(len(values), math.prod(self.sides))
-        strides = [math.prod(self.sides[axis + 1 :]) for axis in range(len(self.sides))]
-        boxed[:, (self.cells() * torch.tensor(strides)).sum(1).to(values.device)] = values
+        boxed[:, self.flat_cells().to(values.device)] = values
         return boxed
 
     def profile(self, places: Tensor, side: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +66,7 @@ class Box:
         return find_interpolation(self.interpolation).footprint(places, side)
 
     def footprint(self, places: Tensor) -> Tensor:
-        """How elements spread over the box: (N, E, A) -> (N, E, S)."""
+        """(N, E, A) -> (N, E, S)."""
         return spread([self.profile(places[..., axis], side)[0] for axis, side in enumerate(self.sides)])
 
     def places_of(self, positions: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ is not changed: hooks put the outputs of the new layers in the place of the old 
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from ..errors import DclsConvertError, one_line
 from ..layers.conv_classes import PLAIN, find_form
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.running import evaluating, run
-from ..progress import Notify, silent
+from ..progress import Notify
 from .boxes import Box
 from .groups import LayerGroup
 from .images import Calibration
@@ -37,74 +38,48 @@ class Offset:
 
 
 def fit_to_outputs_(
-    model: nn.Module,
-    groups: Sequence[LayerGroup],
-    calibration: Calibration,
-    fill: Fill,
-    *,
-    notify: Notify = silent,
+    model: nn.Module, groups: Sequence[LayerGroup], calibration: Calibration, fill: Fill, notify: Notify
 ) -> list[Offset]:
-    """Give new layers the elements by which the model keeps its outputs.
+    """Give new layers, made for the model, the elements by which it keeps its outputs; offsets to apply with them.
 
     The layers of a tie group get their positions, and first weights, when the first of them is reached. Then each
-    layer's weights are solved for alone.
-
-    Args:
-        model: Not converted; left as it is.
-        groups: Layers made for it, without values.
-        calibration: Images that it takes.
-        fill: Gives the layers of a group their positions and first weights.
-        notify: Told which layer is next.
-
-    Returns:
-        An offset for each layer, to be applied when the layers stand in the model.
-
-    Raises:
-        DclsConvertError: The model does not take the images, or has values that are not finite.
+    layer's weights are solved for alone. DclsConvertError: the model does not take the images, or has values that are
+    not finite.
     """
     place_of: dict[nn.Module, tuple[LayerGroup, int]] = {
         conv: (group, index) for group in groups for index, conv in enumerate(group.convs)
     }
-    offsets, filled = [], set[int]()
+    offsets, left = [], list(groups)
     with evaluating(model), _relay(model, list(place_of), calibration) as relay:
         for number, conv in enumerate(relay.calls):
             group, index = place_of[conv]
             plan, layer = group.plans[index], group.layers[index]
             notify(f"calibrating {plan.name}, layer {number + 1} of {len(relay.calls)}", number, len(relay.calls))
             joint = Moments(layer, group.box, joint=True)
-            first = id(group) not in filled
-            alone = _alone([group] if first else [])
+            alone = _alone([group] if group in left else [])
             relay.look(conv, joint, alone)
             joint.check(plan.name)
-            if first:
-                _check(group, alone)
-                fill(group, shared_roots(list(alone.values())))
-                filled.add(id(group))
+            if group in left:
+                fill(group, _roots(group, alone))
+                left.remove(group)
             home = relay.mean_behind(conv) if layer.bias is None else layer.bias
             values = _solve_(layer, conv, joint)
             offsets.append(Offset(name=plan.name, values=values, home=home, sign=-1 if layer.bias is None else 1))
             relay.replace(conv, layer, joint.box, offsets[-1])
-        for group in groups:
-            if id(group) not in filled:  # its layers are not used in a forward pass
-                fill(group, None)
+        for group in left:  # whose layers are not used in a forward pass
+            fill(group, None)
     return offsets
 
 
 def seen_by_layers(
-    model: nn.Module,
-    groups: Sequence[LayerGroup],
-    calibration: Calibration,
-    *,
-    notify: Notify = silent,
+    model: nn.Module, groups: Sequence[LayerGroup], calibration: Calibration, notify: Notify
 ) -> list[Tensor | None]:
     """What an error of a kernel does to the outputs in the old network: for each group, roots as for `fit_elements`."""
     notify("looking at the images")
     alone = _alone(groups)
     with evaluating(model), _relay(model, list(alone), calibration) as relay:
         relay.look(None, None, alone)
-    for group in groups:
-        _check(group, alone)
-    return [shared_roots([alone[conv] for conv in group.convs]) for group in groups]
+    return [_roots(group, alone) for group in groups]
 
 
 def _alone(groups: Sequence[LayerGroup]) -> dict[nn.Module, Moments]:
@@ -116,9 +91,10 @@ def _alone(groups: Sequence[LayerGroup]) -> dict[nn.Module, Moments]:
     }
 
 
-def _check(group: LayerGroup, alone: Mapping[nn.Module, Moments]) -> None:
+def _roots(group: LayerGroup, alone: Mapping[nn.Module, Moments]) -> Tensor | None:
     for conv, plan in zip(group.convs, group.plans, strict=True):
         alone[conv].check(plan.name)
+    return shared_roots([alone[conv] for conv in group.convs])
 
 
 @torch.no_grad()
@@ -149,9 +125,11 @@ def _relay(model: nn.Module, convs: Sequence[nn.Module], calibration: Calibratio
         for conv in convs:
             hooks.callback(conv.register_forward_hook(relay._hook, with_kwargs=True).remove)
         with contextlib.ExitStack() as watching:
-            for norm in filter(_has_running_mean, model.modules()):
-                watching.callback(norm.register_forward_pre_hook(relay._note_norm).remove)
-            relay._run(calibration.batches[0][:1])
+            for norm in model.modules():  # BatchNorm of any class; frozen ones too
+                instance_norm = isinstance(norm, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
+                if isinstance(getattr(norm, "running_mean", None), Tensor) and not instance_norm:
+                    watching.callback(norm.register_forward_pre_hook(relay._note_norm).remove)
+            relay._run(calibration.batches[0][:1], [], relay._count)
         relay._first_outputs.clear()
         yield relay
 
@@ -161,7 +139,7 @@ class _Relay:
 
     def __init__(self, model: nn.Module, calibration: Calibration) -> None:
         self.model, self.calibration = model, calibration
-        self.calls: dict[nn.Module, int] = {}  # of each convolution in one forward pass, in order of the first ones
+        self.calls = Counter[nn.Module]()  # of each convolution in one forward pass, in order of the first ones
         # What the network converted so far has in place of a convolution: a layer, or where that is quicker only its
         # kernel, cut to the size of the old one; and what is added to the outputs.
         self._layers: dict[nn.Module, DclsConvNd] = {}
@@ -194,8 +172,16 @@ class _Relay:
         for batch in self.calibration.batches:
             if conv is not None:
                 self._run(batch, [conv], keep)
-            with self._converted_so_far():
+            old = {replaced: replaced.weight for replaced in self._kernels}
+            try:
+                for replaced, kernel in self._kernels.items():
+                    replaced.weight = kernel
+                self._converted = True
                 self._run(batch, [*([] if conv is None else [conv]), *alone], add)
+            finally:
+                self._converted = False
+                for replaced, weight in old.items():
+                    replaced.weight = weight
 
     def replace(self, conv: nn.Module, layer: DclsConvNd, box: Box, offset: Offset) -> None:
         """From now on, the converted network has this layer, with its offset where something takes that up."""
@@ -209,29 +195,10 @@ class _Relay:
         if offset.home is not None:
             self._added[conv] = offset.values.to(layer.weight).reshape(-1, *[1] * layer.dims)
 
-    @contextlib.contextmanager
-    def _converted_so_far(self) -> Iterator[None]:
-        """Inside, the network that runs is the converted one."""
-        old = {conv: conv.weight for conv in self._kernels}
-        try:
-            for conv, kernel in self._kernels.items():
-                conv.weight = kernel
-            self._converted = True
-            yield
-        finally:
-            self._converted = False
-            for conv, weight in old.items():
-                conv.weight = weight
-
-    def _run(
-        self,
-        batch: Tensor,
-        wanted: Sequence[nn.Module] = (),
-        see: Callable[[nn.Module, Tensor, Tensor], None] | None = None,
-    ) -> None:
-        """Run the network until each wanted convolution has been called as often as it will be."""
-        self._see = see or self._count
-        self._left = {conv: self.calls[conv] for conv in wanted if conv in self.calls}
+    def _run(self, batch: Tensor, convs: Sequence[nn.Module], see: Callable[[nn.Module, Tensor, Tensor], None]) -> None:
+        """Run the network until each of the convolutions, if any, has been called as often as it will be."""
+        self._see = see
+        self._left = {conv: self.calls[conv] for conv in convs if conv in self.calls}
         try:
             # The memory format in which convolutions of images are the quickest on CPUs.
             run(self.model, batch.contiguous(memory_format=torch.channels_last) if batch.dim() == 4 else batch)
@@ -257,15 +224,9 @@ class _Relay:
         return output
 
     def _count(self, conv: nn.Module, _: Tensor, output: Tensor) -> None:
-        self.calls[conv] = self.calls.get(conv, 0) + 1
+        self.calls[conv] += 1
         self._first_outputs.append((conv, output))
 
     def _note_norm(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
         giver = next((conv for conv, output in self._first_outputs if inputs and output is inputs[0]), None)
         self._entering.setdefault(norm, []).append(giver)
-
-
-def _has_running_mean(module: nn.Module) -> bool:
-    """BatchNorm of any class; frozen ones too."""
-    instance_norm = isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
-    return isinstance(getattr(module, "running_mean", None), Tensor) and not instance_norm

@@ -1,7 +1,7 @@
 """Scope "error": how many elements each tie group gets, so that the summed error of all layers is the least."""
 
+import itertools
 import math
-from bisect import bisect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ from ..networks.sites import ModelConvs
 from ..options import ERROR, SCOPES, PlanOptions
 from ..planning.plan import LayerCounts
 from ..planning.planner import make_plan
-from ..progress import Notify, silent
+from ..progress import Notify
 from .calibrate import seen_by_layers
 from .groups import LayerGroup, make_layers
 from .images import Calibration
@@ -32,20 +32,12 @@ def counts_by_error(
     options: PlanOptions,
     *,
     seed: int,
-    calibration: Calibration | None = None,
-    notify: Notify = silent,
+    calibration: Calibration | None,
+    notify: Notify,
 ) -> LayerCounts:
     """The counts by which the layers' relative errors have the least sum, within the budget of the whole model.
 
-    Args:
-        model, convs: With trained kernels, and its convolutions.
-        options: What is asked for; its scope is not looked at.
-        seed: Of the fits, as in `apply_plan_`.
-        calibration: Images; errors of outputs then count instead of those of kernels.
-        notify: Told about progress.
-
-    Raises:
-        PlanError: The model has no values, or the budget admits no element for each group.
+    With images, errors of outputs count instead of those of kernels. PlanError: the model has no values.
     """
     plans = [make_plan(convs, replace(options, scope=scope)) for scope in SCOPES if scope != ERROR]
     groups = make_layers(model, plans[0])
@@ -53,7 +45,7 @@ def counts_by_error(
         raise PlanError(f"scope {ERROR!r} measures what the kernels lose, and the model is on the meta device")
     seen: Sequence[Tensor | None] = [None] * len(groups)
     if calibration is not None:
-        seen = seen_by_layers(model, groups, calibration, notify=notify)
+        seen = seen_by_layers(model, groups, calibration, notify)
     count_of = [{layer.name: layer.kernel_count for layer in plan.layers} for plan in plans]
     shares = []
     for number, (group, roots) in enumerate(zip(groups, seen, strict=True)):
@@ -81,12 +73,8 @@ def _share(group: LayerGroup, tried: set[int], roots: Tensor | None, seed: int) 
         elements = fit_elements(kernels, box, kernel_count=count, roots=roots, seed=seed)
         return sum(relative_errors(kernels, *elements, box, roots=roots))
 
-    return Share(
-        cost=first.lines * (len(group.plans) + first.coordinates),
-        most=max(first.dense_weights // first.lines, *tried),
-        tried=tried,
-        error=error,
-    )
+    cost, most = first.lines * (len(group.plans) + first.coordinates), first.dense_weights // first.lines
+    return Share(cost=cost, most=max(most, *tried), tried=tried, error=error)
 
 
 def least_error(shares: Sequence[Share], limit: int) -> list[int]:
@@ -97,27 +85,23 @@ def least_error(shares: Sequence[Share], limit: int) -> list[int]:
     """
     measured: list[dict[int, float]] = []
     for share in shares:
-        first = set(range(1, share.most + 1))
-        if share.most > ALL_LOOKED_AT:
-            first = {1 + round((share.most - 1) * step / (FIRST_LOOKS - 1)) for step in range(FIRST_LOOKS)}
+        looks = FIRST_LOOKS if share.most > ALL_LOOKED_AT else share.most
+        first = {1 + round((share.most - 1) * step / max(looks - 1, 1)) for step in range(looks)}
         measured.append({count: share.error(count) for count in first | set(share.tried)})
     while True:
-        curves = [_between(known, share.most) for known, share in zip(measured, shares, strict=True)]
-        chosen = allocate([share.cost for share in shares], curves, limit)
-        new = [(index, count) for index, count in enumerate(chosen) if count not in measured[index]]
+        chosen = allocate([share.cost for share in shares], [*map(_between, measured)], limit)
+        new = [trio for trio in zip(measured, shares, chosen, strict=True) if trio[2] not in trio[0]]
         if not new:
             return chosen
-        for index, count in new:
-            measured[index][count] = shares[index].error(count)
+        for known, share, count in new:
+            known[count] = share.error(count)
 
 
-def _between(known: Mapping[int, float], most: int) -> dict[int, float]:
+def _between(known: Mapping[int, float]) -> dict[int, float]:
     """The error for every count; linear between those that are known."""
-    counts = sorted(known)
     errors = dict(known)
-    for count in range(counts[0], max(most, counts[-1]) + 1):
-        if count not in errors:
-            low, high = (counts[bisect(counts, count) + side] for side in (-1, 0))
+    for low, high in itertools.pairwise(sorted(known)):
+        for count in range(low + 1, high):
             part = (count - low) / (high - low)
             errors[count] = (1 - part) * known[low] + part * known[high]
     return errors
@@ -129,9 +113,6 @@ def allocate(costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit:
     Exact for every form of the errors, by dynamic programming over the parameters spent. Of equal sums, the one with
     fewer parameters. Where the limit has more than 2 million units, each group's costs are rounded up to coarser ones:
     the result then keeps the limit, but a better one may exist.
-
-    Raises:
-        ValueError: Not even the least counts keep within the limit.
     """
     unit = max(math.gcd(*costs), -(-limit // MOST_UNITS))
     units = limit // unit
@@ -151,8 +132,7 @@ def allocate(costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit:
             pick[spent:][better] = index
         best = least
         picks.append((cost, counts, pick))
-    if not math.isfinite(float(best[-1])):
-        raise ValueError(f"a limit of {limit} parameters admits no element for each group")
+    assert best[-1].isfinite(), "the planner has refused what admits no element for each group"
     left = int((best == best[-1]).nonzero()[0])
     chosen = []
     for cost, counts, pick in reversed(picks):

@@ -3,7 +3,6 @@
 Loading a checkpoint needs these layers too, so nothing here imports a fit.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,6 @@ class LayerGroup:
 
     @property
     def title(self) -> str:
-        """What progress calls it."""
         return self.plans[0].stage or self.plans[0].name
 
     def effective_kernels(self) -> list[Tensor]:
@@ -37,7 +35,6 @@ class LayerGroup:
 
     @property
     def box(self) -> Box:
-        """Where elements of this group are fitted."""
         first = self.plans[0]
         return box_of(first.kernel_size, first.dilation, first.dilated_size, first.interpolation, first.dense_axes)
 
@@ -61,12 +58,28 @@ class LayerGroup:
 def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...]:
     """All layers of the plan, without values and not in the model yet. PlanError: as `place_layers_`."""
     convs = {layer.name: _find_conv(model, layer) for layer in plan.layers}
-    for group in plan.tie_groups:
-        _check_owner(model, group)
+    for tie in plan.tie_groups:
+        _check_owner(model, tie)
     members: dict[str, list[LayerPlan]] = {}
     for layer in plan.layers:
         members.setdefault(layer.tie_group or f"\0{layer.name}", []).append(layer)
-    return tuple(_group(plans, [convs[layer.name] for layer in plans], plan) for plans in members.values())
+    groups = []
+    for plans in members.values():
+        layers = [
+            DCLS_LAYERS[len(layer.dilated_size)].like(
+                convs[layer.name], layer.kernel_count, layer.dilated_size, layer.interpolation, layer.dense_axes
+            )
+            for layer in plans
+        ]
+        for name in plans[0].shared_parameters:
+            shared = getattr(layers[0], name)
+            shared.requires_grad = any(getattr(layer, name).requires_grad for layer in layers)
+            for other in layers[1:]:
+                setattr(other, name, shared)
+        owned = None if plans[0].tie_group is None else plan.group(plans[0].tie_group)
+        old = tuple(convs[layer.name] for layer in plans)
+        groups.append(LayerGroup(plans=tuple(plans), convs=old, layers=tuple(layers), tie=owned))
+    return tuple(groups)
 
 
 def _find_conv(model: nn.Module, layer: LayerPlan) -> Conv:
@@ -102,20 +115,3 @@ def _check_owner(model: nn.Module, group: TieGroup) -> None:
             raise PlanError(f"{group.owner or 'the model'} already has a {parameter}; is the model converted?")
         if not parameter.isidentifier():
             raise PlanError(f"tie group {group.name}: {parameter!r} is no name for a parameter")
-
-
-def _group(plans: Sequence[LayerPlan], convs: Sequence[Conv], plan: ConversionPlan) -> LayerGroup:
-    first_plan = plans[0]
-    layers = [
-        DCLS_LAYERS[len(layer.dilated_size)].like(
-            conv, layer.kernel_count, layer.dilated_size, layer.interpolation, layer.dense_axes
-        )
-        for layer, conv in zip(plans, convs, strict=True)
-    ]
-    for name in first_plan.shared_parameters:
-        shared = getattr(layers[0], name)
-        shared.requires_grad = any(getattr(layer, name).requires_grad for layer in layers)
-        for other in layers[1:]:
-            setattr(other, name, shared)
-    tie = None if first_plan.tie_group is None else plan.group(first_plan.tie_group)
-    return LayerGroup(plans=tuple(plans), convs=tuple(convs), layers=tuple(layers), tie=tie)

@@ -36,11 +36,7 @@ class Calibration:
 
 
 def calibrate(
-    model: nn.Module,
-    plan: ConversionPlan,
-    images: Images | Calibration,
-    *,
-    note: Notify = silent,
+    model: nn.Module, plan: ConversionPlan, images: Images | Calibration, *, note: Notify = silent
 ) -> Calibration:
     """Images by which a conversion keeps outputs, for `apply_plan_(calibration=...)`.
 
@@ -81,38 +77,29 @@ def read_images(
 ) -> list[Tensor]:
     """So many images of a folder at most, evenly spaced over the order of their names, as the model takes them.
 
-    Args:
-        model: Its preprocessing, as timm states it, scales and normalises.
-        size: (channels, rows, columns).
-        note: Told about files that are no images.
-
-    Raises:
-        DclsConvertError: A size that is not known, or that files of images cannot have.
+    `note` is told about files that are no images. DclsConvertError: a size (channels, rows, columns) that is not known,
+    or that files of images cannot have.
     """
     if size is None:
         raise DclsConvertError("images: the size of the model's images is not known; state input_size")
     if len(size) != 3 or size[0] not in (1, 3):
         raise DclsConvertError(f"images: files are images of 1 or 3 channels; the model takes {tuple(size)}")
-    paths = sorted(image_paths(folder))
-    most = min(len(paths), most)
-    chosen = [paths[index * len(paths) // most] for index in range(most)]  # a folder of classes gives some of each
-    return [image for path in chosen if (image := _read_image(path, size, model, note)) is not None]
-
-
-def _read_image(path: Path, size: Sequence[int], model: nn.Module, note: Notify) -> Tensor | None:
-    """(channels, rows, columns), normalised as the model states it; None for what is no image."""
     from PIL import Image, ImageOps
 
     channels, rows, columns = size
-    try:
-        with quietly(), Image.open(path, formats=FORMATS) as image:  # it warns of metadata that no pixel needs
-            converted = image.convert("RGB" if channels == 3 else "L")
-        fitted = ImageOps.fit(converted, (columns, rows), Image.Resampling.BICUBIC)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow's readers raise
-        note(f"{path} is not an image: {one_line(error)[:100]}")
-        return None
-    pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8).reshape(rows, columns, channels)
     stated = getattr(model, "pretrained_cfg", None) or {}
     usual = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
     mean, std = (torch.tensor(tuple(stated.get(name) or usual[name])[:channels]).view(-1, 1, 1) for name in usual)
-    return (pixels.movedim(-1, 0).float() / 255 - mean) / std
+    paths, images = sorted(image_paths(folder)), []
+    most = min(len(paths), most)
+    for path in (paths[index * len(paths) // most] for index in range(most)):  # a folder of classes gives some of each
+        try:
+            with quietly(), Image.open(path, formats=FORMATS) as image:  # it warns of metadata that no pixel needs
+                converted = image.convert("RGB" if channels == 3 else "L")
+            fitted = ImageOps.fit(converted, (columns, rows), Image.Resampling.BICUBIC)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow's readers raise
+            note(f"{path} is not an image: {one_line(error)[:100]}")
+            continue
+        pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8).reshape(rows, columns, channels)
+        images.append((pixels.movedim(-1, 0).float() / 255 - mean) / std)
+    return images

@@ -8,19 +8,15 @@ Nothing here knows of networks: a line is one kernel of the group, seen in a box
 Axes: N lines, L layers, E elements, A axes, S cells of the box, flat.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from ..networks.running import in_parallel
 from .batches import joined, last_summed, like, lines_innermost, product, solved
-from .boxes import spread
-
-# How much of an element at a place (N, E) lies in each cell of an axis, (N, E, cells), and the derivative by the place.
-Profile = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+from .boxes import Box, spread
 
 # Share of the energy of an element in the middle of a cell; bounds the weights of elements that nearly coincide.
 RIDGE = 1e-3
@@ -47,36 +43,32 @@ class _State:
 
     def better_of(self, other: "_State") -> "_State":
         gains = other.cost < self.cost
-        return _State(**{name: _where(gains, getattr(other, name), getattr(self, name)) for name in self.__slots__})
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in self.__slots__]
+        return _State(**{n: torch.where(gains.reshape(-1, *[1] * (a.dim() - 1)), b, a) for n, a, b in pairs})
 
 
 @torch.no_grad()
 def fit_lines(
-    targets: Tensor, starts: Sequence[Tensor], sides: Sequence[int], profile: Profile, *, roots: Tensor | None = None
+    targets: Tensor, starts: Sequence[Tensor], box: Box, *, roots: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Places and weights whose kernels are close to the targets, from the start that is soon the best for the line.
+    """Places (N, E, A) in the box, and weights (N, L, E), whose kernels are close to the targets, (N, L, S).
 
-    Args:
-        targets: (N, L, S) kernels in their box, each line with values of the order of 1.
-        starts: At least one; each (N, E, A), places in cells of the box.
-        sides: The box, A integers with product S. Places stay inside it.
-        profile: The interpolation.
-        roots: (N, S, S), where an error e counts as the squares of e @ root; without it, as its own.
-
-    Returns:
-        Places (N, E, A) and weights (N, L, E).
+    Each line goes on from that start, of (N, E, A) each, that is soon the best for it. The values of its targets are of
+    the order of 1. With roots (N, S, S), an error e counts as the squares of e @ root; without, as its own.
     """
     if roots is not None:
         seen = (targets @ roots).flatten(1).norm(dim=1)
         roots = roots / torch.where(seen > 0, seen, 1.0)[:, None, None]
-    problem = _Problem.of(targets, sides, profile, roots)
+    problem = _problem(targets, box, roots)
     runs = [_Run(problem, start) for start in starts]
     looks = MOST_LOOKS
     while len(runs) > 1:  # a knockout: of two runs, each line goes on with the better one
         for run in runs:
             run.go_on_(1)
         for one, other in zip(runs[::2], runs[1::2], strict=False):
-            one.take_better_(other)
+            gains = other.cost < one.cost
+            for name in ("places", "weights", "cost", "damping"):
+                getattr(one, name)[gains] = getattr(other, name)[gains]
         runs, looks = runs[::2], looks - 1
     runs[0].go_on_(looks)
     return runs[0].places, runs[0].weights
@@ -84,34 +76,27 @@ def fit_lines(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Problem:
-    sides: tuple[int, ...]
-    profile: Profile
+    box: Box
     targets: Tensor  # with roots, these times them
     roots: Tensor | None
     ridge: Tensor  # (N, 1): in proportion to what an element in the middle of a cell is worth
 
-    @classmethod
-    def of(cls, targets: Tensor, sides: Sequence[int], profile: Profile, roots: Tensor | None) -> Self:
-        ridge = torch.full_like(targets[:, :1, 0], RIDGE)
-        if roots is not None:
-            targets, ridge = targets @ roots, ridge * roots.square().sum(-1).mean(-1, keepdim=True).clamp(min=1e-12)
-        return cls(sides=tuple(sides), profile=profile, targets=targets, roots=roots, ridge=ridge)
+    def __getitem__(self, lines: Tensor) -> "_Problem":
+        roots = None if self.roots is None else self.roots[lines]
+        return replace(self, targets=self.targets[lines], roots=roots, ridge=self.ridge[lines])
 
-    def __getitem__(self, lines: Tensor) -> Self:
-        return self._with(lambda tensor: tensor[lines])
-
-    def lines_innermost(self) -> Self:
-        return self._with(lines_innermost)
-
-    def _with(self, change: Callable[[Tensor], Tensor]) -> Self:
-        roots = None if self.roots is None else change(self.roots)
-        return replace(self, targets=change(self.targets), roots=roots, ridge=change(self.ridge))
+    def lines_innermost(self) -> "_Problem":
+        roots = None if self.roots is None else lines_innermost(self.roots)
+        return replace(self, targets=lines_innermost(self.targets), roots=roots, ridge=lines_innermost(self.ridge))
 
     def at(self, places: Tensor) -> _State:
         """The best weights there, and what they leave."""
         elements, axes = places.shape[1:]
         targets, ridge = self.targets, self.ridge
-        footprint, slopes = _footprint(places, self.sides, self.profile)
+        profiles = [self.box.profile(places[..., axis], side) for axis, side in enumerate(self.box.sides)]
+        values, along = ([like(places, part) for part in parts] for parts in zip(*profiles, strict=True))
+        sloping = [spread([*values[:axis], slope, *values[axis + 1 :]]) for axis, slope in enumerate(along)]
+        footprint, slopes = spread(values), joined(sloping, 1)  # (N, E, S), (N, A * E, S)
         if self.roots is not None:
             footprint, slopes = product(footprint, self.roots), product(slopes, self.roots)
         normal = product(footprint, footprint.mT)
@@ -137,12 +122,19 @@ class _Problem:
         )
 
 
+def _problem(targets: Tensor, box: Box, roots: Tensor | None) -> _Problem:
+    ridge = torch.full_like(targets[:, :1, 0], RIDGE)
+    if roots is not None:
+        targets, ridge = targets @ roots, ridge * roots.square().sum(-1).mean(-1, keepdim=True).clamp(min=1e-12)
+    return _Problem(box=box, targets=targets, roots=roots, ridge=ridge)
+
+
 class _Run:
     """Levenberg-Marquardt steps on all lines at once; each line has its own damping and keeps only steps that gain."""
 
     def __init__(self, problem: _Problem, start: Tensor) -> None:
         self.problem = problem
-        self.last = start.new_tensor([side - 1 for side in problem.sides])  # made once: copies to a GPU are slow
+        self.last = start.new_tensor([side - 1 for side in problem.box.sides])  # made once: copies to a GPU are slow
         self.places = self.inside(start)  # (N, E, A)
         self.weights = start.new_zeros(len(start), problem.targets.shape[1], start.shape[1])  # (N, L, E)
         self.cost = start.new_full((len(start),), torch.inf)
@@ -151,11 +143,6 @@ class _Run:
     def inside(self, places: Tensor) -> Tensor:
         """The nearest places in the box."""
         return places.clamp(min=0).minimum(self.last)
-
-    def take_better_(self, other: "_Run") -> None:
-        gains = other.cost < self.cost
-        for name in ("places", "weights", "cost", "damping"):
-            setattr(self, name, _where(gains, getattr(other, name), getattr(self, name)))
 
     def go_on_(self, looks: int) -> None:
         lines, moving = torch.arange(len(self.places), device=self.places.device), self.places[0].numel()
@@ -184,15 +171,8 @@ class _Run:
         return state.cost < before * (1 - LEAST_GAIN)
 
 
-def _where(lines: Tensor, one: Tensor, two: Tensor) -> Tensor:
-    return torch.where(lines.reshape(-1, *[1] * (one.dim() - 1)), one, two)
-
-
 def _step(state: _State, damping: Tensor) -> Tensor:
-    """(N, E, A): where the quadratic model of the cost, damped, has its least, nearly.
-
-    By conjugate gradients, preconditioned by the diagonal.
-    """
+    """(N, E, A) to the least of the damped quadratic model, nearly: conjugate gradients, diagonally preconditioned."""
     diagonal = state.curvature.diagonal(dim1=1, dim2=2)
     floor = 1e-3 * diagonal.mean(dim=1, keepdim=True) + 1e-12
     more = damping[:, None] * (diagonal + floor) + 1e-9
@@ -210,11 +190,3 @@ def _step(state: _State, damping: Tensor) -> Tensor:
         ahead = preconditioned + size / old.clamp(min=TINY) * ahead
     step = step.reshape(state.downhill.shape).mT
     return step.nan_to_num(nan=0, posinf=0, neginf=0).clamp(-LONGEST_STEP, LONGEST_STEP)
-
-
-def _footprint(places: Tensor, sides: Sequence[int], profile: Profile) -> tuple[Tensor, Tensor]:
-    """(N, E, S) and its derivatives (N, A * E, S)."""
-    profiles = [profile(places[..., axis], side) for axis, side in enumerate(sides)]
-    values, slopes = ([like(places, part) for part in parts] for parts in zip(*profiles, strict=True))
-    sloping = [spread([*values[:axis], slope, *values[axis + 1 :]]) for axis, slope in enumerate(slopes)]
-    return spread(values), joined(sloping, 1)

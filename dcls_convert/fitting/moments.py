@@ -35,10 +35,7 @@ Part = tuple[Tensor, tuple[int, int, int], Tensor | None]
 class Moments:
     """Means and covariances of a layer's patches, and of the outputs that are wanted there; in float64.
 
-    Args:
-        layer, box: Which cells of its input the layer sees.
-        joint: Whether the lines that one output channel sums are seen together, as G groups; else each line is a group
-            of its own.
+    The lines that one output channel sums are seen together (joint), as G groups; else each line is a group of its own.
     """
 
     def __init__(self, layer: DclsConvNd, box: Box, *, joint: bool) -> None:
@@ -132,18 +129,11 @@ def _sums(part: Part) -> list[Tensor]:
 def best_weights(
     moments: Moments, places: Tensor, old: Tensor, start: Tensor, *, fixed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The weights of elements at given places for outputs that are close to the wanted ones.
+    """Weights (N, E) of elements for outputs close to the wanted ones, and means (O,) to add to the outputs.
 
-    Args:
-        moments: Joint, with wanted outputs.
-        places: (N, E, A), in cells of the box.
-        old: (N, S), the old kernel in its box; the new one stays close to it where the images have no energy.
-        start: (N, E), weights to go on from.
-        fixed: Leave the weights as they are.
-
-    Returns:
-        The weights (N, E), by which each output channel has the wanted variance; and the means (O,) to add to the
-        outputs, so that each channel has the wanted mean.
+    Each channel then has the wanted variance and mean. From joint moments with wanted outputs, places (N, E, A) in the
+    box, and weights to go on from (N, E), which are only to be kept where they are fixed. Where the images have no
+    energy, the kernel stays close to the old one (N, S).
     """
     places, old, start = places.double(), old.double(), start.double()
     covariance = moments.covariance()

@@ -1,13 +1,11 @@
 """Elements for a tie group from its trained dense kernels, so that the constructed kernels are close to them.
 
-Axes: L layers of the group, O output channels, I input channels per group, D cells of the dense axes (each axis its
-own), K cells of the old kernel along the learnt axes, E kernel elements, A learnt axes. A line is one kernel along the
-learnt axes, of N = O * I * D; it is fitted in a box of S cells.
+Axes as in `boxes`.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,18 +26,10 @@ def fit_elements(
 ) -> tuple[list[Tensor], Tensor]:
     """Elements whose constructed kernels have the least squared distance to the old ones, summed over the group.
 
-    Positions are shared by the layers, weights are each layer's own: the least squares for these positions. Positions
-    stay where the old kernel was. In no layer is the distance larger than that of the largest elements.
-
-    Args:
-        kernels, kernel_count: As for `largest_elements`.
-        box: Of the kernels. Elements spread with the sigma of its interpolation as it is initially.
-        roots: (in_channels, S, S): the error e of a line that sees that channel counts as the squares of e @ root,
-            instead of its own.
-        seed: Of the starts beside the grid.
-
-    Returns:
-        As `largest_elements`.
+    Arguments and result as of `largest_elements`. Positions are shared by the layers, and stay where the old kernel
+    was; weights are each layer's own: the least squares for these positions. In no layer is the distance larger than
+    that of the largest elements. Elements spread with the interpolation's initial sigma. With roots of (in_channels, S,
+    S), the error e of a line that sees that channel counts as the squares of e @ root, instead of its own.
     """
     largest, grid = box.largest(kernels, kernel_count)
     exact = kernel_count >= len(box.cells()) and find_interpolation(box.interpolation).exact_on_cells
@@ -50,8 +40,18 @@ def fit_elements(
     scale = torch.where(scale > 0, scale, 1.0)  # of each line, so that squares neither vanish nor overflow
     lines = lines / scale
     metric = _metric(roots, kernels[0], len(lines))
-    fallback = _Elements(places=box.places_of(grid.to(lines)), weights=_stacked(largest, lines) / scale)
-    fitted = _fitted(lines, fallback, box, metric, torch.Generator().manual_seed(seed))
+    fallback = _Elements(box.places_of(grid.to(lines)), _stacked(largest, lines) / scale)
+    fitted = _Elements(*map(torch.empty_like, fallback))
+    # Drawn on the CPU and for all lines, so that a seed means the same on every device, however lines are split.
+    generator = torch.Generator().manual_seed(seed)
+    noise = JITTER * torch.randn(STARTS, *fallback.places.shape, generator=generator, device="cpu")
+    for chunk in _chunks(fallback, box):
+        cells = fallback.places[chunk]
+        bases = [cells] * (STARTS - 1) + [_merged_neighbours(lines[chunk], cells, box)]
+        beside = noise[:, chunk.to(noise.device)].to(cells)
+        starts = [base + moved for base, moved in zip(bases, beside, strict=True)]
+        seen = None if metric is None else metric(chunk)
+        fitted.places[chunk], fitted.weights[chunk] = fit_lines(lines[chunk], starts, box, roots=seen)
     best = _no_layer_worse(lines, fitted, fallback, box, metric, scale)
     positions = (best.places + lines.new_tensor(box.origin)).movedim(-1, 0).reshape(grid.shape).to(grid)
     weights = [
@@ -73,25 +73,21 @@ def relative_errors(
     metric = _metric(roots, kernels[0], len(lines))
     places, ours = box.places_of(positions.to(lines)), _stacked(weights, lines)
     left, whole = (
-        _errors(lines, _Elements(places=places, weights=part), box, metric).sum(0)
-        for part in (ours, torch.zeros_like(ours))
+        _errors(lines, _Elements(places, part), box, metric).sum(0) for part in (ours, torch.zeros_like(ours))
     )
     return [math.sqrt(part / of) if of else 0.0 for part, of in zip(left.tolist(), whole.tolist(), strict=True)]
 
 
-def _stacked(weights: Sequence[Tensor], lines: Tensor) -> Tensor:
-    """Each layer's (O, I, *D, E) -> (N, L, E), as precise as the lines."""
+def _stacked(weights: Sequence[Tensor], lines: Tensor) -> Tensor:  # each layer's (O, I, *D, E) -> (N, L, E)
     return torch.stack([weight.flatten(0, -2) for weight in weights], dim=1).to(lines)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Elements:
+class _Elements(NamedTuple):
     places: Tensor  # (N, E, A), in cells of the box
     weights: Tensor  # (N, L, E)
 
 
 def _metric(roots: Tensor | None, kernel: Tensor, lines: int) -> Metric | None:
-    """The metric of a line's error, by the input channel that the line sees."""
     if roots is None:
         return None
     out_channels, per_group = kernel.shape[:2]
@@ -104,26 +100,13 @@ def _metric(roots: Tensor | None, kernel: Tensor, lines: int) -> Metric | None:
     return lambda chosen: roots[channels[chosen]]
 
 
-def _fitted(lines: Tensor, start: _Elements, box: Box, metric: Metric | None, generator: torch.Generator) -> _Elements:
-    places, weights = torch.empty_like(start.places), torch.empty_like(start.weights)
-    # Drawn on the CPU and for all lines, so that a seed means the same on every device, however lines are split.
-    noise = JITTER * torch.randn(STARTS, *start.places.shape, generator=generator, device="cpu")
-    at_once = _lines_at_once(start, box)
-    for chunk in torch.split(torch.arange(len(lines), device=lines.device), at_once):
-        grid = start.places[chunk]
-        bases = [grid] * (STARTS - 1) + [_merged_neighbours(lines[chunk], grid, box)]
-        beside = noise[:, chunk.to(noise.device)].to(grid)
-        starts = [base + moved for base, moved in zip(bases, beside, strict=True)]
-        roots = None if metric is None else metric(chunk)
-        places[chunk], weights[chunk] = fit_lines(lines[chunk], starts, box.sides, box.profile, roots=roots)
-    return _Elements(places=places, weights=weights)
-
-
-def _lines_at_once(elements: _Elements, box: Box) -> int:
-    (_, count, axes), layers = elements.places.shape, elements.weights.shape[1]
+def _chunks(elements: _Elements, box: Box) -> Sequence[Tensor]:
+    """Indices of lines that are fitted together."""
+    (lines, count, axes), layers = elements.places.shape, elements.weights.shape[1]
     moving, cells = count * axes, math.prod(box.sides)
     floats = 3 * moving * cells + 4 * moving**2 + 4 * layers * cells + cells**2
-    return max(1, FLOATS_AT_ONCE // (3 * floats))
+    indices = torch.arange(lines, device=elements.places.device)
+    return torch.split(indices, max(1, FLOATS_AT_ONCE // (3 * floats)))
 
 
 def _merged_neighbours(lines: Tensor, grid: Tensor, box: Box) -> Tensor:
@@ -138,8 +121,7 @@ def _merged_neighbours(lines: Tensor, grid: Tensor, box: Box) -> Tensor:
     surplus = len(cells) - count
     if not len(pairs) or surplus <= 0:
         return grid
-    strides = torch.tensor([math.prod(box.sides[axis + 1 :]) for axis in range(len(box.sides))], device=lines.device)
-    values = lines[..., (cells * strides).sum(1)]  # (N, L, K)
+    values = lines[..., box.flat_cells().to(lines.device)]  # (N, L, K)
     one, two = values[..., pairs[:, 0]], values[..., pairs[:, 1]]
     first, second, both = one.square().sum(1), two.square().sum(1), (one * two).sum(1)  # (N, P)
     lost = (first + second) / 2 - (((first - second) / 2).square() + both.square()).sqrt()
@@ -181,17 +163,13 @@ def _no_layer_worse(
         if not worse.any():
             break
         leave |= (gain < 0)[:, worse].any(dim=1)
-    return _Elements(
-        places=torch.where(leave[:, None, None], fallback.places, fitted.places),
-        weights=torch.where(leave[:, None, None], fallback.weights, fitted.weights),
-    )
+    return _Elements(*(torch.where(leave[:, None, None], *pair) for pair in zip(fallback, fitted, strict=True)))
 
 
 def _errors(lines: Tensor, elements: _Elements, box: Box, metric: Metric | None) -> Tensor:
     """(N, L): squared distances, in float64."""
     parts = []
-    at_once = _lines_at_once(elements, box)
-    for chunk in torch.split(torch.arange(len(lines), device=lines.device), at_once):
+    for chunk in _chunks(elements, box):
         error = (lines[chunk] - elements.weights[chunk] @ box.footprint(elements.places[chunk])).double()
         if metric is not None:
             error = error @ metric(chunk).double()

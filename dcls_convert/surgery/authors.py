@@ -49,7 +49,6 @@ class AuthorsWeights:
 
     @property
     def kernel_counts(self) -> LayerCounts:
-        """For `plan_conversion`."""
         counts = {name: layer.weight.shape[-1] for name, layer in self.layers.items()}
         return LayerCounts(source=self.where, counts=counts)
 
@@ -61,11 +60,7 @@ class AuthorsWeights:
 def sort_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | None:
     """The authors' layers in a state dict, and its other entries; None without such layers (no P beside a weight).
 
-    Args:
-        state: Under the names of the model to convert; messages call it `where`.
-
-    Raises:
-        CheckpointError: A layer whose entries do not belong together.
+    Names are those in the model to convert. CheckpointError: a layer whose entries do not belong together.
     """
     marked = [name.removesuffix(f".{_POSITIONS}") for name in state if name.endswith(f".{_POSITIONS}")]
     if not any(f"{name}.{_WEIGHT}" in state for name in marked):
@@ -77,9 +72,8 @@ def sort_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | No
             raise CheckpointError(f"{where}: has {name}.{_POSITIONS}, but no {name}.{_WEIGHT}")
         weight, positions = rest.pop(f"{name}.{_WEIGHT}"), rest.pop(f"{name}.{_POSITIONS}")
         sigma, shape = rest.pop(f"{name}.{_SIGMA}", None), weight.shape
-        for entry, tensor in [(_WEIGHT, weight), (_POSITIONS, positions), (_SIGMA, sigma)]:
-            if tensor is None:
-                continue
+        parts = {_WEIGHT: weight, _POSITIONS: positions} | ({} if sigma is None else {_SIGMA: sigma})
+        for entry, tensor in parts.items():
             fits = len(shape) == 3 and min(shape) > 0 and tensor.shape[1:] == shape and tensor.shape[0] in _AXES
             if entry != _WEIGHT and not fits:
                 raise CheckpointError(
@@ -103,18 +97,10 @@ def start_from_authors_(
 ) -> list[str]:
     """Load the weights into the model and convert it, so that it gives the outputs of the authors' network.
 
-    Args:
-        model: Not converted yet; changed in place.
-        plan: Made for it with `kernel_count=weights.kernel_counts`, from `sort_weights`. With SIG, its windows must be
-            those of the training: elements are normalised over the window, which the file does not state.
-        version: Of layers without SIG; the released v0 unless it is stated.
-        new_classifier: As in `load_weights_`.
-
-    Returns:
-        Names that kept their initial values.
-
-    Raises:
-        CheckpointError: An entry without a place in the model or the plan, or the reverse; the model is then unchanged.
+    The plan is made with `kernel_count=weights.kernel_counts`. With SIG, its windows must be those of the training:
+    elements are normalised over the window, which the file does not state. Returns names that kept their initial
+    values, as `load_weights_`. CheckpointError: an entry without a place in the model or the plan, or the reverse; the
+    model is then unchanged.
     """
     elements = element_state(weights, plan, version)
     for layer in plan.layers:
@@ -130,8 +116,7 @@ def start_from_authors_(
     kernels = {name: own[name] for name in replaced if name in own}  # stand in, so that the rest must be complete
     kept = load_weights_(model, weights.rest | kernels, weights.where, new_classifier=new_classifier)
     put_layers_(model, plan, groups)
-    superfluous = model.load_state_dict(elements, strict=False).unexpected_keys
-    assert not superfluous, superfluous
+    model.load_state_dict(elements, strict=False)
     return kept
 
 
@@ -148,8 +133,10 @@ def element_state(
             f"gaussian); --authors-version {version} is for files without"
         )
     released = version in (None, RELEASED_VERSION)
-    ours = {layer.name: _translated(layer, _matching(layer, weights), released) for layer in plan.layers}
-    _check_windows(plan, {name: parts["positions"] for name, parts in ours.items()}, weights.where)
+    ours = {layer.name: _translated(layer, weights, released) for layer in plan.layers}
+    for layer in plan.layers:
+        alike = [ours[other.name]["positions"] for other in plan.layers if other.dilated_size == layer.dilated_size]
+        _check_window(layer, ours[layer.name]["positions"], alike, weights.where)
     state: dict[str, Tensor] = {}
     for layer in plan.layers:
         own = ours[layer.name] if layer.tie_group is None else {"weight": ours[layer.name]["weight"]}
@@ -167,8 +154,11 @@ def element_state(
     return state
 
 
-def _matching(layer: LayerPlan, weights: AuthorsWeights) -> AuthorsLayer:
-    """The file's layer for one of the plan, with the sigma and the shape that the plan needs."""
+def _translated(layer: LayerPlan, weights: AuthorsWeights, released: bool) -> dict[str, Tensor]:
+    """weight (O, I, E), positions (A, O, I, E) from the centre in our order of axes, and sigma, if there is one.
+
+    CheckpointError: the file has no elements for the layer, or not with the sigma and shape that the plan needs.
+    """
     theirs = next((weights.layers[name] for name in layer.names if name in weights.layers), None)
     if theirs is None:
         raise CheckpointError(f"{weights.where}: has no elements for {layer.name}, which is to be converted")
@@ -183,11 +173,6 @@ def _matching(layer: LayerPlan, weights: AuthorsWeights) -> AuthorsLayer:
             f"{weights.where}: {layer.name}.{_POSITIONS} has shape {tuple(theirs.positions.shape)}, the model needs "
             f"{layer.position_shape}"
         )
-    return theirs
-
-
-def _translated(layer: LayerPlan, theirs: AuthorsLayer, released: bool) -> dict[str, Tensor]:
-    """weight (O, I, E), positions (A, O, I, E) from the centre in our order of axes, and sigma, if there is one."""
     size, is_v0 = layer.dilated_size, released and theirs.sigma is None
     axes = _AXES[len(size)] if is_v0 else tuple(reversed(range(len(size))))
     order = [axes.index(axis) for axis in range(len(size))]
@@ -206,24 +191,22 @@ def _translated(layer: LayerPlan, theirs: AuthorsLayer, released: bool) -> dict[
     return parts
 
 
-def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where: str) -> None:
+def _check_window(layer: LayerPlan, places: Tensor, alike: Sequence[Tensor], where: str) -> None:
     """Refuse positions outside their window, and name the window that would hold those of all layers of this size."""
-    for layer in plan.layers:
-        size, places = layer.dilated_size, positions[layer.name]
-        held = _holding(size, places)
-        if held == size:
-            continue
-        alike = [positions[other.name] for other in plan.layers if other.dilated_size == size]
-        needed = tuple(map(max, zip(*(_holding(size, other) for other in alike), strict=True)))
-        if len(set(size)) == 1:
-            needed = (max(needed),) * len(needed)
-        option = needed[0] if len(set(needed)) == 1 else size_text(needed)
-        axis = next(axis for axis, side in enumerate(held) if side != size[axis])
-        raise CheckpointError(
-            f"{where}: {layer.name} has elements {places[axis].abs().max().item():g} cells from the centre (axis "
-            f"{axis}), outside of its window {size_text(size)}; use the window of its training, at least "
-            f"{size_text(needed)} (--dilated-size {option})"
-        )
+    size = layer.dilated_size
+    held = _holding(size, places)
+    if held == size:
+        return
+    needed = tuple(map(max, zip(*(_holding(size, other) for other in alike), strict=True)))
+    if len(set(size)) == 1:
+        needed = (max(needed),) * len(needed)
+    option = needed[0] if len(set(needed)) == 1 else size_text(needed)
+    axis = next(axis for axis, side in enumerate(held) if side != size[axis])
+    raise CheckpointError(
+        f"{where}: {layer.name} has elements {places[axis].abs().max().item():g} cells from the centre (axis {axis}), "
+        f"outside of its window {size_text(size)}; use the window of its training, at least {size_text(needed)} "
+        f"(--dilated-size {option})"
+    )
 
 
 def _holding(size: Sequence[int], positions: Tensor) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Every DCLS layer becomes its plain convolution, by our own function or by timm's `reparameterize_model`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx, nn
@@ -32,7 +32,17 @@ def fold_to_dense_(model: nn.Module) -> int:
     with unchanged_on_failure(model):
         for name, layer in layers:
             model.set_submodule(name, folded[layer])
-        _drop_unused_positions(folded)
+        for layer in folded:  # tied parameters go from their owner once no layer below it uses them
+            owner, names = layer._owner, set(layer._owner_names.values())
+            if owner is None:
+                continue
+            left = (m for m in owner.modules() if isinstance(m, DclsConvNd) and m._owner is owner)
+            if not any(names & set(other._owner_names.values()) for other in left):
+                for tied in folded:
+                    if tied._owner is owner and names & set(tied._owner_names.values()):
+                        tied.untie_()  # an alias outside the owner may still use the layer
+                for name in names:
+                    delattr(owner, name)
         for attributes in map(vars, model.modules()):
             for name in REPARAMETERIZING:
                 if isinstance(attributes.get(name), FoldFirst):
@@ -76,18 +86,3 @@ def _children(model: nn.Module) -> Iterator[nn.Module]:
     """The children of a model. Copies of a GraphModule lose attributes, so its own children stand for it."""
     for child in model.children():
         yield from _children(child) if isinstance(child, fx.GraphModule) else (child,)
-
-
-def _drop_unused_positions(folded: Iterable[DclsConvNd]) -> None:
-    """Remove tied parameters from their owner once no layer below it uses them."""
-    for layer in folded:
-        owner, names = layer._owner, set(layer._owner_names.values())
-        if owner is None:
-            continue
-        left = (m for m in owner.modules() if isinstance(m, DclsConvNd) and m._owner is owner)
-        if not any(names & set(other._owner_names.values()) for other in left):
-            for tied in folded:
-                if tied._owner is owner and names & set(tied._owner_names.values()):
-                    tied.untie_()  # an alias outside the owner may still use the layer
-            for name in names:
-                delattr(owner, name)

@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 from ..fitting.groups import LayerGroup, make_layers
-from ..layers.conv_classes import Conv
-from ..layers.dcls_conv import DclsConvNd
 from ..networks.positions import spare_from_decay_
 from ..planning.plan import ConversionPlan
 from .fold import fold_before_timm_fuses_
@@ -17,16 +15,10 @@ TIMM_ARCHITECTURE = "dcls_convert"  # our entry in timm's registry, which rebuil
 
 
 def place_layers_(model: nn.Module, plan: ConversionPlan) -> None:
-    """Replace every convolution of the plan by its DCLS layer, whose elements have no values yet.
+    """Replace every convolution of the plan by its DCLS layer (by a plain one if it is folded), without values yet.
 
-    Args:
-        model: The model that the plan was made for; changed in place. May be on the meta device, and stays on its
-            device. Biases and other parameters of the convolutions keep their values.
-        plan: From `plan_conversion`. If it says that the model is folded, plain convolutions of the windows' sizes are
-            placed.
-
-    Raises:
-        PlanError: The model is not the one that was planned for. It is then unchanged.
+    The model stays on its device; biases keep their values. PlanError: it is not the one that was planned for, and then
+    unchanged.
     """
     put_layers_(model, plan, make_layers(model, plan), with_values=False)
 
@@ -43,30 +35,22 @@ def put_layers_(
             for layer in group.layers:
                 layer.tie_(owner, group.tie.parameters)
         for layer_plan, layer in zip(group.plans, group.layers, strict=True):
-            module = layer if not plan.folded else layer.fuse() if with_values else _folded(layer)
+            module: nn.Module = layer
+            if plan.folded:
+                device = layer.weight.device
+                for name, parameter in () if with_values else list(layer.named_parameters(recurse=False)):
+                    if name != "bias":  # nothing is constructed
+                        setattr(layer, name, nn.Parameter(torch.empty_like(parameter, device="meta")))
+                module = conv = layer.fuse()
+                if not with_values:
+                    conv.weight = nn.Parameter(torch.empty_like(conv.weight, device=device))
             for name in layer_plan.names:
                 model.set_submodule(name, module)
     if not plan.folded:
         fold_before_timm_fuses_(model)
         spare_from_decay_(model)
-    _tell_timm(model, plan)
-
-
-def _folded(layer: DclsConvNd) -> Conv:
-    """The plain convolution of the window's size, without values: nothing is constructed."""
-    device = layer.weight.device
-    for name, parameter in list(layer.named_parameters(recurse=False)):
-        if name != "bias":
-            setattr(layer, name, nn.Parameter(torch.empty_like(parameter, device="meta")))
-    conv = layer.fuse()
-    conv.weight = nn.Parameter(torch.empty_like(conv.weight, device=device))
-    return conv
-
-
-def _tell_timm(model: nn.Module, plan: ConversionPlan) -> None:
-    """Let timm's own savers (`save_for_hf`, `push_to_hf_hub`) write a config that rebuilds the converted model."""
     config = getattr(model, "pretrained_cfg", None)
-    if isinstance(config, dict) and plan.model is not None:
+    if isinstance(config, dict) and plan.model is not None:  # timm's own savers then write a config that rebuilds it
         note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
         vars(model)["_model_args"] = timm_model_args(plan)
 

@@ -3,7 +3,7 @@
 Axes: O output channels, I input channels per group, D cells of the dense axes, E kernel elements, A learnt axes.
 """
 
-from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +62,13 @@ def apply_plan_(
     for name, value, allowed in [("init", init, INITS), ("positions", positions, POSITIONS)]:
         if value not in allowed:
             raise PlanError(f"{name}={value!r} must be one of {', '.join(allowed)}")
-    if init == EXACT:
-        _check_exact(plan)
+    for layer in plan.layers if init == EXACT else ():
+        cells = layer.dense_weights // layer.lines
+        if layer.kernel_count < cells or not find_interpolation(layer.interpolation).exact_on_cells:
+            raise PlanError(
+                f"{layer.name}: an exact start needs {cells} elements and an interpolation that keeps them in their "
+                f"cells, the plan has {layer.kernel_count}, {layer.interpolation}; plan with kernel_count='exact'"
+            )
     groups = make_layers(model, plan)
     generator = generator or torch.Generator().manual_seed(0)
     seed = fit_seed(generator)
@@ -75,13 +80,18 @@ def apply_plan_(
             places = random_positions(weights[0], layer.dilated_size, layer.dense_axes, generator, uniform=uniform)
             _fill_(group, (weights, places))
     elif calibration is None:
-        for group in _one_by_one(groups, notify):
-            _fill_from_kernels_(group, init, seed)
+        # Work is counted in kernel weights, which time goes with.
+        work = [sum(layer.dense_weights for layer in group.plans) for group in groups]
+        for index, group in enumerate(groups):
+            first = 1 + sum(len(before.plans) for before in groups[:index])
+            last = first + len(group.plans) - 1
+            which = f"layer {last}" if last == first else f"layers {first} to {last}"
+            notify(f"fitting {group.title}, {which} of {len(plan.layers)}", sum(work[:index]), sum(work))
+            _fill_from_kernels_(group, None, init, seed)
     else:
         images = calibrate(model, plan, calibration, note=note)
-        offsets = fit_to_outputs_(
-            model, groups, images, lambda group, roots: _fill_from_kernels_(group, init, seed, roots), notify=notify
-        )
+        fill = partial(_fill_from_kernels_, init=init, seed=seed)
+        offsets = fit_to_outputs_(model, groups, images, fill, notify)
         if lost := [offset.name for offset in offsets if offset.home is None]:
             note(
                 f"{listed(lost)} have neither a bias nor a BatchNorm behind them, so the means of their outputs could "
@@ -98,28 +108,6 @@ def apply_plan_(
     return errors
 
 
-def _one_by_one(groups: Sequence[LayerGroup], notify: Notify) -> Iterator[LayerGroup]:
-    """The groups, each told as the next. Work is counted in kernel weights, which time goes with."""
-    work = [sum(layer.dense_weights for layer in group.plans) for group in groups]
-    layers, first = sum(len(group.plans) for group in groups), 0
-    for index, group in enumerate(groups):
-        last = first + len(group.plans)
-        which = f"layer {last}" if last == first + 1 else f"layers {first + 1} to {last}"
-        notify(f"fitting {group.title}, {which} of {layers}", sum(work[:index]), sum(work))
-        yield group
-        first = last
-
-
-def _check_exact(plan: ConversionPlan) -> None:
-    for layer in plan.layers:
-        cells = layer.dense_weights // layer.lines
-        if layer.kernel_count < cells or not find_interpolation(layer.interpolation).exact_on_cells:
-            raise PlanError(
-                f"{layer.name}: an exact start needs {cells} elements and an interpolation that keeps them in their "
-                f"cells, the plan has {layer.kernel_count}, {layer.interpolation}; plan with kernel_count='exact'"
-            )
-
-
 def _fill_(group: LayerGroup, elements: Elements) -> None:
     weights, positions = elements
     for layer, weight in zip(group.layers, weights, strict=True):
@@ -127,7 +115,7 @@ def _fill_(group: LayerGroup, elements: Elements) -> None:
     group.layers[0].positions.copy_(positions)  # which all layers of the group share
 
 
-def _fill_from_kernels_(group: LayerGroup, init: Init, seed: int, roots: Tensor | None = None) -> None:
+def _fill_from_kernels_(group: LayerGroup, roots: Tensor | None, init: Init, seed: int) -> None:
     count, effective = group.plans[0].kernel_count, group.effective_kernels()
     largest = group.box.largest([conv.weight.detach() for conv in group.convs], count, effective=effective)
     if init not in ("fit", AUTO):

@@ -81,16 +81,13 @@ def test_files_that_are_no_images_are_named_and_the_model_is_left_alone(planned,
     assert_unchanged(model, before)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="a program is a script with a first line that names its interpreter")
 def test_no_image_is_run_as_a_program(planned, tmp_path, monkeypatch):
     write_images(tmp_path / "images", 2)
-    postscript = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
-    (tmp_path / "images" / "program.png").write_text(postscript)
+    (tmp_path / "images" / "program.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n")
     ghostscript = tmp_path / "gs"
     ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
     ghostscript.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # looked up on PATH
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", str(ghostscript))
     notes = []
     assert len(calibrate(*planned, tmp_path / "images", note=notes.append)) == 1
     assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'images' / 'program.png'} is not an image"]
@@ -185,30 +182,25 @@ def test_damage_that_was_met(read):
 # Refused.
 
 
-def touched(path):
-    path.write_bytes(b"x")
-    return path
-
-
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (lambda folder: folder / "none", "there is no such folder"),
-        (lambda folder: touched(folder / "file"), "is not a folder"),
-        (lambda folder: folder, "no files there end in .jpg"),
-        (lambda folder: touched(folder / "a.png").parent, "there are no images"),
-        (lambda _: [], "there are no images"),
-        (lambda _: [torch.full((1, 3, 8, 8), float("nan"))], "not finite"),
+        ("none", "there is no such folder"),
+        ("file", "is not a folder"),
+        (".", "there are no images"),
+        ([], "there are no images"),
+        ([torch.full((1, 3, 8, 8), float("nan"))], "not finite"),
     ],
+    ids=str,
 )
 def test_what_holds_no_images_is_refused(planned, tmp_path, images, message):
+    for name in ("file", "a.png"):
+        (tmp_path / name).write_bytes(b"x")
     with pytest.raises(DclsConvertError, match=message):
-        calibrate(*planned, images(tmp_path))
+        calibrate(*planned, tmp_path / images if isinstance(images, str) else images)
 
 
-@pytest.mark.parametrize(
-    ("size", "message"), [(None, "state input_size"), ((4, 8, 8), "1 or 3 channels; the model takes .4, 8, 8.")]
-)
+@pytest.mark.parametrize(("size", "message"), [(None, "state input_size"), ((4, 8, 8), "1 or 3 channels")])
 def test_a_folder_is_of_no_use_without_a_size_of_images(planned, tmp_path, size, message):
     write_images(tmp_path, 2)
     model, plan = planned

@@ -1,13 +1,11 @@
 """Nothing of a model is lost: across families, with as many elements as cells the outputs stay as they were."""
 
 import pytest
-import timm
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dcls_convert import convert_
-from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.source import build_model, resolve_model
 from dcls_convert.planning.rules import parse_rules
 
@@ -19,13 +17,9 @@ FAMILIES = {
     "convnext_atto": {},
     "resnet18": {},
     "mobilenetv2_050": {},
-    "mobilenetv3_small_050": {},
-    "mobilenetv4_conv_small": {},
-    "efficientnet_b0": {},
     "tf_efficientnet_b0": {},  # dynamic SAME padding, strides of 2 and sizes of 5
     "tf_mixnet_s": {"window": 13},  # sizes from 3 to 11 side by side, dynamic SAME padding
     "regnety_002": {},  # grouped
-    "resnext26ts": {},
     "inception_v3": {"input": (3, 96, 96)},
     "inception_v4": {"input": (3, 96, 96), "rules": FACTORISED, "window": 9},
     "coat_lite_tiny": {"input": (3, 224, 224)},  # shared instances
@@ -36,16 +30,12 @@ FAMILIES = {
     "fastvit_t8": {},
     "convmixer_768_32": {"window": 9},  # padding="same"
     "caformer_s18": {},
-    "convformer_s18": {},
     "edgenext_xx_small": {"window": 11},
     "hrnet_w18_small": {},
-    "dla34": {},
-    "densenet121": {},
     "repvgg_a0": {},
     "xception41": {},
     "ghostnet_050": {},  # depth multiplier
     "res2net50_26w_4s": {},
-    "cspresnet50": {},
     "mobileone_s0": {},
     "torchvision:vgg11": {"options": {"num_classes": 2}},
     "torchvision:shufflenet_v2_x0_5": {},
@@ -123,30 +113,3 @@ def test_a_detection_model_keeps_its_features_and_proposals():
     for old, new in zip(before, outputs(), strict=True):
         torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-5 * float(old.abs().max()))
     assert isinstance(model([image[0]]), list)
-
-
-@pytest.mark.parametrize(
-    ("name", "window", "options"), [("mobilenetv2_100", 9, {"features_only": True}), ("efficientnet_b0", 17, {})]
-)
-def test_every_module_keeps_its_output_shape(name, window, options):
-    with torch.device("meta"):
-        model = timm.create_model(name, **options).eval()
-
-    def shapes():
-        seen, handles = [], []
-        for path, module in model.named_modules():
-
-            def note(_, __, output, path=path):
-                seen.append((path, [tuple(leaf.shape) for leaf in tree_leaves(output)]))
-
-            handles.append(module.register_forward_hook(note))
-        model(torch.empty(1, 3, 224, 224, device="meta"))
-        for handle in handles:
-            handle.remove()
-        return dict(seen)
-
-    before = shapes()
-    convert_(model, dilated_size=window, input_size=(3, 224, 224))
-    converted = [module for module in model.modules() if isinstance(module, DclsConvNd)]
-    assert sum(max(layer.stride) > 1 for layer in converted) >= 3
-    assert shapes() == before

@@ -29,13 +29,15 @@ def photos(seed):
 
 
 @pytest.mark.parametrize(
-    "options", [{"interpolation": "gaussian"}, {"scope": "error", "calibration": [photos(0)]}], ids=str
+    "options",
+    [{"init": "random"}, {"interpolation": "gaussian"}, {"scope": "error", "calibration": [photos(0)]}],
+    ids=str,
 )
 def test_a_conversion_on_a_gpu_is_as_good_as_on_the_cpu(trained, options):
     images, old, errors = photos(1), copy.deepcopy(trained), []
     for device in ("cpu", "cuda"):
         model = copy.deepcopy(trained).to(device)
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16), torch.device(device):  # where new tensors are by default
             convert_(model, **OPTIONS, **options)
         assert {tensor.device.type for tensor in model.state_dict().values()} == {device}
         with torch.no_grad():

@@ -87,9 +87,8 @@ def toy_gpu():
 
 def put_on_toy_gpu_(model):
     for module in model.modules():
-        for name, tensor in module._parameters.items():
-            if tensor is not None:
-                module._parameters[name] = nn.Parameter(OnToyGpu(tensor.detach()), requires_grad=tensor.requires_grad)
-        for name, tensor in module._buffers.items():
-            if tensor is not None:
-                module._buffers[name] = OnToyGpu(tensor)
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    there = OnToyGpu(tensor.detach())
+                    tensors[name] = nn.Parameter(there) if tensors is module._parameters else there
