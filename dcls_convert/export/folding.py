@@ -63,12 +63,7 @@ class Folding:
     was_folded: bool
 
     def record(self, kind: str, error: float, loading: str, **more: Any) -> Folded:
-        """What was written.
-
-        Args:
-            error: Of the written model; the larger one of this and of folding is noted.
-            loading: Lines of Python, with `{folder}` for the output.
-        """
+        """What was written, with `error`; `loading` are lines of Python, with `{folder}` for the output."""
         return Folded(
             format=self.format,
             checkpoint=str(self.checkpoint),
@@ -98,6 +93,13 @@ class ExportFormat:
         return self.suffix.startswith(".")
 
 
+def _brief(error: BaseException) -> str:
+    """The first cause: exporters wrap an error in much advice to the model's author."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {shown(ANSI_COLOUR.sub('', one_line(error)), 200)}"
+
+
 def run_model(model: Exported, batches: Sequence[Tensor], what: str) -> tuple[Any, ...]:
     """Outputs for each batch; ModelError, which begins with `what`, if the model fails."""
     try:
@@ -111,8 +113,7 @@ def export_file(folding: Folding, bound: float, export: Export, loading: str) ->
     """Write one file, for any batch size if the model allows it, else for one image; run it before it is kept."""
     what = f"the export to {folding.format}"
 
-    def error_of(path: Path, count: int) -> float:
-        """Export for as many of BATCHES, and compare."""
+    def error_of(path: Path, count: int) -> float:  # for as many of BATCHES
         try:
             with torch.no_grad(), quietly():
                 exported = export(path, folding.images[count - 1], count > 1)
@@ -132,10 +133,3 @@ def export_file(folding: Folding, bound: float, export: Export, loading: str) ->
                 leftover.unlink()
             folding.notify("exporting again, for one image at a time")
             return folding.record(folding.format, error_of(partial, 1), loading, batch=1, note=str(reason))
-
-
-def _brief(error: BaseException) -> str:
-    """The first cause: exporters wrap an error in much advice to the model's author."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {shown(ANSI_COLOUR.sub('', one_line(error)), 200)}"

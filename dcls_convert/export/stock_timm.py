@@ -27,10 +27,6 @@ KERNEL_WORDS = ("kernel", "conv_size")
 LOAD_BY_TIMM = 'import timm\n\nmodel = timm.create_model("local-dir:{folder}", pretrained=True)\n'
 
 
-class NotStockError(DclsConvertError):
-    """Stock timm cannot build the folded model; the message says why."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StockModel:
     """How stock timm builds the folded model."""
@@ -57,9 +53,13 @@ def write(folding: Folding) -> Folded:
         with new_folder(output, force=folding.force, foreign=not_of_a_checkpoint) as partial:
             write_files(model, plan, partial, config, {CARD: card})
             with weights_in_file_alone(model, partial / WEIGHTS):
-                error = _error_of_stock(folding, stock, partial)
+                # What timm loads is run, since equal shapes do not mean equal outputs.
+                what, source = f"timm's {stock}", ModelSource(name=f"local-dir:{partial}")
+                loaded = build_model(source, pretrained=True, trust_code=True).eval()  # one of timm's own architectures
+                outputs = run_model(loaded, [images.float() for images in folding.images], what)
+                error = check_equal(folding.outputs, outputs, bound=FOLDING_BOUND, what=what)
         return folding.record("stock timm", error, LOAD_BY_TIMM, kernel_args=stock.kernel_args)
-    except NotStockError as reason:
+    except (ModelError, ComparisonError) as reason:
         if folding.was_folded:
             raise DclsConvertError(f"{folding.checkpoint} is folded already, and {reason}") from reason
         folding.notify(f"writing {output}, a checkpoint of this program")
@@ -79,36 +79,16 @@ def weights_in_file_alone(model: nn.Module, path: Path) -> Iterator[None]:
     model.load_state_dict({name: tensor.to("meta") for name, tensor in model.state_dict().items()}, assign=True)
     try:
         yield
-    except NotStockError:
+    except (ModelError, ComparisonError):
         model.load_state_dict(load_file(path), assign=True)
         raise
 
 
-def _error_of_stock(folding: Folding, stock: StockModel, folder: Path) -> float:
-    """The output error of the model that timm loads; it is run, since equal shapes do not mean equal outputs."""
-    what = f"timm's {stock}"
-    try:
-        source = ModelSource(name=f"local-dir:{folder}")
-        model = build_model(source, pretrained=True, trust_code=True).eval()  # of one of timm's own architectures
-        outputs = run_model(model, [images.float() for images in folding.images], what)
-        return check_equal(folding.outputs, outputs, bound=FOLDING_BOUND, what=what)
-    except (ModelError, ComparisonError) as error:
-        raise NotStockError(str(error)) from error
-
-
 def find_stock_model(model: nn.Module, plan: ConversionPlan) -> StockModel:
-    """Find, by trying, arguments with which timm builds a network that has the folded one's names and shapes.
-
-    Args:
-        model: Folded.
-        plan: The plan that it was converted by.
-
-    Raises:
-        NotStockError: No arguments do.
-    """
+    """Find, by trying, arguments with which timm builds a network that has the folded one's names and shapes."""
     kind, _, name = (plan.model or "").partition(":")
     if kind != "timm":
-        raise NotStockError(f"{plan.model or 'the model'} is not of timm's registry")
+        raise ModelError(f"{plan.model or 'the model'} is not of timm's registry")
     base = build_model(ModelSource(name=f"timm:{name}", args=plan.model_args), device="meta")
     known = inspect.signature(type(base).__init__).parameters
     arguments = [argument for argument in known if any(word in argument for word in KERNEL_WORDS)]
@@ -120,9 +100,9 @@ def find_stock_model(model: nn.Module, plan: ConversionPlan) -> StockModel:
             if _shapes(build_model(ModelSource(name=f"timm:{name}", args=args), device="meta")) == _shapes(model):
                 return StockModel(architecture=name.partition(".")[0], args=args, kernel_args=kernel_args)
     if not arguments:
-        raise NotStockError(f"timm's {name} has no argument for the size of its kernels")
+        raise ModelError(f"timm's {name} has no argument for the size of its kernels")
     tried = ", ".join(arguments)
-    raise NotStockError(f"timm's {name} cannot be built with these kernels: no value of {tried} gives them")
+    raise ModelError(f"timm's {name} cannot be built with these kernels: no value of {tried} gives them")
 
 
 def _values(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:

@@ -18,7 +18,7 @@ from torch import nn
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion, predict_report, save_converted
 from dcls_convert.checkpoints import verify as verification
 from dcls_convert.checkpoints.folder import CARD, CONFIG, REPORT, WEIGHTS, read_plan
-from dcls_convert.checkpoints.stamp import METADATA_KEY
+from dcls_convert.checkpoints.stamp import DESCRIPTIVE, METADATA_KEY
 from dcls_convert.errors import CheckpointError, DclsConvertError, ModelError
 from dcls_convert.export.formats import fold_checkpoint
 from dcls_convert.surgery.fold import fold_to_dense_
@@ -109,6 +109,17 @@ CHANGED = "model.safetensors: its tensors are not those that were written"
 APART = "model.safetensors: was not written with this config.json"
 LATER = "this dcls-convert knows 1 at most; upgrade it: pip install --upgrade dcls-convert"
 
+PREPROCESSING = {
+    "mean": [0.1, 0.1, 0.1],
+    "std": [0.1, 0.1, 0.1],
+    "input_size": [3, 64, 64],
+    "interpolation": "nearest",
+    "crop_pct": 0.5,
+    "crop_mode": "border",
+    "classifier": "stem.0",
+    "first_conv": "head.fc",
+}
+
 # What was done, and what verify must say of it. No row loads.
 DAMAGES = {
     # The weights
@@ -168,9 +179,9 @@ DAMAGES = {
     "other arguments": (config(lambda c: c["model_args"].update(act_layer="relu")), APART),
     "no hash": (config(lambda c: c.pop(METADATA_KEY) and None), APART),
     "another hash": (config(lambda c: c.update({METADATA_KEY: {"tensors": "0" * 64}})), APART, CHANGED),
-    "another mean": (preprocessing(mean=[0.1, 0.1, 0.1]), APART),
-    "another classifier": (preprocessing(classifier="stem.0"), APART),
-    "another first convolution": (preprocessing(first_conv="head.fc"), APART),
+    **{f"another {key}": (preprocessing(**{key: value}), APART) for key, value in PREPROCESSING.items()},
+    "no preprocessing": (config(lambda c: c.pop("pretrained_cfg") and None), APART),
+    "another number of classes": (config(lambda c: c.update(num_classes=7)), APART),
     "plan a list": (config(lambda c: c["model_args"].update(plan=[])), "config.json: model_args.plan: "),
     "newer plan": (planned(lambda p: p.update(format=2, novelty=1)), f"has format 2, {LATER}"),
     "another window, of which all shapes are the same": (layer(0, dilated_size=[11, 11]), APART),
@@ -237,12 +248,17 @@ def test_other_outputs_than_those_noted_are_a_problem(folder, change):
     assert problems(verify(folder))[0].startswith("outputs: differ by ")
 
 
-def test_report_card_and_other_files_are_the_users_business(folder, right):
+def test_labels_layout_report_card_and_other_files_are_the_users_business(folder, right):
+    data = json.loads((folder / CONFIG).read_text())
+    data["pretrained_cfg"] |= dict.fromkeys(DESCRIPTIVE, "mine") | {"label_names": ["cat", "dog"]}
+    data |= {"label_names": ["cat", "dog"], "num_features": None}
+    (folder / CONFIG).write_text(json.dumps(dict(reversed(data.items())), indent=7) + "\r\n")
     (folder / REPORT).write_text("{}")
     (folder / CARD).unlink()
     (folder / "my notes\x1b.txt").write_text("mine")
     assert verify(folder).ok
     assert torch.equal(outputs(load_converted(folder)), right)
+    assert torch.equal(outputs(timm.create_model(f"local-dir:{folder}", pretrained=True)), right)
 
 
 @pytest.mark.parametrize(

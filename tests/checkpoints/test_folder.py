@@ -21,7 +21,7 @@ from dcls_convert import (
 )
 from dcls_convert.checkpoints.fingerprint import take_fingerprint
 from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, read_plan
-from dcls_convert.checkpoints.stamp import METADATA_KEY, read_stamp, tensors_hash, text_hash
+from dcls_convert.checkpoints.stamp import METADATA_KEY, config_hash, read_stamp, tensors_hash
 from dcls_convert.errors import CheckpointError
 from dcls_convert.planning.rules import builtin_rules, parse_rules
 
@@ -82,7 +82,7 @@ def test_a_folder_holds_what_the_design_says(tmp_path):
     assert "timm.create_model(" in card
     stamp = read_stamp(folder / WEIGHTS)
     assert (stamp.format, stamp.version) == (1, dcls_convert.__version__)
-    assert stamp.config == text_hash((folder / CONFIG).read_text())
+    assert stamp.config == config_hash(json.loads((folder / CONFIG).read_text()))
     assert stamp.fingerprint == take_fingerprint(model, plan.input_size)
 
 
