@@ -33,12 +33,11 @@ class PositionSet:
 
     @property
     def learnt_size(self) -> tuple[int, ...]:
-        """Cells of the window along the learnt axes."""
         size = self.layers[0].dilated_size
         return tuple(size[axis] for axis in learnt_axes(len(size), self.layers[0].dense_axes))
 
     def misfits(self, state: Mapping[str, Tensor]) -> Iterator[str]:
-        """Messages about tensors that are missing, or no numbers to compare, or of another shape than the plan says."""
+        """Messages about tensors that are missing, not to be compared, or of another shape than the plan says."""
         shape = self.layers[0].position_shape
         for name in self.parameters.values():
             tensor = state.get(name)

@@ -229,7 +229,7 @@ def loading_code(model: str | None) -> str:
 
 
 def training_code(model: str | None) -> str:
-    """The lines that load a folder, make an optimizer and save what was learnt; as `loading_code`."""
+    """As `loading_code`, with an optimizer, and lines that save what was learnt."""
     imports, _, loading = loading_code(model).partition("\n\n")
     return (
         f"import torch\n{imports}\n\n{loading}"

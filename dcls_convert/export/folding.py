@@ -21,7 +21,6 @@ FOLDING_BOUND = 1e-4  # relative error in float32: the same sums in another orde
 BATCHES = (1, 3)  # numbers of images for which outputs are compared
 
 ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
 Exported = Callable[[Tensor], Any]
 Export = Callable[[Path, Tensor, bool], Exported]  # file, images, whether the batch may have any size
 
@@ -80,9 +79,7 @@ class Folding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportFormat:
-    """One way to write a folded model; a row of `formats.FORMATS`."""
-
+class ExportFormat:  # a row of `formats.FORMATS`
     suffix: str  # of the default output; of every output, if that is a file: ".onnx"
     noun: str  # for messages: "ONNX model"
     write: Callable[[Folding], Folded]
