@@ -56,9 +56,9 @@ class CheckpointError(DclsConvertError):
 class OutputExistsError(CheckpointError):
     """What is to be written is there already."""
 
-    def __init__(self, path: object, more: str = "") -> None:
-        super().__init__(f"output {path} already exists{more}; force=True replaces it")
-        self._instead = f"output {path} already exists{more}; --force replaces it, or name another"
+    def __init__(self, path: object) -> None:
+        super().__init__(f"output {path} already exists; force=True replaces it")
+        self._instead = f"output {path} already exists; --force replaces it, or name another"
 
     @property
     def on_command_line(self) -> str:
@@ -134,11 +134,3 @@ def exhausted(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or any(words in said for words in NO_MEMORY):
         return "out of memory"
     return "the system allows no more threads" if "can't start new thread" in said else None
-
-
-def newer_format(where: object, found: int, known: int) -> str:
-    """What to say of data that a newer version of the program wrote."""
-    return (
-        f"{where}: has format {shown(found, 20)}, this dcls-convert knows {known} at most; "
-        "upgrade it: pip install --upgrade dcls-convert"
-    )

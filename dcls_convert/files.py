@@ -19,16 +19,12 @@ MOST_TEXT = 64 << 20  # bytes; the report of timm's largest model has half a meg
 
 
 def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
-    """The bytes of a regular file; a pipe or a device might never end.
-
-    Raises:
-        OSError: It is no file, has more bytes than `most`, or cannot be read.
-    """
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+    """The bytes of a regular file, else OSError; a pipe or a device might never end."""
+    state = os.stat(path)
+    if not stat.S_ISREG(state.st_mode):
         raise OSError(errno.EINVAL, "is not a file")
-    if found.st_size > most:
-        raise OSError(errno.EFBIG, f"has {found.st_size:,} bytes; {most:,} are the most")
+    if state.st_size > most:
+        raise OSError(errno.EFBIG, f"has {state.st_size:,} bytes; {most:,} are the most")
     return path.read_bytes()
 
 

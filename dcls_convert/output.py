@@ -38,15 +38,9 @@ _own: set[Path] = set()  # partial folders in which this process is writing
 
 
 def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
-    """Refuse an output that could not be written in the end, before any work is done.
+    """Refuse (CheckpointError) an output that could not be written in the end, before any work is done.
 
-    Args:
-        path: The folder or file to write.
-        force: Something that is there may be replaced, if it is not `foreign`.
-        foreign: Says what kind of thing is there, such as "is a link, not a folder".
-
-    Raises:
-        CheckpointError: It exists and may not be replaced, or its parent cannot be written.
+    With `force`, something that is there may be replaced, if it is not `foreign`.
     """
     try:
         if path.name in ("", ".."):
@@ -72,9 +66,7 @@ def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]
     """A folder to fill. It takes its final name when the block ends well, and vanishes if the block fails.
 
     With `force` and an old folder there, one of both has the name at every moment, whatever signal comes.
-
-    Raises:
-        CheckpointError: As `check_output`, at the start and at the end, or the folder cannot be written.
+    CheckpointError as by `check_output`, at the start and at the end, or where it cannot be written.
     """
     with _partial(folder, force, foreign) as new:
         new.mkdir()
@@ -86,9 +78,6 @@ def new_file(path: Path, *, force: bool) -> contextlib.AbstractContextManager[Pa
 
     Other files that the block writes beside it are published before it, each by itself: a kill between two of them
     leaves the new ones beside the old main file. With `force`, regular files may be replaced.
-
-    Raises:
-        CheckpointError: As `new_folder`.
     """
     return _partial(path, force, not_a_file)
 
@@ -155,9 +144,8 @@ def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
                 _publish(entry, output.with_name(entry.name), force, foreign)
         except (OSError, SafetensorError) as error:
             state = "the one that is there is whole" if os.path.lexists(output) else "nothing was left there"
-            raise CheckpointError(
-                f"output {shown(output, 200)} cannot be written: {one_line(error)}; {state}"
-            ) from error
+            what = f"output {shown(output, 200)} cannot be written"
+            raise CheckpointError(f"{what}: {one_line(error)}; {state}") from error
         finally:
             _remove(partial, missing)
     finally:
@@ -191,19 +179,17 @@ def _publish(new: Path, output: Path, force: bool, foreign: Foreign) -> None:
         if replaces and new.is_file():
             os.replace(new, output)
         elif not _renameat2(new, output, RENAME_EXCHANGE if replaces else RENAME_NOREPLACE):
-            _replace_by_steps(new, output) if replaces else _rename_new(new, output)
+            if replaces:
+                _replace_by_steps(new, output)
+            elif new.is_file():
+                os.link(new, output)  # unlike a renaming, never replaces another file
+            elif os.path.lexists(output):
+                raise FileExistsError
+            else:
+                new.rename(output)
     except FileExistsError:  # it appeared since the check
         _publish(new, output, force, foreign)
     _fsync(output.absolute().parent)
-
-
-def _rename_new(new: Path, output: Path) -> None:
-    if new.is_file():
-        os.link(new, output)  # unlike a renaming, never replaces another file
-    elif os.path.lexists(output):
-        raise FileExistsError
-    else:
-        new.rename(output)
 
 
 def _replace_by_steps(new: Path, output: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from .errors import CheckpointError, newer_format, shown
+from .errors import CheckpointError, shown
 
 
 @functools.cache
@@ -22,7 +22,6 @@ class Record:
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         return dict(adapter(type(self)).dump_python(self, mode="json"))  # type: ignore[arg-type]
 
     def to_json(self) -> str:
@@ -30,15 +29,17 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Self:
-        """The record that `to_json` wrote.
-
-        Raises:
-            CheckpointError: Not such a text, or of a newer format; begins with `where`.
-        """
+        """The record that `to_json` wrote; CheckpointError for any other text, beginning with `where`."""
         known: Any = next((field.default for field in fields(cls) if field.name == "format"), None)  # type: ignore[arg-type]
-        stated = _stated_format(text)
+        try:
+            stated = json.loads(text)["format"]
+        except (ValueError, RecursionError, TypeError, KeyError, IndexError):
+            stated = None
         if isinstance(known, int) and isinstance(stated, int) and stated > known:
-            raise CheckpointError(newer_format(where, stated, known))
+            raise CheckpointError(
+                f"{where}: has format {shown(stated, 20)}, this dcls-convert knows {known} at most; "
+                "upgrade it: pip install --upgrade dcls-convert"
+            )
         try:
             record: Self = adapter(cls).validate_json(text)  # type: ignore[arg-type]
         except ValidationError as error:
@@ -50,11 +51,7 @@ class Record:
 
 
 def write_json(data: object) -> str:
-    """Plain values as JSON text.
-
-    Raises:
-        CheckpointError: A number that is not finite, or a value that JSON does not know.
-    """
+    """Plain values as JSON text; CheckpointError for a number that is not finite, or what JSON does not know."""
     try:
         return json.dumps(data, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
@@ -70,10 +67,3 @@ def read_json(text: str, where: str) -> dict[str, object]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{where}: is a {type(data).__name__}, not an object")
     return data
-
-
-def _stated_format(text: str | bytes) -> object:
-    try:
-        return json.loads(text)["format"]
-    except (ValueError, RecursionError, TypeError, KeyError, IndexError):
-        return None

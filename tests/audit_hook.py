@@ -33,10 +33,10 @@ class Refused(RuntimeError):
 
 
 class _Watch:
-    def __init__(self, folders: tuple[object, ...], *, lazily: bool) -> None:
+    def __init__(self, folders: tuple[object, ...]) -> None:
         self.folders = tuple(map(str, folders))
         self.events: list[str] = []
-        self.known = {name.partition(".")[0] for name in sys.modules} if lazily else set()
+        self.known = {name.partition(".")[0] for name in sys.modules}
 
     def allows(self, event: str, args: tuple) -> bool:
         match event.partition(".")[0]:
@@ -79,31 +79,20 @@ _hooked = False
 
 
 @contextmanager
-def watched(*folders: object, lazily: bool = False) -> Iterator[list[str]]:
+def watched(*folders: object) -> Iterator[list[str]]:
     """The list of what was refused inside the block, in which these folders alone may be read and written.
 
-    `lazily`: libraries that were imported before may import more; without it nothing may be imported.
+    Libraries that were imported before may import more of themselves.
     """
     global _watch, _hooked
     if not _hooked:
         sys.addaudithook(_hook)
         _hooked = True
-    _watch = watch = _Watch(folders, lazily=lazily)
+    _watch = watch = _Watch(folders)
     try:
         yield watch.events
     finally:
         _watch = None
-
-
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """For what a test itself does meanwhile."""
-    global _watch
-    before, _watch = _watch, None
-    try:
-        yield
-    finally:
-        _watch = before
 
 
 def _hook(event: str, args: tuple) -> None:

@@ -32,7 +32,6 @@ class Hub:
         self.repos: dict[str, Repo] = {}
         self.requests: list[str] = []
         self.unknown: list[str] = []
-        self.status: int | None = None  # what every request is answered with, if set
         self.cut = 0  # bytes that are lacking at the end of every file
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -65,9 +64,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def answer(self) -> None:
         path = self.path.partition("?")[0]
         self.hub.requests.append(f"{self.command} {path}")
-        if self.hub.status is not None:
-            self.reply(self.hub.status, {"error": "not now"})
-        elif match := RESOLVE.fullmatch(path):
+        if match := RESOLVE.fullmatch(path):
             self.resolve(**match.groupdict())
         else:
             self.hub.unknown.append(f"{self.command} {self.path}")

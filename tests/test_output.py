@@ -340,100 +340,64 @@ def net():
 
 
 def snapshot(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else None
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-class Killer:
-    """Kills `dcls-convert ... --output out --force` at random moments, in forks of this process."""
+def started(line):
+    """The process of a command line whose handlers of signals stand."""
+    reader, writer = os.pipe()
+    if pid := os.fork():
+        os.close(writer)
+        with open(reader, "rb") as stream:
+            assert stream.read() == b"ready"
+        return pid
+    code, prepare = 99, app._raise_interrupts
 
-    def __init__(self, folder, seed=0):
-        self.random, self.seen = Random(seed), Counter()
-        self.log, self.old, self.out = folder / "log", folder / "old", folder / "place" / "out"
-        self.line = [*CONVERT, "--output", str(self.out)]
-        run(*self.line, "--seed", 1)
-        self.out.rename(self.old)
-        steps = forked(self.steps_of_writing)
-        self.steps, self.naming = len(steps), steps.index(output._renameat2.__name__) + 1
-        began = time.monotonic()
-        assert ends(self.start()) == 0
-        self.seconds, self.new = time.monotonic() - began, snapshot(self.out)
-        assert None is not self.new != snapshot(self.old)
+    def ready():
+        interrupts = prepare()
+        os.write(writer, b"ready")
+        os.close(writer)
+        return interrupts
 
-    def steps_of_writing(self):
-        seen, clean = [], output.clean_up
-        output.clean_up = lambda path: (clean(path), seen.append(watch(0, None)))
-        run(*self.line)
-        return seen[0]
-
-    def start(self, step=0, number=signal.SIGKILL, exchanges=True):
-        """The command, in a process whose handlers of signals stand; it may kill itself at a step of its writing."""
-        reader, writer = os.pipe()
-        if pid := os.fork():
-            os.close(writer)
-            with open(reader, "rb") as stream:
-                assert stream.read() == b"ready"
-            return pid
-        code = 99
-        try:
-            prepare, clean = app._raise_interrupts, output.clean_up
-
-            def ready():
-                interrupts = prepare()
-                os.write(writer, b"ready")
-                os.close(writer)
-                return interrupts
-
-            app._raise_interrupts = ready
-            output.clean_up = lambda path: (clean(path), watch(step, functools.partial(kill, number)))
-            if not exchanges:
-                output._renameat2 = without_renameat2
-            sys.stdout = sys.stderr = open(self.log, "w", buffering=1)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            app.main(self.line)
-        except SystemExit as stopped:
-            code = stopped.code
-        finally:
-            os._exit(code)
-
-    def kill_one(self):
-        """Kill the command at a random time or step of its writing; hold it to what is promised."""
-        number = self.random.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-        anywhere, near = self.random.randint(1, self.steps), self.naming + self.random.randint(-2, 8)
-        step = self.random.choice([0, anywhere, near])
-        exchanges = self.random.random() < 0.7
-        shutil.rmtree(self.out)
-        shutil.copytree(self.old, self.out)
-        pid = self.start(step, number, exchanges)
-        if not step:
-            time.sleep(self.random.random() * self.seconds)
-            os.kill(pid, number)  # no other's yet, even where it has ended
-        code, said = ends(pid), self.log.read_text()
-        beside = {path.name for path in self.out.parent.iterdir()} - {"out"}
-        if not exchanges:
-            clean_up(self.out)  # as the next run does
-        state = snapshot(self.out)
-        version = "new" if state == self.new else "old" if state == snapshot(self.old) else "broken"
-        case = number.name, step, exchanges, code, version, beside, said
-        assert code in (0, -signal.SIGKILL if number == signal.SIGKILL else app.EXIT_INTERRUPTED), case
-        assert version == "new" or (version == "old" and code), case
-        if code != -signal.SIGKILL:
-            assert not beside, case
-            assert [line for line in said.splitlines() if "note" not in line][-1:] == (
-                ["error: interrupted"] if code else [str(self.out)]
-            ), case
-        else:
-            assert ends(self.start()) == 0, case
-            assert snapshot(self.out) == self.new, case
-            assert list(self.out.parent.iterdir()) == [self.out], case
-        self.seen[number.name, code, version, "and a partial folder" if beside else ""] += 1
+    try:
+        app._raise_interrupts = ready
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        app.main(line)
+    except SystemExit as stopped:
+        code = stopped.code
+    finally:
+        os._exit(code)
 
 
 @pytest.mark.processes
 def test_a_killed_command_leaves_the_old_or_the_new_output_whole(tmp_path):
-    """HYPOTHESIS_PROFILE=campaign pytest -m processes -n 0 -s: a hundred kills, and what became of them."""
-    killer = Killer(tmp_path)
+    """At random times. HYPOTHESIS_PROFILE=campaign pytest -m processes -n 0 -s: 100 kills, and what became of them."""
+    random, seen = Random(0), Counter()
+    old, out = tmp_path / "old", tmp_path / "place" / "out"
+    line = [*CONVERT, "--output", str(out)]
+    run(*line, "--seed", 1)
+    out.rename(old)
+    began = time.monotonic()
+    assert ends(started(line)) == 0
+    seconds, new = time.monotonic() - began, snapshot(out)
+    assert new != snapshot(old)
     for _ in range(100 if os.environ.get("HYPOTHESIS_PROFILE") == "campaign" else 12):
-        killer.kill_one()
-    for (number, code, version, beside), count in sorted(killer.seen.items()):
-        print(f"{number}, exit code {code}: {version} output {beside}, {count} times")
+        number = random.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+        shutil.rmtree(out)
+        shutil.copytree(old, out)
+        pid = started(line)
+        time.sleep(random.random() * seconds)
+        os.kill(pid, number)  # no other's yet, even where it has ended
+        code, state = ends(pid), snapshot(out)
+        beside = list(out.parent.glob(".*"))
+        assert code in (0, -signal.SIGKILL if number == signal.SIGKILL else app.EXIT_INTERRUPTED)
+        assert state == new or (code and state == snapshot(old))
+        assert not beside or code == -signal.SIGKILL
+        seen[number.name, code, "new" if state == new else "old", "and a partial folder" if beside else ""] += 1
+    assert ends(started(line)) == 0
+    assert snapshot(out) == new
+    assert list(out.parent.iterdir()) == [out]
+    for (name, code, version, beside), count in sorted(seen.items()):
+        print(f"{name}, exit code {code}: {version} output {beside}, {count} times")

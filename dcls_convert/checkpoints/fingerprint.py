@@ -1,15 +1,15 @@
 """A model's output for one seeded random image, in a few numbers: enough to notice that it is another model."""
 
-import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from pydantic import ConfigDict
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..errors import one_line
 from ..networks.outputs import tensors_in
@@ -55,14 +55,8 @@ class Fingerprint(Record):
 def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fingerprint:
     """Run the model once, in eval mode, on a seeded random image; the model stays as it was.
 
-    One thread computes on the CPU; the process gets its number of threads back, and its generators their states.
-
-    Args:
-        model: On any device, in any dtype. Its hooks run.
-        input_size: (channels, *spatial).
-
-    Returns:
-        A fingerprint without outputs, but with a reason, where the model cannot run on such an image.
+    One thread computes on the CPU; the process gets its number of threads back, and its generators their states. Where
+    the model cannot run on an image of `input_size`, the fingerprint has a reason instead of outputs.
     """
     dtype = image_dtype(model)
     name: Any = str(dtype).removeprefix("torch.")
@@ -75,8 +69,10 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
     device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
     image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(SEED), device="cpu")
     try:
-        with _undisturbed(model):
-            output = model(image.to(device, dtype))
+        # Warnings are about the model; turned into errors they would change what is written.
+        with warnings.catch_warnings(action="ignore"), evaluating(model), reproducible(), seeded(SEED):
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            output = functional_call(model, buffers, (image.to(device, dtype),))
         outputs = tuple(_output_print(tensor) for tensor in tensors_in(output) if tensor.is_floating_point())
     except Exception as error:  # the model's own code may raise anything
         return Fingerprint(dtype=name, outputs=None, reason=f"{type(error).__name__}: {one_line(error)[:120]}")
@@ -114,22 +110,3 @@ def _output_print(output: Tensor) -> OutputPrint:
 
 def _rounded(value: float) -> float | None:
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-
-
-@contextlib.contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode, reproducible sums and seeded generators inside; everything as it was afterwards.
-
-    Warnings are about the model; turned into errors they would change what is written.
-    """
-    own = ((m, m.named_buffers(recurse=False, remove_duplicate=False)) for m in model.modules())
-    buffers = [(m, name, buffer, buffer.clone()) for m, named in own for name, buffer in named]
-    try:
-        with warnings.catch_warnings(action="ignore"), evaluating(model), reproducible(), seeded(SEED):
-            yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                setattr(module, name, buffer)
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)

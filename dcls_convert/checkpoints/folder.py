@@ -1,7 +1,7 @@
 """The files of a checkpoint folder, and how they are read. Nothing that is read here runs code.
 
-config.json states the hash of the tensors, and the weights file the hash of config.json: whatever of the two is edited
-or comes from another folder does not fit the other one any more.
+config.json states the hash of the tensors, and the weights file the hash of what matters in config.json: if one of the
+two comes from another folder, or is edited in more than labels, descriptions and layout, they no longer fit.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from ..networks.source import ModelSource
 from ..planning.plan import ConversionPlan
 from ..records import read_json
 from ..surgery.place import TIMM_ARCHITECTURE
-from .stamp import METADATA_KEY, Stamp, read_stamp, tensors_hash, text_hash
+from .stamp import METADATA_KEY, Stamp, config_hash, read_stamp, tensors_hash
 
 WEIGHTS, CONFIG, REPORT, CARD = "model.safetensors", "config.json", "report.json", "README.md"
 FILES = (WEIGHTS, CONFIG, REPORT, CARD)
@@ -34,14 +34,14 @@ class FolderConfig:
     source: ModelSource | None  # of the model to build, before conversion; None where only its user can build it
     input_size: Any  # of the model, as stated
     tensors: object  # tensors_hash of the weights beside it; None where timm's own savers wrote it
-    hash: str  # of its text
+    hash: str  # config_hash
 
 
 def read_folder(folder: str | Path) -> FolderConfig:
     """What the folder's config.json says; CheckpointError where there is no folder, or no valid config in it."""
     path = check_folder(Path(folder)) / CONFIG
     try:
-        text = read_bytes(path).decode("utf-8")  # with its line ends, unlike Path.read_text
+        text = read_bytes(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else one_line(error)
         raise CheckpointError(f"{path}: cannot be read: {reason}") from error
@@ -56,7 +56,7 @@ def read_folder(folder: str | Path) -> FolderConfig:
         own = {name: value for name, value in args.items() if name != "plan"}  # timm's savers may change them
         source, size = None if plan.model is None else ModelSource(name=plan.model, args=own), plan.input_size
     tensors = _entry(config.get(METADATA_KEY), "tensors")
-    return FolderConfig(plan=plan, source=source, input_size=size, tensors=tensors, hash=text_hash(text))
+    return FolderConfig(plan=plan, source=source, input_size=size, tensors=tensors, hash=config_hash(config))
 
 
 def _entry(data: object, name: str) -> Any:
@@ -103,8 +103,7 @@ def not_of_a_checkpoint(path: Path) -> str | None:
         return "is a link, not a folder"
     if not path.is_dir():
         return "is a file, not a folder"
-    entries = sorted(path.iterdir())
-    for entry in entries:
+    for entry in (entries := sorted(path.iterdir())):
         if entry.name not in (*FILES, PAGE, PICTURE) or entry.is_symlink() or not entry.is_file():
             return f"holds {shown(entry.name)!r}, which is not of a checkpoint"
     for is_ours in (lambda: read_stamp(path / WEIGHTS), lambda: read_folder(path).plan):

@@ -33,12 +33,11 @@ class PositionSet:
 
     @property
     def learnt_size(self) -> tuple[int, ...]:
-        """Cells of the window along the learnt axes."""
         size = self.layers[0].dilated_size
         return tuple(size[axis] for axis in learnt_axes(len(size), self.layers[0].dense_axes))
 
     def misfits(self, state: Mapping[str, Tensor]) -> Iterator[str]:
-        """Messages about tensors that are missing, or no numbers to compare, or of another shape than the plan says."""
+        """Messages about tensors that are missing, not to be compared, or of another shape than the plan says."""
         shape = self.layers[0].position_shape
         for name in self.parameters.values():
             tensor = state.get(name)
@@ -101,14 +100,13 @@ class Inspection(Record):
         return float(sum(getattr(row, name) * row.elements for row in self.positions)) / max(self.elements, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         total: dict[str, Any] = {"layers": sum(len(row.layers) for row in self.positions), "elements": self.elements}
         total |= {name: self.share(name) for name in ("border_share", "overlap_share", "mean_distance")}
         return {**Record.to_dict(self), "total": total}
 
 
 def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
-    """Every positions tensor that the plan's checkpoint holds, in the order of the layers; none if it is folded."""
+    """In the order of the layers; none if the plan is folded."""
     if plan.folded:
         return ()
     sets: dict[str, PositionSet] = {}
@@ -125,12 +123,9 @@ def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
 
 
 def inspect_folder(folder: str | Path) -> Inspection:
-    """Statistics of a checkpoint's positions. Reads the plan and the positions alone; builds no model.
+    """Reads the plan and the positions alone, of folders of timm's own savers too; builds no model.
 
-    Reads folders of timm's own savers too.
-
-    Raises:
-        CheckpointError: The folder is no checkpoint, is damaged, or is folded and so has no positions.
+    CheckpointError: it is no checkpoint, is damaged, or is folded and so has no positions.
     """
     folder = Path(folder)
     config = read_folder(folder)
@@ -149,26 +144,25 @@ def inspect_folder(folder: str | Path) -> Inspection:
 
 def inspect_positions(plan: ConversionPlan, state: Mapping[str, Tensor], folder: str | Path) -> Inspection:
     """Statistics of the positions in a state dict, which are finite and have the plan's shapes."""
-    rows = tuple(_row(place, state) for place in position_sets(plan))
-    return Inspection(folder=str(folder), model=plan.model, positions=rows)
-
-
-def _row(place: PositionSet, state: Mapping[str, Tensor]) -> PositionRow:
-    layer, positions = place.layers[0], state[place.parameters["positions"]]
-    sigma = state.get(place.parameters.get("sigma", ""))
-    return PositionRow(
-        name=place.name,
-        tied=place.tied,
-        layers=tuple(member.name for member in place.layers),
-        kernel_count=layer.kernel_count,
-        dilated_size=layer.dilated_size,
-        dense_axes=layer.dense_axes,
-        interpolation=layer.interpolation,
-        kernels=math.prod(positions.shape[1:-1]),
-        elements=math.prod(positions.shape[1:]),
-        border_share=statistics.border_share(positions, place.learnt_size),
-        overlap_share=statistics.overlap_share(positions),
-        spread=statistics.spread(positions),
-        mean_distance=statistics.mean_distance(positions),
-        mean_sigma=None if sigma is None else float(sigma.mean(dtype=torch.float64)),
-    )
+    rows = []
+    for place in position_sets(plan):
+        layer, positions = place.layers[0], state[place.parameters["positions"]]
+        sigma = state.get(place.parameters.get("sigma", ""))
+        row = PositionRow(
+            name=place.name,
+            tied=place.tied,
+            layers=tuple(member.name for member in place.layers),
+            kernel_count=layer.kernel_count,
+            dilated_size=layer.dilated_size,
+            dense_axes=layer.dense_axes,
+            interpolation=layer.interpolation,
+            kernels=math.prod(positions.shape[1:-1]),
+            elements=math.prod(positions.shape[1:]),
+            border_share=statistics.border_share(positions, place.learnt_size),
+            overlap_share=statistics.overlap_share(positions),
+            spread=statistics.spread(positions),
+            mean_distance=statistics.mean_distance(positions),
+            mean_sigma=None if sigma is None else float(sigma.mean(dtype=torch.float64)),
+        )
+        rows.append(row)
+    return Inspection(folder=str(folder), model=plan.model, positions=tuple(rows))

@@ -54,15 +54,9 @@ def rebuilt(
     where: str,
     prepare_: Callable[[nn.Module], None] = lambda _: None,
 ) -> nn.Module:
-    """The network of a source that may be built, converted by the plan, with these weights.
+    """The network of a source that `buildable` allowed, converted by the plan if there is one, as `build_with_state`.
 
-    No weights are drawn where the state has all that the model needs; its tensors then become the model's own, and
-    memory holds them once. Names and shapes of a registry's network are compared before memory is taken.
-
-    Args:
-        source, plan: What `buildable` allows; without a plan, the network as it is.
-        state, where: As in `load_weights_`, whose CheckpointError it raises.
-        prepare_: Changes the model, which may be on meta, before it takes its weights.
+    `prepare_` changes the converted model, which may be on meta, before it takes its weights.
     """
 
     def prepare(model: nn.Module) -> None:
@@ -74,12 +68,7 @@ def rebuilt(
 
 
 def buildable(source: ModelSource | None, folder: Path, *, trust_code: bool) -> ModelSource:
-    """The source of a folder's unconverted model, if it may be built.
-
-    Raises:
-        CheckpointError: The folder does not say how its model is built.
-        ModelError: It names something else than a model of timm or torchvision, and is not trusted.
-    """
+    """The source; CheckpointError where the folder has none, ModelError where it would run code that is not trusted."""
     if source is None:
         raise CheckpointError(f"{folder}: does not say how its model is built; pass the unconverted one as `model`")
     if not trust_code:
@@ -88,11 +77,7 @@ def buildable(source: ModelSource | None, folder: Path, *, trust_code: bool) -> 
 
 
 def place_(model: nn.Module, plan: ConversionPlan) -> None:
-    """Put the plan's layers, without values, into the unconverted model.
-
-    Raises:
-        CheckpointError: The plan is for another model.
-    """
+    """Put the plan's layers, without values, into the unconverted model; CheckpointError: it is for another one."""
     try:
         place_layers_(model, plan)
     except PlanError as error:

@@ -1,5 +1,6 @@
 """A converted model into a folder, which appears whole or not at all."""
 
+import json
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
 from .fingerprint import take_fingerprint
 from .folder import CARD, CONFIG, PAGE, PICTURE, REPORT, WEIGHTS, not_of_a_checkpoint, read_plan
 from .load import place_
-from .stamp import METADATA_KEY, Stamp, tensors_hash, text_hash
+from .stamp import METADATA_KEY, Stamp, config_hash, tensors_hash
 
 OUTPUT_IN_FOLDER = "."  # report.json's name for its own folder, which can be moved
 # Where timm's own config says that weights come from; ours stand beside it.
@@ -38,6 +39,7 @@ def save_converted(
     force: bool = False,
     fingerprint: bool = True,
     pictures: Mapping[str, bytes] | None = None,
+    meta: nn.Module | None = None,
 ) -> Path:
     """Write a converted model as a checkpoint folder that timm loads once `dcls_convert` is imported.
 
@@ -51,6 +53,7 @@ def save_converted(
         fingerprint: Run the model once, on a random image of the plan's input size, and note its output in the weights
             file, for `dcls-convert verify`. Without it, nothing of the model's code runs.
         pictures: Files to add, from `views.files.picture_files`; the model card shows them.
+        meta: An unconverted meta model of the plan's source, if there is one already; converted in place.
 
     Returns:
         The folder's path.
@@ -62,7 +65,7 @@ def save_converted(
     folder = Path(folder)
     if not isinstance(plan, ConversionPlan):
         plan = _tuned(read_plan(plan), model)
-    check_fits_plan(model, plan)
+    check_fits_plan(model, plan, meta)
     report = report or measure_report(model, plan)
     files = f"The plan and its rules stand in `{CONFIG}`; `{REPORT}` says what each layer costs."
     texts = {
@@ -95,22 +98,19 @@ def convert_and_save_(model: nn.Module, folder: str | Path, *, force: bool = Fal
     return report
 
 
-def check_fits_plan(model: nn.Module, plan: ConversionPlan) -> None:
+def check_fits_plan(model: nn.Module, plan: ConversionPlan, meta: nn.Module | None = None) -> None:
     """Refuse a model that could not be loaded again from what a folder says about it.
 
-    The plan's layers must be there, tied as planned; names and shapes must be those of a meta model that is rebuilt
-    from the plan, if timm or torchvision have it; and all values must be finite.
-
-    Raises:
-        CheckpointError: Names what does not fit.
+    The plan's layers must be there, tied as planned; names and shapes must be those of a meta model that is converted
+    by the plan, if timm or torchvision have it; and all values must be finite.
     """
     state = model.state_dict()
     problem = None if plan.folded else next(_layer_problems(model, plan), None)
     source = ModelSource(name=plan.model or "", args=plan.model_args)
     if problem is None and source.kind in REGISTRIES:
-        meta_model = build_model(source, device="meta")
-        place_(meta_model, plan)
-        problem = next(misfits(meta_model, state), None)
+        meta = build_model(source, device="meta") if meta is None else meta
+        place_(meta, plan)
+        problem = next(misfits(meta, state), None)
     if problem is not None:
         raise CheckpointError(f"the model no longer fits its plan, so its folder could not be loaded: {problem}")
     check_weights(model, state, "the model")
@@ -142,36 +142,24 @@ def write_files(
     *,
     fingerprint: bool = True,
 ) -> None:
-    """Fill an empty folder: the config, the other texts by name, and the weights, which hold the config's hash.
-
-    Raises:
-        CheckpointError: A number in the config is not finite.
-    """
+    """Fill an empty folder: the config, the other texts by name, and the weights, which hold the config's hash."""
     outputs = take_fingerprint(model, plan.input_size) if fingerprint else None
-    tensors = _tensors(model)
+    aliases, storages = alias_names(model), set[int]()
+    tensors: dict[str, Tensor] = {}  # every one once, on the CPU, each in memory of its own
+    for name, tensor in model.state_dict().items():
+        if name not in aliases:
+            ready = tensor.detach().cpu().contiguous()
+            storage = ready.untyped_storage().data_ptr()
+            tensors[name] = ready.clone() if storage in storages and ready.numel() else ready  # views of one memory
+            storages.add(storage)
     config_text = write_json({**config, METADATA_KEY: {"tensors": tensors_hash(tensors.items())}})
     for name, text in {CONFIG: config_text, **texts}.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
-    stamp = Stamp(version=__version__, config=text_hash(config_text), fingerprint=outputs)
+    stamp = Stamp(version=__version__, config=config_hash(json.loads(config_text)), fingerprint=outputs)
     (folder / WEIGHTS).touch()  # with the usual permissions, which safetensors does not give
     mode = (folder / WEIGHTS).stat().st_mode
     save_file(tensors, folder / WEIGHTS, metadata={METADATA_KEY: stamp.to_json()})
     (folder / WEIGHTS).chmod(mode)
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor once, under its first name, on the CPU, each in memory of its own."""
-    aliases = alias_names(model)
-    tensors: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in model.state_dict().items():
-        if name in aliases:
-            continue
-        ready = tensor.detach().cpu().contiguous()
-        storage = ready.untyped_storage().data_ptr()
-        tensors[name] = ready.clone() if storage in storages and ready.numel() else ready  # views of one memory
-        storages.add(storage)
-    return tensors
 
 
 def _tuned(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:
@@ -181,16 +169,12 @@ def _tuned(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:
         return plan
     plan = replace(plan, model_args={**plan.model_args, "num_classes": classes})
     new, old = measure_report(model, plan), predict_report(plan)
-
-    def shifted(count: int | None, before: int | None, after: int | None) -> Any:
-        """A count of the unconverted model, changed by as much as the converted model's."""
-        return count if count is None or before is None or after is None else count + after - before
-
-    return replace(
-        plan,
-        params=shifted(plan.params, old.params.after, new.params.after),
-        macs=shifted(plan.macs, old.macs.after, new.macs.after),
-    )
+    # Counts of the unconverted model change by as much as the converted model's.
+    params = plan.params + (new.params.after or 0) - (old.params.after or 0)
+    macs, before, after = plan.macs, old.macs.after, new.macs.after
+    if macs is not None and before is not None and after is not None:
+        macs += after - before
+    return replace(plan, params=params, macs=macs)
 
 
 def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
@@ -233,11 +217,7 @@ def model_card(report: ConversionReport, loading: str, files: str, *, pictures: 
 
 
 def loading_code(model: str | None) -> str:
-    """The lines that load a folder, to be formatted with `folder`.
-
-    Args:
-        model: The plan's name of the unconverted model, such as "timm:resnet18".
-    """
+    """The lines that load a folder, to be formatted with `folder`, for the plan's `model`."""
     kind = (model or "").partition(":")[0]
     if kind == "timm":
         return (
@@ -249,7 +229,7 @@ def loading_code(model: str | None) -> str:
 
 
 def training_code(model: str | None) -> str:
-    """The lines that load a folder, make an optimizer and save what was learnt; as `loading_code`."""
+    """As `loading_code`, with an optimizer, and lines that save what was learnt."""
     imports, _, loading = loading_code(model).partition("\n\n")
     return (
         f"import torch\n{imports}\n\n{loading}"

@@ -1,6 +1,6 @@
 """Rebuild a converted model for timm's factory: base model, plan, weights, and feature extraction."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,32 +36,29 @@ def create_converted(
 ) -> nn.Module:
     """Build the model that `config.json` describes, from the arguments that timm's factory passes.
 
-    Layers that have no weights in the folder, such as a new head, draw them from torch's global generator, as timm's
-    own models do.
-
-    Args:
-        pretrained: Load the weights that stand beside the config.
-        plan: `ConversionPlan.to_dict()`. Its model must be one of timm or torchvision: no code of the user's own runs.
-        pretrained_cfg: From the config; timm has added where the weights are.
-        pretrained_model_args: The config's `model_args`, unchanged.
-        features_only: Give feature maps, as timm does for the base model.
-        kwargs: For the base model, such as num_classes, in_chans, drop_path_rate, out_indices.
-
-    Raises:
-        ModelError: It is called by name, without a checkpoint; or the base model is not allowed or cannot be built.
-        CheckpointError: The weights do not belong to the config, or were changed after they were written.
-
-    A folder of `save_converted` is checked against the metadata of its weights; hashing the weights takes about as long
-    as reading them. A folder of timm's own savers has no metadata; only names and shapes are checked.
+    The plan's model must be one of timm or torchvision: no code of the user's own runs. To `pretrained_cfg` timm has
+    added where the weights are; `pretrained_model_args` is the config's `model_args`, unchanged; `kwargs` go to the
+    base model. Layers that have no weights in the folder, such as a new head, draw them from torch's global generator,
+    as timm's own models do.
     """
+    from timm.models import load_pretrained, resolve_pretrained_cfg
+
     if plan is None:
         raise ModelError(
             f'"{TIMM_ARCHITECTURE}" is not a model by itself; load a checkpoint: timm.create_model("local-dir:FOLDER")'
         )
     conversion = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_PLACE}")
     base = conversion.model or ""
-    _check_stored(base, {name: value for name, value in (pretrained_model_args or kwargs).items() if name != "plan"})
-    config = _resolved_config(pretrained_cfg, pretrained_cfg_overlay)
+    stored = {name: value for name, value in (pretrained_model_args or kwargs).items() if name != "plan"}
+    check_source(ModelSource(name=base, args=stored))
+    for name in NOT_LISTED:  # `load_converted` compares them with the weights before they cost memory; timm does not
+        if isinstance(stored.get(name), int) and stored[name] > MOST_ARGUMENT:
+            raise ModelError(f"{CONFIG}: {name}={stored[name]}: through timm, {MOST_ARGUMENT:,} is the most")
+    try:
+        resolved: Any = resolve_pretrained_cfg(TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{CONFIG}: pretrained_cfg: {one_line(error)[:200]}") from error
+    config = {**resolved.to_dict(), **NO_OTHER_WEIGHTS}
     if pretrained and config.get("source") == "local-dir":
         _checked_config(config, cache_dir)  # refuse before anything is built
     if base.startswith("timm:"):
@@ -81,27 +78,28 @@ def create_converted(
     known = getattr(model, "pretrained_cfg", None) or {}
     config |= {name: known[name] for name in ("classifier", "first_conv") if name in known}
     note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
-    if pretrained:
-        _load_(model, config, kwargs.get("in_chans"), features_only, cache_dir)
+    if not pretrained:
+        return model
+
+    def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        if beside := _checked_config(config, cache_dir):
+            check_tensors(state, beside, Path(WEIGHTS))
+        if features_only:
+            return _features_state(state, model, config, kwargs.get("in_chans"))
+        state = state | {alias: state[name] for alias, name in alias_names(model).items() if name in state}
+        _check_complete(state, model, config)
+        return state
+
+    channels = config["input_size"][0]
+    load_pretrained(  # timm's own, which adapts head and first convolution
+        model,
+        pretrained_cfg=config,
+        num_classes=0 if features_only else getattr(model, "num_classes", config["num_classes"]),
+        in_chans=channels if features_only else kwargs.get("in_chans") or channels,
+        filter_fn=fit,
+        cache_dir=cache_dir,
+    )
     return model
-
-
-def _check_stored(base: str, stored: dict[str, Any]) -> None:
-    """Refuse what a config may not ask for, before anything is built."""
-    check_source(ModelSource(name=base, args=stored))
-    for name in NOT_LISTED:  # `load_converted` compares them with the weights before they cost memory; timm does not
-        if isinstance(stored.get(name), int) and stored[name] > MOST_ARGUMENT:
-            raise ModelError(f"{CONFIG}: {name}={stored[name]}: through timm, {MOST_ARGUMENT:,} is the most")
-
-
-def _resolved_config(stated: Any, overlay: dict[str, Any] | None) -> dict[str, Any]:
-    from timm.models import resolve_pretrained_cfg
-
-    try:
-        config = resolve_pretrained_cfg(TIMM_ARCHITECTURE, stated, overlay).to_dict()  # type: ignore[no-untyped-call]
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{CONFIG}: pretrained_cfg: {one_line(error)[:200]}") from error
-    return {**config, **NO_OTHER_WEIGHTS}
 
 
 def _checked_config(config: Mapping[str, Any], cache_dir: str | Path | None) -> FolderConfig | None:
@@ -121,36 +119,6 @@ def _checked_config(config: Mapping[str, Any], cache_dir: str | Path | None) -> 
     beside = read_folder(path.parent)
     check_stamp(read_stamp(path), beside, path)
     return beside
-
-
-def _load_(
-    model: nn.Module,
-    config: dict[str, Any],
-    in_chans: int | None,
-    features_only: bool,
-    cache_dir: str | Path | None,
-) -> None:
-    """Load the weights by timm's own function, which adapts head and first convolution."""
-    from timm.models import load_pretrained
-
-    def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        if beside := _checked_config(config, cache_dir):
-            check_tensors(state, beside, Path(WEIGHTS))
-        if features_only:
-            return _features_state(state, model, config, in_chans)
-        state = state | {alias: state[name] for alias, name in alias_names(model).items() if name in state}
-        _check_complete(state, model, config)
-        return state
-
-    channels = config["input_size"][0]
-    load_pretrained(
-        model,
-        pretrained_cfg=config,
-        num_classes=0 if features_only else getattr(model, "num_classes", config["num_classes"]),
-        in_chans=channels if features_only or in_chans is None else in_chans,
-        filter_fn=fit,
-        cache_dir=cache_dir,
-    )
 
 
 def _names(entry: str | Iterable[str] | None) -> list[str]:
@@ -174,20 +142,16 @@ def _flat(name: str) -> str:
     return name.replace(".", "_")
 
 
-def _unwrapped(names: Iterable[str], known: Container[str]) -> dict[str, str]:
+def _unwrapped(names: Collection[str], known: Container[str]) -> dict[str, str]:
     """Names in a feature extractor -> flat names in the whole model, less the prefix that makes most names match."""
-    names = list(names)
-    matches = (
-        {name: flat for name in names if (flat := _flat(name.removeprefix(prefix))) in known}
-        for prefix in WRAPPER_PREFIXES
-    )
-    return max(matches, key=len)
+    flat = ({name: _flat(name.removeprefix(prefix)) for name in names} for prefix in WRAPPER_PREFIXES)
+    return max(({name: key for name, key in pairs.items() if key in known} for pairs in flat), key=len)
 
 
 def _plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
     """The plan under the names of a feature extractor, which has no layers behind its last feature."""
     flat = {_flat(name): name for layer in plan.layers for name in layer.names}
-    modules = (name for name, _ in model.named_modules(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
     own = {flat[key]: name for name, key in _unwrapped(modules, flat).items()}
     if not own:
         raise ModelError(f"none of the {len(plan.layers)} converted layers is found in timm's {type(model).__name__}")

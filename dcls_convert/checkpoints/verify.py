@@ -22,7 +22,7 @@ from .fingerprint import TOLERANCES, deviation, take_fingerprint
 from .folder import CONFIG, WEIGHTS, FolderConfig, check_stamp, check_tensors, read_folder
 from .inspection import position_sets
 from .load import buildable, rebuilt
-from .stamp import Stamp, read_stamp
+from .stamp import read_stamp
 
 VERIFICATION_FORMAT = 1
 MOST_SECONDS = 600.0  # for the process that rebuilds the model
@@ -68,7 +68,7 @@ class Checks(list[Check]):
     def skip(self, name: str, reason: str) -> None:
         self.append(Check(name=name, ok=None, detail=f"not checked: {reason}"))
 
-    def attempt(self, path: Path, work: Callable[[], Result], *, name: str | None = None) -> Result | None:
+    def attempt(self, path: Path, work: Callable[[], Result], name: str = "") -> Result | None:
         """What the work returns; None and a problem, whose message does not repeat the path, where it fails."""
         try:
             return work()
@@ -85,17 +85,8 @@ def verify_folder(
 ) -> Verification:
     """Check a checkpoint folder: its files, that they belong together, and that the model they describe can be had.
 
-    An edited report or model card is its user's business.
-
-    Args:
-        folder: Written by `save_converted` or by folding.
-        trust_code: Import and run whatever the folder names as its model's factory. Without it, only a model of timm
-            or torchvision is rebuilt.
-        rebuild: Rebuilds the model and checks it; `rebuild_in_fresh_process` without it.
-        notify: Told what is being done.
-
-    Raises:
-        CheckpointError: There is no such folder.
+    An edited report or model card is its user's business. Without `trust_code`, only a model of timm or torchvision is
+    rebuilt, by `rebuild`, or in a fresh process.
     """
     folder, checks = check_folder(Path(folder)), Checks()
     notify("checking the files")
@@ -183,21 +174,18 @@ def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
             if name in state and tensor.is_floating_point() and state[name].is_floating_point():
                 tensor.data = tensor.data.to(state[name].dtype)
 
-    model = checks.attempt(path, lambda: rebuilt(source, config.plan, state, str(path), take_precision_), name="model")
-    if model is not None:
-        checks.add("model", [], f"{shown(source.name)} rebuilt; all {len(state)} tensors fit")
-        _check_outputs(checks, model.eval(), stamp, config)
-    return checks
-
-
-def _check_outputs(checks: Checks, model: nn.Module, stamp: Stamp | None, config: FolderConfig) -> None:
+    model = checks.attempt(path, lambda: rebuilt(source, config.plan, state, str(path), take_precision_), "model")
+    if model is None:
+        return checks
+    checks.add("model", [], f"{shown(source.name)} rebuilt; all {len(state)} tensors fit")
     stored = stamp.fingerprint if stamp is not None else None
     if stored is None or stored.outputs is None:
         reason = f": {stored.reason}" if stored is not None else ""
         checks.skip("outputs", f"none were stored when it was saved{reason}")
-        return
-    outputs = take_fingerprint(model, config.input_size)
+        return checks
+    outputs = take_fingerprint(model.eval(), config.input_size)
     apart, tolerance = deviation(outputs, stored), TOLERANCES[stored.dtype]
     detail = f"differ by {apart:.1e} of the stored norm; up to {tolerance:g} is rounding in {stored.dtype}"
     detail = detail if outputs.outputs is not None else f"the model does not run: {outputs.reason}"
     checks.add("outputs", [] if apart <= tolerance else [detail], detail)
+    return checks

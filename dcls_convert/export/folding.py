@@ -21,7 +21,6 @@ FOLDING_BOUND = 1e-4  # relative error in float32: the same sums in another orde
 BATCHES = (1, 3)  # numbers of images for which outputs are compared
 
 ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
 Exported = Callable[[Tensor], Any]
 Export = Callable[[Path, Tensor, bool], Exported]  # file, images, whether the batch may have any size
 
@@ -63,12 +62,7 @@ class Folding:
     was_folded: bool
 
     def record(self, kind: str, error: float, loading: str, **more: Any) -> Folded:
-        """What was written.
-
-        Args:
-            error: Of the written model; the larger one of this and of folding is noted.
-            loading: Lines of Python, with `{folder}` for the output.
-        """
+        """What was written, with `error`; `loading` are lines of Python, with `{folder}` for the output."""
         return Folded(
             format=self.format,
             checkpoint=str(self.checkpoint),
@@ -85,9 +79,7 @@ class Folding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportFormat:
-    """One way to write a folded model; a row of `formats.FORMATS`."""
-
+class ExportFormat:  # a row of `formats.FORMATS`
     suffix: str  # of the default output; of every output, if that is a file: ".onnx"
     noun: str  # for messages: "ONNX model"
     write: Callable[[Folding], Folded]
@@ -96,6 +88,13 @@ class ExportFormat:
     @property
     def is_file(self) -> bool:
         return self.suffix.startswith(".")
+
+
+def _brief(error: BaseException) -> str:
+    """The first cause: exporters wrap an error in much advice to the model's author."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {shown(ANSI_COLOUR.sub('', one_line(error)), 200)}"
 
 
 def run_model(model: Exported, batches: Sequence[Tensor], what: str) -> tuple[Any, ...]:
@@ -111,8 +110,7 @@ def export_file(folding: Folding, bound: float, export: Export, loading: str) ->
     """Write one file, for any batch size if the model allows it, else for one image; run it before it is kept."""
     what = f"the export to {folding.format}"
 
-    def error_of(path: Path, count: int) -> float:
-        """Export for as many of BATCHES, and compare."""
+    def error_of(path: Path, count: int) -> float:  # for as many of BATCHES
         try:
             with torch.no_grad(), quietly():
                 exported = export(path, folding.images[count - 1], count > 1)
@@ -132,10 +130,3 @@ def export_file(folding: Folding, bound: float, export: Export, loading: str) ->
                 leftover.unlink()
             folding.notify("exporting again, for one image at a time")
             return folding.record(folding.format, error_of(partial, 1), loading, batch=1, note=str(reason))
-
-
-def _brief(error: BaseException) -> str:
-    """The first cause: exporters wrap an error in much advice to the model's author."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {shown(ANSI_COLOUR.sub('', one_line(error)), 200)}"

@@ -38,20 +38,18 @@ def fold_checkpoint(
 ) -> Folded:
     """Fold a checkpoint's model, and write it for use without learnable positions.
 
-    Args:
-        checkpoint: Folder written by `save_converted`; not changed.
-        format: "timm" (a folder that timm loads, without this package where its architecture allows), "onnx" or "pt2".
-        output: Folder or file to write. Without it, in the current directory: NAME-folded, NAME.onnx or NAME.pt2.
-        force: Replace a checkpoint folder, or a file of the same suffix, that is there.
-        trust_code: As for `load_converted`.
-        notify: Told what is being done.
-
-    Raises:
-        DclsConvertError: The checkpoint is damaged, outputs differ, or it cannot be written.
+    Without an output, in the current directory: NAME-folded, NAME.onnx or NAME.pt2. The outputs are compared first.
     """
-    output = output or Path(checkpoint.resolve().name + FORMATS[format].suffix)
+    row = FORMATS[format]
+    output = output or Path(checkpoint.resolve().name + row.suffix)
     plan = read_plan(checkpoint)
-    _check_fold_output(checkpoint, format, output, force)
+    if not row.is_file and output.resolve() == checkpoint.resolve():
+        raise CheckpointError(f"output {output} is the checkpoint itself, whose positions would be lost")
+    if row.is_file and output.suffix != row.suffix:
+        raise CheckpointError(f"output {shown(output)} must end in {row.suffix}")
+    check_output(output, force=force, foreign=not_a_file if row.is_file else not_of_a_checkpoint)
+    if missing := [name for name in row.packages if importlib.util.find_spec(name) is None]:
+        raise DclsConvertError(f"--format {format} needs {', '.join(missing)}: pip install 'dcls-convert[export]'")
     if plan.input_size is None:
         raise CheckpointError(f"{checkpoint}: its plan states no input size, so its outputs cannot be compared")
     if math.prod(plan.input_size[1:]) > MOST_PIXELS:
@@ -82,15 +80,4 @@ def fold_checkpoint(
         params_before=params_before,
         was_folded=plan.folded,
     )
-    return FORMATS[format].write(folding)
-
-
-def _check_fold_output(checkpoint: Path, format: FoldFormat, output: Path, force: bool) -> None:
-    row = FORMATS[format]
-    if not row.is_file and output.resolve() == checkpoint.resolve():
-        raise CheckpointError(f"output {output} is the checkpoint itself, whose positions would be lost")
-    if row.is_file and output.suffix != row.suffix:
-        raise CheckpointError(f"output {shown(output)} must end in {row.suffix}")
-    check_output(output, force=force, foreign=not_a_file if row.is_file else not_of_a_checkpoint)
-    if missing := [name for name in row.packages if importlib.util.find_spec(name) is None]:
-        raise DclsConvertError(f"--format {format} needs {', '.join(missing)}: pip install 'dcls-convert[export]'")
+    return row.write(folding)

@@ -19,6 +19,8 @@ LOADING = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder
 def write(folding: Folding) -> Folded:
     """Write the file, and a second one for the weights if they are too large for one."""
     os.environ.setdefault(NO_TELEMETRY, "1")  # before anything imports onnxruntime, which begins then
+    import onnxruntime
+
     size = sum(t.numel() * t.element_size() for t in folding.model.state_dict().values())
 
     def export(path: Path, images: Tensor, dynamic: bool) -> Exported:
@@ -33,7 +35,11 @@ def write(folding: Folding) -> Folded:
             external_data=size > MOST_IN_ONE_FILE,
             verbose=False,
         )
-        return _session(path)
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        (entry,) = session.get_inputs()
+        return lambda images: tuple(map(torch.from_numpy, session.run(None, {entry.name: images.numpy()})))
 
     # ONNX knows no structure: its outputs are the tensors in their order.
     flat = tuple(tuple(tensors_in(outputs)) for outputs in folding.outputs)
@@ -49,16 +55,6 @@ class _FlatOutputs(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         return tuple(tensors_in(self.model(images)))
-
-
-def _session(path: Path) -> Exported:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    (entry,) = session.get_inputs()
-    return lambda images: tuple(map(torch.from_numpy, session.run(None, {entry.name: images.numpy()})))
 
 
 FORMAT = ExportFormat(suffix=".onnx", noun="ONNX model", write=write, packages=("onnx", "onnxscript", "onnxruntime"))

@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +26,29 @@ KERNEL_WORDS = ("kernel", "conv_size")
 LOAD_BY_TIMM = 'import timm\n\nmodel = timm.create_model("local-dir:{folder}", pretrained=True)\n'
 
 
-class NotStockError(DclsConvertError):
-    """Stock timm cannot build the folded model; the message says why."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StockModel:
-    """How stock timm builds the folded model."""
-
-    architecture: str  # in timm's registry
-    args: dict[str, Any]  # keyword arguments, kernel sizes included
-    kernel_args: dict[str, Any]  # the kernel sizes alone
-
-    def __str__(self) -> str:
-        sizes = ", ".join(f"{name}={value}" for name, value in self.kernel_args.items())
-        return self.architecture + (f" with {sizes}" if sizes else "")
-
-
 def write(folding: Folding) -> Folded:
     """Write a folder that timm loads without this package; if timm cannot, a folded checkpoint of this package."""
     folding.notify("looking for timm's own arguments")
     model, plan, output = folding.model, folding.plan, folding.output
     report = measure_report(model, plan)
     try:
-        stock = find_stock_model(model, plan)
+        kernel_args = find_kernel_args(model, plan)
+        stock = (plan.model or "").partition(":")[2].partition(".")[0]  # in timm's registry
+        config = {**timm_config(model, plan), "architecture": stock, "model_args": {**plan.model_args, **kernel_args}}
+        if kernel_args:
+            stock += f" with {', '.join(f'{name}={value}' for name, value in kernel_args.items())}"
         folding.notify(f"writing {output}")
         card = model_card(report, LOAD_BY_TIMM, f"timm builds its own {stock}; no other package is needed.")
-        config = {**timm_config(model, plan), "architecture": stock.architecture, "model_args": stock.args}
         with new_folder(output, force=folding.force, foreign=not_of_a_checkpoint) as partial:
             write_files(model, plan, partial, config, {CARD: card})
             with weights_in_file_alone(model, partial / WEIGHTS):
-                error = _error_of_stock(folding, stock, partial)
-        return folding.record("stock timm", error, LOAD_BY_TIMM, kernel_args=stock.kernel_args)
-    except NotStockError as reason:
+                # What timm loads is run, since equal shapes do not mean equal outputs.
+                what, source = f"timm's {stock}", ModelSource(name=f"local-dir:{partial}")
+                loaded = build_model(source, pretrained=True, trust_code=True).eval()  # one of timm's own architectures
+                outputs = run_model(loaded, [images.float() for images in folding.images], what)
+                error = check_equal(folding.outputs, outputs, bound=FOLDING_BOUND, what=what)
+        return folding.record("stock timm", error, LOAD_BY_TIMM, kernel_args=kernel_args)
+    except (ModelError, ComparisonError) as reason:
         if folding.was_folded:
             raise DclsConvertError(f"{folding.checkpoint} is folded already, and {reason}") from reason
         folding.notify(f"writing {output}, a checkpoint of this program")
@@ -79,36 +68,16 @@ def weights_in_file_alone(model: nn.Module, path: Path) -> Iterator[None]:
     model.load_state_dict({name: tensor.to("meta") for name, tensor in model.state_dict().items()}, assign=True)
     try:
         yield
-    except NotStockError:
+    except (ModelError, ComparisonError):
         model.load_state_dict(load_file(path), assign=True)
         raise
 
 
-def _error_of_stock(folding: Folding, stock: StockModel, folder: Path) -> float:
-    """The output error of the model that timm loads; it is run, since equal shapes do not mean equal outputs."""
-    what = f"timm's {stock}"
-    try:
-        source = ModelSource(name=f"local-dir:{folder}")
-        model = build_model(source, pretrained=True, trust_code=True).eval()  # of one of timm's own architectures
-        outputs = run_model(model, [images.float() for images in folding.images], what)
-        return check_equal(folding.outputs, outputs, bound=FOLDING_BOUND, what=what)
-    except (ModelError, ComparisonError) as error:
-        raise NotStockError(str(error)) from error
-
-
-def find_stock_model(model: nn.Module, plan: ConversionPlan) -> StockModel:
-    """Find, by trying, arguments with which timm builds a network that has the folded one's names and shapes.
-
-    Args:
-        model: Folded.
-        plan: The plan that it was converted by.
-
-    Raises:
-        NotStockError: No arguments do.
-    """
+def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
+    """Find, by trying, kernel sizes with which timm builds a network that has the folded one's names and shapes."""
     kind, _, name = (plan.model or "").partition(":")
     if kind != "timm":
-        raise NotStockError(f"{plan.model or 'the model'} is not of timm's registry")
+        raise ModelError(f"{plan.model or 'the model'} is not of timm's registry")
     base = build_model(ModelSource(name=f"timm:{name}", args=plan.model_args), device="meta")
     known = inspect.signature(type(base).__init__).parameters
     arguments = [argument for argument in known if any(word in argument for word in KERNEL_WORDS)]
@@ -118,11 +87,11 @@ def find_stock_model(model: nn.Module, plan: ConversionPlan) -> StockModel:
         # Where the architecture does not take this argument, or not this value, the next one may do.
         with contextlib.suppress(DclsConvertError):
             if _shapes(build_model(ModelSource(name=f"timm:{name}", args=args), device="meta")) == _shapes(model):
-                return StockModel(architecture=name.partition(".")[0], args=args, kernel_args=kernel_args)
+                return kernel_args
     if not arguments:
-        raise NotStockError(f"timm's {name} has no argument for the size of its kernels")
+        raise ModelError(f"timm's {name} has no argument for the size of its kernels")
     tried = ", ".join(arguments)
-    raise NotStockError(f"timm's {name} cannot be built with these kernels: no value of {tried} gives them")
+    raise ModelError(f"timm's {name} cannot be built with these kernels: no value of {tried} gives them")
 
 
 def _values(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:

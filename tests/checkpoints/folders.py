@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion
 from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS
-from dcls_convert.checkpoints.stamp import METADATA_KEY, tensors_hash, text_hash
+from dcls_convert.checkpoints.stamp import METADATA_KEY, config_hash, tensors_hash
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.networks.source import ModelSource, build_model
 
@@ -83,7 +83,7 @@ def seal(folder):
     """Let the folder say that it was written as it is now."""
     tensors = tensors_hash(contents(folder / WEIGHTS)[0].items())
     edit_json(folder / CONFIG, lambda config: config.update({METADATA_KEY: {"tensors": tensors}}))
-    edit_stamp(folder, lambda stamp: stamp | {"config": text_hash((folder / CONFIG).read_text())})
+    edit_stamp(folder, lambda stamp: stamp | {"config": config_hash(json.loads((folder / CONFIG).read_text()))})
 
 
 def hub_cache(folder, hub):

@@ -18,7 +18,7 @@ from torch import nn
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion, predict_report, save_converted
 from dcls_convert.checkpoints import verify as verification
 from dcls_convert.checkpoints.folder import CARD, CONFIG, REPORT, WEIGHTS, read_plan
-from dcls_convert.checkpoints.stamp import METADATA_KEY
+from dcls_convert.checkpoints.stamp import DESCRIPTIVE, METADATA_KEY
 from dcls_convert.errors import CheckpointError, DclsConvertError, ModelError
 from dcls_convert.export.formats import fold_checkpoint
 from dcls_convert.surgery.fold import fold_to_dense_
@@ -109,46 +109,38 @@ CHANGED = "model.safetensors: its tensors are not those that were written"
 APART = "model.safetensors: was not written with this config.json"
 LATER = "this dcls-convert knows 1 at most; upgrade it: pip install --upgrade dcls-convert"
 
+PREPROCESSING = {
+    "mean": [0.1, 0.1, 0.1],
+    "std": [0.1, 0.1, 0.1],
+    "input_size": [3, 64, 64],
+    "interpolation": "nearest",
+    "crop_pct": 0.5,
+    "crop_mode": "border",
+    "classifier": "stem.0",
+    "first_conv": "head.fc",
+}
+
 # What was done, and what verify must say of it. No row loads.
 DAMAGES = {
     # The weights
     "no weights": (instead(WEIGHTS), "model.safetensors: there is no such file"),
     "a pipe for the weights": (instead(WEIGHTS, os.mkfifo), "model.safetensors: is not a file"),
-    "empty": (write(WEIGHTS, b""), UNREADABLE),
     "truncated": (bytes_changed(lambda data: data[:-9]), UNREADABLE),
     "huge header": (write(WEIGHTS, struct.pack("<Q", 2**40) + b"{}"), UNREADABLE),
     "a flipped bit, in the middle": (flipped(-50_000), CHANGED),
     "weights of another seed": (swapped(WEIGHTS, "seed"), APART, CHANGED),
     "weights of another plan": (swapped(WEIGHTS, "size"), APART),
-    "outside the window": (
-        tensors(fill(POSITIONS, 7, 4.5)),
-        CHANGED,
-        f"positions: {POSITIONS} has 1 of 1248 elements outside the window along axis 0, which goes from -4 to 4",
-    ),
+    "outside the window": (tensors(fill(POSITIONS, 7, 4.5)), CHANGED, "has 1 of 1248 elements outside the window"),
     "a tensor removed": (tensors(lambda t: t.pop(WEIGHT)), CHANGED, f"does not fit the model: it lacks {WEIGHT}"),
-    "positions removed": (tensors(lambda t: t.pop(POSITIONS)), CHANGED, f"positions: {POSITIONS} is missing"),
+    "positions removed": (tensors(lambda t: t.pop(POSITIONS)), f"positions: {POSITIONS} is missing"),
     "a tensor renamed": (tensors(renamed), CHANGED, f"lacks {WEIGHT} and has renamed too many"),
-    "positions in two places": (
-        tensors(lambda t: t.update({"stages.2.blocks.1.conv_dw.positions": t[POSITIONS].clone()})),
-        CHANGED,
-        "has stages.2.blocks.1.conv_dw.positions too many",
-    ),
+    "a tensor too many": (tensors(lambda t: t.update(more=t[POSITIONS].clone())), CHANGED, "has more too many"),
     "a tensor reshaped": (
         tensors(lambda t: t.update({WEIGHT: t[WEIGHT].reshape(-1)})),
         CHANGED,
-        f"model: {WEIGHT} has shape (832,), the model needs (32, 1, 26)",
+        "(832,), the model",
     ),
-    "a tensor in half precision": (tensors(lambda t: t.update({WEIGHT: t[WEIGHT].half()})), CHANGED),
-    "a tensor of integers": (
-        tensors(lambda t: t.update({WEIGHT: t[WEIGHT].int()})),
-        CHANGED,
-        f"{WEIGHT} is torch.int32",
-    ),
-    "positions in float8": (
-        tensors(lambda t: t.update({POSITIONS: t[POSITIONS].to(torch.float8_e4m3fn)})),
-        CHANGED,
-        f"positions: {POSITIONS} has shape",
-    ),
+    "a tensor of integers": (tensors(lambda t: t.update({WEIGHT: t[WEIGHT].int()})), CHANGED, "is torch.int32"),
     "no metadata": (stamp(lambda _: None), "has no metadata of dcls-convert, but config.json states its tensors"),
     "metadata not JSON": (stamp(lambda _: "{"), "metadata 'dcls_convert': "),
     "metadata of a newer format": (stamp(lambda s: s | {"format": 7}), f"has format 7, {LATER}"),
@@ -156,10 +148,7 @@ DAMAGES = {
     # The config, and the plan in it
     "no config": (instead(CONFIG), "config.json: cannot be read"),
     "a folder for the config": (instead(CONFIG, Path.mkdir), "config.json: cannot be read: is not a file"),
-    "a huge config": (
-        lambda folder, _: os.truncate(folder / CONFIG, 100 << 20),
-        "cannot be read: has 104,857,600 bytes",
-    ),
+    "a huge config": (lambda folder, _: os.truncate(folder / CONFIG, 100 << 20), "has 104,857,600 bytes"),
     "config not UTF-8": (write(CONFIG, b"\xff\xfe{\x00"), "config.json: cannot be read"),
     "config not JSON": (write(CONFIG, b'{"architecture": '), "config.json: is not JSON"),
     "config of deep lists": (write(CONFIG, b"[" * 100_000), "config.json: is not JSON"),
@@ -168,15 +157,14 @@ DAMAGES = {
     "other arguments": (config(lambda c: c["model_args"].update(act_layer="relu")), APART),
     "no hash": (config(lambda c: c.pop(METADATA_KEY) and None), APART),
     "another hash": (config(lambda c: c.update({METADATA_KEY: {"tensors": "0" * 64}})), APART, CHANGED),
-    "another mean": (preprocessing(mean=[0.1, 0.1, 0.1]), APART),
-    "another classifier": (preprocessing(classifier="stem.0"), APART),
-    "another first convolution": (preprocessing(first_conv="head.fc"), APART),
+    **{f"another {key}": (preprocessing(**{key: value}), APART) for key, value in PREPROCESSING.items()},
+    "no preprocessing": (config(lambda c: c.pop("pretrained_cfg") and None), APART),
+    "another number of classes": (config(lambda c: c.update(num_classes=7)), APART),
     "plan a list": (config(lambda c: c["model_args"].update(plan=[])), "config.json: model_args.plan: "),
     "newer plan": (planned(lambda p: p.update(format=2, novelty=1)), f"has format 2, {LATER}"),
     "another window, of which all shapes are the same": (layer(0, dilated_size=[11, 11]), APART),
     "another count": (layer(0, kernel_count=25), APART, "stages.0.blocks.0.conv_dw.positions has shape"),
     "another count of one tied layer": (layer(2, kernel_count=25), "tie group stages.1: its layers have 2 different"),
-    "even size": (layer(0, dilated_size=[10, 10]), "stages.0.blocks.0.conv_dw: window 10"),
     "another tie group": (layer(1, tie_group="stages.9"), "the plan's tie groups are"),
     "another owner": (planned(lambda p: p["tie_groups"][0].update(owner="stages")), APART),
     "other rules": (planned(lambda p: p.update(rules_text="mine")), APART),
@@ -237,19 +225,23 @@ def test_other_outputs_than_those_noted_are_a_problem(folder, change):
     assert problems(verify(folder))[0].startswith("outputs: differ by ")
 
 
-def test_report_card_and_other_files_are_the_users_business(folder, right):
+def test_labels_layout_report_card_and_other_files_are_the_users_business(folder, right):
+    data = json.loads((folder / CONFIG).read_text())
+    data["pretrained_cfg"] |= dict.fromkeys(DESCRIPTIVE, "mine") | {"label_names": ["cat", "dog"]}
+    data |= {"label_names": ["cat", "dog"], "num_features": None}
+    (folder / CONFIG).write_text(json.dumps(dict(reversed(data.items())), indent=7) + "\r\n")
     (folder / REPORT).write_text("{}")
     (folder / CARD).unlink()
     (folder / "my notes\x1b.txt").write_text("mine")
     assert verify(folder).ok
     assert torch.equal(outputs(load_converted(folder)), right)
+    assert torch.equal(outputs(timm.create_model(f"local-dir:{folder}", pretrained=True)), right)
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
         ("good", fill(WEIGHT, 0, torch.nan), f"values: {WEIGHT} has 1 of 832 values that are NaN or infinite"),
-        ("good", fill("head.fc.bias", 0, -torch.inf), "values: head.fc.bias has 1 of 1000 values that are"),
         ("good", fill(POSITIONS, -1, -4.01), "outside the window along axis 1"),
         ("good", fill(WEIGHT, 0, 1e6), "outputs: differ by"),
         ("good", lambda t: t.pop(WEIGHT), f"lacks {WEIGHT}"),
@@ -349,13 +341,11 @@ def test_a_lost_tensor_is_missed_with_a_new_head_too(folder, tmp_path, classes):
         timm.create_model(name, pretrained=True, num_classes=classes)
 
 
-@pytest.mark.parametrize("options", [{"features_only": True}, {"num_classes": 3}, {"in_chans": 1}])
+@pytest.mark.parametrize("options", [{"features_only": True}, {"num_classes": 3}])
 def test_damage_is_noticed_whatever_timm_is_asked_for(folder, options):
-    name = f"local-dir:{folder}"
-    timm.create_model(name, pretrained=True, **options)
     flipped(-50_000)(folder, None)
     with pytest.raises(CheckpointError, match="not those that were written"):
-        timm.create_model(name, pretrained=True, **options)
+        timm.create_model(f"local-dir:{folder}", pretrained=True, **options)
 
 
 def test_an_edited_classifier_does_not_lose_a_layer(folder):
@@ -372,12 +362,7 @@ def test_a_folder_in_the_hubs_cache_is_checked(folder, folders, tmp_path):
     create = {"pretrained": True, "cache_dir": tmp_path / "hub"}
     name = f"hf-hub:me/{folder.name}"
     assert torch.equal(outputs(timm.create_model(name, **create)), outputs(load_converted(folder)))
-    for damage in (
-        "config of another plan",
-        "other arguments",
-        "a flipped bit, in the middle",
-        "weights of another seed",
-    ):
+    for damage in ("other arguments", "a flipped bit, in the middle"):
         shutil.copytree(folder, snapshot, dirs_exist_ok=True)
         DAMAGES[damage][0](snapshot, folders)
         with pytest.raises(CheckpointError):
@@ -413,14 +398,13 @@ def test_folded_folders_are_checked(folder, tmp_path):
     assert {"outputs", WEIGHTS} == {line.partition(":")[0] for line in problems(verify(tmp_path / "stock"))}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_precisions_are_compared_in_theirs(tmp_path, dtype):
+def test_other_precisions_are_compared_in_theirs(tmp_path):
     model, plan = convert()
-    verified = verify(save_converted(model.to(dtype), plan, tmp_path / "out"))
+    verified = verify(save_converted(model.to(torch.bfloat16), plan, tmp_path / "out"))
     assert problems(verified) == []
     (detail,) = [check.detail for check in verified.checks if check.name == "outputs"]
     assert detail.startswith("differ by 0.0e+00 ")
-    assert detail.endswith(f"rounding in {str(dtype)[6:]}")
+    assert detail.endswith("rounding in bfloat16")
 
 
 # --- The command, with its fresh process
@@ -428,6 +412,8 @@ def test_other_precisions_are_compared_in_theirs(tmp_path, dtype):
 
 @pytest.mark.processes
 def test_the_command_rebuilds_in_a_process_of_its_own(folder, folders):
+    line = f"error: {folder / 'nothing'}: is not a folder\n"
+    assert run("verify", folder / "nothing", "--json", code=2) == ("", line)
     out, err = run("verify", folder)
     assert err == ""
     assert {line.split()[0] for line in out.splitlines()} == {"ok"}
@@ -442,11 +428,6 @@ def test_the_command_rebuilds_in_a_process_of_its_own(folder, folders):
     DAMAGES["metadata of a newer format"][0](folder, folders)
     out, _ = run("verify", folder, code=2)
     assert [line.split()[:2] for line in out.splitlines()] == [["problem", WEIGHTS], ["skipped", "model"]]
-
-
-def test_what_is_no_folder(tmp_path):
-    line = f"error: {tmp_path / 'nothing'}: is not a folder\n"
-    assert run("verify", tmp_path / "nothing", "--json", code=2) == ("", line)
 
 
 OWN_MODULE = """
@@ -466,10 +447,8 @@ def test_models_of_the_users_own_are_built_from_the_current_folder_if_trusted(tm
     Path("random.py").write_text("raise ImportError('not the random module that is meant')")
     run("mymodel_v:build", "--dilated-size", "5", "--input-size", "3x8x8", "--quiet", "--output", "out")
     sys.modules.pop("mymodel_v")
-    checks = {
-        check["name"]: check["ok"] for check in json.loads(run("verify", "out", "--trust-code", "--json")[0])["checks"]
-    }
-    assert (checks["model"], checks["outputs"]) == (True, True)
+    checks = json.loads(run("verify", "out", "--trust-code", "--json")[0])["checks"]
+    assert {"model", "outputs"} <= {check["name"] for check in checks if check["ok"]}
     Path("mymodel_v.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     out, _ = run("verify", "out", "--trust-code", code=2)
     assert "the process that rebuilt it was ended by signal 9" in out

@@ -98,21 +98,10 @@ def error_line(*arguments):
     return err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "line"),
-    [
-        ("me/none", None, "{url} has no such repository, or it is private and there is no token for it (HF_TOKEN)"),
-        ("me/plain@v9", None, "RevisionNotFoundError: 404 Client Error. Revision Not Found for url: {url}/me/plain/"),
-        ("me/plain", 429, "429"),
-    ],
-)
-def test_what_a_hub_refuses_is_one_line(here, tiny, name, status, line):
-    push(here, tiny, "me/plain")
-    before, here.status = len(here.requests), status
-    message = error_line(f"hf-hub:{name}", "--pretrained", *OPTIONS)
-    assert message.startswith(f"error: hf-hub:{name}: cannot be built: ")
-    assert line.format(url=here.url) in message
-    assert len(here.requests) - before <= 7  # what the client asks for one file, with its trials
+def test_what_a_hub_refuses_is_one_line(here):
+    message = error_line("hf-hub:me/none", "--pretrained", *OPTIONS)
+    assert message.startswith("error: hf-hub:me/none: cannot be built: ")
+    assert f"{here.url} has no such repository, or it is private and there is no token for it (HF_TOKEN)" in message
     assert not Path("converted").exists()
 
 
@@ -124,14 +113,10 @@ def test_a_hub_that_is_down_is_one_line(here, monkeypatch):
     assert re.match("error: hf-hub:me/plain: cannot be built: (ConnectError|ConnectionError): ", line)
 
 
-@pytest.mark.parametrize("lost", ["on the way", "on the hub"])
-def test_weights_that_are_cut_short_are_one_line(here, tiny, lost):
+def test_weights_that_are_cut_short_on_the_way_are_one_line(here, tiny):
     push(here, tiny, "me/plain")
     run("hf-hub:me/plain", "--dilated-size", 11, "--output", "untrained")  # the config is in the cache now
-    if lost == "on the way":
-        here.cut = 100
-    else:
-        here.repos["me/plain"].commit({WEIGHTS: Path("pushed", WEIGHTS).read_bytes()[:-100]})
+    here.cut = 100
     line = error_line("hf-hub:me/plain", "--pretrained", *OPTIONS)
     assert line.startswith("error: hf-hub:me/plain: its pretrained weights cannot be had: ")
     assert not Path("converted").exists()

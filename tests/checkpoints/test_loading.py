@@ -118,7 +118,10 @@ def test_a_checkpoint_is_loaded_without_drawing_weights(tmp_path, monkeypatch):
     name = "timm:test_efficientnet"
     folder = save_converted(*convert(name, seed=1), tmp_path / "folder")
     ordinary = load_converted(folder, model=build_model(ModelSource(name=name), seed=2))
-    monkeypatch.setattr(
-        "dcls_convert.networks.weights.load_weights_", lambda *_, **__: pytest.fail("weights are drawn")
-    )
+
+    def on_meta(source, *, device="cpu", **options):
+        assert device == "meta", "weights are drawn"
+        return build_model(source, device=device, **options)
+
+    monkeypatch.setattr(weights, "build_model", on_meta)
     check_equal_tensors(load_converted(folder), ordinary)

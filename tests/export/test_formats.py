@@ -17,7 +17,7 @@ import dcls_convert.export
 from dcls_convert import fold_to_dense_, load_converted
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.export.folding import BATCHES
-from dcls_convert.export.formats import FORMATS, fold_checkpoint
+from dcls_convert.export.formats import fold_checkpoint
 from dcls_convert.networks.outputs import relative_error
 from dcls_convert.options import FOLD_FORMATS
 
@@ -59,16 +59,14 @@ def test_exported_files_give_the_same_for_any_number_of_images(checkpoints, form
         assert error_of(checkpoints / "convnext", written, batch) < FLOAT32_ERROR
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("format", EXPORTS)
-def test_a_folded_checkpoint_can_be_exported_but_not_folded_again(tmp_path, checkpoints, format):
+def test_a_folded_checkpoint_can_be_exported_but_not_folded_again(tmp_path, checkpoints):
     fold_checkpoint(checkpoints / "Plain", "timm", tmp_path / "once", trust_code=True)
     with pytest.raises(DclsConvertError, match=r"is folded already, and .*:Plain is not of timm's registry"):
         fold_checkpoint(tmp_path / "once", "timm", tmp_path / "twice", trust_code=True)
-    written = fold_checkpoint(tmp_path / "once", format, tmp_path / f"x.{format}", trust_code=True)
+    written = fold_checkpoint(tmp_path / "once", "pt2", tmp_path / "x.pt2", trust_code=True)
     assert written.params_before == written.params_after
     assert error_of(checkpoints / "Plain", written) < FLOAT32_ERROR
-    assert {path.name for path in tmp_path.iterdir()} == {"once", f"x.{format}"}
+    assert {path.name for path in tmp_path.iterdir()} == {"once", "x.pt2"}
 
 
 @pytest.mark.slow
@@ -143,22 +141,15 @@ def test_an_export_with_other_outputs_is_not_kept(monkeypatch, checkpoints, how,
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("no")])
-@pytest.mark.parametrize(
-    ("format", "name", "culprit"),
-    [
-        ("timm", "convnext", "dcls_convert.export.stock_timm.write_files"),
-        ("onnx", "Plain", "torch.onnx.export"),
-        ("pt2", "Plain", "torch.export.save"),
-    ],
-)
-def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch, checkpoints, format, name, culprit, error):
+@pytest.mark.parametrize("format", FOLD_FORMATS)
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch, checkpoints, format, error):
     def fail(*_args, **_kwargs):
         raise error
 
-    monkeypatch.setattr(culprit, fail)
-    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else (DclsConvertError, RuntimeError)
-    with pytest.raises(expected):
-        fold_checkpoint(checkpoints / name, format, tmp_path / "new" / f"x.{format}", trust_code=True)
+    for culprit in ("dcls_convert.checkpoints.save.write_files", "torch.onnx.export", "torch.export.save"):
+        monkeypatch.setattr(culprit, fail)
+    with pytest.raises((DclsConvertError, RuntimeError, KeyboardInterrupt)):
+        fold_checkpoint(checkpoints / "Plain", format, tmp_path / "new" / f"x.{format}", trust_code=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -167,10 +158,6 @@ def test_a_model_that_gives_nan_is_refused(tmp_path):
     with pytest.raises(DclsConvertError, match="not finite"):
         fold_checkpoint(tmp_path / "in", "timm", tmp_path / "x", trust_code=True)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_the_table_has_every_format_of_the_options():
-    assert tuple(FORMATS) == FOLD_FORMATS
 
 
 def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoints):
@@ -228,11 +215,6 @@ def test_the_command_says_what_it_wrote(checkpoints, format):
     names: dict[str, object] = {}
     exec(textwrap.dedent(snippet), names)
     assert "model" in names or "session" in names
-
-
-def test_a_small_export_gives_the_same(checkpoints):
-    written = fold_checkpoint(checkpoints / "Plain", "pt2", trust_code=True)
-    assert error_of(checkpoints / "Plain", written) < FLOAT32_ERROR
 
 
 @pytest.mark.processes
