@@ -1,7 +1,4 @@
-"""Bilinear construction block by block gives what plain operations give, however it is differentiated.
-
-Axes: C channels, E kernel elements, A learnt axes.
-"""
+"""Bilinear construction block by block gives what plain operations give, however it is differentiated."""
 
 import itertools
 import math
@@ -22,12 +19,11 @@ from dcls_convert.layers.bilinear import bilinear_kernel
 from dcls_convert.layers.construction import construct_kernel
 
 from ..depthwise.gpu_forms import FORMS, as_on_a_gpu
-from .memory import Sizes
+from .common import Sizes, close, randn
 
 # torch compiles decompositions of its own with it when forward derivatives are first asked for.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
-FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
 every_size = pytest.mark.parametrize("size", [(5,), (1, 4), (2, 3, 4)], ids=str)
 
 
@@ -39,8 +35,7 @@ def of_plain_operations(weight, positions, size):
 
 def inputs(size, channels=(2, 3), count=4, seed=0):
     """weight (*C, E), positions (A, *C, E): on and between cells, inside the window, at its border, and beyond."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(*channels, count, generator=generator, dtype=torch.float64)
+    weight, generator = randn(*channels, count, seed=seed), torch.Generator().manual_seed(seed + 1)
     anywhere = torch.rand(len(size), *weight.shape, generator=generator, dtype=torch.float64) - 0.5
     anywhere *= 1.4 * torch.tensor(size).view(-1, *[1] * weight.dim())
     whole = torch.rand(anywhere.shape, generator=generator) < 0.4
@@ -48,17 +43,13 @@ def inputs(size, channels=(2, 3), count=4, seed=0):
 
 
 def toward(kernel):
-    return torch.randn(kernel.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return randn(*kernel.shape, seed=1)
 
 
 def kernel_and_gradients(construct, weight, positions, size):
     leaves = [weight.detach().requires_grad_(), positions.detach().requires_grad_()]
     kernel = construct(*leaves, size)
     return kernel, *torch.autograd.grad(kernel, leaves, toward(kernel))
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=FLOAT64_ATOL)
 
 
 @given(

@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 
+from dcls_convert.layers import position_statistics
 from dcls_convert.layers.position_statistics import border_share, mean_distance, overlap_share, spread
+
+from .common import randn
 
 
 def slow_overlap(kernels):
@@ -32,13 +35,14 @@ def slow_border(elements, size):
 
 @pytest.mark.parametrize("shape", [(1, 4, 1, 6), (2, 3, 2, 5), (2, 9, 1, 1), (3, 2, 2, 4), (2, 3, 1, 4, 7)])
 @pytest.mark.parametrize("whole", [False, True])  # neighbours are exactly a cell apart, and some elements at one place
-def test_statistics_are_those_of_plain_loops(shape, whole):
-    positions = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+def test_statistics_are_those_of_plain_loops(shape, whole, monkeypatch):
+    positions = 2 * randn(*shape)
     positions, size = positions.round() if whole else positions, (5, 8, 1)[: shape[0]]
     kernels = positions.reshape(shape[0], -1, shape[-1]).permute(1, 2, 0).tolist()
     elements = [element for kernel in kernels for element in kernel]
-    assert overlap_share(positions) == slow_overlap(kernels)
-    assert all(overlap_share(positions, most_distances=most) == slow_overlap(kernels) for most in (1, 7, 40))
+    for most in (1, 7, 40, 1 << 22):
+        monkeypatch.setattr(position_statistics, "MOST_DISTANCES", most)
+        assert overlap_share(positions) == slow_overlap(kernels)
     assert border_share(positions, size) == slow_border(elements, size)
     squares = [sum(place**2 for place in axis) / len(axis) for axis in zip(*elements, strict=True)]
     assert spread(positions) == pytest.approx([math.sqrt(square) for square in squares])
