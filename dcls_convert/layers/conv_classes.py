@@ -83,8 +83,8 @@ def register_conv(
 
             dcls_convert.register_conv(CentredConv, weight=centred)
     """
-    base = _base_of(cls)
-    if base is None or issubclass(cls, ConvTranspose):
+    base = next((base for base in CONV_CLASSES.values() if issubclass(cls, base)), None)
+    if base is None:
         raise TypeError(f"{cls.__name__} is no subclass of torch.nn.Conv1d, Conv2d or Conv3d")
     if cls.forward is base.forward:
         raise TypeError(f"{cls.__name__} has the forward of {base.__name__}, and is treated as such already")
@@ -93,10 +93,8 @@ def register_conv(
 
 def find_form(conv: nn.Module) -> ConvForm | None:
     """What is known about the class of this convolution; None for a forward of its own that is not registered."""
-    base = _base_of(type(conv))
-    if base is not None and _computes_as(type(conv), base):
-        return PLAIN
-    return next((form for cls, form in reversed(_FORMS.items()) if _computes_as(type(conv), cls)), None)
+    forms = {**dict.fromkeys(CONV_CLASSES.values(), PLAIN), **_FORMS}
+    return next((form for cls, form in reversed(forms.items()) if _computes_as(type(conv), cls)), None)
 
 
 def padding_of(conv: AnyConv) -> Padding:
@@ -151,10 +149,6 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     if form.padding_module is not None and (not paddings or conv.padding_mode != "zeros" or conv.padding == "same"):
         return f"{kind} does not pad by {form.padding_module} alone"
     return None
-
-
-def _base_of(cls: type[nn.Module]) -> type[Conv] | None:
-    return next((base for base in CONV_CLASSES.values() if issubclass(cls, base)), None)
 
 
 def _computes_as(cls: type[nn.Module], other: type[nn.Module]) -> bool:

@@ -21,7 +21,7 @@ Profile = Callable[[Tensor, Tensor, int], Tensor]  # cells and sigma (*C, E), le
 class Interpolation:
     """One way to spread an element along an axis of the window."""
 
-    profile: Profile  # how much of the element each cell gets, before the sum is normalised; differentiable
+    profile: Profile  # how much of the element each cell gets, before it is normalised; differentiable
     slope: Profile  # the derivative of the profile by the position
     min_sigma: float | None = None  # cells; None: no sigma (its functions are then given one of 1)
     initial_sigma: float | None = None  # cells

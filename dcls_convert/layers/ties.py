@@ -19,8 +19,7 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # The module on which tied parameters are registered, and their names there. Not through nn.Module's
-        # __setattr__, which would register the owner below the layer as well.
+        # Tied parameters are registered there. nn.Module's __setattr__ would register the owner below the layer too.
         self.__dict__["_owner"] = None
         self._owner_names: dict[str, str] = {}
 

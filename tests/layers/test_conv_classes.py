@@ -21,9 +21,7 @@ RULES = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [3, 3]}\n")
 SIZES = [(12, 17), (11, 16), (9, 9)]  # both parities: dynamic SAME padding depends on them
 SHAPES = [
     {"kernel_size": (5, 3), "stride": (2, 1)},
-    {"kernel_size": 3, "dilation": 2},
-    {"kernel_size": 4, "stride": 2},
-    {"kernel_size": 2, "stride": 2},
+    {"kernel_size": (3, 4), "dilation": 2},
     {"kernel_size": 3, "stride": 3, "groups": 2},
 ]
 CLASSES = [Conv2dSame, StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame]

@@ -47,9 +47,6 @@ def scattered(layer):
     return layer
 
 
-# The constructor.
-
-
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_signature_is_that_of_the_convolution_but_for_the_window(dims):
     ours, theirs = (inspect.signature(layer[dims]).parameters for layer in (DCLS_LAYERS, CONVS))
@@ -334,7 +331,7 @@ def test_training_and_saving_bring_positions_back_into_the_window_and_evaluation
 @every_interpolation
 def test_a_layer_may_be_used_twice_in_a_step(interpolation):
     layer = scattered(DclsConv2d(2, 2, **OPTIONS, padding=(2, 4), interpolation=interpolation))
-    copies = [copy.deepcopy(layer), copy.deepcopy(layer)]
+    copies = copy.deepcopy(layer), copy.deepcopy(layer)
     x = randn(1, 2, 9, 9)
     layer(layer(x)).square().sum().backward()
     copies[1](copies[0](x)).square().sum().backward()

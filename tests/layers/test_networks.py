@@ -17,12 +17,6 @@ from dcls_convert.planning.rules import parse_rules
 
 from .common import close, randn
 
-RULES = """
-format: 1
-rules:
-  - {{match: {{kernel_size: {kernel_size}}}, dilated_kernel_size: {window}, dense_axes: {dense_axes}}}
-"""
-
 
 def layers(model):
     return [module for module in model.modules() if isinstance(module, DclsConvNd)]
@@ -33,13 +27,13 @@ def layers(model):
 FORMATS = {
     "one dense axis in 2-D": (
         functools.partial(timm.create_model, "inception_next_atto", num_classes=3),
-        {"kernel_size": [1, 9], "window": [1, 13], "dense_axes": [0]},
+        "{match: {kernel_size: [1, 9]}, dilated_kernel_size: [1, 13], dense_axes: [0]}",
         (3, 32, 32),
         torch.channels_last,
     ),
     "none dense in 3-D": (
         functools.partial(torchvision.models.video.mc3_18, num_classes=3),
-        {"kernel_size": [3, 3, 3], "window": [3, 5, 5], "dense_axes": []},
+        "{match: {kernel_size: [3, 3, 3]}, dilated_kernel_size: [3, 5, 5]}",
         (3, 4, 16, 16),
         torch.channels_last_3d,
     ),
@@ -52,7 +46,7 @@ def test_positions_and_elements_pass_through_memory_formats(case):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = build().eval()
-        rules = parse_rules(RULES.format(**rule))
+        rules = parse_rules(f"format: 1\nrules: [{rule}]\n")
         dcls_convert.convert_(model, rules=rules, input_size=input_size, init="random")
     images = randn(1, *input_size, dtype=torch.float32)
     expected, before = model(images), copy.deepcopy(model.state_dict())
@@ -85,12 +79,9 @@ def test_torchvision_extracts_features_of_a_converted_model():
         model = torchvision.models.resnet18(num_classes=3)
         dcls_convert.convert_(model, dilated_size=7, input_size=(3, 64, 64), init="random")
     model.eval()
-    images, names = randn(2, 3, 64, 64, dtype=torch.float32), ["layer1", "layer2.0.conv1", "layer3"]
-    expected, hooked = {}, copy.deepcopy(model)
-    for name in names:
-        hook = lambda *call, name=name: expected.update({name: call[2]})  # noqa: E731
-        hooked.get_submodule(name).register_forward_hook(hook)
-    hooked(images)
+    images, names = randn(2, 3, 64, 64, dtype=torch.float32), ["layer1", "layer2", "layer3"]
+    maps = model.maxpool(model.relu(model.bn1(model.conv1(images))))
+    expected = {name: (maps := model.get_submodule(name)(maps)) for name in names}
     extractor = create_feature_extractor(model, names)
     used = [model.get_submodule(name) for name, module in extractor.named_modules() if isinstance(module, DclsConvNd)]
     tensors = {id(layer.positions) for layer in used}

@@ -13,24 +13,19 @@ from .common import randn
 
 def slow_overlap(kernels):
     """kernels: for each kernel, the coordinates of each element."""
-    overlapping = sum(
+    near = [
         any(math.dist(one, other) < 1 for index, other in enumerate(kernel) if index != own)
         for kernel in kernels
         for own, one in enumerate(kernel)
-    )
-    return overlapping / sum(map(len, kernels))
+    ]
+    return sum(near) / len(near)
 
 
 def slow_border(elements, size):
-    limits = [(-(side // 2), (side - 1) // 2) for side in size]
-    at_border = sum(
-        any(
-            high > low and (place <= low + 0.5 or place >= high - 0.5)
-            for place, (low, high) in zip(element, limits, strict=True)
-        )
-        for element in elements
-    )
-    return at_border / len(elements)
+    def at_border(place, side):
+        return side > 1 and (place <= 0.5 - side // 2 or place >= (side - 1) // 2 - 0.5)
+
+    return sum(any(map(at_border, element, size)) for element in elements) / len(elements)
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 1, 6), (2, 3, 2, 5), (2, 9, 1, 1), (3, 2, 2, 4), (2, 3, 1, 4, 7)])
