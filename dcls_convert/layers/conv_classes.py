@@ -93,8 +93,8 @@ def register_conv(
 
 def find_form(conv: nn.Module) -> ConvForm | None:
     """What is known about the class of this convolution; None for a forward of its own that is not registered."""
-    forms = {**dict.fromkeys(CONV_CLASSES.values(), PLAIN), **_FORMS}
-    return next((form for cls, form in reversed(forms.items()) if _computes_as(type(conv), cls)), None)
+    forms = [*((base, PLAIN) for base in CONV_CLASSES.values()), *_FORMS.items()]
+    return next((form for cls, form in reversed(forms) if _computes_as(type(conv), cls)), None)
 
 
 def padding_of(conv: AnyConv) -> Padding:

@@ -102,9 +102,9 @@ class KeepFormat(OwnMethod):
         self.names: frozenset[str] = frozenset()
 
     def __call__(self, fn: Change, recurse: bool = True) -> Any:
-        shared = [getattr(self.module, name) for name in self.names if hasattr(self.module, name)]
-        apply = _keeping_format(fn, shared)
-        return type(self.module)._apply(self.module, apply, recurse)  # type: ignore[no-untyped-call]
+        owner: Any = self.module
+        shared = [getattr(owner, name) for name in self.names if hasattr(owner, name)]
+        return type(owner)._apply(owner, _keeping_format(fn, shared), recurse)
 
 
 def _keeping_format(fn: Change, parameters: Iterable[Tensor]) -> Change:
