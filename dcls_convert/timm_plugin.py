@@ -33,7 +33,7 @@ def register_when_timm_is_imported() -> None:
 def _register() -> None:
     from timm.models import is_model, register_model
 
-    from .layers.timm_conv_classes import register_timm_convs
+    from .layers.conv_classes import register_timm_convs
 
     register_timm_convs()
     if not is_model(dcls_convert.__name__):

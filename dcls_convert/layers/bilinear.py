@@ -3,16 +3,15 @@
 Axes: C channels of any number (a kernel each), E kernel elements, A learnt axes, N all kernels in one axis.
 `cells` are positions counted from the first cell of the window.
 
-An element's weight goes to the 2^A cells around it. A cell's part is a product over the axes of 1 - f or f, where f is
-the fraction of the element's coordinate. There are three forms with equal results: one of plain operations, for
-compilers and for derivatives of any kind; one that writes block by block with the first derivative in closed form; and,
-elsewhere than on a CPU, one that multiplies and sums over the whole window. On a GPU, scattered additions to one cell
-collide: they are atomic, and their order, so the rounding too, differs from run to run.
+There are three forms with equal results: one of plain operations, for compilers and for derivatives of any kind; one
+that writes block by block with the first derivative in closed form; and, elsewhere than on a CPU, one that multiplies
+and sums over the whole window. On a GPU, scattered additions are atomic: their order, so the rounding too, differs from
+run to run.
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from torch.autograd import Function
 
 from ..depthwise.eager import is_eager, on_cpu
 
-# On a CPU, elements per thread and block: temporary tensors stay small and in the cache. torch gives a thread at least
-# as many.
+# On a CPU, elements per thread and block: temporary tensors stay in the cache. torch gives a thread at least as many.
 BLOCK_ELEMENTS = 32768
 MOST_THREADS = 8  # Cap on threads when sizing blocks; bounds memory.
 MOST_PRODUCTS = 1 << 26  # Elsewhere, elements x cells of the window in a block: 256 MiB in float32.
@@ -31,16 +29,7 @@ Size = tuple[int, ...]  # of the window along the learnt axes, in cells
 
 
 def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> Tensor:
-    """Spreads every element over the cells around it, overlaps added.
-
-    Args:
-        weight: (*C, E), float32 or float64.
-        positions: (A, *C, E), in cells from the kernel centre; outside the window, the border is taken.
-        size: Of the window, one entry an axis.
-
-    Returns:
-        (*C, *size).
-    """
+    """weight (*C, E), positions (A, *C, E) in cells from the kernel centre -> (*C, *size); float32 or float64."""
     # The sum is a copy. A layer clamps its positions in place at every forward, also between another forward and its
     # backward, so the positions themselves must not be saved for backward.
     halves = [length // 2 for length in size]
@@ -64,10 +53,8 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
 
 
 def per_axis(values: Sequence[float], like: Tensor) -> Tensor:
-    """One number for each learnt axis, in the dtype and on the device of positions, to be broadcast with them.
-
-    Filled in there: a copy from the host would wait for the device, and cannot be part of a CUDA graph.
-    """
+    """One number for each learnt axis, to be broadcast with positions."""
+    # Filled in on the device: a copy from the host would wait for it, and cannot be part of a CUDA graph.
     filled = [torch.full((1,), value, dtype=like.dtype, device=like.device) for value in values]
     return torch.cat(filled).reshape(-1, *[1] * (like.dim() - 1))
 
@@ -98,11 +85,9 @@ def of_plain_operations(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
 
 
 def of_products(weight: Tensor, cells: Tensor, size: Size, *, differentiable: bool = True) -> Tensor:
-    """weight (*C, E), cells (A, *C, E) -> (*C, *size): for each cell, a sum over all elements. Sides above 1.
-
-    With derivatives, weights and coordinates are expanded over the window before anything else, so that each gradient
-    is one sum over the window of products: a compiler fuses all of them into one loop.
-    """
+    """weight (*C, E), cells (A, *C, E) -> (*C, *size): for each cell, a sum over all elements. Sides above 1."""
+    # With derivatives, weights and coordinates are expanded over the window before anything else, so that each gradient
+    # is one sum over the window of products: a compiler fuses all of them into one loop.
     rest = [1] * len(size)
     whole = (*weight.shape, *size)
     kernel = weight.reshape(*weight.shape, *rest)
@@ -130,7 +115,7 @@ class _Construct(Function):
         """Algorithm 1."""
         ctx.size = size
         ctx.save_for_backward(weight, cells)
-        weights, coordinates = _rows(weight), _rows(cells, 1)  # (N, E), (A, N, E)
+        weights, coordinates = weight.flatten(0, -2), cells.flatten(1, -2)  # (N, E), (A, N, E)
         kernel = weight.new_empty(weights.shape[0], math.prod(size))  # (N, cells of the window)
         # On meta there are no values, and operations take longer than on the CPU.
         blocks = [] if kernel.is_meta else _blocks(kernel, weights, coordinates)
@@ -149,10 +134,7 @@ class _Construct(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Algorithm 2: the gradients of weight (*C, E) and cells (A, *C, E) from that of the kernel, (*C, *size).
-
-        Nothing that depends on `grad` is changed in place, so that it may stand for a batch (`is_grads_batched`).
-        """
+        """Algorithm 2. Changes nothing in place that depends on `grad`: it may be a batch (`is_grads_batched`)."""
         (weight, cells), size = ctx.saved_tensors, ctx.size
         of_weight, of_cells, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():
@@ -161,7 +143,7 @@ class _Construct(Function):
             kernel = of_plain_operations(weight, cells, size)
             gradients = iter(torch.autograd.grad(kernel, inputs, grad, create_graph=True))
             return next(gradients) if of_weight else None, next(gradients) if of_cells else None, None
-        weights, coordinates = _rows(weight), _rows(cells, 1)  # (N, E), (A, N, E)
+        weights, coordinates = weight.flatten(0, -2), cells.flatten(1, -2)  # (N, E), (A, N, E)
         flat = grad.reshape(weights.shape[0], math.prod(size))
         grad_weights, grad_coordinates = [], []
         for some_grad, some_weight, some_cells in _blocks(flat, weights, coordinates):
@@ -179,28 +161,12 @@ class _Construct(Function):
                 grad_weights += values
             if of_cells:
                 grad_coordinates.append(some_weight * torch.stack([slope for (slope,) in slopes]))
-        return (
-            _joined(grad_weights, 0, weight) if of_weight else None,
-            _joined(grad_coordinates, 1, cells) if of_cells else None,
-            None,
-        )
+        grad_weight = torch.cat(grad_weights).reshape(weight.shape) if of_weight else None
+        return grad_weight, torch.cat(grad_coordinates, 1).reshape(cells.shape) if of_cells else None, None
 
 
-def _joined(blocks: list[Tensor], dim: int, like: Tensor) -> Tensor:
-    joined = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)
-    return joined.reshape(like.shape)
-
-
-def _rows(tensor: Tensor, first: int = 0) -> Tensor:
-    """All axes from `first` to the last but one, as one."""
-    return tensor.reshape(*tensor.shape[:first], math.prod(tensor.shape[first:-1]), tensor.shape[-1])
-
-
-def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Parts of N, so that memory stays bounded.
-
-    The tensors are (N, any) or (A, N, E), the first one with the cells of the window, the last one with E elements.
-    """
+def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Parts of N, of tensors (N, any) or (A, N, E); first (N, cells of the window), last with E elements."""
     count, elements = tensors[-1].shape[-2:]
     if on_cpu(tensors[-1]):
         most = BLOCK_ELEMENTS * min(torch.get_num_threads(), MOST_THREADS)
@@ -208,20 +174,17 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         most = MOST_PRODUCTS // tensors[0].shape[-1]
     step = max(1, most // max(elements, 1))
     if count <= step:
-        return iter([tensors])
+        return [tensors]
     return zip(*(torch.split(tensor, step, tensor.dim() - 2) for tensor in tensors), strict=True)
 
 
 def _corners(cells: Tensor, size: Size) -> tuple[Tensor, list[Tensor]]:
-    """cells (A, n, E) -> the cell below each element on all axes, as index into the flat window, and its fractions.
-
-    On an axis, the cell below is at most size - 2: at the upper border the fraction is 1, and derivatives point inward.
-    """
+    """cells (A, n, E) -> the cell below each element on all axes, as index into the flat window, and its fractions."""
     index, fractions = None, []
     for coordinate, length in zip(cells, size, strict=True):
         inside = coordinate.clamp(0, length - 1)
-        # Cut off rather than `floor`, which wakes all threads even for a few elements. NaN becomes any integer here,
-        # is clamped into the window, and stays NaN in the fraction.
+        # At most length - 2, as above. Cut off rather than `floor`, which wakes all threads even for a few elements.
+        # NaN becomes any integer here, is clamped into the window, and stays NaN in the fraction.
         lower = inside.to(torch.int32).clamp_(0, length - 2)
         fractions.append(inside.sub_(lower))
         index = lower if index is None else torch.add(lower, index, alpha=length)
@@ -230,10 +193,7 @@ def _corners(cells: Tensor, size: Size) -> tuple[Tensor, list[Tensor]]:
 
 
 def _shifted(kernel: Tensor, size: Size) -> list[Tensor]:
-    """kernel (n, cells of the window) -> for each corner, the view in which the corner has the lowest one's index.
-
-    The last axis changes fastest.
-    """
+    """kernel (n, cells) -> for each corner, last axis fastest, the view in which it has the lowest corner's index."""
     strides = [math.prod(size[axis + 1 :]) for axis in range(len(size))]
     offsets = [sum(steps) for steps in itertools.product(*((0, stride) for stride in strides))]
     return [kernel.narrow(1, offset, kernel.shape[1] - offsets[-1]) for offset in offsets]

@@ -55,9 +55,9 @@ def construct_kernel(
     if weight.dim() != 3 + len(dense) or list(weight.shape[2:-1]) != dense:
         shape = ", ".join(["out", "in/groups", *map(str, dense), "count"])
         raise ValueError(f"weight has shape {tuple(weight.shape)}; with size={tuple(size)} it must be ({shape})")
+    expected = (len(axes), *weight.shape)
     for name, tensor in (("positions", positions), ("sigma", sigma)):
-        if tensor is not None and tensor.shape != (len(axes), *weight.shape):
-            expected = (len(axes), *weight.shape)
+        if tensor is not None and tensor.shape != expected:
             raise ValueError(f"{name} of shape {tuple(tensor.shape)}; for this weight it must be {expected}")
     # In float32 at least: at 8 cells from the centre, bfloat16 positions are a sixteenth of a cell apart. And without
     # autocast: the matrix products of the construction would run in half precision.

@@ -1,9 +1,12 @@
 """Which convolutions can be replaced, what their forward does beside convolving, and what a replacement keeps."""
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import cast
+from operator import attrgetter
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -17,12 +20,8 @@ ConstantPad = nn.ConstantPad1d | nn.ConstantPad2d | nn.ConstantPad3d
 CONV_CLASSES: dict[int, type[Conv]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _CALLED = ("forward", "_conv_forward", "__call__")  # the methods that decide what a convolution computes
 
-# The registries of a module's forward and backward hooks. The new layer takes over the dictionaries themselves: a
-# handle that the user kept for `handle.remove()` points to them.
-_HOOK_REGISTRIES = tuple(name for name in vars(nn.Module()) if "ward_" in name and "hook" in name)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ConvForm:
     """What the forward of a subclass of convolution does beside convolving; see `register_conv`."""
 
@@ -84,26 +83,18 @@ def register_conv(
 
             dcls_convert.register_conv(CentredConv, weight=centred)
     """
-    base = _base_of(cls)
-    if base is None or issubclass(cls, ConvTranspose):
+    base = next((base for base in CONV_CLASSES.values() if issubclass(cls, base)), None)
+    if base is None:
         raise TypeError(f"{cls.__name__} is no subclass of torch.nn.Conv1d, Conv2d or Conv3d")
     if cls.forward is base.forward:
         raise TypeError(f"{cls.__name__} has the forward of {base.__name__}, and is treated as such already")
-    _FORMS[cls] = ConvForm(
-        weight=weight,
-        parameters=tuple(parameters),
-        same_padding=same_padding,
-        padding_module=padding_module,
-        adapt=adapt,
-    )
+    _FORMS[cls] = ConvForm(weight, tuple(parameters), same_padding, padding_module, adapt)
 
 
 def find_form(conv: nn.Module) -> ConvForm | None:
     """What is known about the class of this convolution; None for a forward of its own that is not registered."""
-    base = _base_of(type(conv))
-    if base is not None and _computes_as(type(conv), base):
-        return PLAIN
-    return next((form for cls, form in reversed(_FORMS.items()) if _computes_as(type(conv), cls)), None)
+    forms = [*((base, PLAIN) for base in CONV_CLASSES.values()), *_FORMS.items()]
+    return next((form for cls, form in reversed(forms) if _computes_as(type(conv), cls)), None)
 
 
 def padding_of(conv: AnyConv) -> Padding:
@@ -127,7 +118,7 @@ def _zeros_around(module: nn.Module | None, dims: int) -> tuple[tuple[int, int],
     if not isinstance(module, ConstantPad) or module.value or len(module.padding) != 2 * dims:
         return None
     last_axis_first = list(zip(module.padding[::2], module.padding[1::2], strict=True))
-    return tuple(reversed(last_axis_first))
+    return tuple(last_axis_first[::-1])
 
 
 def why_not_replaceable(conv: nn.Module) -> str | None:
@@ -160,27 +151,40 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     return None
 
 
-def carry_over(old: nn.Module, new: nn.Module, *, known: Collection[str]) -> None:
-    """Give `new` the mode, trainability and hooks of `old`, and all attributes that users added.
-
-    Args:
-        old, new: A convolution and the layer that takes its place, or the other way round.
-        known: Names of the attributes that belong to the classes of the two, and are not carried over.
-    """
-    new.train(old.training)
-    for name, parameter in new.named_parameters(recurse=False):
-        if parameter is not getattr(old, name, None):
-            parameter.requires_grad_(bool(old.weight.requires_grad))
-    for name in _HOOK_REGISTRIES:
-        new.__dict__[name] = old.__dict__[name]
-    more = {name: value for name, value in old.__dict__.items() if name not in known and name not in new.__dict__}
-    new.__dict__.update(more)
-
-
-def _base_of(cls: type[nn.Module]) -> type[Conv] | None:
-    return next((base for base in CONV_CLASSES.values() if issubclass(cls, base)), None)
-
-
 def _computes_as(cls: type[nn.Module], other: type[nn.Module]) -> bool:
     """Whether a class inherits from `other` all methods that decide what `other` computes."""
     return issubclass(cls, other) and all(getattr(cls, name, None) is getattr(other, name, None) for name in _CALLED)
+
+
+# What timm's classes do besides convolving: SAME padding and weight standardisation.
+
+
+def register_timm_convs() -> None:
+    from timm.layers.conv2d_same import Conv2dSame
+    from timm.layers.std_conv import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame
+
+    register_conv(Conv2dSame, same_padding=True)
+    register_conv(StdConv2d, weight=standardised)
+    # Their padding is done in the forward where it depends on the input's size.
+    register_conv(StdConv2dSame, weight=standardised, same_padding=attrgetter("same_pad"))
+    scaled: dict[str, Any] = {"weight": scaled_standardised, "parameters": ["gain"], "adapt": rescale_for_fan_in_}
+    register_conv(ScaledStdConv2d, **scaled)
+    register_conv(ScaledStdConv2dSame, same_padding=attrgetter("same_pad"), **scaled)
+
+
+def standardised(conv: Any, weight: Tensor) -> Tensor:
+    """Filters (O, I, ...), each with mean 0 and variance 1; same shape. Weight standardisation, arXiv:1903.10520."""
+    over = tuple(range(1, weight.dim()))
+    variance, mean = torch.var_mean(weight, dim=over, correction=0, keepdim=True)
+    return (weight - mean) * torch.rsqrt(variance + conv.eps)
+
+
+def scaled_standardised(conv: Any, weight: Tensor) -> Tensor:
+    """`standardised` times a learnt gain and 1/sqrt(fan-in). Scaled weight standardisation, arXiv:2101.08692."""
+    gain = (conv.gain * conv.scale).reshape(-1, *[1] * (weight.dim() - 1))
+    return cast(Tensor, standardised(conv, weight) * gain)
+
+
+def rescale_for_fan_in_(conv: Any, layer: Any) -> None:
+    """Adapt timm's factor 1/sqrt(fan-in): a kernel had its cells as fan-in, the layer has its elements."""
+    layer.scale = conv.scale * math.sqrt(conv.weight[0].numel() / layer.weight[0].numel())

@@ -12,22 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..depthwise.choice import conv2d
-from ..depthwise.geometry import (
-    DYNAMIC_SAME,
-    Padding,
-    check_window,
-    extent,
-    grown_padding,
-    is_uneven,
-    padded_cells,
-)
-from .clamping import clamp_
+from ..depthwise.geometry import DYNAMIC_SAME, Padding, check_window, extent, grown_padding, is_uneven, padded_cells
+from .bilinear import per_axis
 from .construction import construct_kernel
-from .conv_classes import PLAIN, Conv, ConvForm, carry_over, find_form, padding_of, why_not_replaceable
+from .conv_classes import PLAIN, Conv, ConvForm, find_form, padding_of, why_not_replaceable
 from .elements import POSITION_STD, largest_elements
 from .interpolation import find_interpolation, learnt_axes, position_limits
 from .ties import Tied
-from .timm_conv_classes import same_padded_conv
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
@@ -94,6 +85,8 @@ class DclsConvNd(Tied):
         self.padding_mode = padding_mode
         self.interpolation = interpolation
         self.dense_axes = tuple(sorted(dense_axes))
+        self.learnt_axes = learnt_axes(self.dims, self.dense_axes)  # in the order of `positions`
+        self.kernel_size = self.dilated_kernel_size  # of the constructed kernel, as convolutions name it
         self.form = PLAIN
         self._check()
         dense = [self.dilated_kernel_size[axis] for axis in self.dense_axes]
@@ -109,18 +102,18 @@ class DclsConvNd(Tied):
 
     def _per_axis(self, name: str, value: IntOrTuple, least: int) -> tuple[int, ...]:
         sizes = tuple(value) if isinstance(value, Sequence) else (value,) * self.dims
-        if len(sizes) != self.dims or not all(_is_integer(size) and size >= least for size in sizes):
+        if len(sizes) != self.dims or not all(type(size) is int and size >= least for size in sizes):
             raise ValueError(f"{name}={value!r} must be an integer of at least {least}, or {self.dims} of them")
         return sizes
 
     def _check(self) -> None:
         for name in ("in_channels", "out_channels"):
             channels, groups = getattr(self, name), self.groups
-            if not (_is_integer(channels) and _is_integer(groups)) or min(channels, groups) < 1 or channels % groups:
+            if {type(channels), type(groups)} != {int} or min(channels, groups) < 1 or channels % groups:
                 raise ValueError(f"{name}={channels!r} must be a positive multiple of groups={groups!r}")
         if not set(self.dense_axes) < set(range(self.dims)) or len(set(self.dense_axes)) != len(self.dense_axes):
             raise ValueError(f"dense_axes={self.dense_axes} must be different axes, and leave one to be learnt")
-        if not _is_integer(self.kernel_count) or self.kernel_count < 1:
+        if type(self.kernel_count) is not int or self.kernel_count < 1:
             raise ValueError(f"kernel_count={self.kernel_count!r} must be an integer of at least 1")
         if self.padding_mode not in PADDING_MODES:
             raise ValueError(f"padding_mode={self.padding_mode!r} must be one of {', '.join(PADDING_MODES)}")
@@ -132,20 +125,9 @@ class DclsConvNd(Tied):
             if self.padding == "same" and any(stride != 1 for stride in self.stride):
                 raise ValueError(f"padding='same' needs stride 1, not {self.stride}")
 
-    @property
-    def learnt_axes(self) -> tuple[int, ...]:
-        """The spatial axes along which the elements move, in the order of `positions`."""
-        return learnt_axes(self.dims, self.dense_axes)
-
-    @property
-    def kernel_size(self) -> tuple[int, ...]:
-        """The size of the constructed kernel, as convolutions name it: the dilated kernel size."""
-        return self.dilated_kernel_size
-
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Weights and bias as `torch.nn.Conv2d` draws them, positions from N(0, 0.5), sigma at its initial value."""
-        fan_in = self.weight[0].numel()
-        bound = 1 / math.sqrt(fan_in) if fan_in else 0.0  # kaiming_uniform_(a=sqrt(5))
+        bound = 1 / math.sqrt(self.weight[0].numel())  # kaiming_uniform_(a=sqrt(5))
         nn.init.uniform_(self.weight, -bound, bound, generator=generator)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound, generator=generator)
@@ -172,9 +154,9 @@ class DclsConvNd(Tied):
     def clamp_positions_(self) -> None:
         """Bring positions back into the window (paper, section 3 "Positions clamping"), sigma above its least."""
         limits = [position_limits(self.dilated_kernel_size[axis]) for axis in self.learnt_axes]
-        clamp_(self.positions, *zip(*limits, strict=True))
+        _clamp_(self.positions, *zip(*limits, strict=True))
         if self.sigma is not None:
-            clamp_(self.sigma, [cast(float, find_interpolation(self.interpolation).min_sigma)], [math.inf])
+            _clamp_(self.sigma, [cast(float, find_interpolation(self.interpolation).min_sigma)], [math.inf])
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, in_channels, *spatial) -> (N, out_channels, *spatial): the convolution with `kernel()`."""
@@ -258,23 +240,12 @@ class DclsConvNd(Tied):
         dense_axes: Sequence[int],
     ) -> Self:
         """As `from_conv`, for a window that fits; weights and positions are left uninitialised."""
-        layer = cls(
-            conv.in_channels,
-            conv.out_channels,
-            kernel_count=kernel_count,
-            dilated_kernel_size=dilated_kernel_size,
-            stride=conv.stride,
-            groups=conv.groups,
-            bias=False,
-            padding_mode=conv.padding_mode,
-            interpolation=interpolation,
-            dense_axes=dense_axes,
-            device="meta",  # draws nothing from any generator
-            dtype=conv.weight.dtype,
-        )
-        layer.padding = grown_padding(
-            padding_of(conv), conv.kernel_size, conv.dilation, layer.dilated_kernel_size, conv.stride
-        )
+        options: dict[str, Any] = {name: getattr(conv, name) for name in ("stride", "groups", "padding_mode")}
+        options |= {"kernel_count": kernel_count, "dilated_kernel_size": dilated_kernel_size, "dense_axes": dense_axes}
+        options |= {"interpolation": interpolation, "bias": False, "dtype": conv.weight.dtype}
+        layer = cls(conv.in_channels, conv.out_channels, **options, device="meta")  # draws from no generator
+        shapes = conv.kernel_size, conv.dilation, layer.dilated_kernel_size
+        layer.padding = grown_padding(padding_of(conv), *shapes, conv.stride)
         for axis in layer.dense_axes:
             if (layer.dilated_kernel_size[axis], 1) != (conv.kernel_size[axis], conv.dilation[axis]):
                 raise ValueError(f"dense axis {axis} must keep its size {conv.kernel_size[axis]}, undilated")
@@ -284,7 +255,7 @@ class DclsConvNd(Tied):
         layer.form = find_form(conv) or PLAIN
         for name in layer.form.parameters:
             layer.register_parameter(name, getattr(conv, name))
-        carry_over(conv, layer, known=_OWN_ATTRIBUTES)
+        _carry_over(conv, layer)
         if layer.form.adapt is not None:
             layer.form.adapt(conv, layer)
         return layer
@@ -301,33 +272,26 @@ class DclsConvNd(Tied):
             most = tuple(max(sides) for sides in padding)
             missing = [most[axis] - cells for axis in reversed(range(self.dims)) for cells in padding[axis]]
             kernel, padding = F.pad(kernel, missing), most
-        dynamic = padding == DYNAMIC_SAME
-        make: Callable[..., Conv] = same_padded_conv if dynamic else self.conv_class
-        padded: dict[str, Any] = {} if dynamic else {"padding": padding, "padding_mode": self.padding_mode}
-        conv = make(
-            self.in_channels,
-            self.out_channels,
-            tuple(kernel.shape[2:]),
-            stride=self.stride,
-            dilation=self.dilation,
-            groups=self.groups,
-            bias=False,
-            device="meta",  # draws nothing from any generator
-            **padded,
-        )
+        make: Callable[..., Conv] = self.conv_class
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("stride", "dilation", "groups")}
+        if padding == DYNAMIC_SAME:
+            from timm.layers.conv2d_same import Conv2dSame as make
+        else:
+            options |= {"padding": padding, "padding_mode": self.padding_mode}
+        size = tuple(kernel.shape[2:])
+        conv = make(self.in_channels, self.out_channels, size, **options, bias=False, device="meta")  # as above
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
         conv.bias = self.bias
-        carry_over(self, conv, known=_OWN_ATTRIBUTES)
+        _carry_over(self, conv)
         return conv
 
     def extra_repr(self) -> str:
-        usual: dict[str, Any] = dict.fromkeys(("kernel_count", "dilated_kernel_size", "stride"))
-        usual |= {"padding": (0,) * self.dims, "dilation": (1,) * self.dims, "groups": 1}
-        usual |= {"padding_mode": "zeros", "dense_axes": ()}
+        shown = ("kernel_count", "dilated_kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+        usual = {"padding": (0,) * self.dims, "dilation": (1,) * self.dims, "groups": 1, "padding_mode": "zeros"}
         parts = [f"{self.in_channels}, {self.out_channels}"]
-        parts += [f"{name}={getattr(self, name)!r}" for name, value in usual.items() if getattr(self, name) != value]
-        parts += ["bias=False"] * (self.bias is None) + [f"interpolation={self.interpolation}"]
-        return ", ".join(parts + ["positions=tied"] * self.is_tied)
+        parts += [f"{name}={getattr(self, name)!r}" for name in shown if getattr(self, name) != usual.get(name)]
+        parts += [f"dense_axes={self.dense_axes}"] * bool(self.dense_axes) + ["bias=False"] * (self.bias is None)
+        return ", ".join([*parts, f"interpolation={self.interpolation}"] + ["positions=tied"] * self.is_tied)
 
     def _repr_html_(self) -> str:
         """The layer in a notebook."""
@@ -359,11 +323,51 @@ def output_of_tied(output: Tensor, *parameters: Tensor) -> Tensor:
     return output
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _carry_over(old: nn.Module, new: nn.Module) -> None:
+    """Give `new` the mode, trainability and hooks of `old`, and all attributes that users added."""
+    new.train(old.training)
+    for name, parameter in new.named_parameters(recurse=False):
+        if parameter is not getattr(old, name, None):
+            parameter.requires_grad_(bool(old.weight.requires_grad))
+    known = (_OWN_ATTRIBUTES | vars(new).keys()) - _HOOK_REGISTRIES
+    vars(new).update({name: value for name, value in vars(old).items() if name not in known})
 
 
-# Attributes that convolutions and DCLS layers have by their class; `carry_over` leaves them out.
+def _clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
+    """Bring `tensor[i]` into [low[i], high[i]], in place; one limit alone is for all.
+
+    In a compiled graph, an operator does it that declares that it changes its argument: inductor (torch 2.15) drops
+    plain clamps of a parameter where the model has several layers. It gets a flat view: where inductor lays out
+    convolutions as channels_last, it clamps a copy of a tensor of four axes.
+    """
+    if torch.compiler.is_compiling():
+        _clamp_in_graph(tensor.flatten(1), list(low), list(high))
+    elif len(set(zip(low, high, strict=True))) == 1:
+        tensor.clamp_(low[0], high[0])
+    else:
+        limits = [per_axis(side, tensor) for side in (low, high)]
+        if hasattr(tensor, "device_mesh"):  # FSDP2 may have spread its first axis over ranks; the limits are the same
+            from torch.distributed.tensor import DTensor, Replicate
+
+            mesh = tensor.device_mesh
+            limits = [DTensor.from_local(one, mesh, [Replicate()] * mesh.ndim, run_check=False) for one in limits]
+        tensor.copy_(tensor.maximum(limits[0]).minimum(limits[1]))
+
+
+@torch.library.custom_op("dcls_convert::clamp_", mutates_args=("tensor",))
+def _clamp_in_graph(tensor: Tensor, low: list[float], high: list[float]) -> None:
+    _clamp_(tensor, low, high)
+
+
+@_clamp_in_graph.register_fake
+def _(tensor: Tensor, low: list[float], high: list[float]) -> None:
+    return None
+
+
+# A new layer takes over the dictionaries of forward and backward hooks themselves: a handle that the user kept for
+# `handle.remove()` points to them.
+_HOOK_REGISTRIES = {name for name in vars(nn.Module()) if "ward_" in name and "hook" in name}
+# Attributes that convolutions and DCLS layers have by their class; `_carry_over` leaves them out.
 _OWN_ATTRIBUTES = frozenset(
     nn.Conv2d(1, 1, 1, device="meta").__dict__.keys()
     | DclsConv2d(1, 1, kernel_count=1, dilated_kernel_size=1, device="meta").__dict__.keys()

@@ -27,20 +27,11 @@ def largest_elements(
     dense_axes: Sequence[int] = (),
     effective: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """The cells with the most energy over all layers of the group, at their old places.
+    """The cells of kernels (O, I, *kernel size) with the most energy over all layers of the group, at their old places.
 
-    Args:
-        kernels: Dense kernels (O, I, *kernel size) of the group's layers, all of one shape.
-        kernel_count: Elements to keep; where it exceeds the cells, the rest have weight 0 and lie in the centre.
-        dilation: Of the old convolutions, one entry a spatial axis.
-        size: Dilated kernel size.
-        dense_axes: Spatial axes along which every cell keeps elements of its own.
-        effective: The kernels that are convolved, where they differ from the weights (weight standardisation). Their
-            energy decides.
-
-    Returns:
-        For each layer its weights (O, I, *D, E), and the positions (A, O, I, *D, E) that all layers share. Elements
-        are in the order of the cells; of cells with equal energy, the first ones are kept.
+    The energy is that of the kernels that are convolved, `effective`, where they differ from the weights. Elements are
+    in the order of the cells; of cells with equal energy, the first ones are kept. Elements beyond the number of cells
+    have weight 0 and lie in the centre. Returns the weights of each layer (O, I, *D, E), and the positions.
     """
     axes = learnt_axes(len(size), dense_axes)
     kernel_size = kernels[0].shape[2:]

@@ -14,11 +14,6 @@ from torch import Tensor
 from ..depthwise.eager import on_cpu
 from .bilinear import bilinear_kernel, clamped
 
-MIN_GAUSSIAN_SIGMA = 0.27  # cells; below it, an element between cells loses its gradient. DCLS 0.1.1
-INITIAL_GAUSSIAN_SIGMA = 0.5  # cells; 0.23 + 0.27 in DCLS 0.1.1
-MIN_TRIANGLE_SIGMA = 1.0  # cells; the triangle of half-width 1 is the bilinear interpolation. DCLS 0.1.1
-INITIAL_TRIANGLE_SIGMA = 1.0  # cells; DCLS 0.1.1
-
 Profile = Callable[[Tensor, Tensor, int], Tensor]  # cells and sigma (*C, E), length -> (*C, E, length)
 
 
@@ -26,7 +21,7 @@ Profile = Callable[[Tensor, Tensor, int], Tensor]  # cells and sigma (*C, E), le
 class Interpolation:
     """One way to spread an element along an axis of the window."""
 
-    profile: Profile  # how much of the element each cell gets, before the sum is normalised; differentiable
+    profile: Profile  # how much of the element each cell gets, before it is normalised; differentiable
     slope: Profile  # the derivative of the profile by the position
     min_sigma: float | None = None  # cells; None: no sigma (its functions are then given one of 1)
     initial_sigma: float | None = None  # cells
@@ -63,10 +58,7 @@ class Interpolation:
         return kernel.reshape(*weight.shape[:-1], *size)
 
     def footprint(self, cells: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The normalised profile with the initial sigma, and its derivative by the position.
-
-        cells (*C, E), inside the window of `length` cells -> (*C, E, length) each.
-        """
+        """The normalised profile with the initial sigma and its slope: cells (*C, E) -> (*C, E, length) each."""
         if self.hat:
             return _hat(cells, length)
         sigma = torch.full_like(cells, 1.0 if self.initial_sigma is None else self.initial_sigma)
@@ -84,15 +76,12 @@ def find_interpolation(name: str) -> Interpolation:
 
 
 def spread_sum(positions: Tensor, sigma: Tensor | None, size: Sequence[int], interpolation: str) -> Tensor:
-    """What an element's spread sums to over the window before it is normalised: (A, ...) -> (...).
-
-    Positions are in cells from the kernel centre, inside the window; `size` is that of the window along learnt axes.
-    """
+    """What a spread sums to before it is normalised: positions (A, ...) inside the window of `size` -> (...)."""
     profile = find_interpolation(interpolation).profile
     sigma = torch.ones_like(positions) if sigma is None else sigma
     total = torch.ones_like(positions[0])
-    for axis, length in enumerate(size):
-        total = total * profile(positions[axis] + length // 2, sigma[axis], length).sum(-1)
+    for coordinate, width, length in zip(positions, sigma, size, strict=True):
+        total = total * profile(coordinate + length // 2, width, length).sum(-1)
     return total
 
 
@@ -113,8 +102,8 @@ def _grid(cells: Tensor, length: int) -> Tensor:
 def _triangle(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
     """relu(sigma - |u - cell|) for all u of the window.
 
-    The derivatives at its kinks are chosen: relu and abs would give zero there, and elements would never leave the
-    grid. At the kinks the position's derivative is that towards the next cell, and inward at the upper border.
+    At its kinks, relu and abs would give zero, and elements would never leave the grid. The position's derivative is
+    that towards the next cell there, and inward at the upper border.
     """
     fixed_sigma = sigma.detach().unsqueeze(-1)  # (*C, E, 1)
     distance = (_grid(cells, length) - cells.detach().unsqueeze(-1)).abs()  # (*C, E, length)
@@ -152,19 +141,13 @@ def _gaussian_slope(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
     return _gaussian(cells, sigma, length) * offset / sigma.unsqueeze(-1) ** 2
 
 
-INTERPOLATIONS: dict[str, Interpolation] = {
+INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
     "bilinear": Interpolation(
         profile=_triangle, slope=_triangle_slope, hat=True, exact_on_cells=True, construct=bilinear_kernel
     ),
     "triangle": Interpolation(
-        profile=_triangle,
-        slope=_triangle_slope,
-        hat=True,
-        min_sigma=MIN_TRIANGLE_SIGMA,
-        initial_sigma=INITIAL_TRIANGLE_SIGMA,
-        exact_on_cells=True,
+        profile=_triangle, slope=_triangle_slope, hat=True, exact_on_cells=True, min_sigma=1.0, initial_sigma=1.0
     ),
-    "gaussian": Interpolation(
-        profile=_gaussian, slope=_gaussian_slope, min_sigma=MIN_GAUSSIAN_SIGMA, initial_sigma=INITIAL_GAUSSIAN_SIGMA
-    ),
+    # Below its least value, an element between cells loses its gradient. It starts from 0.23 + 0.27.
+    "gaussian": Interpolation(profile=_gaussian, slope=_gaussian_slope, min_sigma=0.27, initial_sigma=0.5),
 }

@@ -20,32 +20,23 @@ MOST_DISTANCES = 1 << 22  # held at once: 16 MiB in float32
 
 
 def border_share(positions: Tensor, size: Sequence[int]) -> float:
-    """The share of elements that lie at the window's border; the paper's sign that the window is too small.
+    """The share of elements within `BORDER_MARGIN` of a limit, or beyond; the paper's sign of too small a window.
 
-    An element counts where a coordinate is within `BORDER_MARGIN` of a limit, or beyond the limit.
-
-    Args:
-        positions: (A, *C, E).
-        size: Cells of the window along each learnt axis. An axis of one cell does not count: nothing can move there.
+    positions (A, *C, E); `size` is that of the window along learnt axes.
     """
     at_border = torch.zeros(positions.shape[1:], dtype=torch.bool, device=positions.device)
     for coordinate, side in zip(_exact(positions), size, strict=True):
-        if side > 1:
+        if side > 1:  # along an axis of one cell, nothing can move
             low, high = position_limits(side)
             at_border |= (coordinate <= low + BORDER_MARGIN) | (coordinate >= high - BORDER_MARGIN)
     return int(at_border.sum()) / max(at_border.numel(), 1)
 
 
-def overlap_share(positions: Tensor, *, most_distances: int = MOST_DISTANCES) -> float:
-    """The share of elements that have another element of their own kernel nearer than `OVERLAP_DISTANCE` (Euclidean).
-
-    Args:
-        positions: (A, *C, E).
-        most_distances: Bounds the memory: the most distances between elements that are held at once.
-    """
+def overlap_share(positions: Tensor) -> float:
+    """The share of elements (A, *C, E) with another one of their kernel nearer than `OVERLAP_DISTANCE` (Euclidean)."""
     kernels = _exact(positions).reshape(positions.shape[0], -1, positions.shape[-1])
     overlapping = 0
-    for _, _, squares in pairs(kernels, most_distances):
+    for _, _, squares in pairs(kernels, MOST_DISTANCES):
         near = squares < OVERLAP_DISTANCE**2
         overlapping += int((near.sum(-1) > 1).sum())  # every element is near itself
     return overlapping / max(math.prod(positions.shape[1:]), 1)
@@ -62,22 +53,19 @@ def mean_distance(positions: Tensor) -> float:
 
 
 def bins(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
-    """The bin of each coordinate, of the same shape; bin 0 begins half a cell before the window's first position.
+    """The bin of each finite coordinate along an axis of `size` cells; beyond the window, the outermost one.
 
-    Args:
-        coordinate: Along one axis; beyond the window, it counts in the outermost bin. Must be finite.
-        size: Cells of the window along the axis.
-        bins_per_cell: Of equal width; with an odd number, a whole cell lies in the middle of a bin.
+    Bin 0 begins half a cell before the window's first position; with an odd number in a cell, a whole cell lies in the
+    middle of a bin.
     """
     low = position_limits(size)[0] - 0.5
     return ((_exact(coordinate) - low) * bins_per_cell).floor().clamp(0, size * bins_per_cell - 1).long()
 
 
 def pairs(kernels: Tensor, most_distances: int) -> Iterator[tuple[tuple[slice, slice], list[Tensor], Tensor]]:
-    """All pairs of elements of one kernel, part by part, so that memory stays bounded; kernels (A, C, E).
+    """All pairs of elements of one kernel, in parts of at most so many; kernels (A, C, E).
 
-    Yields the part of (C, E) that holds the first elements, the differences along each axis and the squared distances,
-    (C, rows, E) each.
+    Yields the part of (C, E) with the first elements, differences along each axis and squared distances (C, rows, E).
     """
     # Coordinate by coordinate: torch.cdist with matrix products is not exact, and without them slow for small kernels.
     count = kernels.shape[-1]

@@ -1,7 +1,7 @@
 """Layers whose positions belong to another module, so that every tensor has one owner and one name."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 from torch import Tensor, fx, nn
@@ -19,8 +19,7 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # The module on which tied parameters are registered, and their names there. Not through nn.Module's
-        # __setattr__, which would register the owner below the layer as well.
+        # Tied parameters are registered there. nn.Module's __setattr__ would register the owner below the layer too.
         self.__dict__["_owner"] = None
         self._owner_names: dict[str, str] = {}
 
@@ -34,22 +33,16 @@ class Tied(nn.Module):
         return shared.to(self.weight.device) if self.__dict__.get("_is_replica") else shared
 
     def tie_(self, owner: nn.Module, names: dict[str, str]) -> None:
-        """Use `owner`'s parameters from now on, `names["positions"]` for the positions, and drop the layer's own.
+        """Use the parameters of `owner`, a module that holds the layer, and drop the layer's own.
 
-        The parameter is registered on the owner alone, so that every tensor has one name in the state dict. It is
-        looked up at each use, so that a replacement there (`to_empty`, `load_state_dict(assign=True)`, FSDP2) counts.
-
-        Args:
-            owner: A module that holds the layer, so that copies of it hold the layer's copy.
-            names: "positions" (and "sigma", where the layer has one) -> the parameter's name on the owner.
+        `names`: "positions" (and "sigma") -> name on the owner, which alone registers it, so that every tensor has one
+        name. It is looked up at each use, so that a replacement there (`to_empty`, `assign=True`, FSDP2) counts.
         """
         for name in names:
             delattr(self, name)
         self.__dict__["_owner"], self._owner_names = owner, dict(names)
-        before = vars(owner).get(APPLY)
-        known = before.names if isinstance(before, KeepFormat) else frozenset[str]()
         if not isinstance(owner, fx.GraphModule):  # whose copies and pickles keep no attributes of this kind
-            vars(owner)[APPLY] = KeepFormat(owner, known.union(names.values()))
+            vars(owner).setdefault(APPLY, KeepFormat(owner)).names |= frozenset(names.values())
 
     def untie_(self) -> None:
         """Hold the shared parameters itself from now on, the same objects. The owner keeps them too."""
@@ -67,8 +60,7 @@ class Tied(nn.Module):
         return self._owner is not None
 
     def _apply(self, fn: Change, recurse: bool = True) -> Self:
-        own = {id(tensor) for parameter in self.parameters() for tensor in (parameter, parameter.grad)}
-        super()._apply(_keeping_format(fn, own), recurse)  # type: ignore[no-untyped-call]
+        super()._apply(_keeping_format(fn, self.parameters()), recurse)  # type: ignore[no-untyped-call]
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -102,24 +94,22 @@ class KeepFormat(OwnMethod):
     """`_apply` of an owner of tied parameters, which keeps memory formats away from them.
 
     `model.to(memory_format=torch.channels_last)` asks all tensors of four and five axes for that format, and fails
-    for those of five; `channels_last_3d` fails for four. Positions have either number. The layers, of our class,
-    override `_apply`; a foreign module that owns tied parameters can do so by an attribute only.
+    for those of five; `channels_last_3d` fails for four. Positions have either number.
     """
 
-    def __init__(self, module: nn.Module, names: frozenset[str]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.names = names
+        self.names: frozenset[str] = frozenset()
 
     def __call__(self, fn: Change, recurse: bool = True) -> Any:
-        if self.module is None:
-            raise RuntimeError("the owner of tied positions was copied without its own deepcopy; copy the whole model")
-        shared = [getattr(self.module, name, None) for name in self.names]
-        own = {id(tensor) for one in shared if one is not None for tensor in (one, one.grad)}
-        return type(self.module)._apply(self.module, _keeping_format(fn, own), recurse)  # type: ignore[no-untyped-call]
+        owner: Any = self.module
+        shared = [getattr(owner, name) for name in self.names if hasattr(owner, name)]
+        return type(owner)._apply(owner, _keeping_format(fn, shared), recurse)
 
 
-def _keeping_format(fn: Change, tensors: set[int]) -> Change:
-    """`fn` that sees these tensors flat: a tensor of one axis has no memory format that could be changed."""
+def _keeping_format(fn: Change, parameters: Iterable[Tensor]) -> Change:
+    """`fn` that sees these and their gradients flat: a tensor of one axis has no memory format to be changed."""
+    tensors = {id(tensor) for parameter in parameters for tensor in (parameter, parameter.grad)}
 
     def apply(tensor: Tensor) -> Tensor:
         if id(tensor) not in tensors or hasattr(tensor, "device_mesh"):  # spread over ranks by FSDP2

@@ -1,9 +1,5 @@
-"""Bilinear construction block by block gives what plain operations give, however it is differentiated.
+"""Bilinear construction block by block gives what plain operations give, however it is differentiated."""
 
-Axes: C channels, E kernel elements, A learnt axes.
-"""
-
-import itertools
 import math
 from contextlib import nullcontext
 
@@ -19,15 +15,13 @@ from torch.func import grad, hessian, jacfwd, vmap
 from dcls_convert.depthwise.eager import is_eager
 from dcls_convert.layers import bilinear
 from dcls_convert.layers.bilinear import bilinear_kernel
-from dcls_convert.layers.construction import construct_kernel
 
 from ..depthwise.gpu_forms import FORMS, as_on_a_gpu
-from .memory import Sizes
+from .common import Sizes, close, randn
 
 # torch compiles decompositions of its own with it when forward derivatives are first asked for.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
-FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
 every_size = pytest.mark.parametrize("size", [(5,), (1, 4), (2, 3, 4)], ids=str)
 
 
@@ -39,8 +33,7 @@ def of_plain_operations(weight, positions, size):
 
 def inputs(size, channels=(2, 3), count=4, seed=0):
     """weight (*C, E), positions (A, *C, E): on and between cells, inside the window, at its border, and beyond."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(*channels, count, generator=generator, dtype=torch.float64)
+    weight, generator = randn(*channels, count, seed=seed), torch.Generator().manual_seed(seed + 1)
     anywhere = torch.rand(len(size), *weight.shape, generator=generator, dtype=torch.float64) - 0.5
     anywhere *= 1.4 * torch.tensor(size).view(-1, *[1] * weight.dim())
     whole = torch.rand(anywhere.shape, generator=generator) < 0.4
@@ -48,17 +41,13 @@ def inputs(size, channels=(2, 3), count=4, seed=0):
 
 
 def toward(kernel):
-    return torch.randn(kernel.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return randn(*kernel.shape, seed=1)
 
 
 def kernel_and_gradients(construct, weight, positions, size):
     leaves = [weight.detach().requires_grad_(), positions.detach().requires_grad_()]
     kernel = construct(*leaves, size)
     return kernel, *torch.autograd.grad(kernel, leaves, toward(kernel))
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=FLOAT64_ATOL)
 
 
 @given(
@@ -68,25 +57,16 @@ def close(actual, expected):
     seed=st.integers(0, 2**16),
     block=st.sampled_from([1, 7, 500, 1 << 26]),
     form=st.sampled_from([None, *FORMS]),
+    strided=st.booleans(),
 )
-def test_kernel_and_gradients_are_those_of_plain_operations(size, channels, count, seed, block, form):
+def test_kernel_and_gradients_are_those_of_plain_operations(size, channels, count, seed, block, form, strided):
     some = inputs(size, channels, count, seed)
     with as_on_a_gpu(form) if form else nullcontext(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(bilinear, "BLOCK_ELEMENTS", block)
         patch.setattr(bilinear, "MOST_PRODUCTS", block)
-        fast = kernel_and_gradients(bilinear_kernel, *some, size)
+        inputs_of_fast = [tensor.mT.contiguous().mT for tensor in some] if strided else some
+        fast = kernel_and_gradients(bilinear_kernel, *inputs_of_fast, size)
     close(fast, kernel_and_gradients(of_plain_operations, *some, size))
-
-
-def test_strided_inputs_and_gradients_give_the_same():
-    size = (5, 8)
-    weight, positions = inputs(size)
-    strided = [weight.mT.contiguous().mT, positions.movedim(0, -1).contiguous().movedim(-1, 0)]
-    whole = kernel_and_gradients(bilinear_kernel, weight, positions, size)
-    close(kernel_and_gradients(bilinear_kernel, *strided, size), whole)
-    some = [tensor.requires_grad_() for tensor in strided]
-    expanded = torch.autograd.grad(bilinear_kernel(*some, size).sum(), some)  # the gradient of a sum is expanded
-    close(expanded, torch.autograd.grad(of_plain_operations(*some, size).sum(), some))
 
 
 def test_windows_of_more_cells_than_float32_can_count():
@@ -171,24 +151,6 @@ def test_only_kernel_positions_and_gradients_grow_with_the_layer(size, form, mon
     block = products if form else 64 * torch.get_num_threads() * len(size)
     whole = {one.numel() for one in (kernel, some[1], *gradients)}
     assert {pieces for pieces in sizes.pieces if pieces > block} <= whole
-
-
-@pytest.mark.slow
-def test_graphs_hold_plain_operations_for_any_number_of_elements():
-    class Kernel(nn.Module):
-        def forward(self, weight, positions):
-            return construct_kernel(weight, positions, (5, 8))
-
-    torch.compiler.reset()
-    compiled = torch.compile(Kernel(), fullgraph=True, dynamic=True, backend="aot_eager")
-    for channels, count in itertools.product([(2, 3), (4, 5)], [3, 6]):
-        some = inputs((5, 8), channels, count)
-        close(compiled(*some), Kernel()(*some))
-    program = torch.export.export(Kernel(), inputs((5, 8)))
-    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert all(name.startswith(("aten.", "<built-in", "wrap_")) for name in called), called
-    other = inputs((5, 8), seed=5)
-    close(program.module()(*other), Kernel()(*other))
 
 
 def test_tensors_with_operations_of_their_own_get_plain_ones():

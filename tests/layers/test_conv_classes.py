@@ -9,19 +9,19 @@ import torch
 from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame
 from torch import nn
 
-import dcls_convert
 from dcls_convert import DclsConv2d, PlanError, convert_, find_convs, fold_to_dense_, register_conv
 from dcls_convert.depthwise.geometry import DYNAMIC_SAME
+from dcls_convert.layers import conv_classes
 from dcls_convert.layers.conv_classes import PLAIN, find_form, why_not_replaceable
+from dcls_convert.planning.rules import parse_rules
 
+from .common import close, randn
+
+RULES = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [3, 3]}\n")
 SIZES = [(12, 17), (11, 16), (9, 9)]  # both parities: dynamic SAME padding depends on them
-
-
 SHAPES = [
     {"kernel_size": (5, 3), "stride": (2, 1)},
-    {"kernel_size": 3, "dilation": 2},
-    {"kernel_size": 4, "stride": 2},
-    {"kernel_size": 2, "stride": 2},
+    {"kernel_size": (3, 4), "dilation": 2},
     {"kernel_size": 3, "stride": 3, "groups": 2},
 ]
 CLASSES = [Conv2dSame, StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame]
@@ -37,21 +37,27 @@ def built(conv_class, shape, seed=0):
     return conv
 
 
+def there_and_back(conv, sizes):
+    """The layer with all cells of `conv` as elements, and it folded, after comparing both with `conv`."""
+    window = [(size - 1) * spacing + 5 for size, spacing in zip(conv.kernel_size, conv.dilation, strict=True)]
+    layer = DclsConv2d.from_conv(conv, kernel_count=math.prod(conv.kernel_size), dilated_kernel_size=window)
+    folded = layer.fuse()
+    for size in sizes:
+        image = randn(2, 6, *size)
+        for new in (layer, folded, pickle.loads(pickle.dumps(layer))):
+            close(new(image), conv(image))
+    return layer, folded
+
+
 @pytest.mark.parametrize("conv_class", CLASSES, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_dense_grid_of_elements_is_the_old_layer_with_its_gradients_there_and_back(conv_class, shape):
     conv = built(conv_class, shape)
-    other = copy.deepcopy(conv)
-    window = [(size - 1) * spacing + 5 for size, spacing in zip(conv.kernel_size, conv.dilation, strict=True)]
-    layer = DclsConv2d.from_conv(other, kernel_count=math.prod(conv.kernel_size), dilated_kernel_size=window)
-    folded = layer.fuse()
+    other, image = copy.deepcopy(conv), randn(2, 6, 9, 9)
+    layer, folded = there_and_back(other, SIZES)
     assert find_form(folded).weight is None
     assert isinstance(folded, Conv2dSame) is (layer.padding == DYNAMIC_SAME)
     assert set(folded.state_dict()) <= {"weight", "bias"}
-    for size in SIZES:
-        image = torch.randn(2, 6, *size, dtype=torch.double)
-        for new in (layer, folded, pickle.loads(pickle.dumps(layer))):
-            torch.testing.assert_close(new(image), conv(image), rtol=1e-12, atol=1e-12)
     conv(image).square().sum().backward()
     layer(image).square().sum().backward()
     torch.testing.assert_close(layer.weight.grad.flatten(2), conv.weight.grad.flatten(2), rtol=1e-9, atol=1e-9)
@@ -87,9 +93,6 @@ def test_same_padding_with_a_stride_above_the_kernel_is_refused():
         DclsConv2d.from_conv(conv, kernel_count=1, dilated_kernel_size=5)
 
 
-RULES = dcls_convert.planning.rules.parse_rules("format: 1\nrules:\n  - match: {kernel_size: [3, 3]}\n")
-
-
 # A class of the user's own.
 
 
@@ -108,10 +111,6 @@ def centred(conv, weight):
     return (weight - weight.mean(dim=tuple(range(1, weight.dim())), keepdim=True)) / conv.temperature
 
 
-class Inheriting(Centred):
-    pass
-
-
 class Overriding(Centred):
     def forward(self, input):
         return super().forward(input) + 1
@@ -119,22 +118,23 @@ class Overriding(Centred):
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr("dcls_convert.layers.conv_classes._FORMS", {})
+    """No class is known but those of this file."""
+    monkeypatch.setattr(conv_classes, "_FORMS", {})
     register_conv(Centred, weight=centred, parameters=["temperature"])
+    register_conv(StaticSame, padding_module="static_padding")
 
 
-@pytest.mark.parametrize("conv_class", [Centred, Inheriting])
+@pytest.mark.parametrize("conv_class", [Centred, type("Inheriting", (Centred,), {})])
 def test_a_registered_class_and_what_inherits_its_forward_is_converted_without_loss(registered, conv_class):
-    model = nn.Sequential(conv_class(3, 4, 3, padding=1)).double()
-    image = torch.randn(1, 3, 8, 8, dtype=torch.double)
+    model, image = nn.Sequential(conv_class(3, 4, 3, padding=1)).double(), randn(1, 3, 8, 8)
     expected, temperature = model(image), model[0].temperature
     convert_(model, dilated_size=7, kernel_count=9, rules=RULES, input_size=(3, 8, 8))
     assert model[0].temperature is temperature
-    torch.testing.assert_close(model(image), expected, rtol=1e-12, atol=1e-12)
+    close(model(image), expected)
     model(image).sum().backward()
     assert temperature.grad is not None
     fold_to_dense_(model)
-    torch.testing.assert_close(model(image), expected, rtol=1e-12, atol=1e-12)
+    close(model(image), expected)
 
 
 def test_a_class_is_not_known_before_it_is_registered_nor_is_one_that_overrides_it(registered):
@@ -167,12 +167,6 @@ class StaticSame(nn.Conv2d):
         return self._conv_forward(self.static_padding(x), self.weight, self.bias)
 
 
-@pytest.fixture
-def static(monkeypatch):
-    monkeypatch.setattr("dcls_convert.layers.conv_classes._FORMS", {})
-    register_conv(StaticSame, padding_module="static_padding")
-
-
 STATIC = [
     ({"kernel_size": 3}, (12, 17), True),
     ({"kernel_size": (5, 3), "padding": (1, 0)}, (12, 17), True),
@@ -183,39 +177,32 @@ STATIC = [
 
 
 @pytest.mark.parametrize(("shape", "image_size", "even"), STATIC)
-def test_padding_by_a_module_is_kept_there_and_back(static, shape, image_size, even):
+def test_padding_by_a_module_is_kept_there_and_back(registered, shape, image_size, even):
     conv = StaticSame(6, 4, image_size=image_size, **shape).double()
-    kernel_size, dilation = conv.kernel_size, conv.dilation
-    window = [(k - 1) * d + 5 for k, d in zip(kernel_size, dilation, strict=True)]
-    layer = DclsConv2d.from_conv(conv, kernel_count=kernel_size[0] * kernel_size[1], dilated_kernel_size=window)
+    layer, folded = there_and_back(conv, [image_size, *SIZES])  # also images for which the padding is not SAME
     assert isinstance(layer.padding[0], int) is even
-    folded = layer.fuse()
     assert type(folded) is nn.Conv2d
-    for size in [image_size, *SIZES]:  # also of images for which the padding is not SAME
-        image = torch.randn(2, 6, *size, dtype=torch.double)
-        for new in (layer, folded, pickle.loads(pickle.dumps(layer))):
-            torch.testing.assert_close(new(image), conv(image), rtol=1e-12, atol=1e-12)
 
 
-def test_advice_is_given_where_it_helps_alone(static):
+def test_advice_is_given_where_it_helps_alone(registered):
     options = {"image_size": (9, 9)}
     for padding_class in (nn.ReflectionPad2d, lambda sides: nn.ConstantPad2d(sides, 1.0)):
         other = StaticSame(3, 4, 3, padding_class=padding_class, **options)
         assert "holds static_padding" in why_not_replaceable(other)
     assert "does not pad" in why_not_replaceable(StaticSame(3, 4, 3, padding_mode="reflect", **options))
-    dcls_convert.layers.conv_classes._FORMS.clear()
+    conv_classes._FORMS.clear()
     assert "register_conv" in why_not_replaceable(StaticSame(3, 4, 3, **options))
     other = StaticSame(3, 4, 3, padding_class=nn.ReflectionPad2d, **options)
     assert "register_conv" not in why_not_replaceable(other)
 
 
-class ForwardOfItsBase(nn.Conv2d):
-    pass
-
-
 @pytest.mark.parametrize(
     ("cls", "reason"),
-    [(nn.Linear, "no subclass"), (nn.ConvTranspose2d, "no subclass"), (ForwardOfItsBase, "has the forward of Conv2d")],
+    [
+        (nn.Linear, "no subclass"),
+        (nn.ConvTranspose2d, "no subclass"),
+        (type("Named", (nn.Conv2d,), {}), "has the forward of Conv2d"),
+    ],
 )
 def test_what_cannot_or_need_not_be_registered_is_refused(cls, reason):
     with pytest.raises(TypeError, match=reason):

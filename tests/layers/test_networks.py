@@ -15,30 +15,11 @@ import dcls_convert
 from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
 from dcls_convert.planning.rules import parse_rules
 
-RULES = """
-format: 1
-rules:
-  - match: {{kernel_size: {kernel_size}}}
-    dilated_kernel_size: {window}
-    dense_axes: {dense_axes}
-"""
-FLOAT64_ATOL = 1e-12
-FLOAT32_ATOL = 1e-5
-SINGLE, DOUBLE = torch.float32, torch.float64
+from .common import close, randn
 
 
 def layers(model):
     return [module for module in model.modules() if isinstance(module, DclsConvNd)]
-
-
-def converted(model, kernel_size, window, dense_axes, input_size):
-    rules = parse_rules(RULES.format(kernel_size=kernel_size, window=window, dense_axes=dense_axes))
-    dcls_convert.convert_(model, rules=rules, input_size=input_size, init="random")
-    return model.eval()
-
-
-def random_images(*shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
 
 
 # Memory formats.
@@ -46,12 +27,14 @@ def random_images(*shape, dtype=torch.float32):
 FORMATS = {
     "one dense axis in 2-D": (
         functools.partial(timm.create_model, "inception_next_atto", num_classes=3),
-        ([1, 9], [1, 13], [0], (3, 32, 32)),
+        "{match: {kernel_size: [1, 9]}, dilated_kernel_size: [1, 13], dense_axes: [0]}",
+        (3, 32, 32),
         torch.channels_last,
     ),
     "none dense in 3-D": (
         functools.partial(torchvision.models.video.mc3_18, num_classes=3),
-        ([3, 3, 3], [3, 5, 5], [], (3, 4, 16, 16)),
+        "{match: {kernel_size: [3, 3, 3]}, dilated_kernel_size: [3, 5, 5]}",
+        (3, 4, 16, 16),
         torch.channels_last_3d,
     ),
 }
@@ -59,11 +42,13 @@ FORMATS = {
 
 @pytest.mark.parametrize("case", FORMATS)
 def test_positions_and_elements_pass_through_memory_formats(case):
-    build, options, memory_format = FORMATS[case]
+    build, rule, input_size, memory_format = FORMATS[case]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = converted(build(), *options)
-    images = random_images(1, *options[-1])
+        model = build().eval()
+        rules = parse_rules(f"format: 1\nrules: [{rule}]\n")
+        dcls_convert.convert_(model, rules=rules, input_size=input_size, init="random")
+    images = randn(1, *input_size, dtype=torch.float32)
     expected, before = model(images), copy.deepcopy(model.state_dict())
     assert any(layer.is_tied for layer in layers(model))
     for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -94,12 +79,9 @@ def test_torchvision_extracts_features_of_a_converted_model():
         model = torchvision.models.resnet18(num_classes=3)
         dcls_convert.convert_(model, dilated_size=7, input_size=(3, 64, 64), init="random")
     model.eval()
-    images, names = random_images(2, 3, 64, 64), ["layer1", "layer2.0.conv1", "layer3"]
-    expected, hooked = {}, copy.deepcopy(model)
-    for name in names:
-        hook = lambda *call, name=name: expected.update({name: call[2]})  # noqa: E731
-        hooked.get_submodule(name).register_forward_hook(hook)
-    hooked(images)
+    images, names = randn(2, 3, 64, 64, dtype=torch.float32), ["layer1", "layer2", "layer3"]
+    maps = model.maxpool(model.relu(model.bn1(model.conv1(images))))
+    expected = {name: (maps := model.get_submodule(name)(maps)) for name in names}
     extractor = create_feature_extractor(model, names)
     used = [model.get_submodule(name) for name, module in extractor.named_modules() if isinstance(module, DclsConvNd)]
     tensors = {id(layer.positions) for layer in used}
@@ -122,7 +104,7 @@ class Pair(nn.Module):
         super().__init__()
         make = functools.partial(DclsConv2d, 2, 2, kernel_count=3)
         self.one = make(dilated_kernel_size=5, padding=2, interpolation="gaussian")
-        self.two = make(dilated_kernel_size=(5, 7), padding=(2, 3))
+        self.two = make(dilated_kernel_size=(5, 7), padding=(2, 3), interpolation="triangle")
         self.three, self.four = (make(dilated_kernel_size=5, padding=2) for _ in range(2))
         self.shared = nn.Parameter(self.three.positions.detach().clone())
         for layer in (self.three, self.four):
@@ -134,8 +116,10 @@ class Pair(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # inductor's
-@pytest.mark.parametrize(("backend", "dtype"), [("aot_eager", DOUBLE), ("inductor", SINGLE)])
-def test_compiled_layers_keep_their_positions_inside_as_others_do(backend, dtype):
+@pytest.mark.parametrize(
+    ("backend", "dtype", "atol"), [("aot_eager", torch.float64, 1e-12), ("inductor", torch.float32, 1e-5)]
+)
+def test_compiled_layers_keep_their_positions_inside_as_others_do(backend, dtype, atol):
     torch.compiler.reset()
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -144,7 +128,7 @@ def test_compiled_layers_keep_their_positions_inside_as_others_do(backend, dtype
         for name, parameter in start.named_parameters():
             if name.endswith(("positions", "shared")):
                 parameter.mul_(9)  # far outside
-    images, results = random_images(1, 2, 9, 9, dtype=dtype), []
+    images, results = randn(1, 2, 9, 9, dtype=dtype), []
     for compiled in (False, True):
         model = copy.deepcopy(start)
         step = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
@@ -156,8 +140,7 @@ def test_compiled_layers_keep_their_positions_inside_as_others_do(backend, dtype
             optimizer.step()
         results.append(seen)
     assert all(positions.abs().max() <= 3 for positions in results[0])
-    tolerance = FLOAT64_ATOL if dtype is DOUBLE else FLOAT32_ATOL
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=tolerance)
+    close(results[1], results[0], atol)
 
 
 # DataParallel.

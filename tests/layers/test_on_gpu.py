@@ -13,6 +13,8 @@ from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 from dcls_convert.layers.interpolation import INTERPOLATIONS
 from dcls_convert.tuning import repulsive_loss
 
+from .common import FLOAT64_ATOL, close, every_interpolation, randn
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
@@ -20,19 +22,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # that it is a prototype
 ]
 
-FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
-every_interpolation = pytest.mark.parametrize("interpolation", list(INTERPOLATIONS))
-
 
 def layer_of(size, interpolation="bilinear", *, dtype=torch.float32, count=9):
     """A depthwise layer on the GPU, its elements on and between cells, inside the window, at its border and beyond."""
     layer = DCLS_LAYERS[len(size)](
         6, 6, groups=6, kernel_count=count, dilated_kernel_size=size, interpolation=interpolation, dtype=dtype
     )
-    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator))
-        layer.positions.copy_(3 * torch.randn(layer.positions.shape, generator=generator))
+        layer.weight.copy_(randn(*layer.weight.shape))
+        layer.positions.copy_(3 * randn(*layer.positions.shape, seed=1))
         layer.positions[..., ::2].round_()
     return layer.cuda()
 
@@ -47,7 +45,7 @@ def elements_of(layer):
 
 
 def toward(layer):
-    return torch.randn(6, 1, *layer.kernel_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return randn(6, 1, *layer.kernel_size, seed=2)
 
 
 @every_interpolation
@@ -58,10 +56,9 @@ def test_kernel_and_gradients_are_those_of_the_cpu(size, interpolation, compiled
     ours = layer_of(size, interpolation, dtype=torch.float64)
     theirs = copy.deepcopy(ours).cpu()
     construct = torch.compile(ours.kernel, fullgraph=True) if compiled else ours.kernel
-    found = kernel_and_gradients(construct, elements_of(ours), toward(ours))
+    results = kernel_and_gradients(construct, elements_of(ours), toward(ours))
     expected = kernel_and_gradients(theirs.kernel, elements_of(theirs), toward(theirs))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=FLOAT64_ATOL)
+    close([one.cpu() for one in results], expected)
 
 
 @every_interpolation
@@ -146,9 +143,7 @@ def test_a_step_can_be_captured_in_a_cuda_graph():
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("side", [7, 14, 28])
 def test_wide_windows_are_convolved_as_on_the_cpu(side, memory_format):
-    generator = torch.Generator().manual_seed(0)
-    maps = torch.randn(3, 5, side, side, dtype=torch.float64, generator=generator).to(memory_format=memory_format)
-    kernel = torch.randn(5, 1, 17, 17, dtype=torch.float64, generator=generator)
+    maps, kernel = randn(3, 5, side, side).to(memory_format=memory_format), randn(5, 1, 17, 17, seed=1)
     results = []
     for device in ("cpu", "cuda"):
         pair = [tensor.to(device).requires_grad_() for tensor in (maps, kernel)]

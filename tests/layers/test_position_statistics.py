@@ -5,40 +5,39 @@ import math
 import pytest
 import torch
 
+from dcls_convert.layers import position_statistics
 from dcls_convert.layers.position_statistics import border_share, mean_distance, overlap_share, spread
+
+from .common import randn
 
 
 def slow_overlap(kernels):
     """kernels: for each kernel, the coordinates of each element."""
-    overlapping = sum(
+    near = [
         any(math.dist(one, other) < 1 for index, other in enumerate(kernel) if index != own)
         for kernel in kernels
         for own, one in enumerate(kernel)
-    )
-    return overlapping / sum(map(len, kernels))
+    ]
+    return sum(near) / len(near)
 
 
 def slow_border(elements, size):
-    limits = [(-(side // 2), (side - 1) // 2) for side in size]
-    at_border = sum(
-        any(
-            high > low and (place <= low + 0.5 or place >= high - 0.5)
-            for place, (low, high) in zip(element, limits, strict=True)
-        )
-        for element in elements
-    )
-    return at_border / len(elements)
+    def at_border(place, side):
+        return side > 1 and (place <= 0.5 - side // 2 or place >= (side - 1) // 2 - 0.5)
+
+    return sum(any(map(at_border, element, size)) for element in elements) / len(elements)
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 1, 6), (2, 3, 2, 5), (2, 9, 1, 1), (3, 2, 2, 4), (2, 3, 1, 4, 7)])
 @pytest.mark.parametrize("whole", [False, True])  # neighbours are exactly a cell apart, and some elements at one place
-def test_statistics_are_those_of_plain_loops(shape, whole):
-    positions = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+def test_statistics_are_those_of_plain_loops(shape, whole, monkeypatch):
+    positions = 2 * randn(*shape)
     positions, size = positions.round() if whole else positions, (5, 8, 1)[: shape[0]]
     kernels = positions.reshape(shape[0], -1, shape[-1]).permute(1, 2, 0).tolist()
     elements = [element for kernel in kernels for element in kernel]
-    assert overlap_share(positions) == slow_overlap(kernels)
-    assert all(overlap_share(positions, most_distances=most) == slow_overlap(kernels) for most in (1, 7, 40))
+    for most in (1, 7, 40, 1 << 22):
+        monkeypatch.setattr(position_statistics, "MOST_DISTANCES", most)
+        assert overlap_share(positions) == slow_overlap(kernels)
     assert border_share(positions, size) == slow_border(elements, size)
     squares = [sum(place**2 for place in axis) / len(axis) for axis in zip(*elements, strict=True)]
     assert spread(positions) == pytest.approx([math.sqrt(square) for square in squares])

@@ -10,7 +10,7 @@ from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv1d, DclsConv2d, DclsConv3d
 from dcls_convert.tuning.repulsion import repulsion
 
-from ..layers.memory import Sizes
+from ..layers.common import Sizes
 
 FLOAT64 = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -1,7 +1,22 @@
-"""What memory operations take, as numbers of numbers."""
+"""What the tests of this room share: numbers, comparisons in float64, and what memory operations take."""
 
+import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from dcls_convert.layers.interpolation import INTERPOLATIONS
+
+FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
+every_interpolation = pytest.mark.parametrize("interpolation", list(INTERPOLATIONS))
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def close(actual, expected, atol=FLOAT64_ATOL):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
 
 class Sizes(TorchDispatchMode):
