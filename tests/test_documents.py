@@ -13,6 +13,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree
@@ -29,7 +30,6 @@ from dcls_convert.checkpoints import verify
 from dcls_convert.cli.app import main
 
 from .conftest import TINY
-from .tuning.test_timm_train import TRAIN_SCRIPT
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -50,7 +50,11 @@ STAND_INS = {
     "index.md": SMALL,
     "python.md": SMALL,
     "starts.md": {**SMALL, "tf_efficientnet_lite0": "test_efficientnet"},
-    "timm.md": {**SMALL, "--amp": "--output output/train/run", "path/to/train.py": "scripts/train.py"},
+    "timm.md": {
+        **SMALL,
+        "--amp": "--output output/train/run --device cpu --epochs 1 --batch-size 4 --workers 0 --mixup 1",
+        "path/to/train.py": "scripts/train.py",
+    },
     "training.md": {
         **SMALL,
         "examples/finetune.py": str(ROOT / "examples" / "finetune.py"),
@@ -111,10 +115,8 @@ def trained_weights() -> None:
 
 def timms_script() -> None:
     Path("scripts").mkdir()
-    known = "parser.parse_known_args()[0]"  # the real one has the other arguments
-    Path("scripts/train.py").write_text(TRAIN_SCRIPT.replace("parser.parse_args()", known))
-    Path("scripts/helper_beside.py").write_text("STEPS = 1\n")
-    Path("output/train/run").mkdir(parents=True)
+    shutil.copy(Path(__file__).parent / "tuning" / "small_train.py", "scripts/train.py")
+    photographs(Path("flowers"))
 
 
 GIVEN = {
