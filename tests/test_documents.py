@@ -23,13 +23,13 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from PIL import Image
 
 import dcls_convert
 from dcls_convert.checkpoints import verify
 from dcls_convert.cli.app import main
 
 from .conftest import TINY
+from .photographs import photographs
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -88,14 +88,6 @@ def commands_of(text: str) -> list[tuple[str, str]]:
 
 
 # What the reader of a page has.
-
-
-def photographs(folder: Path) -> None:
-    for index in range(20):
-        split = "validation" if index % 5 == 4 else "train"
-        path = folder / split / ("dark" if index % 2 else "light") / f"{index}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.effect_noise((64, 64), 20 + 5 * index).convert("RGB").save(path)
 
 
 def model_of_ones_own() -> None:

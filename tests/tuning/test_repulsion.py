@@ -1,5 +1,6 @@
 """The repulsive loss is its formula, in bounded memory."""
 
+import itertools
 import math
 
 import pytest
@@ -18,15 +19,9 @@ FLOAT64 = {"rtol": 1e-12, "atol": 1e-12}
 
 def oracle(positions: torch.Tensor) -> float:
     """The formula in plain loops: positions (A, *C, E)."""
-    axes, count = positions.shape[0], positions.shape[-1]
-    kernels = positions.reshape(axes, -1, count).tolist()
-    total, number = 0.0, len(kernels[0])
-    for kernel in range(number):
-        for i in range(count):
-            for j in range(i + 1, count):
-                distance = math.dist(*([kernels[a][kernel][e] for a in range(axes)] for e in (i, j)))
-                total += max(0.0, 1 - distance)
-    return 2 * total / (count * (count - 1) * number)
+    kernels = positions.flatten(1, -2).permute(1, 2, 0).tolist()
+    pairs = [pair for kernel in kernels for pair in itertools.combinations(kernel, 2)]
+    return sum(max(0.0, 1 - math.dist(*pair)) for pair in pairs) / len(pairs)
 
 
 def seeded(*shape: int) -> torch.Tensor:
@@ -66,22 +61,16 @@ def test_the_repulsive_loss_is_the_formula(shape):
         torch.testing.assert_close(gradient, alone.grad, **FLOAT64)
 
 
-class Several(nn.Module):
-    """Layers of all dimensions, one with a dense axis, two of them tied."""
-
-    def __init__(self):
-        super().__init__()
-        self.one = DclsConv1d(4, 4, kernel_count=5, dilated_kernel_size=7, groups=2, interpolation="gaussian")
-        self.two, self.again = (DclsConv2d(2, 3, kernel_count=4, dilated_kernel_size=(5, 7)) for _ in range(2))
-        self.three = DclsConv3d(2, 2, kernel_count=3, dilated_kernel_size=(2, 5, 5), dense_axes=[0])
-        self.shared = nn.Parameter(self.two.positions.detach().clone())
-        for layer in (self.two, self.again):
-            layer.tie_(self, {"positions": "shared"})
-
-
 def test_a_model_has_the_mean_over_its_positions_tensors():
-    model = Several().double()
-    names = ["one.positions", "three.positions", "shared"]
+    one = DclsConv1d(4, 4, kernel_count=5, dilated_kernel_size=7, groups=2, interpolation="gaussian")
+    two, again = (DclsConv2d(2, 3, kernel_count=4, dilated_kernel_size=(5, 7)) for _ in range(2))
+    three = DclsConv3d(2, 2, kernel_count=3, dilated_kernel_size=(2, 5, 5), dense_axes=[0])
+    model = nn.ModuleList([one, two, again, three])
+    model.shared = nn.Parameter(two.positions.detach().clone())
+    for layer in (two, again):
+        layer.tie_(model, {"positions": "shared"})
+    model.double()
+    names = ["0.positions", "3.positions", "shared"]
     loss = tuning.repulsive_loss(model)
     expected = sum(oracle(model.get_parameter(name).detach()) for name in names) / 3
     assert loss.item() == pytest.approx(expected, rel=1e-12)
