@@ -38,16 +38,17 @@ def create_optimizer(
     Nothing changes for models without DCLS layers, and the groups stay where the script makes them.
     """
     by_epochs = options.repulsive_loss_from is not None or options.track is not None
-    if not (isinstance(model, nn.Module) and position_parameters(model)):
-        if by_epochs:
-            raise DclsConvertError("--repulsive-loss-from and --track: the script trains no model with DCLS layers")
-        return timms(model, *args, **kwargs)
-    if kwargs.get("param_group_fn") is None:
+    converted = isinstance(model, nn.Module) and len(position_parameters(model)) > 0
+    if by_epochs and not (converted and hasattr(sys.modules["__main__"], "train_one_epoch")):
+        needs = "need a model with DCLS layers, and a train_one_epoch(epoch, ...) in the script"
+        raise DclsConvertError(f"--repulsive-loss-from and --track {needs}")
+    if converted and kwargs.get("param_group_fn") is None:
         names = GROUPING if kwargs.get("layer_decay") is None else GROUPING | LAYER_GROUPING
         grouping = {"weight_decay": 0.0} | {ours: kwargs[name] for name, ours in names.items() if name in kwargs}
         kwargs["param_group_fn"] = partial(param_groups, position_lr_scale=options.position_lr_scale, **grouping)
     optimizer = timms(model, *args, **kwargs)
-    optimizer.register_step_post_hook(lambda *_: clamp_positions_(model))
+    if converted:
+        optimizer.register_step_post_hook(lambda *_: clamp_positions_(model))
     if by_epochs:
         follow_epochs_(model, optimizer, options)
     return optimizer
@@ -56,8 +57,7 @@ def create_optimizer(
 def follow_epochs_(model: nn.Module, optimizer: Any, options: argparse.Namespace) -> None:
     """Let the script's `train_one_epoch(epoch, ...)` repel positions from an epoch on, and record them at its end."""
     script = vars(sys.modules["__main__"])
-    if (train := script.get("train_one_epoch")) is None:
-        raise DclsConvertError("--repulsive-loss-from and --track: the script has no train_one_epoch(epoch, ...)")
+    train = script["train_one_epoch"]
     moving = [one.tensor for one in position_parameters(model) if one.kind == "positions" and one.tensor.requires_grad]
     tracker = None if options.track is None else PositionTracker(model, options.track)
     repelling = False
