@@ -13,23 +13,23 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import timm
 import torch
-from PIL import Image
 
 import dcls_convert
 from dcls_convert.checkpoints import verify
 from dcls_convert.cli.app import main
 
 from .conftest import TINY
-from .tuning.test_timm_train import TRAIN_SCRIPT
+from .photographs import photographs
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -43,26 +43,22 @@ MARKS |= dict.fromkeys(("lightning.md", "trainer.md", "libraries.md"), OTHERS)
 MARKS["hub.md"] = [pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")]  # huggingface_hub to httpx
 # What stands in for names in a page: page -> text -> text.
 SMALL = {"convnext_tiny": TINY}  # where a network is written; README's test takes the real one
-STAND_INS = {
-    "checkpoints.md": SMALL | {"1, 3, 224, 224": "1, 3, 160, 160"},
-    "convert.md": SMALL,
-    "hub.md": SMALL,
-    "index.md": SMALL,
-    "python.md": SMALL,
-    "starts.md": {**SMALL, "tf_efficientnet_lite0": "test_efficientnet"},
-    "timm.md": {**SMALL, "--amp": "--output output/train/run", "path/to/train.py": "scripts/train.py"},
-    "training.md": {
-        **SMALL,
-        "examples/finetune.py": str(ROOT / "examples" / "finetune.py"),
-        "--data photographs": "--data photographs --epochs 1 --batch-size 4 --img-size 32",
-    },
+STAND_INS = dict.fromkeys(("convert.md", "hub.md", "index.md", "python.md"), SMALL)
+STAND_INS["checkpoints.md"] = SMALL | {"1, 3, 224, 224": "1, 3, 160, 160"}
+STAND_INS["starts.md"] = SMALL | {"tf_efficientnet_lite0": "test_efficientnet"}
+STAND_INS["timm.md"] = SMALL | {
+    "--amp": "--output output/train/run --device cpu --epochs 1 --batch-size 4 --workers 0 --mixup 1",
+    "path/to/train.py": "scripts/train.py",
+}
+STAND_INS["training.md"] = SMALL | {
+    "examples/finetune.py": str(ROOT / "examples" / "finetune.py"),
+    "--data photographs": "--data photographs --epochs 1 --batch-size 4 --img-size 32",
 }
 # Lines that run elsewhere: README's test makes such an environment, in a shell; the pictures' test surveys models.
 ELSEWHERE = re.compile(r"python3 -m venv |\. \.venv/|pip install |dcls-convert models ")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
+class Block(NamedTuple):
     language: str
     title: str | None
     text: str
@@ -70,10 +66,8 @@ class Block:
 
 
 def blocks_of(text: str) -> list[Block]:
-    found = re.finditer(r'^```(\w*)(?: title="(.+?)")?\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
-    return [
-        Block(language=one[1], title=one[2], text=one[3], line=text.count("\n", 0, one.start(3)) + 1) for one in found
-    ]
+    matches = re.finditer(r'^```(\w*)(?: title="(.+?)")?\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
+    return [Block(*match.groups(), text.count("\n", 0, match.start(3)) + 1) for match in matches]
 
 
 def commands_of(text: str) -> list[tuple[str, str]]:
@@ -84,14 +78,6 @@ def commands_of(text: str) -> list[tuple[str, str]]:
 
 
 # What the reader of a page has.
-
-
-def photographs(folder: Path) -> None:
-    for index in range(20):
-        split = "validation" if index % 5 == 4 else "train"
-        path = folder / split / ("dark" if index % 2 else "light") / f"{index}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.effect_noise((64, 64), 20 + 5 * index).convert("RGB").save(path)
 
 
 def model_of_ones_own() -> None:
@@ -111,10 +97,8 @@ def trained_weights() -> None:
 
 def timms_script() -> None:
     Path("scripts").mkdir()
-    known = "parser.parse_known_args()[0]"  # the real one has the other arguments
-    Path("scripts/train.py").write_text(TRAIN_SCRIPT.replace("parser.parse_args()", known))
-    Path("scripts/helper_beside.py").write_text("STEPS = 1\n")
-    Path("output/train/run").mkdir(parents=True)
+    shutil.copy(Path(__file__).parent / "tuning" / "small_train.py", "scripts/train.py")
+    photographs(Path("flowers"))
 
 
 GIVEN = {
@@ -150,7 +134,7 @@ def run_program(arguments: list[str]) -> tuple[int, str]:
         run = [sys.executable, *command]
         done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120, check=False)
         return done.returncode, done.stdout + done.stderr
-    printed = io.StringIO()
+    printed, code = io.StringIO(), 0
     with (
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
@@ -164,8 +148,8 @@ def run_program(arguments: list[str]) -> tuple[int, str]:
             patch.syspath_prepend(str(Path(arguments[1]).parent))
             runpy.run_path(arguments[1], run_name="__main__")
         except SystemExit as stopped:
-            return int(stopped.code or 0), printed.getvalue()
-    return 0, printed.getvalue()
+            code = int(stopped.code or 0)
+    return code, printed.getvalue()
 
 
 def run_console(text: str) -> None:
@@ -229,8 +213,13 @@ def test_readme_runs_from_top_to_bottom_in_one_shell(tmp_path):
     for name in filter(None, files.split("\0")):
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            (copy / name).write_bytes((ROOT / name).read_bytes())
-    cache_of("convnext_tiny", cache)
+            shutil.copyfile(ROOT / name, copy / name)
+    # The cache as it is after a download of the model's weights.
+    model = timm.create_model("convnext_tiny")
+    repository = cache / f"models--{model.pretrained_cfg['hf_hub_id'].replace('/', '--')}"
+    timm.models.save_for_hf(model, repository / "snapshots" / ("0" * 40), safe_serialization=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
     program = copy / ".venv-test" / "bin" / "pytest"
     program.parent.mkdir(parents=True)
     program.write_text('#!/bin/sh\nexec "$(dirname "$0")/python" -m pytest "$@"\n')
@@ -239,12 +228,8 @@ def test_readme_runs_from_top_to_bottom_in_one_shell(tmp_path):
     for block in blocks_of(README):
         assert block.language in ("console", "python"), block
         script += block.text if block.language == "console" else f"python - <<'PYTHON'\n{block.text}PYTHON\n"
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(timm.__file__).parent.parent),
-        "PYTEST_ADDOPTS": "--collect-only",
-        "HF_HUB_CACHE": str(cache),
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = os.environ | {"PYTHONPATH": str(Path(timm.__file__).parent.parent)}
+    environment |= {"PYTEST_ADDOPTS": "--collect-only", "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
     script += "command -v dcls-convert\n"
     shell = ["bash", "-ex"]  # says on stderr what it runs
     done = subprocess.run(shell, input=script, cwd=copy, env=environment, capture_output=True, text=True, timeout=1200)
@@ -253,16 +238,6 @@ def test_readme_runs_from_top_to_bottom_in_one_shell(tmp_path):
     assert {path.name for path in copy.glob("*-dcls17*")} >= {"convnext_tiny-dcls17", "convnext_tiny-dcls17-fit"}
     assert re.search(r"\d+/\d+ tests collected", done.stdout)
     assert Path(done.stdout.splitlines()[-1]).is_relative_to(copy / ".venv")
-
-
-def cache_of(name: str, cache: Path) -> None:
-    """The hub's cache as it is after a download of the model's weights."""
-    model = timm.create_model(name)
-    repository = cache / f"models--{model.pretrained_cfg['hf_hub_id'].replace('/', '--')}"
-    revision = "0" * 40
-    timm.models.save_for_hf(model, repository / "snapshots" / revision, safe_serialization=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(revision)
 
 
 def test_readme_has_one_command_for_the_main_job_and_one_for_the_tests():

@@ -9,20 +9,12 @@ import timm
 import dcls_convert
 
 LOOK_UP = "import importlib.util; assert importlib.util.find_spec('timm') is not None"
-THREADS = """
-import threading
-threads = [threading.Thread(target=__import__, args=(name,)) for name in ("timm", "dcls_convert", "timm.models") * 2]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-"""
 ORDERS = {
     "ours first": "import dcls_convert, timm",
     "timm first": "import timm, dcls_convert",
-    "looked up between": f"import dcls_convert; {LOOK_UP}; import timm",
     "looked up before": f"{LOOK_UP}; import dcls_convert, timm",
     "looked up again and again": f"import dcls_convert; {LOOK_UP}; {LOOK_UP}; import timm; {LOOK_UP}",
     "looked up below": "import dcls_convert, importlib.util; importlib.util.find_spec('timm.models'); import timm",
-    "a submodule first": "import dcls_convert, timm.models; import timm",
     "a submodule, ours, timm": "import timm.data; import dcls_convert, timm",
     "after a failure": """
 import dcls_convert, sys
@@ -35,7 +27,11 @@ import timm
 """,
     "by transformers' way": "import dcls_convert, importlib.metadata, importlib.util\n"
     "importlib.util.find_spec('timm'); importlib.metadata.version('timm')\nimport timm",
-    "in threads": THREADS + "import dcls_convert, timm",
+    "in threads": """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(6) as pool: list(pool.map(__import__, ("timm", "dcls_convert", "timm.models") * 2))
+import dcls_convert, timm
+""",
     "imported again": "import dcls_convert, timm, importlib, sys; del sys.modules['dcls_convert']; import dcls_convert",
 }
 CHECK = """

@@ -2,8 +2,9 @@
 
 import importlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,14 +31,11 @@ def param_groups(
     With `lr`, each group has its own learning rate. This works in any optimizer, with the schedulers of torch, with
     timm's, or with none. (Rates that a scheduler itself states, such as timm's `lr_min` and `warmup_lr_init`, are then
     the same for all groups.) Without `lr`, the groups have timm's `lr_scale` instead. Only timm's schedulers apply it,
-    at each step and to the whole schedule, as the paper's authors did. So `param_groups` itself can be handed to timm:
+    at each step and to the whole schedule, as the paper's authors did. So `param_groups` itself can be the
+    `param_group_fn` of `timm.optim.create_optimizer_v2`; timm then ignores its own `weight_decay` and `layer_decay`:
+    bind them here with `functools.partial`. (With both `lr` and `lr_scale`, they would scale a rate twice.)
 
-        optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=4e-3, param_group_fn=tuning.param_groups)
-        scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer)
-
-    timm then ignores its own `weight_decay` and `layer_decay`: bind them here with `functools.partial`.
-
-    No group has both `lr` and `lr_scale`: timm's schedulers would scale a rate twice.
+    Positions and sigmas also carry `use_fallback`, by which timm's Muon leaves them to AdamW: they are no matrices.
 
     Args:
         model: May be wrapped (DDP, `torch.compile`, EMA), and may have no DCLS layers. Frozen parameters are left out.
@@ -48,8 +46,6 @@ def param_groups(
         layer_decay: Factor of the learning rate from layer to layer towards the input, as in timm; positions get it
             times `position_lr_scale`. A tied parameter has the rate of the first of its layers, the slowest.
         timm_options: For `timm.optim.param_groups_weight_decay`, or with `layer_decay`, `param_groups_layer_decay`.
-
-    Positions and sigmas also carry `use_fallback`, by which timm's Muon leaves them to AdamW: they are no matrices.
 
     Raises:
         DclsConvertError: A rate, scale or decay that is negative or not finite.
@@ -62,10 +58,14 @@ def param_groups(
             raise DclsConvertError(f"{name}={value!r} must be a finite number of at least 0")
     model = unwrapped(model)
     parameters = position_parameters(model)
-    scale_of = {"positions": position_lr_scale, "sigma": sigma_lr_scale}
-    scales = {id(one.tensor): scale_of[one.kind] for one in parameters}
+    scales = {id(one.tensor): sigma_lr_scale if one.kind == "sigma" else position_lr_scale for one in parameters}
     # timm reads the depth from a name, and takes a parameter of a stage that is in no block for a part of the head.
-    seen = _NamedModel(model, {one.name: one.name_below_layer for one in parameters})
+    names = {one.name: one.name_below_layer for one in parameters}
+    named = [(names.get(name, name), parameter) for name, parameter in model.named_parameters()]
+    # What timm's functions read of a model, with these names.
+    seen = SimpleNamespace(named_parameters=lambda: named, pretrained_cfg=getattr(model, "pretrained_cfg", None) or {})
+    if hasattr(model, "group_matcher"):
+        seen.group_matcher = model.group_matcher
     own: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
     timm_options["no_weight_decay_list"] = {*own, *timm_options.get("no_weight_decay_list", ())}
     optim = importlib.import_module("timm.optim")
@@ -87,17 +87,3 @@ def param_groups(
         for group in groups:
             group["lr"] = lr * group.pop("lr_scale", 1.0)
     return groups
-
-
-class _NamedModel:
-    """The part of a model that timm's grouping functions read, with other names for some parameters."""
-
-    def __init__(self, model: nn.Module, names: Mapping[str, str]) -> None:
-        self._model, self._names = model, names
-        self.pretrained_cfg = getattr(model, "pretrained_cfg", None) or {}
-        if hasattr(model, "group_matcher"):
-            self.group_matcher = model.group_matcher
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self._model.named_parameters():
-            yield self._names.get(name, name), parameter

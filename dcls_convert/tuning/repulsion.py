@@ -41,25 +41,13 @@ def repulsive_loss(model: nn.Module) -> Tensor:
     return torch.stack([loss.to(losses[0]) for loss in losses]).mean()
 
 
-def repulsion(positions: Tensor, most_distances: int = MOST_DISTANCES) -> Tensor:
-    """Mean over all pairs of elements of a kernel, and over all kernels, of relu(1 - distance in cells).
-
-    Args:
-        positions: (A, *C, E), in cells. Each cell of a dense axis is a kernel by itself.
-        most_distances: Bounds the memory: as many distances between elements are held at once.
-
-    Returns:
-        A scalar from 0 (no two elements of a kernel nearer than one cell) to 1 (all at one place); 0 for kernels of one
-        element. In float32 where positions are narrower.
-
-    Elements at one place get no gradient from each other: the distance has none there.
-    """
+def repulsion(positions: Tensor) -> Tensor:
+    """The loss of one tensor, (A, *C, E); in float32 where positions are narrower, and 0 for kernels of one element."""
     axes, count = positions.shape[0], positions.shape[-1]
     # A copy: layers clamp their positions in place, also between this and the backward.
     exact = positions.to(torch.promote_types(positions.dtype, torch.float32), copy=True)
     kernels = exact.reshape(axes, -1, count)  # (A, C, E)
-    eager = is_eager(kernels)
-    total: Tensor = _Total.apply(kernels, most_distances) if eager else _total(kernels, most_distances)
+    total: Tensor = _Total.apply(kernels) if is_eager(kernels) else _total(kernels)
     return total / max(count * (count - 1) * kernels.shape[1], 1)
 
 
@@ -67,26 +55,24 @@ class _Total(Function):
     """`_total`, whose gradient is computed along with the value: no distances are kept for backward."""
 
     @staticmethod
-    def forward(ctx: Any, kernels: Tensor, most_distances: int) -> Tensor:
+    def forward(ctx: Any, kernels: Tensor) -> Tensor:
         gradient = torch.empty_like(kernels) if ctx.needs_input_grad[0] else None
-        ctx.most_distances = most_distances
-        total = _total(kernels, most_distances, gradient)
+        total = _total(kernels, gradient)
         ctx.save_for_backward(kernels, gradient)
         return total
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
         kernels, gradient = ctx.saved_tensors
         if torch.is_grad_enabled():  # A graph of the gradient is wanted (create_graph=True).
-            total = _total(kernels, ctx.most_distances)
-            (gradient,) = torch.autograd.grad(total, kernels, create_graph=True)
-        return gradient * upstream, None
+            (gradient,) = torch.autograd.grad(_total(kernels), kernels, create_graph=True)
+        return gradient * upstream
 
 
-def _total(kernels: Tensor, most_distances: int, gradient: Tensor | None = None) -> Tensor:
+def _total(kernels: Tensor, gradient: Tensor | None = None) -> Tensor:
     """Sum of relu(1 - distance) over ordered pairs; fills in its gradient. Kernels and gradient are (A, C, E)."""
     total = kernels.new_zeros(())
-    for part, differences, squares in pairs(kernels, most_distances):
+    for part, differences, squares in pairs(kernels, MOST_DISTANCES):
         together = squares == 0  # so is an element with itself, which does not count
         distances = squares.masked_fill_(together, REACH**2).sqrt()  # the root has no derivative at 0
         pushes = (REACH - distances).relu_()

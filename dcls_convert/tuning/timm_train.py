@@ -38,38 +38,35 @@ def create_optimizer(
     Nothing changes for models without DCLS layers, and the groups stay where the script makes them.
     """
     by_epochs = options.repulsive_loss_from is not None or options.track is not None
-    if not (isinstance(model, nn.Module) and position_parameters(model)):
-        if by_epochs:
-            raise DclsConvertError("--repulsive-loss-from and --track: the script trains no model with DCLS layers")
-        return timms(model, *args, **kwargs)
-    if kwargs.get("param_group_fn") is None:
+    converted = isinstance(model, nn.Module) and len(position_parameters(model)) > 0
+    if by_epochs and not (converted and hasattr(sys.modules["__main__"], "train_one_epoch")):
+        needs = "need a model with DCLS layers, and a train_one_epoch(epoch, ...) in the script"
+        raise DclsConvertError(f"--repulsive-loss-from and --track {needs}")
+    if converted and kwargs.get("param_group_fn") is None:
         names = GROUPING if kwargs.get("layer_decay") is None else GROUPING | LAYER_GROUPING
         grouping = {"weight_decay": 0.0} | {ours: kwargs[name] for name, ours in names.items() if name in kwargs}
         kwargs["param_group_fn"] = partial(param_groups, position_lr_scale=options.position_lr_scale, **grouping)
     optimizer = timms(model, *args, **kwargs)
-    optimizer.register_step_post_hook(lambda *_: clamp_positions_(model))
+    if converted:
+        optimizer.register_step_post_hook(lambda *_: clamp_positions_(model))
     if by_epochs:
-        follow_epochs_(model, optimizer, options.repulsive_loss_from, options.track)
+        follow_epochs_(model, optimizer, options)
     return optimizer
 
 
-def follow_epochs_(model: nn.Module, optimizer: Any, repulsive_from: int | None, track: str | None) -> None:
+def follow_epochs_(model: nn.Module, optimizer: Any, options: argparse.Namespace) -> None:
     """Let the script's `train_one_epoch(epoch, ...)` repel positions from an epoch on, and record them at its end."""
-    script = sys.modules["__main__"]
-    train = getattr(script, "train_one_epoch", None)
-    if train is None:
-        raise DclsConvertError("--repulsive-loss-from and --track: the script has no train_one_epoch(epoch, ...)")
-    positions = [one.tensor for one in position_parameters(model) if one.kind == "positions"]
-    moving = [tensor for tensor in positions if tensor.requires_grad]
-    tracker = None if track is None else PositionTracker(model, track)
+    script = vars(sys.modules["__main__"])
+    train = script["train_one_epoch"]
+    moving = [one.tensor for one in position_parameters(model) if one.kind == "positions" and one.tensor.requires_grad]
+    tracker = None if options.track is None else PositionTracker(model, options.track)
     repelling = False
 
     def train_one_epoch(epoch: int, *args: Any, **kwargs: Any) -> Any:
         nonlocal repelling
-        if repulsive_from is not None:
-            repelling = epoch >= repulsive_from
-            with torch.no_grad():
-                loss = float(repulsive_loss(model))
+        if options.repulsive_loss_from is not None:
+            repelling = epoch >= options.repulsive_loss_from
+            loss = repulsive_loss(model).item()
             if is_first_rank():
                 state = "on" if repelling else "off"
                 logging.getLogger(__name__).info(f"epoch {epoch}: repulsive loss {loss:.3g}, {state}")
@@ -91,19 +88,7 @@ def follow_epochs_(model: nn.Module, optimizer: Any, repulsive_from: int | None,
                 tensor.grad = gradient if tensor.grad is None else tensor.grad.add_(gradient)
 
     optimizer.register_step_pre_hook(repel)
-    vars(script)["train_one_epoch"] = train_one_epoch
-
-
-def resumed(arguments: list[str]) -> list[str]:
-    """The script's arguments, with `--resume` of the last checkpoint if there is one and `--resume` is not given."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name, default in (("--output", "output/train"), ("--experiment", ""), ("--resume", "")):
-        parser.add_argument(name, default=default)
-    stated, _ = parser.parse_known_args(arguments)
-    if not stated.experiment:
-        raise DclsConvertError("--auto-resume needs the script's --experiment NAME, so that runs share a folder")
-    last = Path(stated.output, stated.experiment, LAST)
-    return [*arguments, "--resume", str(last)] if last.is_file() and not stated.resume else arguments
+    script["train_one_epoch"] = train_one_epoch
 
 
 def main() -> None:
@@ -112,7 +97,7 @@ def main() -> None:
     add = partial(parser.add_argument, metavar="X")
     add("--position-lr-scale", type=float, default=POSITION_LR_SCALE, help="times the learning rate for positions")
     add("--repulsive-loss-from", type=int, help="epoch from which the square of the repulsive loss is added")
-    add("--track", metavar="FILE", help="append a record of all positions after every epoch, as PositionTracker does")
+    add("--track", type=Path, metavar="FILE", help="append a record of all positions after every epoch")
     parser.add_argument("--auto-resume", action="store_true", help=f"resume from the run's {LAST}, if there is one")
     add("script", type=Path, metavar="SCRIPT.py", help="timm's train.py, from its repository")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="for the script")
@@ -120,9 +105,21 @@ def main() -> None:
     try:
         if not options.script.is_file():
             raise DclsConvertError(f"{options.script}: no such script; timm's train.py is in its repository")
-        if options.track is not None and not Path(options.track).absolute().parent.is_dir():
+        if options.track is not None and not options.track.parent.is_dir():
             raise DclsConvertError(f"--track {options.track}: there is no folder for this file")
-        sys.argv = [str(options.script), *(resumed if options.auto_resume else list)(options.arguments)]
+        if options.auto_resume:
+            of_script = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+            for name, default in (("--output", "output/train"), ("--experiment", ""), ("--resume", "")):
+                of_script.add_argument(name, default=default)
+            run, _ = of_script.parse_known_args(options.arguments)
+            if not run.experiment:
+                raise DclsConvertError(
+                    "--auto-resume needs the script's --experiment NAME, so that runs share a folder"
+                )
+            last = Path(run.output, run.experiment, LAST)
+            if last.is_file() and not run.resume:
+                options.arguments += ["--resume", str(last)]
+        sys.argv = [str(options.script), *options.arguments]
         sys.path[0] = str(options.script.resolve().parent)  # which Python searches first when it runs a script
         optim: Any = importlib.import_module("timm.optim")
         optim.create_optimizer_v2 = partial(create_optimizer, optim.create_optimizer_v2, options)

@@ -5,6 +5,7 @@ A record is one line of JSON; lengths are in cells, from the kernel centre.
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 Length = Annotated[float, Field(ge=-1e40, le=1e40)]  # cells; float32 has no larger ones
 Step = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1)]
-WRAPPERS_INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # of a part of a model
+INSIDE_WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # of a model's parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,23 +115,38 @@ class PositionTracker:
             raise DclsConvertError(f"step={step!r} must be an integer above the last step, {self._step}")
         rows = []
         for parameter in position_parameters(unwrapped(self.model)):
-            if parameter.kind == "positions":
-                now, sigma = whole(parameter.tensor.detach()), parameter.layers[0].sigma
-                name, size = _plain(parameter.name), parameter.learnt_size
-                row = TrackedPositions(
-                    name=name,
-                    layers=tuple(map(_plain, parameter.layer_names)),
-                    speed=self._speed(name, now, step),
-                    border_share=border_share(now, size),
-                    overlap_share=overlap_share(now),
-                    spread=tuple(map(_finite, spread(now))),
-                    mean_distance=_finite(mean_distance(now)),
-                    mean_sigma=None if sigma is None else _finite(float(whole(sigma).mean(dtype=torch.float64))),
-                    histograms=tuple(self._histogram(*axis) for axis in zip(now, size, strict=True)),
-                    followed=_followed(now),
-                )
-                rows.append(row)
-                self._before[name] = now.clone()
+            if parameter.kind != "positions":
+                continue
+            now, sigma = whole(parameter.tensor.detach()), parameter.layers[0].sigma
+            name, size = INSIDE_WRAPPERS.sub("", parameter.name), parameter.learnt_size
+            speed = None
+            if self._step is not None and name in self._before:
+                exact = torch.promote_types(now.dtype, torch.float32)
+                moved = (now.to(exact) - self._before[name].to(now.device, exact)).abs_()
+                speed = _finite(float(moved.mean(dtype=torch.float64)) / (step - self._step))
+            histograms = []
+            for coordinate, side in zip(now, size, strict=True):
+                index = bins(coordinate[coordinate.isfinite()], side, self.bins_per_cell)
+                counts = tuple(torch.bincount(index, minlength=side * self.bins_per_cell).tolist())
+                low = position_limits(side)[0] - 0.5
+                histograms.append(Histogram(low=low, width=1 / self.bins_per_cell, counts=counts))
+            flat = now.flatten(1)
+            count = min(FOLLOWED, flat.shape[1])
+            followed = flat[:, torch.arange(count, device=now.device) * flat.shape[1] // count].double().tolist()
+            row = TrackedPositions(
+                name=name,
+                layers=tuple(INSIDE_WRAPPERS.sub("", layer) for layer in parameter.layer_names),
+                speed=speed,
+                border_share=border_share(now, size),
+                overlap_share=overlap_share(now),
+                spread=tuple(map(_finite, spread(now))),
+                mean_distance=_finite(mean_distance(now)),
+                mean_sigma=None if sigma is None else _finite(float(whole(sigma).mean(dtype=torch.float64))),
+                histograms=tuple(histograms),
+                followed=tuple(tuple(_finite(round(value, FOLLOWED_DIGITS)) for value in axis) for axis in followed),
+            )
+            rows.append(row)
+            self._before[name] = now.clone()
         self._step = step
         record = TrackRecord(step=step, positions=tuple(rows))
         if self.path is not None and is_first_rank():
@@ -140,19 +156,6 @@ class PositionTracker:
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be written: {one_line(error)}") from error
         return record
-
-    def _speed(self, name: str, now: Tensor, step: int) -> float | None:
-        before = self._before.get(name)
-        if before is None or self._step is None:
-            return None
-        exact = torch.promote_types(now.dtype, torch.float32)
-        moved = (now.to(exact) - before.to(now.device, exact)).abs_()
-        return _finite(float(moved.mean(dtype=torch.float64)) / (step - self._step))
-
-    def _histogram(self, coordinate: Tensor, size: int) -> Histogram:
-        index = bins(coordinate[coordinate.isfinite()], size, self.bins_per_cell)
-        counts = tuple(torch.bincount(index, minlength=size * self.bins_per_cell).tolist())
-        return Histogram(low=position_limits(size)[0] - 0.5, width=1 / self.bins_per_cell, counts=counts)
 
 
 def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:
@@ -202,21 +205,5 @@ def is_first_rank() -> bool:
     return not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0)
 
 
-def _plain(name: str) -> str:
-    for wrapper in WRAPPERS_INSIDE:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _followed(positions: Tensor) -> tuple[tuple[float | None, ...], ...]:
-    """The coordinates of a few elements, evenly spaced over the tensor (A, *C, E), so the same ones at every step."""
-    flat = positions.flatten(1)
-    count = min(FOLLOWED, flat.shape[1])
-    index = torch.arange(count, device=flat.device) * flat.shape[1] // max(count, 1)
-    return tuple(
-        tuple(_finite(round(value, FOLLOWED_DIGITS)) for value in axis) for axis in flat[:, index].double().tolist()
-    )

@@ -6,7 +6,7 @@ python -m tests.tuning.distributed_worker RANK PROCESSES FOLDER runs all cases a
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,6 @@ class Case:
     dilated_size: tuple[int, int] = (9, 9)
     accumulate: int = 1  # batches per step
     repulsive: bool = False
-
-    @property
-    def in_one_process(self) -> "Case":
-        return replace(self, engine="none")
 
     @property
     def sharded(self) -> bool:
@@ -85,15 +81,6 @@ def batches(step: int, case: Case) -> Iterator[tuple[Tensor, Tensor]]:
         yield images, torch.randint(3, (BATCH,), generator=generator)
 
 
-@contextlib.contextmanager
-def gradients_between_processes(model: nn.Module, case: Case, last: bool) -> Iterator[None]:
-    """Gradients are summed over processes at the last batch of a step alone."""
-    if case.sharded:
-        model.set_requires_gradient_sync(last)
-    with model.no_sync() if case.engine == "ddp" and not last else contextlib.nullcontext():
-        yield
-
-
 def ties(model: nn.Module) -> list[tuple[int, int]]:
     """For every layer, the index of its positions among the parameters, and how many names they have there."""
     parameters = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
@@ -115,7 +102,10 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
     losses = []
     for step in range(STEPS):
         for index, (images, labels) in enumerate(batches(step, case)):
-            with gradients_between_processes(model, case, last=index == case.accumulate - 1):
+            last = index == case.accumulate - 1  # of the step, at which alone gradients are summed over processes
+            if case.sharded:
+                model.set_requires_gradient_sync(last)
+            with model.no_sync() if case.engine == "ddp" and not last else contextlib.nullcontext():
                 loss = nn.functional.cross_entropy(model(images[part]), labels[part])
                 if case.repulsive:
                     loss = loss + 0.1 * tuning.repulsive_loss(plain) ** 2

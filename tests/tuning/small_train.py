@@ -1,7 +1,7 @@
 """Stands in for timm's train.py, which is not in timm's wheel: its options, the same calls of timm, and the same order.
 
-Only what the recipes of examples/imagenet.md ask for, and on CPUs. Where TIMM_TRAIN_SCRIPT names timm's own script,
-test_imagenet runs that instead.
+Only what the recipes of examples/imagenet.md and docs/timm.md ask for, and on CPUs. Where TIMM_TRAIN_SCRIPT names
+timm's own script, test_imagenet runs that instead.
 """
 
 import argparse
@@ -25,7 +25,7 @@ TEXTS = {"model": "resnet50", "data-dir": None, "dataset": "", "output": "output
 TEXTS |= {"opt": "sgd", "sched": "cosine", "aa": None, "remode": "pixel", "train-interpolation": "random"}
 TEXTS |= {"amp-dtype": "float16", "device": "cuda"}
 WHOLE = {"batch-size": 128, "grad-accum-steps": 1, "epochs": 300, "warmup-epochs": 5, "cooldown-epochs": 0}
-WHOLE |= {"workers": 4, "patience-epochs": 10, "recount": 1}
+WHOLE |= {"workers": 4, "patience-epochs": 10, "recount": 1, "num-classes": None}
 NUMBERS = {"lr": 0.05, "weight-decay": 2e-5, "momentum": 0.9, "warmup-lr": 1e-5, "min-lr": 0.0, "decay-epochs": 90.0}
 NUMBERS |= {"decay-rate": 0.1, "mixup": 0.0, "cutmix": 0.0, "smoothing": 0.1, "reprob": 0.0, "crop-pct": None}
 NUMBERS |= {"drop-path": None, "bce-target-thresh": None, "model-ema-decay": 0.9998}
@@ -50,7 +50,9 @@ def main():
     args.opt_eps = args.layer_decay = None
     device = init_distributed_device(args)
     random_seed(42, args.rank)
-    model = create_model(args.model, pretrained=args.pretrained, drop_path_rate=args.drop_path, num_classes=None)
+    model = create_model(
+        args.model, pretrained=args.pretrained, drop_path_rate=args.drop_path, num_classes=args.num_classes
+    )
     config = resolve_data_config(vars(args), model=model)
     shared = {"mean": config["mean"], "std": config["std"], "device": device, "distributed": args.distributed}
     data = partial(create_dataset, args.dataset, root=args.data_dir, batch_size=args.batch_size)
@@ -75,7 +77,7 @@ def main():
     average = ModelEmaV3(model, decay=args.model_ema_decay) if args.model_ema else None
     if average and args.resume:
         load_checkpoint(average.module, args.resume, use_ema=True)
-    running = DistributedDataParallel(model)
+    running = DistributedDataParallel(model) if args.distributed else model
     folder = Path(args.output, args.experiment)
     folder.mkdir(parents=True, exist_ok=True)
     folder = str(folder)
@@ -86,12 +88,14 @@ def main():
     if start:
         scheduler.step_update(start * len(loader)) if args.sched_on_updates else scheduler.step(start)
     for epoch in range(start, epochs):
-        loader.dataset.set_epoch(epoch)
+        if hasattr(loader.dataset, "set_epoch"):
+            loader.dataset.set_epoch(epoch)
         loss = train_one_epoch(epoch, running, loader, optimizer, criterion, args, scheduler, average)
         if args.rank == 0:
             saver.save_checkpoint(epoch, metric=loss)
         scheduler.step(epoch + 1, loss)
-    torch.distributed.destroy_process_group()
+    if args.distributed:
+        torch.distributed.destroy_process_group()
 
 
 def train_one_epoch(epoch, model, loader, optimizer, criterion, args, scheduler, average):
@@ -104,7 +108,7 @@ def train_one_epoch(epoch, model, loader, optimizer, criterion, args, scheduler,
         loss.backward()
         optimizer.step()
         if average:
-            average.update(model.module)
+            average.update(getattr(model, "module", model))
         if args.rank == 0:
             rates = sorted({group["lr"] for group in optimizer.param_groups})
             logging.getLogger("train").info(f"Train: {epoch} [{index}/{len(loader)}] loss {loss.item():.3f} LR {rates}")

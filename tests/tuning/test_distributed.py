@@ -3,12 +3,12 @@
 A killed and resumed run of examples/finetune.py ends like one that was not killed.
 """
 
+import dataclasses
+import functools
 import os
-import signal
 import socket
 import sys
 import time
-from functools import cache
 from pathlib import Path
 
 import psutil
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten_with_path
 import dcls_convert
 
 from ..conftest import TINY
-from .distributed_worker import CASES, Case, converted, train
+from .distributed_worker import CASES, converted, train
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
@@ -33,20 +33,18 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
 
 def stop(processes: list[psutil.Popen]) -> None:
     """Kill processes of this test and all their descendants, those in sessions of their own included."""
-    family = []
-    for process in processes:
-        if process.poll() is None:
-            family += [*process.children(recursive=True), process]
+    alive = [process for process in processes if process.poll() is None]
+    family = [member for process in alive for member in [*process.children(recursive=True), process]]
     for member in family:
-        member.send_signal(signal.SIGKILL)
+        member.kill()
     psutil.wait_procs(family)
 
 
-def finish(processes: list[psutil.Popen], timeout: float = 300) -> None:
+def finish(*processes: psutil.Popen) -> None:
     try:
-        assert [process.wait(timeout=timeout) for process in processes] == [0] * len(processes)
+        assert not any(process.wait(timeout=300) for process in processes)
     finally:
-        stop(processes)
+        stop([*processes])
 
 
 # Training steps.
@@ -57,25 +55,17 @@ def trained(tmp_path_factory):
     """The results of all cases, by rank. The processes start once for all cases, since starting takes longest."""
     folder = tmp_path_factory.mktemp("trained")
     command = [sys.executable, "-m", "tests.tuning.distributed_worker"]
-    finish(
-        [
-            psutil.Popen([*command, str(rank), str(PROCESSES), str(folder)], cwd=ROOT, env=ENVIRONMENT)
-            for rank in range(PROCESSES)
-        ]
-    )
+    start = functools.partial(psutil.Popen, cwd=ROOT, env=ENVIRONMENT)
+    finish(*(start([*command, str(rank), str(PROCESSES), str(folder)]) for rank in range(PROCESSES)))
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(PROCESSES)]
 
 
-@cache
-def trained_alone(case: Case):
-    return train(case)
+trained_alone = functools.cache(train)
 
 
-@pytest.mark.parametrize(
-    ("index", "case"), list(enumerate(CASES)), ids=[f"{case.engine}-{index}" for index, case in enumerate(CASES)]
-)
+@pytest.mark.parametrize(("index", "case"), list(enumerate(CASES)))
 def test_steps_are_those_of_one_process_with_the_whole_batch_and_ties_hold(trained, index, case):
-    alone, first = trained_alone(case.in_one_process), trained[0][index]
+    alone, first = trained_alone(dataclasses.replace(case, engine="none")), trained[0][index]
     for kind in ("state", "averaged"):
         assert list(first[kind]) == list(alone[kind])
         torch.testing.assert_close(first[kind], alone[kind], rtol=0, atol=FLOAT64_ATOL)
@@ -125,14 +115,9 @@ def folder(tmp_path_factory):
     return dcls_convert.save_converted(model, report.plan, folder)
 
 
-@pytest.fixture(scope="module")
-def whole_run(folder):
-    finish([finetune(folder, "whole")])
-    return folder.parent / "whole"
-
-
-def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(folder, whole_run):
-    killed_run = folder.parent / "killed"
+def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(folder):
+    killed_run, whole_run = folder.parent / "killed", folder.parent / "whole"
+    finish(finetune(folder, "whole"))
     run = finetune(folder, "killed")
     try:  # killed as soon as it has saved its first state, before its last update
         while not (killed_run / "state.pt").exists():
@@ -141,7 +126,7 @@ def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(folder, whole_run
     finally:
         stop([run])
     updates = torch.load(killed_run / "state.pt", weights_only=True)["update"]
-    finish([finetune(folder, "killed", "--resume")])
+    finish(finetune(folder, "killed", "--resume"))
     state, expected = (torch.load(run / "state.pt", weights_only=True) for run in (killed_run, whole_run))
     assert updates < state["update"] == 8
     assert (state["settings"].pop("output"), expected["settings"].pop("output")) == ("killed", "whole")
@@ -159,7 +144,7 @@ def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(folder, whole_run
 def test_a_network_in_several_processes_agrees_with_a_teacher_of_its_own_weights(folder, more):
     output = f"taught{len(more)}"
     still = ["--lr", "0", "--drop-path", "0", "--mixup", "0.2", "--epochs", "1"]
-    finish([finetune(folder, output, "--teacher", folder.name, *still, *more)])
+    finish(finetune(folder, output, "--teacher", folder.name, *still, *more))
     history = torch.load(folder.parent / output / "state.pt", weights_only=True)["history"]
     assert history["agreement"] == [100]
     assert max(map(abs, history["loss"])) < 1e-5  # float32

@@ -1,5 +1,6 @@
 """The repulsive loss is its formula, in bounded memory."""
 
+import itertools
 import math
 
 import pytest
@@ -8,115 +9,108 @@ from torch import nn
 
 from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv1d, DclsConv2d, DclsConv3d
-from dcls_convert.tuning.repulsion import repulsion
+from dcls_convert.tuning import repulsion
 
 from ..layers.common import Sizes
 
+loss_of = repulsion.repulsion
 FLOAT64 = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def oracle(positions: torch.Tensor) -> float:
     """The formula in plain loops: positions (A, *C, E)."""
-    axes, count = positions.shape[0], positions.shape[-1]
-    kernels = positions.reshape(axes, -1, count).tolist()
-    total, number = 0.0, len(kernels[0])
-    for kernel in range(number):
-        for i in range(count):
-            for j in range(i + 1, count):
-                distance = math.dist(*([kernels[a][kernel][e] for a in range(axes)] for e in (i, j)))
-                total += max(0.0, 1 - distance)
-    return 2 * total / (count * (count - 1) * number)
+    kernels = positions.flatten(1, -2).permute(1, 2, 0).tolist()
+    pairs = [pair for kernel in kernels for pair in itertools.combinations(kernel, 2)]
+    return sum(max(0.0, 1 - math.dist(*pair)) for pair in pairs) / len(pairs)
 
 
-def seeded(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scale
+def seeded(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=[1, 12, repulsion.MOST_DISTANCES])
+def _blocks(request, monkeypatch):
+    """However many distances are held at once."""
+    monkeypatch.setattr(repulsion, "MOST_DISTANCES", request.param)
 
 
 every_shape = pytest.mark.parametrize("shape", [(1, 3, 2, 4), (3, 2, 1, 6), (2, 2, 1, 3, 4)])
-every_block = pytest.mark.parametrize("most", [1, 12, 1 << 20])
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_blocks")
 @every_shape
-@every_block
-def test_gradients_and_theirs_are_those_of_the_loss(shape, most):
+def test_gradients_and_theirs_are_those_of_the_loss(shape):
     positions = seeded(*shape).requires_grad_()
-    assert torch.autograd.gradcheck(lambda p: repulsion(p, most), positions)
-    assert torch.autograd.gradgradcheck(lambda p: repulsion(p, most) ** 2, positions)
+    assert torch.autograd.gradcheck(loss_of, positions)
+    assert torch.autograd.gradgradcheck(lambda p: loss_of(p) ** 2, positions)
 
 
+@pytest.mark.usefixtures("_blocks")
 @every_shape
-@every_block
-def test_the_repulsive_loss_is_the_formula(shape, most):
-    positions = seeded(*shape).requires_grad_()
-    torch.testing.assert_close(repulsion(positions, most).item(), oracle(positions), **FLOAT64)
-    batched = torch.func.vmap(torch.func.grad(repulsion))(torch.stack([positions.detach(), 2 * positions.detach()]))
+def test_the_repulsive_loss_is_the_formula(shape):
+    positions = seeded(*shape)
+    torch.testing.assert_close(loss_of(positions).item(), oracle(positions), **FLOAT64)
+    batched = torch.func.vmap(torch.func.grad(loss_of))(torch.stack([positions, 2 * positions]))
     for gradient, scale in zip(batched, (1, 2), strict=True):
-        alone = (scale * positions.detach()).requires_grad_()
-        loss = repulsion(alone, most)
+        alone = (scale * positions).requires_grad_()
+        loss = loss_of(alone)
         with torch.no_grad():
             alone.clamp_(-0.5, 0.5)  # as a layer does between loss and backward
         loss.backward()
         torch.testing.assert_close(gradient, alone.grad, **FLOAT64)
 
 
-class Several(nn.Module):
-    """Layers of all dimensions, one with a dense axis, two of them tied."""
-
-    def __init__(self):
-        super().__init__()
-        self.one = DclsConv1d(4, 4, kernel_count=5, dilated_kernel_size=7, groups=2, interpolation="gaussian")
-        self.two, self.again = (DclsConv2d(2, 3, kernel_count=4, dilated_kernel_size=(5, 7)) for _ in range(2))
-        self.three = DclsConv3d(2, 2, kernel_count=3, dilated_kernel_size=(2, 5, 5), dense_axes=[0])
-        self.shared = nn.Parameter(self.two.positions.detach().clone())
-        for layer in (self.two, self.again):
-            layer.tie_(self, {"positions": "shared"})
-
-
 def test_a_model_has_the_mean_over_its_positions_tensors():
-    model = Several().double()
-    names = ["one.positions", "three.positions", "shared"]
+    one = DclsConv1d(4, 4, kernel_count=5, dilated_kernel_size=7, groups=2, interpolation="gaussian")
+    two, again = (DclsConv2d(2, 3, kernel_count=4, dilated_kernel_size=(5, 7)) for _ in range(2))
+    three = DclsConv3d(2, 2, kernel_count=3, dilated_kernel_size=(2, 5, 5), dense_axes=[0])
+    model = nn.ModuleList([one, two, again, three])
+    model.shared = nn.Parameter(two.positions.detach().clone())
+    for layer in (two, again):
+        layer.tie_(model, {"positions": "shared"})
+    model.double()
+    names = ["0.positions", "3.positions", "shared"]
     loss = tuning.repulsive_loss(model)
     expected = sum(oracle(model.get_parameter(name).detach()) for name in names) / 3
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     (loss**2).backward()
     assert {name for name, p in model.named_parameters() if p.grad is not None} == set(names)
     assert tuning.repulsive_loss(nn.Linear(2, 2)).item() == 0
-    assert repulsion(torch.zeros(2, 3, 1, 1)).item() == 0  # one element repels nothing
+    assert loss_of(torch.zeros(2, 3, 1, 1)).item() == 0  # one element repels nothing
 
 
 def test_elements_at_one_place_have_a_finite_gradient():
     positions = torch.zeros(2, 3, 1, 4, requires_grad=True)
-    repulsion(positions).backward()
-    assert repulsion(positions).item() == 1.0
+    loss_of(positions).backward()
+    assert loss_of(positions).item() == 1.0
     assert torch.equal(positions.grad, torch.zeros_like(positions))
     with torch.no_grad():
         positions[0, :, :, 0] += 1e-30  # its square underflows
         positions[1, :, :, 1] += 1e-7
     positions.grad = None
-    repulsion(positions).backward()
+    loss_of(positions).backward()
     assert positions.grad.isfinite().all()
     assert positions.grad.abs().max() <= 2 * 3 / 12  # at most 1 for a pair, 3 pairs of an element
 
 
 def test_narrow_positions_are_computed_in_float32():
-    dtype = torch.bfloat16
-    narrow = seeded(2, 3, 1, 6).to(dtype).requires_grad_()
+    narrow = seeded(2, 3, 1, 6).bfloat16().requires_grad_()
     wide = narrow.detach().float().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = repulsion(narrow)
+        loss = loss_of(narrow)
     assert loss.dtype == torch.float32
-    assert torch.equal(loss, repulsion(wide))
+    assert torch.equal(loss, loss_of(wide))
     loss.backward()
-    repulsion(wide).backward()
-    assert narrow.grad.dtype == dtype
-    assert torch.equal(narrow.grad, wide.grad.to(dtype))
+    loss_of(wide).backward()
+    assert torch.equal(narrow.grad, wide.grad.bfloat16())
 
 
 @pytest.mark.parametrize("shape", [(2, 64, 64, 5), (2, 4, 1, 300)])
-def test_memory_stays_bounded_in_forward_and_backward(shape):
-    positions, most = torch.randn(shape, requires_grad=True), 10_000
+def test_memory_stays_bounded_in_forward_and_backward(shape, monkeypatch):
+    monkeypatch.setattr(repulsion, "MOST_DISTANCES", 10_000)
+    positions = torch.randn(shape, requires_grad=True)
     with Sizes([positions]) as sizes:
-        repulsion(positions, most).backward()
-    assert positions.numel() <= max(sizes.pieces) <= max(positions.numel(), most)
+        loss_of(positions).backward()
+    assert positions.numel() <= max(sizes.pieces) <= max(positions.numel(), 10_000)
     assert max(sizes.pieces) < positions[0].numel() * shape[-1]  # all distances at once

@@ -1,8 +1,6 @@
 """timm's train.py runs unchanged, and positions learn as the paper has it."""
 
 import argparse
-import json
-import subprocess
 import sys
 import types
 from functools import partial
@@ -21,78 +19,6 @@ from dcls_convert.networks.positions import position_parameters
 from dcls_convert.tuning import timm_train
 
 from ..conftest import TINY
-
-# What train.py of timm calls, in its manner: names imported at the top, the rest by keywords.
-TRAIN_SCRIPT = """
-import argparse, json, sys
-import torch
-from timm.models import create_model
-from timm.optim import create_optimizer_v2, optimizer_kwargs
-from timm.scheduler import create_scheduler_v2, scheduler_kwargs
-from timm.utils import CheckpointSaver, ModelEmaV2
-from helper_beside import STEPS
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--model")
-parser.add_argument("--pretrained", action="store_true")
-parser.add_argument("--num-classes", type=int)
-parser.add_argument("--output")
-defaults = dict(opt="adamw", lr=1e-3, weight_decay=0.05, momentum=0.9, sched="cosine", epochs=2, warmup_epochs=0,
-    decay_epochs=90, warmup_lr=1e-5, min_lr=0.0, cooldown_epochs=0, patience_epochs=10, decay_rate=0.1,
-    sched_on_updates=False)
-args = argparse.Namespace(**defaults, **vars(parser.parse_args()))
-
-def main():
-    model = create_model(args.model, pretrained=args.pretrained, num_classes=args.num_classes, checkpoint_path="")
-    optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=args))
-    model_ema = ModelEmaV2(model, decay=0.5)
-    scheduler, epochs = create_scheduler_v2(optimizer, **scheduler_kwargs(args), updates_per_epoch=1)
-    saver = CheckpointSaver(model=model, optimizer=optimizer, args=args, model_ema=model_ema,
-        checkpoint_dir=args.output, recovery_dir=args.output, max_history=1)
-    for step in range(STEPS):
-        loss = torch.nn.functional.cross_entropy(model.train()(torch.randn(2, 3, 32, 32)), torch.tensor([0, 1]))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        model_ema.update(model)
-        scheduler.step(step + 1)
-        saver.save_checkpoint(step, metric=float(step))
-    print(json.dumps({"argv": sys.argv, "groups": [
-        {"lr": group["lr"], "decay": group["weight_decay"], "params": sum(p.numel() for p in group["params"])}
-        for group in optimizer.param_groups]}))
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-@pytest.mark.processes
-def test_the_script_trains_a_folder_and_its_checkpoint_becomes_a_folder(tiny, tmp_path):
-    report = dcls_convert.convert_(tiny, dilated_size=9, init="random")
-    folder = dcls_convert.save_converted(tiny, report.plan, tmp_path / "tiny-dcls9")
-    script = tmp_path / "scripts" / "train.py"
-    for path in (script.parent, tmp_path / "out"):
-        path.mkdir()
-    script.write_text(TRAIN_SCRIPT)
-    (script.parent / "helper_beside.py").write_text("STEPS = 1\n")
-    arguments = ["--model", f"local-dir:{folder}", "--pretrained", "--num-classes", "5", "--output", "out"]
-    command = [sys.executable, "-m", "dcls_convert.tuning.timm_train", "--position-lr-scale", "3", script, *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout.splitlines()[-1])
-    assert printed["argv"] == [str(script), *arguments]
-    # After one of two epochs, cosine has halved the rate.
-    rates = {round(group["lr"], 12): group for group in printed["groups"]}
-    assert sorted(rates) == [0.0005, 0.0015]
-    positions = sum(p.numel() for n, p in tiny.named_parameters() if "positions" in n)
-    assert (rates[0.0015]["params"], rates[0.0015]["decay"]) == (positions, 0)
-    best = str(tmp_path / "out" / "model_best.pth.tar")
-    model = timm.create_model(f"local-dir:{folder}", num_classes=5, checkpoint_path=best)
-    tuned = dcls_convert.save_converted(model, folder, tmp_path / "tuned-dcls9")
-    loaded = timm.create_model(f"local-dir:{tuned}", pretrained=True)
-    stored = torch.load(best, weights_only=False)["state_dict_ema"]
-    assert loaded.num_classes == 5
-    assert all(torch.equal(tensor, stored[name]) for name, tensor in loaded.state_dict().items())
 
 
 def creating(**options):
@@ -133,22 +59,20 @@ def test_all_but_positions_is_grouped_as_by_timm(tiny, options):
             assert (scale, weight_decay) == stock[name][1:]
 
 
-@pytest.mark.parametrize("converted", [True, False])
-def test_what_is_grouped_already_and_plain_models_pass_through(tiny, converted):
-    if converted:
-        dcls_convert.convert_(tiny, dilated_size=9, init="random")
-    calls = [lambda make: make(tiny.parameters(), opt="sgd", lr=0.1)]
-    calls.append(lambda make: make(tiny, "sgd", 0.1, param_group_fn=lambda m: [{"params": list(m.parameters())}]))
-    if not converted:
-        calls.append(lambda make: make(tiny, "adamw", 0.1, 0.05))
-    for call in calls:
-        assert groups_of(call(creating()), tiny) == groups_of(call(create_optimizer_v2), tiny)
+def test_what_is_grouped_already_and_plain_models_pass_through(tiny):
+    def the_same(*arguments, **options):
+        ours, timms = (make(*arguments, **options) for make in (creating(), create_optimizer_v2))
+        assert groups_of(ours, tiny) == groups_of(timms, tiny)
+
+    the_same(tiny, "adamw", 0.1, 0.05)
+    dcls_convert.convert_(tiny, dilated_size=9, init="random")
+    the_same([*tiny.parameters()], "sgd", 0.1)
+    the_same(tiny, "sgd", 0.1, param_group_fn=lambda model: [{"params": [*model.parameters()]}])
 
 
 # The repulsive loss, clamping and the record.
 
 FLOAT64_ATOL = 1e-9  # Adam divides by roots of small gradients, which amplifies rounding (1e-16)
-LIMIT = 4  # cells, of a window of 9
 
 
 def at_the_border():
@@ -200,7 +124,7 @@ def test_steps_are_those_with_the_repulsive_loss_in_the_loss_and_clamping(option
     for epoch in range(3):
         train_one_epoch(epoch, reference, plain, scalers[0], step, partial(tuning.clamp_positions_, reference))
         script.train_one_epoch(epoch, model, optimizer=optimizer, scaler=scalers[1])
-        assert all(one.tensor.abs().max() <= LIMIT for one in position_parameters(model))
+        assert all(one.tensor.abs().max() <= 4 for one in position_parameters(model))
     for (name, tensor), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(tensor, expected, rtol=0, atol=FLOAT64_ATOL, msg=lambda m, n=name: f"{n}: {m}")
     moved = zip(position_parameters(model), start, strict=True)
@@ -214,24 +138,57 @@ def test_steps_are_those_with_the_repulsive_loss_in_the_loss_and_clamping(option
 
 @pytest.mark.parametrize("options", [{"repulsive_loss_from": 0}, {"track": "positions.jsonl"}])
 def test_what_cannot_be_had_is_refused(options, tiny, script):
-    with pytest.raises(DclsConvertError, match="no model with DCLS layers"):
-        creating(**options)(tiny, "sgd", lr=0.1)
-    del script.train_one_epoch
-    with pytest.raises(DclsConvertError, match=r"train_one_epoch\(epoch"):
-        creating(**options)(at_the_border(), "sgd", lr=0.1)
+    for model in (tiny, at_the_border()):
+        with pytest.raises(DclsConvertError, match=r"need a model with DCLS layers, and a train_one_epoch\(epoch"):
+            creating(**options)(model, "sgd", lr=0.1)
+        vars(script).pop("train_one_epoch", None)
 
 
-@pytest.mark.parametrize("output", [[], ["--output", "runs"], ["--output=runs"]])
-def test_a_run_resumes_from_its_last_checkpoint_if_there_is_one(output, tmp_path, monkeypatch):
+SCRIPT = """
+import dcls_convert, helper_beside, timm
+from timm.optim import create_optimizer_v2
+if __name__ == "__main__":
+    model = timm.create_model("test_convnext")
+    dcls_convert.convert_(model, dilated_size=9, init="random")
+    helper_beside.optimizer = create_optimizer_v2(model, opt="adamw", lr=0.001)
+"""
+
+
+@pytest.fixture
+def run_script(tmp_path, monkeypatch):
+    """Runs the program on a script that makes an optimizer; gives the arguments that the script saw, and it."""
     monkeypatch.chdir(tmp_path)
-    arguments = ["--model", "resnet18", *output, "--experiment", "mine", "--epochs", "3"]
-    assert timm_train.resumed(arguments) == arguments
+    Path("scripts").mkdir()
+    Path("scripts/helper_beside.py").touch()
+    Path("scripts/train.py").write_text(SCRIPT)
+
+    def run(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["timm_train", *arguments])
+            patch.setattr(sys, "path", [*sys.path])
+            patch.setattr(timm.optim, "create_optimizer_v2", create_optimizer_v2)
+            timm_train.main()
+            return sys.argv, sys.modules.pop("helper_beside").optimizer
+
+    return run
+
+
+def test_the_script_runs_as_by_python_with_positions_in_groups_of_their_own(run_script):
+    arguments, optimizer = run_script("--position-lr-scale", "3", "scripts/train.py", "--epochs", "3", "--track", "x")
+    assert arguments == ["scripts/train.py", "--epochs", "3", "--track", "x"]
+    assert {group.get("lr_scale", 1) for group in optimizer.param_groups} == {1, 3}
+
+
+@pytest.mark.parametrize("output", [[], ["--output=runs"]])
+def test_a_run_resumes_from_its_last_checkpoint_if_there_is_one(output, run_script):
+    arguments = ["scripts/train.py", "--model", "resnet18", *output, "--experiment", "mine"]
+    assert run_script("--auto-resume", *arguments)[0] == arguments
     last = Path("runs" if output else "output/train", "mine", "last.pth.tar")
     last.parent.mkdir(parents=True)
     last.touch()
-    assert timm_train.resumed(arguments) == [*arguments, "--resume", str(last)]
+    assert run_script("--auto-resume", *arguments)[0] == [*arguments, "--resume", str(last)]
     chosen = [*arguments, "--resume", "other.pth.tar"]
-    assert timm_train.resumed(chosen) == chosen
+    assert run_script("--auto-resume", *chosen)[0] == chosen
 
 
 @pytest.mark.parametrize(
