@@ -38,13 +38,11 @@ def depthwise(input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, 
 
 
 def _forward(input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
-    rows, columns = padding
-    limit = cast(int, most_columns())
-    around = columns - limit
+    around = padding[1] - cast(int, most_columns())
     # channels_last maps (also maps of one channel or one cell, which are in both formats) are fast with any padding.
     if around > 0 and input.is_contiguous() and not input.is_contiguous(memory_format=torch.channels_last):
-        input, columns = F.pad(input, (around, around)), limit
-    return F.conv2d(input, kernel, bias, stride, (rows, columns), groups=input.shape[1])
+        input, padding = F.pad(input, (around, around)), (padding[0], padding[1] - around)
+    return F.conv2d(input, kernel, bias, stride, padding, groups=input.shape[1])
 
 
 class _Depthwise(torch.autograd.Function):

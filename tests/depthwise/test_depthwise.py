@@ -57,10 +57,9 @@ def geometries(draw, most=24):
     padding = tuple(draw(st.integers(0, size + 1)) for size in window)
     least = [max(1, size - 2 * pad) for size, pad in zip(window, padding, strict=True)]
     side = tuple(draw(st.integers(low, low + most)) for low in least)
-    options = {"last": st.booleans(), "channels": st.integers(1, 3), "batch": st.integers(1, 3), "bias": st.booleans()}
-    return geometry(
-        window, padding, side, part=draw(st.sampled_from([1, 2**29])), **draw(st.fixed_dictionaries(options))
-    )
+    flags, counts, parts = st.booleans(), st.integers(1, 3), st.sampled_from([1, 2**29])
+    options = {"last": flags, "bias": flags, "channels": counts, "batch": counts, "part": parts}
+    return geometry(window, padding, side, **draw(st.fixed_dictionaries(options)))
 
 
 def tensors(geometry, dtype=torch.float64):
@@ -70,13 +69,12 @@ def tensors(geometry, dtype=torch.float64):
     kernel = torch.randn(channels, 1, *geometry["window"], dtype=torch.float64, generator=generator)
     bias = [torch.randn(channels, dtype=torch.float64, generator=generator)] * geometry["bias"]
     input = input.to(memory_format=LAST if geometry["last"] else torch.contiguous_format)
-    arguments = ([None] * (not bias), geometry["stride"], geometry["padding"], (1, 1), channels)
+    arguments = geometry["stride"], geometry["padding"], (1, 1), channels
     return [tensor.to(dtype).requires_grad_() for tensor in (input, kernel, *bias)], arguments
 
 
 def call(function, inputs, arguments):
-    absent, *others = arguments
-    return function(*inputs, *absent, *others)
+    return function(*inputs, *[None] * (3 - len(inputs)), *arguments)
 
 
 def outputs_and_gradients(function, inputs, arguments):
@@ -120,10 +118,8 @@ def test_gradients_and_gradients_of_gradients(way, geometry):
     with pytest.MonkeyPatch.context() as patch, going(way):
         patch.setattr(onednn, "FEWEST_CELLS", 1)
         patch.setattr(matmul, "MOST_SIDE", 2)
-        assert torch.autograd.gradcheck(lambda *given: call(conv2d, given, arguments), inputs, fast_mode=True)
-        assert torch.autograd.gradgradcheck(
-            lambda *given: call(conv2d, given, arguments).tanh(), inputs, fast_mode=True
-        )
+        for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+            assert check(lambda *given: call(conv2d, given, arguments).tanh(), inputs, fast_mode=True)
 
 
 @every_way
@@ -149,19 +145,16 @@ WIDE = geometry((7, 17), (3, 8), (5, 16), channels=2)
 @every_way
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # by torch, of its own use or ours
 def test_function_transforms_tangents_and_batches_of_gradients(take, way):
-    inputs, (_, *arguments) = tensors(WIDE)
+    inputs, arguments = tensors(WIDE)
     plain = [tensor.detach() for tensor in inputs]
     tangents = tuple(torch.ones_like(tensor) for tensor in plain)
 
     def results(function):
-        def loss(*given):
-            return function(*given, *arguments).tanh().sum()
-
-        def of_one(image, kernel, bias):
-            return loss(image.unsqueeze(0), kernel, bias)
+        def loss(images, *given):
+            return function(images.reshape(-1, *images.shape[-3:]), *given, *arguments).tanh().sum()
 
         yield torch.func.jvp(torch.func.grad(loss, argnums=1), tuple(plain), tangents)[1]
-        yield from torch.func.vmap(torch.func.grad(of_one, argnums=(0, 1, 2)), (0, None, None))(*plain)
+        yield from torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)), (0, None, None))(*plain)
         with forward_ad.dual_level():
             yield forward_ad.unpack_dual(loss(*map(forward_ad.make_dual, inputs, tangents))).tangent
         output = function(*inputs, *arguments)
@@ -186,19 +179,10 @@ def test_autocast(take, way):
 
 
 @every_way
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@pytest.mark.parametrize(
-    ("input_size", "kernel_size", "options"),
-    [
-        ((2, 4, 20, 20), (4, 4, 17, 17), ((8, 8), (1, 1), 1)),
-        ((2, 4, 20, 20), (4, 1, 16, 16), ("same", (1, 1), 4)),
-        ((2, 4, 20, 20), (4, 1, 17, 17), ((16, 16), (2, 2), 4)),
-        ((4, 20, 20), (4, 1, 17, 17), ((8, 8), (1, 1), 4)),
-    ],
-)
-def test_other_convolutions_are_left_alone(take, way, input_size, kernel_size, options):
-    paddings = take(way)
-    arguments = torch.randn(input_size), torch.randn(kernel_size), None, (1, 1), *options
+@pytest.mark.parametrize("shape", [(4, 20, 20), (2, 4, 20, 20)])
+def test_maps_without_a_batch_and_dense_kernels_are_left_alone(take, way, shape):
+    paddings, groups = take(way), 4 if len(shape) == 3 else 1
+    arguments = torch.randn(shape), torch.randn(4, 4 // groups, 17, 17), None, (1, 1), (8, 8), (1, 1), groups
     assert torch.equal(conv2d(*arguments), F.conv2d(*arguments))
     assert not paddings
 
