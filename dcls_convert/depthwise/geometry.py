@@ -73,8 +73,8 @@ def grown_padding(
     if padding in ("same", DYNAMIC_SAME):
         return str(padding)
     more = [(size - old) // 2 for size, old in zip(window, extents, strict=True)]
-    old = padded_cells(padding, (), extents, ())
-    pairs = tuple((before + grown, after + grown) for (before, after), grown in zip(old, more, strict=True))
+    cells = padded_cells(padding, (), extents, ())
+    pairs = tuple((before + grown, after + grown) for (before, after), grown in zip(cells, more, strict=True))
     return pairs if is_uneven(padding) else tuple(before for before, _ in pairs)
 
 
