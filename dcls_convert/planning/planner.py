@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..depthwise.geometry import check_cells, grown_padding, padded_cells, size_text
+from ..depthwise.geometry import check_cells, check_window, grown_padding, padded_cells, size_text
 from ..errors import NothingMatchesError, PlanError, RuleError, one_line, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
@@ -244,7 +244,8 @@ def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tup
         dilated = site.kernel_size[axis] > 1 and site.dilation[axis] > 1
         if sides[axis] != site.kernel_size[axis] or dilated:
             raise PlanError(f"dense axis {axis} must keep its size {site.kernel_size[axis]}, undilated")
-    padding = grown_padding(site.padding, site.kernel_size, site.dilation, sides, site.stride)  # checks the window
+    check_window(site.kernel_size, site.dilation, sides)
+    padding = grown_padding(site.padding, site.kernel_size, site.dilation, sides, site.stride)
     check_cells(site.out_channels * site.in_channels // site.groups, sides)
     if site.padding_mode in ("reflect", "circular") and site.input_extent is not None:
         cells = padded_cells(padding, site.input_extent, sides, site.stride)
