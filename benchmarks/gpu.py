@@ -40,6 +40,7 @@ NETWORKS = {
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 WAYS = ("torch", "matmul")
 ROUNDS, CALLS = 5, 10  # a round is so many calls, whose end alone is waited for
+DEVICE = "cuda"
 
 Runs = dict[str, Callable[[], object]]
 Rows = Iterator[dict[str, Any]]
@@ -57,28 +58,34 @@ def going(way: str) -> Iterator[None]:
 
 
 def measured(runs: Runs) -> dict[str, dict[str, Any]]:
-    """Milliseconds of a call and the most memory that it takes; all take turns, after one call for warmth."""
+    """Milliseconds of a call and the most memory that it adds; all take turns, after one call for warmth."""
     peaks, times = {}, {name: [] for name in runs}
     for name, call in runs.items():
         call()
-        torch.cuda.reset_peak_memory_stats()
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         call()
-        peaks[name] = torch.cuda.max_memory_allocated() / measuring.MIB
+        peaks[name] = (torch.cuda.max_memory_allocated() - before) / measuring.MIB
     for _ in range(ROUNDS):
         for name, call in runs.items():
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
+            begun = now()
             for _ in range(CALLS):
                 call()
-            torch.cuda.synchronize()
-            times[name].append(1e3 * (time.perf_counter() - begun) / CALLS)
+            times[name].append(1e3 * (now() - begun) / CALLS)
     return {name: {"ms": measuring.summary(found), "peak_mib": peaks[name]} for name, found in times.items()}
+
+
+def now() -> float:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def construction(name: str, batch: int) -> Rows:
     for channels, _, count in NETWORKS[name]:
         layer = DclsConv2d(
-            channels, channels, kernel_count=34, dilated_kernel_size=WINDOW, groups=channels, device="cuda"
+            channels, channels, kernel_count=34, dilated_kernel_size=WINDOW, groups=channels, device=DEVICE
         )
         elements = [layer.weight, layer.positions]
         grad = torch.randn_like(layer.kernel())
@@ -94,7 +101,7 @@ def layers(name: str, batch: int) -> Rows:
     for channels, side, count in NETWORKS[name]:
         for dtype in (torch.bfloat16, torch.float32):
             for format, memory_format in FORMATS.items():
-                options = {"device": "cuda", "dtype": dtype}
+                options = {"device": DEVICE, "dtype": dtype}
                 maps = torch.randn(batch, channels, side, side, **options).to(memory_format=memory_format)
                 grad = maps.clone()
                 maps.requires_grad_()
@@ -114,22 +121,22 @@ def layers(name: str, batch: int) -> Rows:
 
 def networks(name: str, batch: int) -> Rows:
     built, notes = models.build(models.Case(model=name, window=WINDOW, channels_last=True), "v0", training=True)
-    images, classes = torch.randn(batch, *models.IMAGE, device="cuda"), torch.arange(batch, device="cuda")
+    images, classes = torch.randn(batch, *models.IMAGE, device=DEVICE), torch.arange(batch, device=DEVICE)
     inference: Runs = {}
     training: Runs = {}
     for kind, model in built.items():
-        optimizer = torch.optim.AdamW(model.cuda().parameters(), lr=1e-5)
+        optimizer = torch.optim.AdamW(model.to(DEVICE).parameters(), lr=1e-5)
         for way in WAYS if kind == models.OURS else WAYS[:1]:
 
             def infer(model: Any = model, way: str = way) -> None:
                 model.eval()
-                with going(way), torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+                with going(way), torch.inference_mode(), torch.autocast(DEVICE, torch.bfloat16):
                     model(images)
 
             def train(model: Any = model, way: str = way, optimizer: Any = optimizer) -> None:
                 model.train()
                 optimizer.zero_grad()
-                with going(way), torch.autocast("cuda", torch.bfloat16):
+                with going(way), torch.autocast(DEVICE, torch.bfloat16):
                     loss = F.cross_entropy(model(images), classes)
                 loss.backward()
                 optimizer.step()
@@ -163,12 +170,23 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="after which nothing more is begun")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--output", type=Path, default=measuring.RESULTS / "gpu.json")
+    parser.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)  # a toy on the CPU; stores nothing
     parser.add_argument("--table", action="store_true", help="print what is stored, measure nothing")
     options = parser.parse_args()
+    if options.smoke:
+        return smoke()
     if not options.table:
         measure(options)
     if options.output.exists():
         print(tables(json.loads(options.output.read_text(encoding="utf-8"))["rows"]))
+
+
+def smoke() -> None:
+    global DEVICE, ROUNDS, CALLS
+    DEVICE, ROUNDS, CALLS, models.IMAGE = "cpu", 1, 1, (3, 64, 64)
+    toy = "test_convnext"
+    NETWORKS[toy] = ((4, 9, 1),)
+    print(tables([{"model": toy, **row} for run in PARTS.values() for row in run(toy, 2)]))
 
 
 def measure(options: argparse.Namespace) -> None:

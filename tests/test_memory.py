@@ -17,21 +17,19 @@ from dcls_convert.checkpoints.verify import rebuild_here
 from dcls_convert.cli.app import main
 
 def status(name):
-    text = Path("/proc/self/status").read_text()
-    return int(re.search(rf"^{name}:\\s+(\\d+) kB$", text, re.MULTILINE)[1]) * 1024
+    return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 def shell(*arguments):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main([*arguments, "-q"])
 
-def peaks(name):
+def peaks_of(name):
     folder, weights = f"{name}-folder", f"{name}.safetensors"
     convert = (name, "--dilated-size", "9", "--input-size", "3x64x64", "--output")
+    largest = (f"{name}-largest", "--checkpoint", weights, "--init", "largest")
     works = {
         "convert": lambda: shell(*convert, folder),
-        "convert --checkpoint": lambda: shell(
-            *convert, f"{name}-largest", "--checkpoint", weights, "--init", "largest"
-        ),
+        "convert --checkpoint": lambda: shell(*convert, *largest),
         "load_converted": lambda: load_converted(folder),
         "verify": lambda: [check.ok for check in rebuild_here(Path(folder), False)].index(True),
         "fold": lambda: shell("fold", folder, "--output", f"{name}-folded"),
@@ -40,18 +38,17 @@ def peaks(name):
     save_file(state, weights)
     size = sum(tensor.nbytes for tensor in state.values())
     del state
-    found = {}
-    before = status("VmRSS")
+    peaks, before = {}, status("VmRSS")
     for command, work in works.items():
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
         work()
-        found[command] = (status("VmHWM") - before) / size
+        peaks[command] = (status("VmHWM") - before) / size
     assert all(Path(f"{name}-{written}").is_dir() for written in ("folder", "largest", "folded"))
-    return found
+    return peaks
 
-peaks("test_convnext")  # what the first call imports and keeps
-print(json.dumps(peaks("convnext_base")))
+peaks_of("test_convnext")  # what the first call imports and keeps
+print(json.dumps(peaks_of("convnext_base")))
 """
 
 

@@ -7,19 +7,17 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import assume_constant_result
 
-# Private API; torch has no public one that tells whether torch.func (vmap, grad, jvp, ...) is transforming this code.
-# Where it is missing, assume a transform is active: the plain forms are right everywhere.
+# Private: torch has nothing public that tells whether torch.func (vmap, grad, jvp, ...) is transforming this code, or a
+# mode sees its operations. Where these are missing, assume so: the plain forms are right everywhere.
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-# Private API, likewise; where it is missing, assume that something watches every operation.
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
 def is_eager(*tensors: Tensor) -> bool:
     """Whether operations on these tensors run at once, on ordinary numbers, with derivatives by `backward` alone.
 
-    False while a graph is traced (`torch.compile`, `torch.export`, `torch.jit.trace`), under torch.func's transforms,
-    for dual tensors (forward-mode derivatives), and for subclasses of Tensor (fake, spread over ranks), which bring
-    operations of their own.
+    False while a graph is traced, under torch.func's transforms, for dual tensors (forward-mode derivatives), and for
+    subclasses of Tensor (fake, spread over ranks), which bring operations of their own.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
@@ -42,10 +40,7 @@ def is_watched() -> bool:
 
 
 def is_compiled(*tensors: Tensor) -> bool:
-    """Whether `torch.compile` is tracing this code, on ordinary tensors with derivatives by `backward` alone.
-
-    False for programs that are exported: they are for other machines.
-    """
+    """Whether `torch.compile` traces this code, as `is_eager` has it; not in exports, which are for other machines."""
     return torch.compiler.is_dynamo_compiling() and not _is_exporting() and _are_ordinary(tensors)
 
 

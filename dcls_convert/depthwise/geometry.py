@@ -29,11 +29,7 @@ def size_text(size: Sequence[int]) -> str:
 
 
 def check_window(kernel_size: Sequence[int], dilation: Sequence[int], window: Sequence[int]) -> None:
-    """Refuse a window in whose middle the old kernel does not fit.
-
-    Raises:
-        PlanError: The window is smaller than the kernel's extent, or of the other parity; names windows that fit.
-    """
+    """Refuse (PlanError) a window that is smaller than the old kernel's extent, or of the other parity."""
     if len(window) != len(kernel_size):
         sides = "side" if len(window) == 1 else "sides"
         raise PlanError(f"window {size_text(window)} has {len(window)} {sides}, the kernel has {len(kernel_size)}")
@@ -67,22 +63,19 @@ def grown_padding(
     """The padding with which a window that `check_window` takes keeps the output size and the old kernel's centre.
 
     'same' and dynamic SAME padding stay what they are: both put an odd cell at the end, for kernel and window alike.
-
-    Raises:
-        PlanError: Dynamic SAME padding of a kernel that is smaller than the stride.
+    Dynamic SAME padding is refused (PlanError) for a kernel that is smaller than the stride.
     """
+    extents = list(map(extent, kernel_size, dilation))
     if padding == DYNAMIC_SAME:
-        for kernel, spacing, step in zip(kernel_size, dilation, stride, strict=True):
-            if extent(kernel, spacing) < step:  # SAME may then cut cells off instead of padding; a window would not
+        for kernel, old, step in zip(kernel_size, extents, stride, strict=True):
+            if old < step:  # SAME may then cut cells off instead of padding; a window would not
                 raise PlanError(f"dynamic SAME padding needs a kernel of at least the stride {step}, not {kernel}")
     if padding in ("same", DYNAMIC_SAME):
         return str(padding)
-    sizes = zip(window, kernel_size, dilation, strict=True)
-    more = [(size - extent(kernel, spacing)) // 2 for size, kernel, spacing in sizes]
-    if is_uneven(padding):
-        return tuple((before + grown, after + grown) for (before, after), grown in zip(padding, more, strict=True))
-    old = [0] * len(window) if isinstance(padding, str) else cast(tuple[int, ...], padding)  # 'valid' is no padding
-    return tuple(pad + grown for pad, grown in zip(old, more, strict=True))
+    more = [(size - old) // 2 for size, old in zip(window, extents, strict=True)]
+    cells = padded_cells(padding, (), extents, ())
+    pairs = tuple((before + grown, after + grown) for (before, after), grown in zip(cells, more, strict=True))
+    return pairs if is_uneven(padding) else tuple(before for before, _ in pairs)
 
 
 def padded_cells(
@@ -92,17 +85,15 @@ def padded_cells(
     if padding == "valid":
         return [(0, 0)] * len(extents)
     if padding == "same":
-        return [_halves(window - 1) for window in extents]
-    if padding == DYNAMIC_SAME:  # as many as give ceil(size / stride) outputs
+        totals = [window - 1 for window in extents]
+    elif padding == DYNAMIC_SAME:  # as many as give ceil(size / stride) outputs
         sizes = zip(input_size, extents, stride, strict=True)
-        return [_halves(max((-(-size // step) - 1) * step + window - size, 0)) for size, window, step in sizes]
-    if is_uneven(padding):
+        totals = [max((-(-size // step) - 1) * step + window - size, 0) for size, window, step in sizes]
+    elif is_uneven(padding):
         return list(padding)
-    return [(cells, cells) for cells in cast(tuple[int, ...], padding)]
-
-
-def _halves(total: int) -> tuple[int, int]:
-    return total // 2, total - total // 2
+    else:
+        return [(cells, cells) for cells in cast(tuple[int, ...], padding)]
+    return [(total // 2, total - total // 2) for total in totals]
 
 
 def grid_positions(kernel_size: int, dilation: int, window: int) -> list[int]:

@@ -6,8 +6,7 @@ The outputs of a patch are its inputs times a matrix that depends on the window 
 row of the output (t, u) holds the window shifted by (t, u). The patches of a channel, over all images, are the rows of
 one matrix, so one `torch.bmm` gives the outputs of all channels. The input's gradient is the same with the flipped
 window; the window's gradient is a product in the shape of the bank, summed over diagonals. Stride and dilation are 1.
-
-Patches and banks are made again in the backward pass: the map and the window are kept, nothing larger.
+The map and the window are kept for the backward pass, which makes patches and banks again.
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ MOST_BYTES = 512 * 2**20  # of patches and banks at once; the channels are taken
 class _Axis(NamedTuple):
     """How patches lie along one axis of the map; in cells, but for `patches`."""
 
-    taps: int  # of the window
+    taps: int
     outputs: int
     patches: int
     side: int  # outputs of a patch
@@ -92,13 +91,12 @@ def convolve(input: Tensor, kernel: Tensor, padding: Sequence[int]) -> Tensor:
     ]
     outputs = torch.cat(products) if len(products) > 1 else products[0]
     outputs = outputs.view(channels, images, rows.patches, columns.patches, rows.side, columns.side)
-    order = (1, 2, 4, 3, 5, 0) if last else (1, 0, 2, 4, 3, 5)
-    shape = [rows.patches * rows.side, columns.patches * columns.side]
-    shape.insert(2 if last else 0, channels)
-    outputs = outputs.permute(order).reshape(images, *shape)
+    height, width, format = rows.patches * rows.side, columns.patches * columns.side, torch.contiguous_format
     if last:
-        outputs = outputs.permute(0, 3, 1, 2)
-    format = torch.channels_last if last else torch.contiguous_format
+        outputs = outputs.permute(1, 2, 4, 3, 5, 0).reshape(images, height, width, channels).permute(0, 3, 1, 2)
+        format = torch.channels_last
+    else:
+        outputs = outputs.permute(1, 0, 2, 4, 3, 5).reshape(images, channels, height, width)
     return outputs.narrow(2, 0, rows.outputs).narrow(3, 0, columns.outputs).contiguous(memory_format=format)
 
 

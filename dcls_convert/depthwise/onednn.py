@@ -38,13 +38,11 @@ def depthwise(input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, 
 
 
 def _forward(input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
-    rows, columns = padding
-    limit = cast(int, most_columns())
-    around = columns - limit
+    around = padding[1] - cast(int, most_columns())
     # channels_last maps (also maps of one channel or one cell, which are in both formats) are fast with any padding.
     if around > 0 and input.is_contiguous() and not input.is_contiguous(memory_format=torch.channels_last):
-        input, columns = F.pad(input, (around, around)), limit
-    return F.conv2d(input, kernel, bias, stride, (rows, columns), groups=input.shape[1])
+        input, padding = F.pad(input, (around, around)), (padding[0], padding[1] - around)
+    return F.conv2d(input, kernel, bias, stride, padding, groups=input.shape[1])
 
 
 class _Depthwise(torch.autograd.Function):
@@ -75,33 +73,26 @@ class _Depthwise(torch.autograd.Function):
 
 
 def _kernel_gradient(input: Tensor, grad: Tensor, kernel: Tensor, stride: Pair, padding: Pair) -> Tensor:
-    """input (N, C, H, W), grad (N, C, H', W') -> (C, 1, R, S), summed in float32 at least."""
-    dtype = torch.promote_types(kernel.dtype, torch.float32)
-    images = max(1, PART // kernel.numel())
-    pairs = zip(torch.split(input, images), torch.split(grad, images), strict=True)
-    parts = [_of_part(maps.to(dtype), out.to(dtype), kernel, stride, padding) for maps, out in pairs]
-    return functools.reduce(torch.add, parts).to(kernel.dtype)
+    """input (N, C, H, W), grad (N, C, H', W') -> (C, 1, R, S), summed in float32 at least.
 
-
-def _of_part(maps: Tensor, grad: Tensor, kernel: Tensor, stride: Pair, padding: Pair) -> Tensor:
-    """Every map (1, N*C, H, W) is convolved with a window of its own, (N*C, 1, H', W'): the gradient of its output.
-
-    The old convolution's stride is the new one's dilation. Where the old stride left cells at the end of a map unread,
-    the result is larger than R x S and cut. Padding that the fast kernel does not take is put around the map.
+    Every map (1, N*C, H, W) is convolved with a window of its own, (N*C, 1, H', W'): the gradient of its output. The
+    old convolution's stride is the new one's dilation. Where the old stride left cells at the end of a map unread, the
+    result is larger than R x S and cut. Padding that the fast kernel does not take is put around the map.
     """
-    count, channels = grad.shape[:2]
-    extents = [step * (side - 1) + 1 for step, side in zip(stride, grad.shape[-2:], strict=True)]
+    dtype = torch.promote_types(kernel.dtype, torch.float32)
+    extents = [step * (side - 1) + 1 for step, side in zip(stride, grad.shape[2:], strict=True)]
     most = cast(int, most_columns())
     inner = [min(cells, most, extent - 1) for cells, extent in zip(padding, extents, strict=True)]
     rows, columns = (cells - kept for cells, kept in zip(padding, inner, strict=True))
-    if rows or columns:
-        maps = F.pad(maps, (columns, columns, rows, rows))
-    of_each = F.conv2d(
-        maps.contiguous().reshape(1, count * channels, *maps.shape[-2:]),
-        grad.contiguous().reshape(count * channels, 1, *grad.shape[-2:]),
-        padding=inner,
-        dilation=stride,
-        groups=count * channels,
-    )
-    height, width = kernel.shape[-2:]
-    return of_each[0, :, :height, :width].reshape(count, channels, 1, height, width).sum(0)
+    height, width = kernel.shape[2:]
+    total: Tensor | float = 0.0
+    images = max(1, PART // kernel.numel())
+    for maps, out in zip(torch.split(input, images), torch.split(grad, images), strict=True):
+        if rows or columns:
+            maps = F.pad(maps, (columns, columns, rows, rows))
+        count = out.shape[0] * out.shape[1]
+        planes = maps.to(dtype).contiguous().reshape(1, count, *maps.shape[2:])
+        windows = out.to(dtype).contiguous().reshape(count, 1, *out.shape[2:])
+        of_each = F.conv2d(planes, windows, padding=inner, dilation=stride, groups=count)
+        total = total + of_each[0, :, :height, :width].reshape(-1, *kernel.shape).sum(0)
+    return cast(Tensor, total).to(kernel.dtype)

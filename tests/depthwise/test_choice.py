@@ -1,14 +1,13 @@
 """Which way a convolution goes: by rule, by the environment, or by what was timed at first sight; and it stays so."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcls_convert.depthwise import choice, choices, onednn
+from dcls_convert.depthwise import choice, choices, matmul, onednn
 from dcls_convert.depthwise.choice import VARIABLE, conv2d, depthwise_way
 from dcls_convert.errors import DclsConvertError
 
@@ -25,7 +24,7 @@ def way(**changes):
 def _a_process_of_its_own(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(onednn, "most_columns", lambda: 6)
-    monkeypatch.setattr(choice, "_chosen", {})
+    monkeypatch.setattr(choice, "chosen", {})
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
@@ -50,26 +49,27 @@ def test_the_environment_overrules_where_products_can(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "on_cpu"),
     [
-        {"stride": (2, 1)},
-        {"dilation": (1, 2)},
-        {"kernel_size": (192, 1, 17, 17)},
-        {"kernel_size": (96, 96, 17, 17), "groups": 1},
-        {"kernel_size": (96, 1, 53, 17), "padding": (26, 8)},
-        {"kernel_size": (96, 1, 16, 16), "padding": "same"},
-        {"padding": (9, 8), "input_size": (128, 96, 0, 56)},  # a cell of padding alone is enough for the window
-        {"padding": (0, 0), "input_size": (128, 96, 16, 56)},
-        {"input_size": (0, 96, 56, 56)},
-        {"dtype": torch.int32},
-        {"dtype": None},
-        {"device": torch.device("meta")},
+        ({"stride": (2, 1)}, "onednn"),
+        ({"kernel_size": (192, 1, 17, 17)}, "onednn"),
+        ({"kernel_size": (96, 1, 53, 17), "padding": (26, 8)}, "onednn"),
+        ({"padding": (0, 0), "input_size": (128, 96, 16, 56)}, "onednn"),  # whose error is torch's
+        ({"dilation": (1, 2)}, "torch"),
+        ({"kernel_size": (96, 96, 17, 17), "groups": 1}, "torch"),
+        ({"kernel_size": (96, 1, 16, 16), "padding": "same"}, "torch"),
+        ({"padding": (9, 8), "input_size": (128, 96, 0, 56)}, "torch"),  # padding alone is enough for the window
+        ({"input_size": (0, 96, 56, 56)}, "torch"),
+        ({"dtype": torch.int32}, "torch"),
+        ({"dtype": None}, "torch"),
+        ({"device": torch.device("meta")}, "torch"),
     ],
 )
-def test_what_products_cannot_goes_torchs_way(monkeypatch, changes):
+def test_what_products_cannot_goes_another_way(monkeypatch, changes, on_cpu):
     monkeypatch.setenv(VARIABLE, "matmul")
     assert way() == "matmul"
     assert way(**changes) == "torch"
+    assert way(**{"device": CPU, "dtype": torch.float32, **changes}) == on_cpu
 
 
 # At first sight. The CPU stands in for a GPU.
@@ -77,23 +77,15 @@ def test_what_products_cannot_goes_torchs_way(monkeypatch, changes):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Sets the milliseconds that each way takes; yields how often a time was taken."""
+    """Sets the milliseconds that each way takes; `taken` has an entry for each look at the clock."""
     monkeypatch.setattr(choice, "GPUS", frozenset({"cpu"}))
-    taken = []
 
     def set_times(matmul, torch):
-        steps = itertools.cycle([0, matmul, 0, torch])  # from the step's begin to its end
+        times = itertools.accumulate(itertools.cycle([0, 1e-3 * matmul, 0, 1e-3 * torch]))  # a begin, an end, and so on
+        monkeypatch.setattr(choice, "_now", lambda device: set_times.taken.append(device) or next(times))
 
-        def now(device):
-            taken.append(device)
-            set_times.seconds += 1e-3 * next(steps)
-            return set_times.seconds
-
-        set_times.seconds = 0.0
-        monkeypatch.setattr(choice, "_now", now)
-
+    set_times.taken = []
     set_times(1.0, 2.0)
-    set_times.taken = taken
     with torch.backends.cudnn.flags(benchmark=True):
         yield set_times
 
@@ -127,50 +119,54 @@ def test_each_case_is_timed_once(clock):
     assert len(clock.taken) == 2 * 2 * (choice.ROUNDS + 1) * len(others)
 
 
-def untimed(monkeypatch, reason):
-    """Does one convolution in a state in which nothing may be timed."""
-    if reason == "not asked for":
-        torch.backends.cudnn.benchmark = False
-    elif reason == "deterministic":
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    elif reason in ("torch", "matmul"):
-        monkeypatch.setenv(VARIABLE, reason)
-    if reason == "compiled":
-        torch.compiler.reset()
-        torch.compile(convolve, fullgraph=True, backend="eager")()
-    elif reason == "watched":
-        with FlopCounterMode(display=False):
-            convolve()
-    else:
+def watched():
+    with FlopCounterMode(display=False):
         convolve()
 
 
-@pytest.mark.parametrize("reason", ["not asked for", "deterministic", "torch", "matmul", "compiled", "watched"])
-def test_nothing_is_timed(clock, monkeypatch, reason):
-    untimed(monkeypatch, reason)
+def compiled():
+    torch.compiler.reset()
+    torch.compile(convolve, fullgraph=True, backend="eager")()
+
+
+@pytest.mark.parametrize(
+    ("state", "run", "by_rule"),
+    [
+        ({"benchmark": False}, convolve, ["matmul"]),
+        ({"deterministic": True}, convolve, ["matmul"]),
+        ({}, watched, ["matmul"]),
+        ({}, compiled, []),
+        ({VARIABLE: "torch"}, convolve, []),
+        ({VARIABLE: "matmul"}, convolve, []),
+    ],
+)
+def test_nothing_is_timed(clock, monkeypatch, state, run, by_rule):
+    monkeypatch.setenv(VARIABLE, state.get(VARIABLE, "auto"))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: "deterministic" in state)
+    torch.backends.cudnn.benchmark = state.get("benchmark", True)
+    run()
     assert not clock.taken
-    by_rule = [] if reason in ("torch", "matmul", "compiled") else ["matmul"]
     assert [made.way for made in choices()] == by_rule
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_nothing_is_timed_while_a_graph_is_captured(clock, monkeypatch, capturing):
+def test_nothing_is_timed_while_a_graph_is_captured(monkeypatch, capturing):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    assert choice._may_time(CUDA) is not capturing
+    monkeypatch.setattr(choice, "_time", lambda case, *tensors: {"matmul": 2.0, "torch": 1.0})
+    with torch.backends.cudnn.flags(benchmark=True):
+        assert way(tensors=(MAPS, KERNEL)) == ("matmul" if capturing else "torch")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_block_that_is_computed_again_goes_the_same_way(clock, monkeypatch, reentrant):
     """Timing at first sight is inside the checkpointed block, whose saved tensors torch counts."""
-    gone = []
-    for name, row in choice.WAYS.items():
-        spy = replace(row, convolve=lambda *given, name=name, row=row: gone.append(name) or row.convolve(*given))
-        monkeypatch.setitem(choice.WAYS, name, spy)
+    gone, product = [], matmul.depthwise
+    monkeypatch.setattr(matmul, "depthwise", lambda *given: gone.append(given) or product(*given))
     clock(1.0, 2.0)
     maps, kernel = (tensor.clone().requires_grad_() for tensor in (MAPS, KERNEL))
     output = checkpoint(convolve, maps, kernel, use_reentrant=reentrant)
     clock(2.0, 1.0)
     output.sum().backward()
-    assert gone == ["matmul", "matmul"]
+    assert len(gone) == 2
     expected = torch.autograd.grad(torch.nn.functional.conv2d(maps, kernel, padding=4, groups=3).sum(), (maps, kernel))
     torch.testing.assert_close((maps.grad, kernel.grad), expected)
