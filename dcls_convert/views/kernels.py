@@ -4,7 +4,7 @@ Axes: O output channels, I input channels per group, E elements, N kernels that 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,19 +34,11 @@ class LayerKernels:
     weights: Tensor  # (N, E)
 
 
+@torch.no_grad()
 def kernel_pictures(
     plan: ConversionPlan, state: Mapping[str, Tensor], model: nn.Module | None
-) -> Iterator[LayerKernels]:
-    """The kernels of each layer, one layer at a time.
-
-    Args:
-        plan: Of the checkpoint; not folded.
-        state: Its tensors.
-        model: The rebuilt model, whose layers may standardise their weights. None: the weights as they are stored.
-
-    Raises:
-        CheckpointError: A weight is missing or has another shape than the plan says.
-    """
+) -> tuple[LayerKernels, ...]:
+    """The kernels of each layer, with the weights that the rebuilt model standardises; without a model, as stored."""
     shared = {
         layer.name: {kind: state[name].float().cpu() for kind, name in place.parameters.items()}
         for place in position_sets(plan)
@@ -57,60 +49,48 @@ def kernel_pictures(
         elements = layer.kernel_count * math.prod(layer.dilated_size[axis] for axis in layer.dense_axes)
         numbers += math.prod(layer.dilated_size) + 3 * elements
     most = max(1, min(MOST_KERNELS, MOST_NUMBERS // max(numbers, 1)))
+    pictures = []
     for layer in plan.layers:
-        yield _strongest(layer, _weight(layer, state, model).float().cpu(), most=most, **shared[layer.name])
+        module = None if model is None else model.get_submodule(layer.name)
+        name, shape = f"{layer.name}.weight", layer.position_shape[1:]
+        if isinstance(module, DclsConvNd):
+            weight = module.form.effective_weight(module, module.weight)
+        elif name in state and tuple(state[name].shape) == shape:
+            weight = state[name]
+        else:
+            stored = tuple(state[name].shape) if name in state else "missing"
+            raise CheckpointError(f"{name} is {stored}, the plan has {shape}")
+        pictures.append(_strongest(layer, weight.float().cpu(), most=most, **shared[layer.name]))
+    return tuple(pictures)
 
 
-@torch.no_grad()
-def _weight(layer: LayerPlan, state: Mapping[str, Tensor], model: nn.Module | None) -> Tensor:
-    """The effective weights of the elements (O, I, *dense, E)."""
-    module = None if model is None else model.get_submodule(layer.name)
-    if isinstance(module, DclsConvNd):
-        return module.form.effective_weight(module, module.weight)
-    name, shape = f"{layer.name}.weight", layer.position_shape[1:]
-    if name not in state or tuple(state[name].shape) != shape:
-        stored = tuple(state[name].shape) if name in state else "missing"
-        raise CheckpointError(f"{name} is {stored}, the plan has {shape}")
-    return state[name]
-
-
-@torch.no_grad()
 def _strongest(
     layer: LayerPlan, weight: Tensor, positions: Tensor, sigma: Tensor | None = None, *, most: int
 ) -> LayerKernels:
+    """Weights (O, I, *dense, E), positions and sigma (A, O, I, *dense, E)."""
+    size, dense = layer.dilated_size, layer.dense_axes
     kernels = construct_kernel(
-        weight,
-        positions,
-        layer.dilated_size,
-        interpolation=layer.interpolation,
-        sigma=sigma,
-        dense_axes=layer.dense_axes,
+        weight, positions, size, interpolation=layer.interpolation, sigma=sigma, dense_axes=dense
     ).flatten(0, 1)
     energies = kernels.double().square().flatten(1).sum(1)
     chosen = energies.argsort(descending=True, stable=True)[:most]
     shown, inputs = kernels[chosen], layer.in_channels // layer.groups
+    learnt = iter(positions.flatten(1, 2)[:, chosen])
+    weights = weight.flatten(0, 1)[chosen]
+    axes = [torch.zeros_like(weights)]  # the row, where there is one axis alone
+    for axis, side in enumerate(size):
+        if axis in learnt_axes(len(size), dense):
+            axes.append(next(learnt))
+        else:
+            place = [side if axis == other else 1 for other in dense]
+            cells = torch.arange(side, dtype=positions.dtype) - side // 2
+            axes.append(cells.reshape(1, *place, 1).expand_as(weights))
     return LayerKernels(
         name=layer.name,
         total=len(energies),
         energy_share=float(energies[chosen].sum() / energies.sum()) if float(energies.sum()) > 0 else 1.0,
         channels=tuple((channel // inputs, channel % inputs) for channel in chosen.tolist()),
         cells=shown.unsqueeze(1) if shown.dim() == 2 else shown.sum(1) if shown.dim() == 4 else shown,
-        positions=_coordinates(layer, positions.flatten(1, 2)[:, chosen]),
-        weights=weight.flatten(0, 1)[chosen].flatten(1),
+        positions=torch.stack([axis.flatten(1) for axis in axes[-2:]], -1),
+        weights=weights.flatten(1),
     )
-
-
-def _coordinates(layer: LayerPlan, positions: Tensor) -> Tensor:
-    """Row and column of every element: (A, N, *dense, E) -> (N, elements, 2)."""
-    size, learnt = layer.dilated_size, iter(positions)
-    is_learnt = learnt_axes(len(size), layer.dense_axes)
-    axes = [torch.zeros_like(positions[0])]  # the row, where there is one axis alone
-    for axis, side in enumerate(size):
-        if axis in is_learnt:
-            axes.append(next(learnt))
-            continue
-        place = [1] * (positions.dim() - 1)
-        place[1 + layer.dense_axes.index(axis)] = side
-        cells = torch.arange(side, dtype=positions.dtype) - side // 2
-        axes.append(cells.reshape(place).expand_as(positions[0]))
-    return torch.stack([axis.flatten(1) for axis in axes[-2:]], -1)

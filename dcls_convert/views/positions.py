@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checkpoints.inspection import Inspection, PositionRow, PositionSet, position_sets
+from ..checkpoints.inspection import Inspection, PositionRow, position_sets
 from ..depthwise.geometry import extent
 from ..layers.interpolation import learnt_axes
 from ..layers.position_statistics import BORDER_MARGIN, bins
@@ -41,33 +41,27 @@ def position_pictures(
     plan: ConversionPlan, state: Mapping[str, Tensor], inspection: Inspection
 ) -> tuple[PositionPicture, ...]:
     """A picture for each positions tensor of the plan, in the inspection's order."""
-    sets = position_sets(plan)
+    sets, pictures = position_sets(plan), []
     cells = sum(math.prod(place.learnt_size[-2:]) for place in sets)
     per_cell = FINE if cells * FINE**2 <= MOST_BINS else 1
-    rows = zip(sets, inspection.positions, strict=True)
-    return tuple(_picture(place, row, state[place.parameters["positions"]], per_cell) for place, row in rows)
-
-
-def _picture(place: PositionSet, row: PositionRow, positions: Tensor, per_cell: int) -> PositionPicture:
-    dims, size = len(row.dilated_size), place.learnt_size
-    learnt = learnt_axes(dims, row.dense_axes)
-    index = [bins(axis.flatten(), side, per_cell) for axis, side in zip(positions, size, strict=True)]
-    lengths = [side * per_cell for side in size]
-    high, wide = [torch.zeros_like(index[0]), *index][-2:]
-    height, width = [1, *lengths][-2:]
-    extents = [
-        tuple(extent(layer.kernel_size[axis], layer.dilation[axis]) for axis in learnt) for layer in place.layers
-    ]
-    return PositionPicture(
-        row=row,
-        axes=tuple(AXES[axis - dims] for axis in learnt),
-        size=size,
-        bins_per_cell=per_cell,
-        heat=torch.bincount(high * width + wide, minlength=height * width).reshape(height, width),
-        histograms=tuple(
-            tuple(torch.bincount(places, minlength=length).tolist())
-            for places, length in zip(index, lengths, strict=True)
-        ),
-        extents=tuple(dict.fromkeys(extents)),
-        even_share=even_border_share(size),
-    )
+    for place, row in zip(sets, inspection.positions, strict=True):
+        dims, size, positions = len(row.dilated_size), place.learnt_size, state[place.parameters["positions"]]
+        learnt = learnt_axes(dims, row.dense_axes)
+        index = [bins(axis.flatten(), side, per_cell) for axis, side in zip(positions, size, strict=True)]
+        lengths = [side * per_cell for side in size]
+        high, wide = [torch.zeros_like(index[0]), *index][-2:]
+        height, width = [1, *lengths][-2:]
+        olds = [tuple(extent(old.kernel_size[axis], old.dilation[axis]) for axis in learnt) for old in place.layers]
+        counts = (torch.bincount(places, minlength=length) for places, length in zip(index, lengths, strict=True))
+        picture = PositionPicture(
+            row=row,
+            axes=tuple(AXES[axis - dims] for axis in learnt),
+            size=size,
+            bins_per_cell=per_cell,
+            heat=torch.bincount(high * width + wide, minlength=height * width).reshape(height, width),
+            histograms=tuple(tuple(along.tolist()) for along in counts),
+            extents=tuple(dict.fromkeys(olds)),
+            even_share=even_border_share(size),
+        )
+        pictures.append(picture)
+    return tuple(pictures)
