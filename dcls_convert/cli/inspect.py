@@ -47,7 +47,10 @@ def inspect(
             of_field: (images or original or input_size) and "receptive-field" not in drawn,
         }
     )
-    checks = [(check_picture, picture, "--picture"), (check_images, images, "images")]
+    checks: list[tuple[Any, Path | None, str]] = [
+        (check_picture, picture, "--picture"),
+        (check_images, images, "images"),
+    ]
     checks += [(check_weights_file, original, "original"), (check_weights_file, history, "history")]
     for check, path, what in checks:
         if path is not None:

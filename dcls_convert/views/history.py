@@ -46,9 +46,6 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
             raise CheckpointError(f"{path}: the records of steps {first} and {record.step} differ in tensors")
         if not all(0 < axis.width <= 1 and axis.counts for row in record.positions for axis in row.histograms):
             raise CheckpointError(f"{path}: the histograms of step {record.step} have bins that are no part of a cell")
-    for rows in zip(*(record.positions for record in records), strict=True):
-        if len({tuple(map(len, row.followed)) for row in rows if row.followed}) > 1:
-            raise CheckpointError(f"{path}: the records follow several numbers of elements of {shown(rows[0].name)}")
     # Evenly spaced records, with the first and the last, whose coordinates are not too many.
     numbers = sum(sum(map(len, row.followed)) for row in records[0].positions)
     numbers += sum(sum(bins) for _, bins in forms[0])
@@ -57,6 +54,8 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
     tracks = []
     for place, first_row in enumerate(records[0].positions):
         rows, moving_rows = ([record.positions[place] for record in some] for some in (records, moving))
+        if len({tuple(map(len, row.followed)) for row in rows if row.followed}) > 1:
+            raise CheckpointError(f"{path}: the records follow several numbers of elements of {shown(first_row.name)}")
         track = TrackPicture(
             name=first_row.name,
             size=tuple(round(len(axis.counts) * axis.width) for axis in first_row.histograms),

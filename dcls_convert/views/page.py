@@ -1,8 +1,8 @@
 """The pictures as one page: their data as JSON in the template `page.html`, whose script draws them."""
 
 import base64
+import dataclasses
 import json
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ PLACES_PER_CELL = 100  # of coordinates, which are 16-bit integers in the page
 def page(pictures: Pictures) -> str:
     """The text of the page, in ASCII: names from data can neither end the script nor hold control characters."""
     report, inspection, seen = pictures.report, pictures.inspection, pictures.fields
+    fields, decades = (seen.fields, seen.decades) if seen else ((), 0)
     facts = {
         "Parameters": f"{arrow(report.params)} ({percent(report.params)})",
         "MACs for one image": f"{arrow(report.macs, short_count)} ({percent(report.macs) or 'not counted'})",
@@ -54,10 +55,10 @@ def page(pictures: Pictures) -> str:
             "what": field.what,
             "size": field.logs.shape,
             "pixels": field.size,
-            "values": _packed((1 + field.logs / seen.decades) * 255, torch.uint8),
+            "values": _packed((1 + field.logs / decades) * 255, torch.uint8),
             "sentence": field.sentence,
         }
-        for field in (seen.fields if seen else ())
+        for field in fields
     ]
     content = {
         "title": pictures.name,
@@ -72,7 +73,7 @@ def page(pictures: Pictures) -> str:
         "costs": _costs(pictures),
         "untouched": exact(report.params_untouched),
         "macsNote": report.macs.note,
-        "fields": seen and {"notes": seen.notes, "decades": seen.decades, "maps": maps},
+        "fields": seen and {"notes": seen.notes, "decades": decades, "maps": maps},
         "history": pictures.history,
         "made": f"Made by dcls-convert {__version__}. This page uses no network.",
     }
@@ -90,8 +91,8 @@ def _plain(value: Any) -> Any:
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Tensor):
         return value.tolist()
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

@@ -14,9 +14,8 @@ from ..errors import DclsConvertError, one_line
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
 from ..reports.report import ConversionReport, predict_report
+from .elements import LayerKernels, PositionPicture, kernel_pictures, position_pictures
 from .history import HistoryPicture, read_history
-from .kernels import LayerKernels, kernel_pictures
-from .positions import PositionPicture, position_pictures
 from .receptive_field import FieldOptions, FieldPictures, field_pictures
 
 
