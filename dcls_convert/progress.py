@@ -7,17 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from rich import progress
 from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 
 from .errors import printable, shown
@@ -37,27 +28,27 @@ def silent(text: str, done: int = 0, total: int = 0, /) -> None:
     """A `Notify` that shows nothing."""
 
 
+def _print_line(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def show_progress(
     name: str,
     *,
     wait: float = 0.0,
     every: float = 0.0,
-    line: Callable[[str], None] | None = None,
+    line: Callable[[str], None] = _print_line,
     redirect: bool = False,
 ) -> Iterator[Notify]:
-    """Show steps until the block ends.
+    """Show steps until the block ends, but nothing before `wait` seconds.
 
-    Args:
-        name: What the steps belong to.
-        wait: Seconds in which nothing is shown.
-        every: Least seconds between two lines of counted steps, where stderr is no terminal.
-        line: Prints a line there; `print` to stderr without it.
-        redirect: Print above the bar what others print meanwhile, by replacing `sys.stdout` and `sys.stderr`.
+    Where stderr is no terminal, `line` prints them; counted ones are `every` seconds apart at least. With `redirect`,
+    what others print meanwhile appears above the bar, by replacing `sys.stdout` and `sys.stderr`.
     """
     console = Console(stderr=True, highlight=False, force_jupyter=False)
     bar = console.is_terminal and not console.is_dumb_terminal
-    display = _Bar(shown(name), console, redirect) if bar else _Lines(shown(name), every, line or _print_line)
+    display = _Bar(shown(name), console, redirect) if bar else _Lines(shown(name), every, line)
     timer = threading.Timer(wait, display.start)
     timer.daemon = True
     if wait:
@@ -78,50 +69,40 @@ def is_watched() -> bool:
     return "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())
 
 
-def _print_line(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)
+class _WhenCounted(progress.ProgressColumn):
+    """One column for steps that are counted, another or none for those that are not."""
 
-
-class _WhenCounted(ProgressColumn):
-    """One column for steps that are counted, another for those that are not."""
-
-    def __init__(self, counted: ProgressColumn, other: ProgressColumn | None = None) -> None:
+    def __init__(self, counted: progress.ProgressColumn, other: progress.ProgressColumn | None = None) -> None:
         super().__init__()
         self._counted, self._other = counted, other
 
-    def render(self, task: Task) -> RenderableType:
+    def render(self, task: progress.Task) -> RenderableType:
         column = self._counted if task.total else self._other
-        return column(task) if column is not None else Text()
+        return Text() if column is None else column(task)
 
 
-class _Bar:
+class _Bar(progress.Progress):
     def __init__(self, name: str, console: Console, redirect: bool) -> None:
-        self._name = name
-        self._room = max(TEXT_LEAST, console.width - BESIDE_TEXT)
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            _WhenCounted(BarColumn(BAR_WIDTH)),
-            _WhenCounted(TimeRemainingColumn(elapsed_when_finished=True), TimeElapsedColumn()),
+        super().__init__(
+            progress.SpinnerColumn(),
+            progress.TextColumn("{task.description}", markup=False),
+            _WhenCounted(progress.BarColumn(BAR_WIDTH)),
+            _WhenCounted(progress.TimeRemainingColumn(elapsed_when_finished=True), progress.TimeElapsedColumn()),
             console=console,
             transient=True,
             redirect_stdout=redirect,
             redirect_stderr=redirect,
             speed_estimate_period=600,
         )
-        self._task = self._progress.add_task(name, total=None)
-
-    def start(self) -> None:
-        self._progress.start()
-
-    def stop(self) -> None:
-        self._progress.stop()
+        self._name, self._room = name, max(TEXT_LEAST, console.width - BESIDE_TEXT)
+        self.add_task(name, total=None)
 
     def step(self, text: str, done: int = 0, total: int = 0, /) -> None:
-        if (total or None) != self._progress.tasks[0].total:
-            self._progress.remove_task(self._task)
-            self._task = self._progress.add_task("", total=total or None)
-        self._progress.update(self._task, description=shown(f"{self._name}: {text}", self._room), completed=done)
+        task = self.tasks[0].id
+        if (total or None) != self.tasks[0].total:
+            self.remove_task(task)
+            task = self.add_task("", total=total or None)
+        self.update(task, description=shown(f"{self._name}: {text}", self._room), completed=done)
 
 
 class _Lines:

@@ -77,12 +77,12 @@ def test_markdown_gives_back_the_texts(rows):
 
 
 def test_names_that_differ_in_their_ends_still_differ_where_words_do_not_fold_first():
-    name, reason = "backbone.features.stages.3.blocks.7.token_mixer.conv", "a reason of many words"
+    name = "backbone.features.stages.3.blocks.7.token_mixer.conv"
     columns = [Column("Layer", str), Column("Count", lambda row: 34)]
     for width in (40, 30):
         lines = printed(Table(columns, [f"{name}1", f"{name}2"]), width)[2:]
         assert [line.split()[0][-5:] for line in lines] == ["conv1", "conv2"]
-    words = Column("Reason", lambda row: reason, left=True, words=True)
+    words = Column("Reason", lambda row: "a reason of many words", left=True, words=True)
     lines = printed(Table([*columns, words], ["short name that stays"]), 45)[2:]
     assert lines[0].startswith("short name that stays ")
     assert len(lines) > 1

@@ -1,12 +1,18 @@
 """`dcls-convert diff`: what differs between two checkpoints."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+from ..errors import shown
 from ..files import check_folder
+from ..tables import counted
 from . import console
 from .arguments import Checkpoint, Json, checkpoint_argument
+
+if TYPE_CHECKING:
+    from ..planning.plan import Difference
 
 
 def diff(
@@ -22,7 +28,6 @@ def diff(
         from ..checkpoints.folder import WEIGHTS, read_plan
         from ..checkpoints.stamp import read_tensors, tensors_hash
         from ..records import write_json
-        from ..views.diff import difference_line
 
         differences = read_plan(checkpoint).diff(read_plan(other))
         # What the files hold, not what folders state of them: one may be damaged.
@@ -31,5 +36,21 @@ def diff(
         rows = [asdict(difference) for difference in differences]
         console.write(write_json({"format": 1, "differences": rows, "equal_weights": one == two}))
         return
-    lines = [*map(difference_line, differences)] or ["plans: the same"]
+    lines = [*map(_line, differences)] or ["plans: the same"]
     console.show(*lines, f"weights: {'the same' if one == two else 'other values'}")
+
+
+def _line(difference: "Difference") -> str:
+    """ "dilated_size: 9x9 → 11x11 in 9 layers: stages.0.blocks.0.conv_dw (8 more like it)"."""
+    what, names = difference.what, difference.layers
+    where = shown(names[0]) + (f" ({len(names) - 1:,} more like it)" if len(names) > 1 else "") if names else ""
+    if what == "layers":
+        return f"{counted(len(names), 'layer')} only in the {'first' if difference.one else 'second'}: {where}"
+    changed = "differ" if what == "rules_text" else f"{_text(difference.one)} → {_text(difference.other)}"
+    return f"{what}: {changed}" + (f" in {counted(len(names), 'layer')}: {where}" if names else "")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(side, int) for side in value):
+        return "x".join(map(str, value))
+    return shown(value if isinstance(value, str) else json.dumps(value), 60)

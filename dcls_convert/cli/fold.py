@@ -2,24 +2,24 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from ..files import check_folder
 from ..options import FoldFormat
+from ..tables import counted
 from . import console
 from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, option
 
+if TYPE_CHECKING:
+    from ..export.folding import Folded
+
+FORMAT_HELP = "timm: a folder, which timm loads by itself where its architecture allows. onnx, pt2: one file."
 OUTPUTS = "./CHECKPOINT-folded, ./CHECKPOINT.onnx or ./CHECKPOINT.pt2"
 
 
 def fold(
     checkpoint: Checkpoint,
-    format: Annotated[
-        FoldFormat,
-        option(
-            OUTPUT, "timm: a folder, which timm loads by itself where its architecture allows. onnx, pt2: one file."
-        ),
-    ] = "timm",
+    format: Annotated[FoldFormat, option(OUTPUT, FORMAT_HELP)] = "timm",
     output: Annotated[
         Path | None, option(OUTPUT, "Folder or file to write.", metavar="PATH", show_default=OUTPUTS)
     ] = None,
@@ -35,7 +35,6 @@ def fold(
     check_folder(checkpoint)
     from ..export.formats import fold_checkpoint
     from ..records import write_json
-    from ..views.folded import folded_lines
 
     with console.steps(str(checkpoint), quiet=quiet) as notify:
         folded = fold_checkpoint(checkpoint, format, output, force=force, trust_code=trust_code, notify=notify)
@@ -43,4 +42,29 @@ def fold(
         if json_:
             console.write(write_json(asdict(folded)))
         else:
-            console.show(*([folded.output] if quiet else folded_lines(folded)))
+            console.show(*([folded.output] if quiet else _lines(folded)))
+
+
+def _lines(folded: "Folded") -> list[str]:
+    """What was written, and how it is loaded."""
+    from ..depthwise.geometry import size_text
+    from ..export.formats import FORMATS
+
+    if folded.kind == "stock timm":
+        sizes = ", ".join(f"{name}={value}" for name, value in (folded.kernel_args or {}).items())
+        what = f"timm loads it by itself{', with ' + sizes if sizes else ''}; dcls-convert is not needed"
+    elif folded.kind == "dcls":
+        what = f"timm loads it where dcls-convert is installed, because {folded.note}"
+    else:
+        several = f"{folded.batch} at a time, because with any number {folded.note}"
+        what = f"{FORMATS[folded.format].noun} for images of {size_text(folded.input_size)}"
+        what += f", {'any number at a time' if folded.batch is None else several}"
+    grown = f" → {folded.params_after:,}, since kernels are now stored with all cells of their windows"
+    return [
+        f"Folded {counted(folded.layers, 'layer')} of {folded.checkpoint}; parameters {folded.params_before:,}"
+        f"{grown if folded.params_after != folded.params_before else ', as before: it was folded already'}.",
+        f"Outputs equal those of the checkpoint, with a relative error of {folded.relative_error:.1e}.",
+        f"Wrote {folded.output}: {what}.",
+        "",
+        *[f"    {line}" if line else "" for line in folded.loading.splitlines()],
+    ]

@@ -11,7 +11,10 @@ from .arguments import OUTPUT, Checkpoint, Force, Json, TrustCode, image_size, o
 PICTURES = "Pictures"  # a group of --help
 HTML_HELP = "Write a page of pictures: positions, kernels, effective receptive field, cost."
 PICTURE_HELP = "Draw one figure into a .png, .svg or .pdf (extra plot)."
-FIELD_HELP = "for the effective receptive field"
+HISTORY = option(PICTURES, "What a PositionTracker wrote in training.", metavar="positions.jsonl")
+FIELD = "for the effective receptive field"
+IMAGES = option(PICTURES, f"Images {FIELD}.", metavar="FOLDER", show_default="seeded noise")
+ORIGINAL = option(PICTURES, "Weights of the network before conversion, to compare with.", metavar="FILE")
 
 
 def inspect(
@@ -21,23 +24,16 @@ def inspect(
     html: Annotated[Path | None, option(PICTURES, HTML_HELP, metavar="FILE")] = None,
     picture: Annotated[Path | None, option(PICTURES, PICTURE_HELP, metavar="FILE")] = None,
     figure: Annotated[FigureName, option(PICTURES, "Which one --picture draws.")] = "positions",
-    history: Annotated[
-        Path | None, option(PICTURES, "What a PositionTracker wrote in training.", metavar="positions.jsonl")
-    ] = None,
-    images: Annotated[
-        Path | None, option(PICTURES, f"Images {FIELD_HELP}.", metavar="FOLDER", show_default="seeded noise")
-    ] = None,
-    original: Annotated[
-        Path | None, option(PICTURES, "Weights of the network before conversion, to compare with.", metavar="FILE")
-    ] = None,
-    input_size: Annotated[Any, image_size(PICTURES, f"Image size {FIELD_HELP}; the paper's is 3x1024x1024.")] = None,
+    history: Annotated[Path | None, HISTORY] = None,
+    images: Annotated[Path | None, IMAGES] = None,
+    original: Annotated[Path | None, ORIGINAL] = None,
+    input_size: Annotated[Any, image_size(PICTURES, f"Image size {FIELD}; the paper's is 3x1024x1024.")] = None,
     force: Force = False,
     trust_code: TrustCode = False,
 ) -> None:
     """Show where a checkpoint's elements are: at the window's border, overlapping, how far from the centre."""
     outputs = [path for path in (html, picture) if path is not None]
     drawn = get_args(FigureName) if html is not None else [figure] * (picture is not None)
-    field = (images, original, input_size) != (None, None, None)
     of_field = "--images, --original and --input-size are for --html, or --picture with --figure receptive-field"
     refuse(
         {
@@ -48,16 +44,17 @@ def inspect(
             "--figure says what --picture draws": figure != "positions" and picture is None,
             "--figure history needs --history": figure == "history" and history is None,
             "--history is for --html, or --picture with --figure history": history and "history" not in drawn,
-            of_field: field and "receptive-field" not in drawn,
+            of_field: (images or original or input_size) and "receptive-field" not in drawn,
         }
     )
-    if picture is not None:
-        check_picture(picture, "--picture")
-    if images is not None:
-        check_images(images, "images")
-    for what, path in {"original": original, "history": history}.items():
+    checks: list[tuple[Any, Path | None, str]] = [
+        (check_picture, picture, "--picture"),
+        (check_images, images, "images"),
+    ]
+    checks += [(check_weights_file, original, "original"), (check_weights_file, history, "history")]
+    for check, path, what in checks:
         if path is not None:
-            check_weights_file(path, what)
+            check(path, what)
     for path in outputs:
         from ..output import check_output, not_a_file
 
@@ -76,15 +73,8 @@ def inspect(
             from ..views.plot import draw
             from ..views.receptive_field import FieldOptions
 
-            options = FieldOptions(images=images, original=original, input_size=input_size)
-            pictures = pictures_of_folder(
-                checkpoint,
-                fields=options if "receptive-field" in drawn else None,
-                history=history,
-                trust_code=trust_code,
-                notify=notify,
-                note=console.note,
-            )
+            fields = FieldOptions(images, original, input_size) if "receptive-field" in drawn else None
+            pictures = pictures_of_folder(checkpoint, fields, history, notify, console.note, trust_code=trust_code)
             inspection = pictures.inspection
             notify("writing")
             for path in outputs:

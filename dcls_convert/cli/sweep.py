@@ -178,7 +178,8 @@ def sweep(
         from ..depthwise import choices
         from ..networks.source import resolve_model
         from ..pipeline import Job
-        from ..views.sweep import SweepView, sweep_csv, sweep_json
+        from ..records import write_json
+        from ..views.sweep import SweepView, sweep_csv
 
         timing = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
         job = Job(
@@ -194,7 +195,7 @@ def sweep(
         command = functools.partial(_command, model, options, stated)
         sweep = make_sweep(job, combinations(sizes, counts, budgets), command, timing=timing, slower=slower)
     if json_ or csv:
-        console.write(sweep_json(sweep) if json_ else sweep_csv(sweep))
+        console.write(write_json(sweep.to_dict()) if json_ else sweep_csv(sweep))
     else:
         taken = [] if sweep.choice.row is None else ["", f"    {sweep.rows[sweep.choice.row].command}"]
         console.show(SweepView(sweep), *[f" {choice}" for choice in choices()], least_width=WIDTH_IN_A_FILE)

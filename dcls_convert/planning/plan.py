@@ -208,7 +208,7 @@ class ConversionPlan(Record):
 
     def _repr_html_(self) -> str:
         """The plan in a notebook: a row a stage, and the budget in a sentence."""
-        from ..views.plan import plan_view
+        from ..views.stages import plan_view
 
         return as_html(plan_view(self))
 

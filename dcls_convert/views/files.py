@@ -16,15 +16,9 @@ from .plot import draw
 def picture_files(
     model: nn.Module, plan: ConversionPlan, folder: str | Path, report: ConversionReport
 ) -> dict[str, bytes]:
-    """The page of a converted model, and its positions for the model card, for `save_converted(pictures=...)`.
+    """Names and contents for `save_converted(pictures=...)`: the page, and with matplotlib the positions.
 
-    Args:
-        model: Converted by the plan; it is not run.
-        folder: Where it will be written; gives the page its title.
-        report: Of the conversion.
-
-    Returns:
-        File names and contents; without matplotlib, the page alone.
+    The model was converted by the plan, and is not run; the page's title is the name of the folder to be written.
     """
     pictures = pictures_of_model(model, plan, Path(folder), report)
     files = {PAGE: page(pictures).encode()}

@@ -2,11 +2,10 @@
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import CheckpointError, shown
-from ..tuning.tracker import TrackedPositions, TrackRecord, read_track
+from ..tuning.tracker import read_track
 
 Curve = tuple[float | None, ...]  # a value for each step; None where it is not known
 MOST_NUMBERS = 120_000  # coordinates of the moving pictures
@@ -35,56 +34,42 @@ class HistoryPicture:
 
 
 def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
-    """The curves and moving positions of a `positions.jsonl`.
-
-    Raises:
-        CheckpointError: There is no such file, it is no record, it is empty, or it is of several models.
-    """
+    """The curves and moving positions of a `positions.jsonl`; CheckpointError where it is none or of several models."""
     records = read_track(path)
     if not records:
         raise CheckpointError(f"{path}: has no records")
-    first = records[0]
-    for record in records:
-        if _form(record) != _form(first):
-            raise CheckpointError(f"{path}: the records of steps {first.step} and {record.step} differ in tensors")
+    # Of each record and tensor: the name, and how many bins there are along each axis.
+    forms = [[(row.name, [len(axis.counts) for axis in row.histograms]) for row in one.positions] for one in records]
+    for record, form in zip(records, forms, strict=True):
+        if form != forms[0]:
+            first = records[0].step
+            raise CheckpointError(f"{path}: the records of steps {first} and {record.step} differ in tensors")
         if not all(0 < axis.width <= 1 and axis.counts for row in record.positions for axis in row.histograms):
             raise CheckpointError(f"{path}: the histograms of step {record.step} have bins that are no part of a cell")
-    tracks = [*zip(*(record.positions for record in records), strict=True)]
-    for rows in tracks:
+    # Evenly spaced records, with the first and the last, whose coordinates are not too many.
+    numbers = sum(sum(map(len, row.followed)) for row in records[0].positions)
+    numbers += sum(sum(bins) for _, bins in forms[0])
+    most = min(max(2, MOST_NUMBERS // max(numbers, 1)), len(records))
+    moving = [records[round(index * (len(records) - 1) / max(most - 1, 1))] for index in range(most)]
+    tracks = []
+    for place, first_row in enumerate(records[0].positions):
+        rows, moving_rows = ([record.positions[place] for record in some] for some in (records, moving))
         if len({tuple(map(len, row.followed)) for row in rows if row.followed}) > 1:
-            raise CheckpointError(f"{path}: the records follow several numbers of elements of {shown(rows[0].name)}")
-    moving = _chosen(records)
+            raise CheckpointError(f"{path}: the records follow several numbers of elements of {shown(first_row.name)}")
+        track = TrackPicture(
+            name=first_row.name,
+            size=tuple(round(len(axis.counts) * axis.width) for axis in first_row.histograms),
+            speed=tuple(row.speed for row in rows),
+            spread=tuple(_root_mean_square(row.spread) for row in rows),
+            border=tuple(row.border_share for row in rows),
+            frames=tuple(row.followed for row in moving_rows),
+            histograms=tuple(zip(*([axis.counts for axis in row.histograms] for row in moving_rows), strict=True)),
+        )
+        tracks.append(track)
     return HistoryPicture(
         steps=tuple(record.step for record in records),
-        moving_steps=tuple(records[index].step for index in moving),
-        tracks=tuple(_track(rows, [rows[index] for index in moving]) for rows in tracks),
-    )
-
-
-def _form(record: TrackRecord) -> list[tuple[str, list[int]]]:
-    """Of each tensor its name, and how many bins there are along each axis."""
-    return [(row.name, [len(axis.counts) for axis in row.histograms]) for row in record.positions]
-
-
-def _chosen(records: Sequence[TrackRecord]) -> list[int]:
-    """Evenly spaced records, with the first and the last, whose coordinates are not too many."""
-    numbers = sum(
-        sum(map(len, row.followed)) + sum(len(axis.counts) for axis in row.histograms) for row in records[0].positions
-    )
-    last = len(records) - 1
-    most = min(max(2, MOST_NUMBERS // max(numbers, 1)), len(records))
-    return [round(index * last / max(most - 1, 1)) for index in range(most)]
-
-
-def _track(rows: Sequence[TrackedPositions], moving: Sequence[TrackedPositions]) -> TrackPicture:
-    return TrackPicture(
-        name=rows[0].name,
-        size=tuple(round(len(axis.counts) * axis.width) for axis in rows[0].histograms),
-        speed=tuple(row.speed for row in rows),
-        spread=tuple(_root_mean_square(row.spread) for row in rows),
-        border=tuple(row.border_share for row in rows),
-        frames=tuple(row.followed for row in moving),
-        histograms=tuple(zip(*([axis.counts for axis in row.histograms] for row in moving), strict=True)),
+        moving_steps=tuple(record.step for record in moving),
+        tracks=tuple(tracks),
     )
 
 

@@ -16,8 +16,8 @@ COLUMNS: list[Column[PositionRow]] = [
     Column("Positions", lambda row: row.name),
     Column("Layers", lambda row: len(row.layers)),
     Column("Elements", lambda row: f"{row.kernel_count} in {size_text(row.dilated_size)}" if row.kernel_count else ""),
-    Column("Border", lambda row: row.border_share, lambda share: f"{100 * share:.1f} %"),
-    Column("Overlap", lambda row: row.overlap_share, lambda share: f"{100 * share:.1f} %"),
+    Column("Border", lambda row: 100 * row.border_share, "{:.1f} %".format),
+    Column("Overlap", lambda row: 100 * row.overlap_share, "{:.1f} %".format),
     Column("Spread", lambda row: " ".join(f"{side:.2f}" for side in row.spread)),
     Column("Distance", lambda row: row.mean_distance, "{:.2f}".format),
     Column("Sigma", lambda row: row.mean_sigma, "{:.2f}".format),
@@ -28,18 +28,10 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     """For a terminal of 80 columns or more."""
     rows, totals = inspection.positions, []
     if len(rows) > 1:
-        means: dict[str, Any] = {
-            name: inspection.share(name) for name in ("border_share", "overlap_share", "mean_distance")
-        }
+        names = ("border_share", "overlap_share", "mean_distance")
+        means: dict[str, Any] = {name: inspection.share(name) for name in names}
         layers = tuple(layer for row in rows for layer in row.layers)
         totals = [replace(rows[0], name="all", layers=layers, kernel_count=0, spread=(), mean_sigma=None, **means)]
-    table = Table(COLUMNS, rows, totals=totals, least_name=LEAST_NAME)
-    head = title(inspection.folder, "" if inspection.model is None else f", {inspection.model} with DCLS")
-    return Group(head, Text(), table, Text(), *map(indented, _sentences(inspection)))
-
-
-def _sentences(inspection: Inspection) -> list[str]:
-    rows = inspection.positions
     tied = sum(row.tied for row in rows)
     kinds = [f"{tied} shared by the layers of a tie group"] * bool(tied)
     kinds += [f"{len(rows) - tied} of one layer"] * (tied < len(rows))
@@ -52,5 +44,7 @@ def _sentences(inspection: Inspection) -> list[str]:
         f"Overlap: elements nearer than {inspection.overlap_distance:g} cell to another of their kernel.",
         "Spread: standard deviation along each axis. Distance: mean. Both from the kernel's centre, in cells.",
     ]
-    has_sigma = any(row.mean_sigma is not None for row in rows)
-    return lines + ["Sigma: mean width of the elements, in cells."] * has_sigma
+    lines += ["Sigma: mean width of the elements, in cells."] * any(row.mean_sigma is not None for row in rows)
+    head = title(inspection.folder, "" if inspection.model is None else f", {inspection.model} with DCLS")
+    table = Table(COLUMNS, rows, totals=totals, least_name=LEAST_NAME)
+    return Group(head, Text(), table, Text(), *map(indented, lines))

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 CELL = 10  # pixels of the picture
 
 
+@torch.no_grad()
 def layer_html(layer: "DclsConvNd") -> str:
-    """A table of a row, and a map of the positions where elements move along one or two axes."""
+    """A table of a row; and where elements move along one or two axes, a map of their window as SVG.
+
+    Each cell is a square, the darker the more elements of all kernels are nearest to it.
+    """
     columns: list[Column[DclsConvNd]] = [
         Column("Channels", lambda layer: f"{layer.in_channels} → {layer.out_channels}"),
         Column("Kernel", lambda layer: size_text(layer.dilated_kernel_size), left=True),
@@ -27,25 +31,19 @@ def layer_html(layer: "DclsConvNd") -> str:
         Column("Positions", lambda layer: "tied" if layer.is_tied else "its own"),
     ]
     shown = as_html(Group(title(type(layer).__name__), Text(), Table(columns, [layer])))
-    return f"<div>{shown}{_positions_map(layer)}</div>"
-
-
-@torch.no_grad()
-def _positions_map(layer: "DclsConvNd") -> str:
-    """SVG: a square for each cell of the window, the darker the more elements of all kernels are nearest to it."""
     positions, sides = layer.positions, [layer.dilated_kernel_size[axis] for axis in layer.learnt_axes]
     if positions.is_meta or len(sides) > 2 or not bool(positions.isfinite().all()):
-        return ""
-    rows, columns = [1, *sides][-2:]
+        return f"<div>{shown}</div>"
+    cells = (1, *sides)[-2:]
     index = torch.zeros_like(positions[0], dtype=torch.long)
     for along, side in zip(positions, sides, strict=True):
         index = index * side + (along.float() + side // 2).round().long().clamp(0, side - 1)
-    counts = index.flatten().bincount(minlength=rows * columns).tolist()
+    counts = index.flatten().bincount(minlength=cells[0] * cells[1]).tolist()
     squares = "".join(
-        f'<rect x="{cell % columns * CELL}" y="{cell // columns * CELL}" width="{CELL}" height="{CELL}" '
+        f'<rect x="{cell % cells[1] * CELL}" y="{cell // cells[1] * CELL}" width="{CELL}" height="{CELL}" '
         f'fill="#1f77b4" fill-opacity="{count / max(counts):.2f}"><title>{count:,}</title></rect>'
         for cell, count in enumerate(counts)
     )
-    width, height = columns * CELL, rows * CELL
-    frame = f'<rect width="{width}" height="{height}" fill="none" stroke="#888"/>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">{squares}{frame}</svg>'
+    size = f'width="{cells[1] * CELL}" height="{cells[0] * CELL}"'
+    frame = f'<rect {size} fill="none" stroke="#888"/>'
+    return f'<div>{shown}<svg xmlns="http://www.w3.org/2000/svg" {size}>{squares}{frame}</svg></div>'

@@ -1,8 +1,8 @@
 """The pictures as one page: their data as JSON in the template `page.html`, whose script draws them."""
 
 import base64
+import dataclasses
 import json
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,7 @@ from torch import Tensor
 from .. import __version__
 from ..errors import printable
 from .counts import arrow, exact, percent, short_count
-from .kernels import LayerKernels
 from .pictures import Pictures
-from .receptive_field import FieldPictures
 from .stages import stage_rows
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -26,31 +24,63 @@ PLACES_PER_CELL = 100  # of coordinates, which are 16-bit integers in the page
 
 def page(pictures: Pictures) -> str:
     """The text of the page, in ASCII: names from data can neither end the script nor hold control characters."""
-    data = json.dumps(_plain(_data(pictures)), separators=(",", ":"), allow_nan=False).replace(" %", UNBROKEN_PERCENT)
-    for character in "<>&":
-        data = data.replace(character, f"\\u{ord(character):04x}")
-    return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, data)
-
-
-def _data(pictures: Pictures) -> dict[str, Any]:
-    report, seen = pictures.report, pictures.fields
-    return {
+    report, inspection, seen = pictures.report, pictures.inspection, pictures.fields
+    fields, decades = (seen.fields, seen.decades) if seen else ((), 0)
+    facts = {
+        "Parameters": f"{arrow(report.params)} ({percent(report.params)})",
+        "MACs for one image": f"{arrow(report.macs, short_count)} ({percent(report.macs) or 'not counted'})",
+        "Layers replaced": exact(len(report.layers)),
+        "Elements, shared ones once": exact(inspection.elements),
+        "At the border": f"{100 * inspection.share('border_share'):.1f} %",
+        "Overlapping": f"{100 * inspection.share('overlap_share'):.1f} %",
+    }
+    kernels = [
+        {
+            "name": layer.name,
+            "total": layer.total,
+            "share": layer.energy_share,
+            "size": layer.cells.shape[1:],
+            "elements": layer.weights.shape[1],
+            "channels": layer.channels,
+            "scales": _largest(layer.weights).flatten().tolist(),
+            "cells": _packed(127 * layer.cells.double() / _largest(layer.cells), torch.int8),
+            "places": _packed(PLACES_PER_CELL * layer.positions, torch.int16),
+            "weights": _packed(127 * layer.weights.double() / _largest(layer.weights), torch.int8),
+        }
+        for layer in pictures.kernels
+    ]
+    maps = [
+        {
+            "name": field.title,
+            "what": field.what,
+            "size": field.logs.shape,
+            "pixels": field.size,
+            "values": _packed((1 + field.logs / decades) * 255, torch.uint8),
+            "sentence": field.sentence,
+        }
+        for field in fields
+    ]
+    content = {
         "title": pictures.name,
         "subtitle": f"{report.model or 'a model'} with learnable element positions (DCLS)",
-        "facts": _facts(pictures),
-        "margin": pictures.inspection.border_margin,
-        "near": pictures.inspection.overlap_distance,
+        "facts": list(facts.items()),
+        "margin": inspection.border_margin,
+        "near": inspection.overlap_distance,
         "positions": pictures.positions,
-        "kernels": [_kernels(layer) for layer in pictures.kernels],
+        "kernels": kernels,
         "volumes": any(len(layer.dilated_size) == 3 for layer in report.layers),
         "rawWeights": pictures.raw_weights,
         "costs": _costs(pictures),
         "untouched": exact(report.params_untouched),
         "macsNote": report.macs.note,
-        "fields": seen and {"notes": seen.notes, "decades": seen.decades, "maps": _maps(seen)},
+        "fields": seen and {"notes": seen.notes, "decades": decades, "maps": maps},
         "history": pictures.history,
         "made": f"Made by dcls-convert {__version__}. This page uses no network.",
     }
+    data = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False).replace(" %", UNBROKEN_PERCENT)
+    for character in "<>&":
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, data)
 
 
 def _plain(value: Any) -> Any:
@@ -61,38 +91,11 @@ def _plain(value: Any) -> Any:
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Tensor):
         return value.tolist()
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _facts(pictures: Pictures) -> list[tuple[str, str]]:
-    report, inspection = pictures.report, pictures.inspection
-    return [
-        ("Parameters", f"{arrow(report.params)} ({percent(report.params)})"),
-        ("MACs for one image", f"{arrow(report.macs, short_count)} ({percent(report.macs) or 'not counted'})"),
-        ("Layers replaced", exact(len(report.layers))),
-        ("Elements, shared ones once", exact(inspection.elements)),
-        ("At the border", f"{100 * inspection.share('border_share'):.1f} %"),
-        ("Overlapping", f"{100 * inspection.share('overlap_share'):.1f} %"),
-    ]
-
-
-def _kernels(layer: LayerKernels) -> dict[str, Any]:
-    return {
-        "name": layer.name,
-        "total": layer.total,
-        "share": layer.energy_share,
-        "size": layer.cells.shape[1:],
-        "elements": layer.weights.shape[1],
-        "channels": layer.channels,
-        "scales": _largest(layer.weights).flatten().tolist(),
-        "cells": _packed(127 * layer.cells.double() / _largest(layer.cells), torch.int8),
-        "places": _packed(PLACES_PER_CELL * layer.positions, torch.int16),
-        "weights": _packed(127 * layer.weights.double() / _largest(layer.weights), torch.int8),
-    }
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -101,40 +104,24 @@ def _largest(values: Tensor) -> Tensor:
     return largest.where(largest > 0, 1.0)
 
 
-def _costs(pictures: Pictures) -> list[dict[str, Any]]:
-    charts = []
-    for title, unit in (("Parameters", "params"), ("MACs for one image", "macs")):
-        changes = {row.name: getattr(row, unit) for row in stage_rows(pictures.report.layers)}
-        rows = [
-            {
-                "name": name,
-                "before": change.before,
-                "after": change.after,
-                "labels": [short_count(change.before), short_count(change.after)],
-            }
-            for name, change in changes.items()
-            if change.delta is not None
-        ]
-        charts += [{"unit": title, "rows": rows}] * (len(rows) == len(changes))
-    return charts
-
-
-def _maps(seen: FieldPictures) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": field.title,
-            "what": field.what,
-            "size": field.logs.shape,
-            "pixels": field.size,
-            "values": _packed((1 + field.logs / seen.decades) * 255, torch.uint8),
-            "sentence": field.sentence,
-        }
-        for field in seen.fields
-    ]
-
-
 def _packed(values: Tensor, dtype: torch.dtype) -> str:
     """Numbers, rounded and clamped to a type of integers, as base64 of little-endian bytes."""
     limits = torch.iinfo(dtype)
     numbers = values.double().round().clamp(limits.min, limits.max).to(dtype)
     return base64.b64encode(numbers.contiguous().numpy().tobytes()).decode("ascii")
+
+
+def _costs(pictures: Pictures) -> list[dict[str, Any]]:
+    """A chart for each cost that is known of all stages."""
+    charts = []
+    for unit, name in {"Parameters": "params", "MACs for one image": "macs"}.items():
+        changes = {row.name: getattr(row, name) for row in stage_rows(pictures.report.layers)}
+        if any(change.delta is None for change in changes.values()):
+            continue
+        counts = {stage: [change.before, change.after] for stage, change in changes.items()}
+        rows = [
+            {"name": stage, "before": before, "after": after, "labels": [short_count(before), short_count(after)]}
+            for stage, (before, after) in counts.items()
+        ]
+        charts.append({"unit": unit, "rows": rows})
+    return charts

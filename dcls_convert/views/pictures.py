@@ -1,7 +1,7 @@
 """All pictures of a checkpoint as data: of a folder, or of a model in memory."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -12,11 +12,10 @@ from ..checkpoints.load import buildable, load_converted
 from ..checkpoints.stamp import read_tensors
 from ..errors import DclsConvertError, one_line
 from ..planning.plan import ConversionPlan
-from ..progress import Notify, silent
+from ..progress import Notify
 from ..reports.report import ConversionReport, predict_report
+from .elements import LayerKernels, PositionPicture, kernel_pictures, position_pictures
 from .history import HistoryPicture, read_history
-from .kernels import LayerKernels, kernel_pictures
-from .positions import PositionPicture, position_pictures
 from .receptive_field import FieldOptions, FieldPictures, field_pictures
 
 
@@ -37,30 +36,29 @@ class Pictures:
 def pictures_of_model(model: nn.Module, plan: ConversionPlan, folder: Path, report: ConversionReport) -> Pictures:
     """Pictures of a converted model in memory, without those for which a model must run."""
     state = model.state_dict()
-    return _of_state(folder.name, plan, state, model, report, inspect_positions(plan, state, folder))
+    inspection = inspect_positions(plan, state, folder)
+    return Pictures(
+        name=folder.name,
+        report=report,
+        inspection=inspection,
+        positions=position_pictures(plan, state, inspection),
+        kernels=kernel_pictures(plan, state, model),
+    )
 
 
 def pictures_of_folder(
     folder: Path,
+    fields: FieldOptions | None,
+    history: Path | None,
+    notify: Notify,
+    note: Notify,
     *,
-    fields: FieldOptions | None = None,
-    history: Path | None = None,
-    trust_code: bool = False,
-    notify: Notify = silent,
-    note: Notify = silent,
+    trust_code: bool,
 ) -> Pictures:
-    """Pictures of a checkpoint folder.
+    """Pictures of a checkpoint folder; of what fields and history describe only where they are given.
 
-    Args:
-        folder: Written by `save_converted`, or by timm's own savers.
-        fields: Find effective receptive fields with these; None: leave them.
-        history: Also draw what a `PositionTracker` wrote.
-        trust_code: As for `load_converted`. A model that needs it and does not get it is not rebuilt: kernels are then
-            those of the stored weights, and there are no receptive fields.
-        notify, note: Told about progress, and about files that are no images.
-
-    Raises:
-        DclsConvertError: The folder or a file is damaged; says which.
+    A model that needs `trust_code` and does not get it is not rebuilt: kernels are then those of the stored weights,
+    and there are no receptive fields.
     """
     track = None if history is None else read_history(history)
     inspection = inspect_folder(folder)
@@ -76,25 +74,16 @@ def pictures_of_folder(
         model = load_converted(folder, trust_code=trust_code)
         state = model.state_dict()
     notify("drawing positions and kernels")
-    pictures = _of_state(folder.resolve().name, plan, state, model, predict_report(plan), inspection)
     seen = None
     if fields is not None and model is not None:
         seen = field_pictures(model, source, plan, state, fields, notify, note)
-    return replace(pictures, raw_weights=reason, history=track, fields=seen)
-
-
-def _of_state(
-    name: str,
-    plan: ConversionPlan,
-    state: Mapping[str, Tensor],
-    model: nn.Module | None,
-    report: ConversionReport,
-    inspection: Inspection,
-) -> Pictures:
     return Pictures(
-        name=name,
-        report=report,
+        name=folder.resolve().name,
+        report=predict_report(plan),
         inspection=inspection,
         positions=position_pictures(plan, state, inspection),
-        kernels=tuple(kernel_pictures(plan, state, model)),
+        kernels=kernel_pictures(plan, state, model),
+        raw_weights=reason,
+        fields=seen,
+        history=track,
     )

@@ -12,13 +12,10 @@ from typing import IO, TYPE_CHECKING, Any
 from ..errors import DclsConvertError, printable, shown
 from ..layers.interpolation import position_limits
 from ..options import FigureName
-from .kernels import LayerKernels
 from .pictures import Pictures
-from .positions import PositionPicture
 from .stages import stage_rows
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INCH = 2.4  # side of a panel
@@ -33,11 +30,7 @@ OLD = {"edgecolor": "C1", "facecolor": "none", "linestyle": "--", "linewidth": 1
 
 
 def draw(pictures: Pictures, figure: FigureName, suffix: str) -> bytes:
-    """One of `FIGURES` as a file, in the format of the suffix: ".png", ".svg" or ".pdf".
-
-    Raises:
-        DclsConvertError: There is nothing to draw; says why.
-    """
+    """A figure as a file, in the format of the suffix; DclsConvertError says why there is nothing to draw."""
     with warnings.catch_warnings(action="ignore"):  # characters that the font lacks
         file, drawn = io.BytesIO(), FIGURES[figure](pictures)
         save(drawn, file, suffix, dpi=DOTS_PER_INCH, bbox_inches="tight")
@@ -45,12 +38,7 @@ def draw(pictures: Pictures, figure: FigureName, suffix: str) -> bytes:
 
 
 def save(figure: "Figure", file: Path | IO[bytes], suffix: str, **how: Any) -> None:
-    """Write a figure of matplotlib as a file that is the same on every day and in every process.
-
-    Args:
-        suffix: The format: ".png", ".svg" or ".pdf".
-        how: As savefig takes it.
-    """
+    """Write a figure, as savefig takes it, as a file that is the same on every day and in every process."""
     import matplotlib
 
     suffix = suffix.lower()
@@ -72,6 +60,9 @@ def _panels(rows: int, columns: int, *, inches: tuple[float, float] = (INCH, INC
 
 def _positions(pictures: Pictures) -> "Figure":
     """A heat map of each positions tensor, and below it the histograms along its axes."""
+    from matplotlib.colors import PowerNorm
+    from matplotlib.patches import Rectangle
+
     chosen = pictures.positions[:MOST_PANELS]
     columns = min(len(chosen), MOST_COLUMNS)
     figure, axes = _panels(2 * -(-len(chosen) // columns), columns)
@@ -79,9 +70,24 @@ def _positions(pictures: Pictures) -> "Figure":
         panel.set_axis_off()
     for index, picture in enumerate(chosen):
         row, column = divmod(index, columns)
-        for below, draw_panel in enumerate((_heat, _histograms)):
-            axes[2 * row + below, column].set_axis_on()
-            draw_panel(axes[2 * row + below, column], picture)
+        heat, histograms = axes[2 * row : 2 * row + 2, column]
+        for panel in (heat, histograms):
+            panel.set_axis_on()
+            panel.tick_params(labelsize=7)
+        extent = left, right, bottom, top = _extent((1, *picture.size))
+        heat.imshow(picture.heat, extent=extent, cmap="Blues", norm=PowerNorm(0.5, vmin=0))
+        for old in picture.extents:
+            high, wide = (1, *old)[-2:]
+            corner = ((left + right - wide) / 2, (top + bottom - high) / 2)
+            heat.add_patch(Rectangle(corner, wide, high, **OLD))  # type: ignore[arg-type]
+        heat.set_title(shown(picture.row.name, 34), fontsize=8, parse_math=False)
+        for name, counts, side in zip(picture.axes, picture.histograms, picture.size, strict=True):
+            low = position_limits(side)[0] - 0.5
+            edges = [low + place / picture.bins_per_cell for place in range(len(counts) + 1)]
+            histograms.stairs(counts, edges, label=name, linestyle="-" if name == picture.axes[-1] else "--")
+        histograms.set_xlabel("cells from the centre", fontsize=7)
+        histograms.set_ylabel("elements in a bin", fontsize=7)
+        histograms.legend(fontsize=6, frameon=False)
     _say_part(figure, pictures)
     return figure
 
@@ -91,32 +97,6 @@ def _say_part(figure: "Figure", pictures: Pictures) -> None:
         figure.supxlabel(f"the first {MOST_PANELS} of {total} positions tensors", fontsize=8)
 
 
-def _histograms(axes: "Axes", picture: PositionPicture) -> None:
-    for name, counts, side in zip(picture.axes, picture.histograms, picture.size, strict=True):
-        low = position_limits(side)[0] - 0.5
-        edges = [low + index / picture.bins_per_cell for index in range(len(counts) + 1)]
-        axes.stairs(counts, edges, label=name, linestyle="-" if name == picture.axes[-1] else "--")
-    axes.set_xlabel("cells from the centre", fontsize=7)
-    axes.set_ylabel("elements in a bin", fontsize=7)
-    axes.legend(fontsize=6, frameon=False)
-    axes.tick_params(labelsize=7)
-
-
-def _heat(axes: "Axes", picture: PositionPicture) -> None:
-    from matplotlib.colors import PowerNorm
-    from matplotlib.patches import Rectangle
-
-    extent = _extent((1, *picture.size))
-    axes.imshow(picture.heat, extent=extent, cmap="Blues", norm=PowerNorm(0.5, vmin=0))
-    left, right, bottom, top = extent
-    for old in picture.extents:
-        rows, columns = (1, *old)[-2:]
-        corner = ((left + right - columns) / 2, (top + bottom - rows) / 2)
-        axes.add_patch(Rectangle(corner, columns, rows, **OLD))  # type: ignore[arg-type]
-    axes.set_title(shown(picture.row.name, 34), fontsize=8, parse_math=False)
-    axes.tick_params(labelsize=7)
-
-
 def _extent(size: tuple[int, ...]) -> tuple[float, float, float, float]:
     """Left, right, bottom and top of a window, of its rows and columns, in cells from the centre."""
     (top, bottom), (left, right) = (position_limits(side) for side in size[-2:])
@@ -124,7 +104,10 @@ def _extent(size: tuple[int, ...]) -> tuple[float, float, float, float]:
 
 
 def _kernels(pictures: Pictures) -> "Figure":
-    """The first layer of each positions tensor: its kernels with the most energy, with their elements."""
+    """The first layer of each positions tensor: its kernels with the most energy.
+
+    Elements are dots; filled ones are positive.
+    """
     first = [picture.row.layers[0] for picture in pictures.positions][:MOST_PANELS]
     layers = {layer.name: layer for layer in pictures.kernels}
     figure = _figure(1.3 * len(first), 1.15 * KERNELS)
@@ -132,21 +115,16 @@ def _kernels(pictures: Pictures) -> "Figure":
         layer = layers[name]
         some = f"{min(KERNELS, layer.total)} of {layer.total:,} kernels, most energy first"
         part.suptitle(f"{shown(name, 40)}: {some}", fontsize=7, x=0.01, ha="left", parse_math=False)
-        for index, panel in enumerate(part.subplots(1, KERNELS)):
+        panels = part.subplots(1, KERNELS)
+        for index, panel in enumerate(panels):
             panel.set(xticks=[], yticks=[], frame_on=index < layer.total)
-            if index < layer.total:
-                _kernel(panel, layer, index)
+        for panel, cells, places, weights in zip(panels, layer.cells, layer.positions, layer.weights, strict=False):
+            most = float(cells.abs().max()) or 1.0
+            panel.imshow(cells, extent=_extent(tuple(cells.shape)), cmap="RdBu", vmin=-most, vmax=most)
+            faces = ["black" if weight > 0 else "none" for weight in weights]
+            panel.scatter(places[:, 1], places[:, 0], s=3, c=faces, edgecolors="black", linewidths=0.4)
     _say_part(figure, pictures)
     return figure
-
-
-def _kernel(axes: "Axes", layer: LayerKernels, index: int) -> None:
-    """The cells, and the elements as dots: filled ones are positive."""
-    cells, (rows, columns) = layer.cells[index], layer.positions[index].unbind(1)
-    most = float(cells.abs().max()) or 1.0
-    axes.imshow(cells, extent=_extent(tuple(cells.shape)), cmap="RdBu", vmin=-most, vmax=most)
-    faces = ["black" if weight > 0 else "none" for weight in layer.weights[index]]
-    axes.scatter(columns, rows, s=3, c=faces, edgecolors="black", linewidths=0.4)
 
 
 def _fields(pictures: Pictures) -> "Figure":

@@ -27,13 +27,13 @@ MOST_PIXELS = 1024 * 1024  # of an image whose size the folder states; a gradien
 SEED = 0  # of the noise, and the default of a conversion
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FieldOptions:
     """With what effective receptive fields are found."""
 
-    images: Path | None = None  # folder; None: seeded noise
-    original: Path | None = None  # weights of the unconverted network
-    input_size: tuple[int, ...] | None = None  # (channels, *spatial); None: the plan's
+    images: Path | None  # folder; None: seeded noise
+    original: Path | None  # weights of the unconverted network
+    input_size: tuple[int, ...] | None  # (channels, *spatial); None: the plan's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,13 +44,7 @@ class FieldPicture:
     what: str  # whose field it is
     size: tuple[int, int]  # pixels of the images
     logs: Tensor  # (rows, columns); log10 of the share, from -MOST_DECADES to 0
-    sides: tuple[tuple[float, int], ...]  # share of the gradient, and pixels of the central square that holds it
-
-    @property
-    def sentence(self) -> str:
-        """How large the field is."""
-        held = ", ".join(f"{side} x {side} hold {100 * share:.0f} %" for share, side in self.sides)
-        return f"Of the gradient, the central pixels: {held}, of {size_text(self.size)}."
+    sentence: str  # how large the field is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +72,7 @@ def field_pictures(
 ) -> FieldPictures:
     """The fields of a checkpoint's last replaced layer; of the network before conversion too, where it can be had.
 
-    Raises:
-        CheckpointError: The file of original weights cannot be read or does not fit the network.
+    Raises CheckpointError where the file of original weights cannot be read or does not fit the network.
     """
     notify("building the network of before")
     networks, notes = {"After": ("this checkpoint", model.float())}, []
@@ -112,11 +105,10 @@ def _before(
 
     The checkpoint was converted from the latter if all tensors that conversion leaves alone are equal.
     """
+    model = build_model(source, seed=SEED, trust_code=True)
     if weights is not None:
-        model = build_model(source, trust_code=True)
         load_weights_(model, with_names_of(model, read_weights(weights)), f"original {weights}")
         return f"{plan.model}, with the weights of {weights.name}", model.float().eval()
-    model = build_model(source, seed=SEED, trust_code=True)
     own, replaced = model.state_dict(), {f"{name}.weight" for layer in plan.layers for name in layer.names}
     kept = [name for name in own if name in state and name not in replaced]
     if not kept or not all(torch.equal(own[name], state[name]) for name in kept):
@@ -144,22 +136,27 @@ def _images(
 def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> Tensor:
     """Mean over images of |d sum of channels / d pixel|, summed over input channels: (rows, columns), in float64.
 
-    The gradient begins at the unit in the middle of the layer's output, at its last call. Images of one axis give one
-    row; of three, the sum over the first.
-
-    Args:
-        model: In float32; run in eval mode, and left as it is.
-        layer: Name of the module.
-        images: Each (channels, *spatial).
-
-    Raises:
-        ModelError: The model does not run on these images, or the layer's output does not depend on them
-            by finite gradients.
+    The gradient begins at the unit in the middle of the layer's output, at its last call. Images are (channels,
+    *spatial); those of one axis give one row; of three, the sum over the first. The model is in float32, run in eval
+    mode, and left as it is. ModelError where it does not run, or the gradient is not finite.
     """
     outputs: list[Tensor] = []
+    gradients: list[Tensor] = []
     handle = model.get_submodule(layer).register_forward_hook(lambda module, args, output: outputs.append(output))
     try:
-        gradients = [_gradient(model, image, outputs).abs().sum((0, 1)).double() for image in images]
+        for image in images:
+            outputs.clear()
+            pixels = image.unsqueeze(0).clone().requires_grad_()
+            with evaluating(model), torch.enable_grad(), reproducible(), quietly():
+                model(pixels)
+                unit = outputs[-1][0]
+                for side in unit.shape[1:]:
+                    unit = unit[:, side // 2]
+                (gradient,) = torch.autograd.grad(unit.sum(), pixels)
+            gradients.append(gradient.abs().sum((0, 1)).double())
+    except Exception as error:  # the model's own code may raise anything
+        message = f"the model's gradient cannot be had: {type(error).__name__}: {one_line(error)[:200]}"
+        raise ModelError(message) from error
     finally:
         handle.remove()
     field = torch.stack(gradients).mean(0).cpu()
@@ -168,35 +165,19 @@ def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> T
     return field.unsqueeze(0) if field.dim() == 1 else field.sum(0) if field.dim() == 3 else field
 
 
-def _gradient(model: nn.Module, image: Tensor, outputs: list[Tensor]) -> Tensor:
-    """(1, channels, *spatial), by the pixels of one image."""
-    outputs.clear()
-    pixels = image.unsqueeze(0).clone().requires_grad_()
-    try:
-        with evaluating(model), torch.enable_grad(), reproducible(), quietly():
-            model(pixels)
-            unit = outputs[-1][0]
-            for side in unit.shape[1:]:
-                unit = unit[:, side // 2]
-            return torch.autograd.grad(unit.sum(), pixels)[0]
-    except Exception as error:  # the model's own code may raise anything
-        raise ModelError(
-            f"the model's gradient cannot be had: {type(error).__name__}: {one_line(error)[:200]}"
-        ) from error
-
-
 def field_picture(field: Tensor, title: str, what: str) -> FieldPicture:
     """A field (rows, columns) as a picture."""
     rows, columns = field.shape
     shrunk = F.adaptive_avg_pool2d(field[None], (min(rows, MOST_SIDE), min(columns, MOST_SIDE)))[0]
     most = float(shrunk.max())
-    shares = shrunk / most if most > 0 else shrunk
+    sides = {share: central_side(field, share) for share in SHARES}
+    held = ", ".join(f"{side} x {side} hold {100 * share:.0f} %" for share, side in sides.items())
     return FieldPicture(
         title=title,
         what=what,
         size=(rows, columns),
-        logs=shares.clamp(min=10.0**-MOST_DECADES).log10(),
-        sides=tuple((share, central_side(field, share)) for share in SHARES),
+        logs=(shrunk / most if most > 0 else shrunk).clamp(min=10.0**-MOST_DECADES).log10(),
+        sentence=f"Of the gradient, the central pixels: {held}, of {size_text(field.shape)}.",
     )
 
 

@@ -28,17 +28,37 @@ def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType
     Args:
         verbose: From 1 on, a row a layer, sums, explanations, and by reason what is left alone; from 2 on by name, too.
     """
-    parts: list[RenderableType] = [*_verdict(report), Text()]
+    params, layers = report.params, StageRow(layers=report.layers)
+    # Colours repeat what the numbers and words say.
+    style = "bold" if not params.delta else "bold green" if params.delta < 0 else "bold yellow"
+    verdict = f"{arrow(params)} parameters ({percent(params)})"
+    if report.macs.delta is not None:
+        verdict += f", {short_arrow(report.macs)} MACs ({percent(report.macs, 1)})"
+    size = f", input {size_text(report.input_size)}" if report.input_size else ""
+    model = printable(f": {report.model or 'model'}{', folded' * report.folded}{size}")
+    kernels = f"{layers.counts} elements in {span({layer.dilated_size for layer in report.layers}, size_text)}"
+    parts: list[RenderableType] = [Text(verdict, style="bold red" if report.budget.slack < 0 else style)]
+    parts += [Text(kernels) + Text(model, style="dim"), Text()]
+    convolutions = counted(len(report.skipped), "convolution")
     if not verbose:
-        kept = f"{counted(len(report.skipped), 'convolution')} kept; -v says why."
-        lines = [_budget(report), *[kept] * bool(report.skipped)]
+        lines = [_budget(report), *[f"{convolutions} kept; -v says why."] * bool(report.skipped)]
         return Group(*parts, _stage_table(report), Text(), *map(indented, lines))
-    ties = any(layer.tie_group for layer in report.layers)
-    parts += [_layer_table(report), *[Text(SHARED_SENTENCE, style="dim italic")] * ties]
+
+    def layer_params(row: StageRow) -> str:
+        (layer,) = row.layers
+        return arrow(row.params) + ("*" if layer.tie_group is not None and layer.position_params > 0 else " ")
+
+    rows = [StageRow(name=layer.name, layers=(layer,)) for layer in report.layers]
+    parts.append(_costs_table([Column("Layer", lambda row: row.name), *COLUMNS[2:]], rows, layer_params))
+    parts += [Text(SHARED_SENTENCE, style="dim italic")] * any(layer.tie_group for layer in report.layers)
     parts += [Text(), _totals(report), Text(), *map(indented, _sentences(report))]
     if report.skipped:
-        parts += [Text(), Text(f" Kept as they are ({counted(len(report.skipped), 'convolution')}):")]
-        parts += [indented(line, "dim", by=3) for line in _skipped(report, all_names=verbose > 1)]
+        kinds = Counter((skip.type, skip.reason) for skip in report.skipped).most_common()
+        kept = [f"{count} x {type_}: {reason}" for (type_, reason), count in kinds]
+        if verbose > 1:
+            kept = [f"{shown(skip.name)} ({skip.type}): {skip.reason}" for skip in report.skipped]
+        parts += [Text(), Text(f" Kept as they are ({convolutions}):")]
+        parts += [indented(line, "dim", by=3) for line in kept]
     return Group(*parts)
 
 
@@ -48,32 +68,8 @@ def report_markdown(report: ConversionReport) -> str:
     return "\n".join([_stage_table(report).markdown(), _totals(report).markdown(), lines])
 
 
-def _verdict(report: ConversionReport) -> list[Text]:
-    """Two lines: the whole model's counts, and what it got."""
-    params, over = report.params, report.budget.slack < 0
-    # Colours repeat what the numbers and words say.
-    style = "bold red" if over else "bold" if not params.delta else "bold green" if params.delta < 0 else "bold yellow"
-    counts = f"{arrow(params)} parameters ({percent(params)})"
-    if report.macs.delta is not None:
-        counts += f", {short_arrow(report.macs)} MACs ({percent(report.macs, 1)})"
-    layers = StageRow(name="", layers=report.layers)
-    size = f", input {size_text(report.input_size)}" if report.input_size else ""
-    model = printable(f": {report.model or 'model'}{', folded' * report.folded}{size}")
-    kernels = f"{layers.counts} elements in {span({layer.dilated_size for layer in report.layers}, size_text)}"
-    return [Text(counts, style=style), Text(kernels) + Text(model, style="dim")]
-
-
 def _stage_table(report: ConversionReport) -> Table[StageRow]:
     return _costs_table(COLUMNS, stage_rows(report.layers), lambda row: arrow(row.params))
-
-
-def _layer_table(report: ConversionReport) -> Table[StageRow]:
-    def params(row: StageRow) -> str:
-        (layer,) = row.layers
-        return arrow(row.params) + ("*" if layer.tie_group is not None and layer.position_params > 0 else " ")
-
-    rows = [StageRow(name=layer.name, layers=(layer,)) for layer in report.layers]
-    return _costs_table([Column("Layer", lambda row: row.name), *COLUMNS[2:]], rows, params)
 
 
 def _costs_table(
@@ -89,11 +85,10 @@ def _costs_table(
 
 
 def _totals(report: ConversionReport) -> Table[tuple[str, Change]]:
-    untouched = Change(before=report.params_untouched, after=report.params_untouched)
     rows = [
         ("Parameters", report.params),
-        ("  replaced layers", StageRow(name="", layers=report.layers).params),
-        ("  everything else", untouched),
+        ("  replaced layers", StageRow(layers=report.layers).params),
+        ("  everything else", Change(before=report.params_untouched, after=report.params_untouched)),
         ("MACs", report.macs),
     ]
     columns: list[Column[tuple[str, Change]]] = [
@@ -107,9 +102,9 @@ def _totals(report: ConversionReport) -> Table[tuple[str, Change]]:
 
 
 def _budget(report: ConversionReport) -> str:
-    budget = report.budget
-    exact_count = budget.exact_count
-    bound = "" if exact_count is None else f"{budget.units[0].kernel_count} of {exact_count:.2f} elements; "
+    budget, bound = report.budget, ""
+    if budget.exact_count is not None:
+        bound = f"{budget.units[0].kernel_count} of {budget.exact_count:.2f} elements; "
     slack = f"{budget.slack:,} left" if budget.slack >= 0 else f"OVER BUDGET by {-budget.slack:,}"
     folding = " before folding" * report.folded
     return f"Budget ({budget.scope}){folding}: {bound}{budget.used:,} of {budget.limit:,} used, {slack}."
@@ -148,10 +143,3 @@ def outcome_sentences(report: ConversionReport) -> list[str]:
     if outcome.output_error is not None:
         parts.append(f"the outputs' relative error is {outcome.output_error:.3f}")
     return [kernels, f"Images held out of the calibration: {', and '.join(parts) or f'{outcome.images}'}."]
-
-
-def _skipped(report: ConversionReport, *, all_names: bool) -> list[str]:
-    if all_names:
-        return [f"{shown(skip.name)} ({skip.type}): {skip.reason}" for skip in report.skipped]
-    kinds = Counter((skip.type, skip.reason) for skip in report.skipped).most_common()
-    return [f"{count} x {type_}: {reason}" for (type_, reason), count in kinds]

@@ -1,12 +1,18 @@
-"""A row for each stage, of a plan or a report: its replaced layers together."""
+"""A row for each stage, of a plan or a report: its replaced layers together; and how a plan looks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from ..depthwise.geometry import size_text
 from ..reports.report import Change
-from ..tables import Column, span
+from ..tables import Column, Table, counted, span, title
+
+if TYPE_CHECKING:
+    from ..planning.plan import ConversionPlan
 
 OUTSIDE = "(no stage)"
 
@@ -15,8 +21,8 @@ OUTSIDE = "(no stage)"
 class StageRow:
     """The replaced layers of one stage; or one layer, where each has a row of its own."""
 
-    name: str
-    layers: tuple[Any, ...]  # LayerPlan or LayerReport
+    layers: tuple[Any, ...]  # LayerPlan or LayerReport; the latter alone has costs and errors
+    name: str = ""
 
     @property
     def kernels(self) -> str:
@@ -27,8 +33,6 @@ class StageRow:
     def counts(self) -> str:
         """ "34", or "29..40"."""
         return span(self._all("kernel_count"))
-
-    # Of a report's layers.
 
     @property
     def params(self) -> Change:
@@ -68,3 +72,13 @@ COLUMNS: list[Column[StageRow]] = [
     Column("Kernel", lambda row: row.kernels, left=True),
     Column("Count", lambda row: row.counts),
 ]
+TIES: Column[StageRow] = Column("Tie groups", lambda row: len({layer.tie_group for layer in row.layers} - {None}))
+
+
+def plan_view(plan: "ConversionPlan") -> RenderableType:
+    """The plan for a terminal of 80 columns or more, or a notebook."""
+    used, limit = (sum(getattr(unit, name) for unit in plan.budget) for name in ("used", "limit"))
+    head = title(f"{counted(len(plan.layers), 'layer')} of {plan.model or 'the model'}{', folded' * plan.folded}")
+    lines = [f"Budget ({plan.scope}): {used:,} of {limit:,} parameters used."]
+    lines += [f"{counted(len(plan.skipped), 'convolution')} kept."] * bool(plan.skipped)
+    return Group(head, Text(), Table([*COLUMNS, TIES], stage_rows(plan.layers)), Text(), *map(Text, lines))

@@ -8,7 +8,6 @@ from rich.text import Text
 
 from ..compare.sweep import Sweep, SweepRow, Timing, growth
 from ..depthwise.geometry import size_text
-from ..records import write_json
 from ..tables import Column, Table, counted, indented, span, title
 from .counts import exact, in_one_unit
 
@@ -21,16 +20,16 @@ PAPER = (
 
 @dataclass(frozen=True, slots=True)
 class SweepView:
-    """The rows, what to say of them, and the command of the row to take; for 80 columns or more."""
+    """The rows and what to say of them, for 80 columns or more; in two tables, where one is too wide."""
 
     sweep: Sweep
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         keys, costs, measured = _columns(self.sweep)
-        tables = [self._table([*keys, *costs, *measured])]
-        if tables[0].surplus(console, options) > 0 and any(_known(measured, row) for row in self.sweep.rows):
-            rows = [row for row in self.sweep.rows if _known(measured, row)]
-            tables = [self._table([*keys, *costs]), self._table([*keys, *measured], rows)]
+        tables = [self._table([*keys, *costs, *measured], self.sweep.rows)]
+        rows = [row for row in self.sweep.rows if any(column.value(row) is not None for column in measured)]
+        if rows and tables[0].surplus(console, options) > 0:
+            tables = [self._table([*keys, *costs], self.sweep.rows), self._table([*keys, *measured], rows)]
         size = self.sweep.input_size
         yield title(self.sweep.model, f", input {size_text(size)}" if size else "")
         for table in tables:
@@ -40,12 +39,8 @@ class SweepView:
         for line, style in _notes(self.sweep):
             yield indented(line, style)
 
-    def _table(self, columns: Sequence[Column[SweepRow]], rows: Sequence[SweepRow] = ()) -> Table[SweepRow]:
-        return Table(columns, rows or self.sweep.rows, style=lambda row: _sign(self.sweep, row)[1])
-
-
-def _known(columns: Sequence[Column[SweepRow]], row: SweepRow) -> bool:
-    return any(column.value(row) is not None for column in columns)
+    def _table(self, columns: Sequence[Column[SweepRow]], rows: Sequence[SweepRow]) -> Table[SweepRow]:
+        return Table(columns, rows, style=lambda row: _sign(self.sweep, row)[1])
 
 
 def _sign(sweep: Sweep, row: SweepRow) -> tuple[str, str]:
@@ -97,16 +92,38 @@ def _time(timing: Timing) -> str:
 
 def _notes(sweep: Sweep) -> Iterator[tuple[str, str]]:
     """Lines, and their styles."""
-    rows, choice = sweep.rows, sweep.choice
+    rows, choice, timing = sweep.rows, sweep.choice, sweep.timing
     for reason in dict.fromkeys(f"{WITHOUT} {row.window} {row.status}: {row.reason}" for row in rows if row.reason):
         yield reason, "yellow"
     if any(row.dominated for row in rows):
-        yield f"{DOMINATED} another row is as good in {_compared_by(sweep)}, and better in one.", "dim"
+        done = [row for row in rows if row.status == "done"]
+        timed, fitted = (all(getattr(row, name) is not None for row in done) for name in ("step_ms", "kernel_error"))
+        error = f"error of {'outputs' if all(row.images for row in done) else 'kernels'}"
+        compared = f"{'times' if timed else 'MACs'} and {error if fitted else 'number of elements'}"
+        yield f"{DOMINATED} another row is as good in window, parameters, {compared}, and better in one.", "dim"
     yield "Fold: the model's weights when folded.", ""
     if sweep.macs_note:
         yield f"MACs were not counted: {sweep.macs_note}.", ""
-    for sentence in (*_timing_sentences(sweep), *_error_sentences(rows)):
-        yield sentence, ""
+    if timing is not None and any(row.forward_ms for row in rows):
+        threads = f", {counted(timing.threads, 'thread')}" if timing.threads else ""
+        yield (
+            (
+                f"Times: median of runs by turns ± half the interquartile range; {counted(timing.batch, 'image')} at a "
+                f"time in {'bfloat16 autocast' if timing.amp else 'float32'}, {timing.device}{threads}, torch "
+                f"{timing.torch}. Step: forward, backward, SGD."
+            ),
+            "",
+        )
+        widest = max(row.spread or 0 for row in rows)
+        if widest > sweep.slower:
+            yield f"Equal runs differ by {widest:.0f} %: measure longer (--seconds), on an idle machine.", ""
+        if ways := sorted(set[str]().union(*(row.ways for row in rows))):
+            yield f"New layers are convolved by {' and '.join(ways)}.", ""
+    images = next((row.images for row in rows if row.images is not None), None)
+    if images is not None:
+        compared = f"{counted(images, 'image')} held out of the calibration" if images else "random images"
+        top1 = " Top-1: share of them with the same class as before." * any(row.same_top1 is not None for row in rows)
+        yield f"Kernels: mean relative error. Outputs: relative error for {compared}.{top1}", ""
     if sweep.interrupted:
         yield "Interrupted: rows or measurements are missing.", "bold yellow"
     if choice.row is None:
@@ -115,47 +132,6 @@ def _notes(sweep: Sweep) -> Iterator[tuple[str, str]]:
     yield PAPER, ""
     taken = rows[choice.row]
     yield f"{TAKEN} Take {taken.window} with {span(taken.kernel_counts)} elements: {choice.why}.", "bold"
-
-
-def _compared_by(sweep: Sweep) -> str:
-    done = [row for row in sweep.rows if row.status == "done"]
-    timed, fitted = (all(getattr(row, name) is not None for row in done) for name in ("step_ms", "kernel_error"))
-    images = all(row.images for row in done)
-    gain = ("error of outputs" if images else "error of kernels") if fitted else "number of elements"
-    return f"window, parameters, {'times' if timed else 'MACs'} and {gain}"
-
-
-def _timing_sentences(sweep: Sweep) -> Iterator[str]:
-    timing = sweep.timing
-    if timing is None or not any(row.forward_ms for row in sweep.rows):
-        return
-    threads = f", {counted(timing.threads, 'thread')}" if timing.threads else ""
-    yield (
-        f"Times: median of runs by turns ± half the interquartile range; {counted(timing.batch, 'image')} at a time "
-        f"in {'bfloat16 autocast' if timing.amp else 'float32'}, {timing.device}{threads}, torch {timing.torch}. "
-        "Step: forward, backward, SGD."
-    )
-    widest = max(row.spread or 0 for row in sweep.rows)
-    if widest > sweep.slower:
-        yield f"Equal runs differ by {widest:.0f} %: measure longer (--seconds), on an idle machine."
-    if ways := sorted(set[str]().union(*(row.ways for row in sweep.rows))):
-        yield f"New layers are convolved by {' and '.join(ways)}."
-
-
-def _error_sentences(rows: Sequence[SweepRow]) -> Iterator[str]:
-    images = next((row.images for row in rows if row.images is not None), None)
-    if images is None:
-        return
-    compared = f"{counted(images, 'image')} held out of the calibration" if images else "random images"
-    yield (
-        f"Kernels: mean relative error. Outputs: relative error for {compared}."
-        + " Top-1: share of them with the same class as before." * any(row.same_top1 is not None for row in rows)
-    )
-
-
-def sweep_json(sweep: Sweep) -> str:
-    """One object: format, model, input size, rows, timing, and the row to take."""
-    return write_json(sweep.to_dict())
 
 
 def sweep_csv(sweep: Sweep) -> str:

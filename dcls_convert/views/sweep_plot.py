@@ -1,7 +1,7 @@
 """The picture of a sweep: what each row costs and gains, labelled with its window and number of elements."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,16 @@ def draw(sweep: Sweep, path: Path) -> None:
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes: Any = figure.add_subplot()
     points = [row for row in sweep.rows if row.status == "done" and cost(row) is not None]
-    for (name, members), marker in zip(_series(points).items(), itertools.cycle(MARKERS)):
+    series: dict[str, list[SweepRow]] = {}  # rows with the same count or budget, in the order of their windows
+    labels: dict[tuple[float, float], str] = {}  # at each place, the window, and the counts of the rows that are there
+    for row in points:
+        assert row.asked is not None
+        count, budget = row.asked.kernel_count, row.asked.budget
+        name = f"{count} elements" if count else f"budget {DEFAULT_BUDGET if budget is None else budget:g} %"
+        series.setdefault(name, []).append(row)
+        place, counts = (cost(row), gain(row)), span(row.kernel_counts)
+        labels[place] = f"{labels[place]}, {counts}" if place in labels else f"{row.window}: {counts}"
+    for (name, members), marker in zip(series.items(), itertools.cycle(MARKERS)):
         line = axes.plot([*map(cost, members)], [*map(gain, members)], "-", linewidth=1, zorder=1)[0]
         look = {"marker": marker, "color": line.get_color(), "linestyle": "none"}
         for row in members:
@@ -37,7 +46,7 @@ def draw(sweep: Sweep, path: Path) -> None:
         axes.plot(*at, "ks", fillstyle="none", markersize=12, linestyle="none", label="the row to take")
     if any(row.dominated for row in points):
         axes.plot([], [], "o", color="0.4", fillstyle="none", label="dominated")
-    for place, text in _labels(points, cost, gain).items():
+    for place, text in labels.items():
         axes.annotate(text, place, xytext=(8, -11), textcoords="offset points", fontsize=8)
     if (original := cost(sweep.rows[0])) is not None:
         axes.axvline(original, color="0.5", linestyle=":", label="dense original")
@@ -50,25 +59,6 @@ def draw(sweep: Sweep, path: Path) -> None:
         axes.legend(fontsize=8, framealpha=1, edgecolor="none")
     axes.set(xlabel=x_label, ylabel=y_label, title=printable(sweep.model))
     save(figure, path, path.suffix, dpi=DOTS_PER_INCH)
-
-
-def _series(points: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
-    """Rows with the same count or budget, in the order of their windows."""
-    series: dict[str, list[SweepRow]] = {}
-    for row in points:
-        assert row.asked is not None
-        count, budget = row.asked.kernel_count, row.asked.budget
-        name = f"{count} elements" if count else f"budget {DEFAULT_BUDGET if budget is None else budget:g} %"
-        series.setdefault(name, []).append(row)
-    return series
-
-
-def _labels(points: Sequence[SweepRow], cost: _Value, gain: _Value) -> dict[tuple[float, float], str]:
-    """At each place, the window, and the counts of the rows that are there."""
-    counts: dict[tuple[float, float], list[str]] = {}
-    for row in points:
-        counts.setdefault((cost(row), gain(row)), []).append(f"{row.window}: {span(row.kernel_counts)}")
-    return {at: ", ".join([texts[0], *(text.partition(": ")[2] for text in texts[1:])]) for at, texts in counts.items()}
 
 
 def _window(row: SweepRow) -> int:

@@ -78,8 +78,7 @@ def test_every_figure_has_a_name_and_is_seen_within_the_page(view):
     for figure in figures:
         for part in [figure, *figure.locator("> svg, svg[role=img], canvas").all()]:
             box = part.bounding_box()
-            assert box["width"] >= LEAST_SIDE
-            assert box["height"] >= LEAST_SIDE
+            assert min(box["width"], box["height"]) >= LEAST_SIDE
             assert 0 <= box["x"] <= width - box["width"]
     for node in view.locator("figure [role=img]").all():
         assert node.get_attribute("aria-label")
@@ -89,15 +88,13 @@ def test_every_figure_has_a_name_and_is_seen_within_the_page(view):
 
 def test_choosing_a_kernel_shows_its_elements(view):
     figure = view.locator("figure.layer").first
-    canvas, readout = figure.locator("canvas"), figure.locator(".readout")
-    elements = figure.locator("circle")
+    canvas, readout, elements = (figure.locator(part) for part in ("canvas", ".readout", "circle"))
     first, count = readout.inner_text(), elements.count()
     assert f"{count} elements" in first
     box = canvas.bounding_box()
     canvas.scroll_into_view_if_needed()
     canvas.hover(position={"x": box["width"] / 2, "y": 20})
-    hovered = readout.inner_text()
-    assert hovered != first
+    assert readout.inner_text() != first
     assert elements.count() == count
     canvas.click(position={"x": 20, "y": 20})
     assert readout.inner_text() == first
@@ -110,11 +107,7 @@ def test_choosing_a_kernel_shows_its_elements(view):
 def test_a_heat_map_says_what_it_shows_and_how_many_elements_are_where_the_pointer_is(view):
     figure = view.locator("figure.joint").first
     text = " ".join(figure.inner_text().split())
-    for part in (
-        "kernels of 26 elements in 9x9 cells",
-        "cells along row and column; mean distance",
-        "% if spread evenly",
-    ):
+    for part in ("of 26 elements in 9x9 cells", "cells along row and column; mean distance", "% if spread evenly"):
         assert part in text
     image = figure.locator("image").first
     image.scroll_into_view_if_needed()
@@ -127,8 +120,7 @@ def test_the_slider_moves_the_elements(view):
     dot = section.locator("figure.joint circle").first
     before = dot.bounding_box()
     section.locator("input").fill("4")
-    after = dot.bounding_box()
-    assert after["x"] > before["x"]
+    assert dot.bounding_box()["x"] > before["x"]
     assert section.locator("output").inner_text() == "step 4"
     section.get_by_role("button").click()
     assert section.get_by_role("button").inner_text() == "Pause"

@@ -12,8 +12,8 @@ from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.layers.position_statistics import border_share
 from dcls_convert.planning.rules import parse_rules
+from dcls_convert.views.elements import even_border_share
 from dcls_convert.views.pictures import Pictures, pictures_of_model
-from dcls_convert.views.positions import even_border_share
 from dcls_convert.views.stages import stage_rows
 
 from ..checkpoints.folders import convert
@@ -49,16 +49,11 @@ def case(request):
     return CASES[request.param]()
 
 
-def tensors_of(model):
-    """Every positions tensor once, in the order of the layers."""
-    layers = [module for module in model.modules() if isinstance(module, DclsConvNd)]
-    return list({id(layer.positions): layer.positions for layer in layers}.values())
-
-
 def test_a_heat_map_and_each_histogram_hold_every_element_once(case):
     model, plan = case
     pictures = pictures_of(model, plan)
-    for picture, positions in zip(pictures.positions, tensors_of(model), strict=True):
+    tensors = dict.fromkeys(layer.positions for layer in model.modules() if isinstance(layer, DclsConvNd))
+    for picture, positions in zip(pictures.positions, tensors, strict=True):
         assert picture.heat.sum() == picture.row.elements == positions[0].numel()
         sums = [picture.heat.sum(1), picture.heat.sum(0)][-len(picture.size) :]
         assert [tuple(counts.tolist()) for counts in sums] == list(picture.histograms[-2:])
@@ -82,11 +77,9 @@ def test_elements_are_counted_where_they_are():
 
 @pytest.mark.parametrize("size", [(9,), (9, 11), (1, 7)])
 def test_the_even_share_is_that_of_evenly_spread_positions(size):
-    limits = [(-(side // 2), (side - 1) // 2) for side in size]
-    generator = torch.Generator().manual_seed(0)
-    places = torch.rand(len(size), 1, 1, 200_000, generator=generator)
-    for axis, (low, high) in zip(places, limits, strict=True):
-        axis.mul_(high - low).add_(low)
+    places = torch.rand(len(size), 1, 1, 200_000, generator=torch.Generator().manual_seed(0))
+    for axis, side in zip(places, size, strict=True):
+        axis.mul_(side - 1).sub_(side // 2)
     assert even_border_share(size) == pytest.approx(border_share(places, size), abs=0.01)
 
 

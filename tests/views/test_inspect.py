@@ -1,4 +1,4 @@
-"""`inspect --html` and `--picture`: as their user runs them, and what is refused in one line."""
+"""`inspect --html`, `--picture` and `convert --html`: as their user runs them, and what is refused in one line."""
 
 import json
 from dataclasses import replace
@@ -9,11 +9,12 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from dcls_convert import load_converted, save_converted
-from dcls_convert.checkpoints.folder import read_plan
-from dcls_convert.files import PICTURE_SUFFIXES
+from dcls_convert.checkpoints.folder import CARD, FILES, PAGE, PICTURE, read_plan
+from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.options import FigureName
 from dcls_convert.tuning import PositionTracker
+from dcls_convert.views import files
 
 from ..command_line import run
 from ..conftest import TINY
@@ -37,14 +38,18 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def fields_of(checkpoint, *options):
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def page_of(checkpoint, *options):
     run("inspect", checkpoint, "--html", "page.html", "--force", *options)
     with open("page.html", encoding="utf-8") as file:
-        return data_of(file.read())["fields"]
+        return data_of(file.read())
 
 
 def test_before_is_the_network_from_which_the_checkpoint_was_converted(checkpoint):
-    fields = fields_of(checkpoint)
+    fields = page_of(checkpoint)["fields"]
     assert [one["name"] for one in fields["maps"]] == ["Before", "After"]
     assert "random weights from which the checkpoint was converted" in fields["maps"][0]["what"]
     assert "4 images of seeded noise, 32x32 pixels" in fields["notes"][0]
@@ -54,20 +59,20 @@ def test_before_is_the_network_from_which_the_checkpoint_was_converted(checkpoin
     with torch.no_grad():
         model.stem[0].weight.mul_(1.5)
     save_converted(model, checkpoint, "tuned", fingerprint=False)
-    changed = fields_of("tuned")
+    changed = page_of("tuned")["fields"]
     assert [one["name"] for one in changed["maps"]] == ["After"]
     assert "--original FILE" in changed["notes"][1]
     save_file(build_model(ModelSource(name=f"timm:{TINY}"), seed=0).state_dict(), "old.safetensors")
-    given = fields_of("tuned", "--original", "old.safetensors")["maps"]
-    assert given[0]["what"] == f"timm:{TINY}, with the weights of old.safetensors"
-    assert given[0]["values"] == fields["maps"][0]["values"]
+    before = page_of("tuned", "--original", "old.safetensors")["fields"]["maps"][0]
+    assert before["what"] == f"timm:{TINY}, with the weights of old.safetensors"
+    assert before["values"] == fields["maps"][0]["values"]
 
 
 def test_images_and_their_size_may_be_given(checkpoint, here):
     (here / "photos").mkdir()
     for index in range(3):
         Image.new("RGB", (80, 50), (40 * index, 100, 200)).save(f"photos/{index}.png")
-    fields = fields_of(checkpoint, "--images", "photos", "--input-size", "3x48x48")
+    fields = page_of(checkpoint, "--images", "photos", "--input-size", "3x48x48")["fields"]
     assert "3 images of photos, 48x48 pixels" in fields["notes"][0]
     assert fields["maps"][0]["pixels"] == [48, 48]
 
@@ -75,11 +80,11 @@ def test_images_and_their_size_may_be_given(checkpoint, here):
 def test_a_folder_that_states_a_huge_size_costs_no_more(checkpoint):
     plan = replace(read_plan(checkpoint), input_size=(3, 9999, 9999))
     save_converted(load_converted(checkpoint), plan, "huge", fingerprint=False)
-    fields = fields_of("huge")
+    fields = page_of("huge")["fields"]
     assert fields["maps"] == []
     (note,) = fields["notes"]
     assert note.endswith("images of more than 1,048,576 pixels are run where --input-size asks for them.")
-    assert len(fields_of("huge", "--input-size", "3x32x32")["maps"]) > 0
+    assert len(page_of("huge", "--input-size", "3x32x32")["fields"]["maps"]) > 0
     _, err = run("fold", "huge", code=2)
     assert "huge: its plan states images of 9999x9999 pixels; outputs are compared on 4,194,304 at most" in err
 
@@ -88,42 +93,32 @@ def test_a_model_of_the_users_own_is_built_with_trust_only(here, monkeypatch):
     monkeypatch.syspath_prepend(str(here))
     (here / "own_pictures_net.py").write_text(FACTORY)
     run("own_pictures_net:make", *CONVERT[1:], "--output", "net")
-    assert fields_of("net") is None
-    data = data_of((here / "page.html").read_text(encoding="utf-8"))
+    data, trusted = page_of("net"), page_of("net", "--trust-code")
+    assert data["fields"] is None
     assert "--trust-code" in data["rawWeights"]
-    assert len(fields_of("net", "--trust-code")["maps"]) == 2
-    trusted = data_of((here / "page.html").read_text(encoding="utf-8"))
+    assert len(trusted["fields"]["maps"]) == 2
     assert trusted["kernels"] == data["kernels"]  # whose weights are not standardised
     _, message = run("inspect", "net", "--picture", "x.png", "--figure", "receptive-field", code=2)
     assert "--trust-code" in message
 
 
-@pytest.mark.parametrize("figure", FigureName.__args__)
-def test_every_figure_is_drawn(checkpoint, here, figure):
+DRAWN = [*((figure, ".svg") for figure in FigureName.__args__), ("cost", ".png"), ("cost", ".pdf")]
+
+
+@pytest.mark.parametrize(("figure", "suffix"), DRAWN)
+def test_every_figure_is_drawn_and_the_same_on_every_day(checkpoint, here, monkeypatch, figure, suffix):
     PositionTracker(load_converted(checkpoint), "positions.jsonl").update(0)
     more = ["--history", "positions.jsonl"] * (figure == "history")
-    out, _ = run("inspect", checkpoint, "--picture", "x.svg", "--figure", figure, *more)
-    assert "Wrote x.svg" in out
-    assert (here / "x.svg").read_bytes().startswith(MAGIC[".svg"])
-
-
-@pytest.mark.parametrize("suffix", PICTURE_SUFFIXES)
-def test_a_picture_is_the_same_on_every_day(checkpoint, here, monkeypatch, suffix):
     for day in "01":
         monkeypatch.setenv("SOURCE_DATE_EPOCH", f"{day}00000")  # what matplotlib takes for the time
-        run("inspect", checkpoint, "--figure", "cost", "--picture", f"{day}{suffix}")
-        if suffix == ".svg":
+        out, _ = run("inspect", checkpoint, "--figure", figure, "--picture", f"{day}{suffix}", *more)
+        assert f"Wrote {day}{suffix}" in out
+        if figure == "cost" and suffix == ".svg":
             run("sweep", TINY, "--sizes", "7..11", "--input-size", "3x32x32", "--picture", f"sweep{day}{suffix}")
     for first in here.glob("*0.*"):
         picture = first.read_bytes()
         assert picture.startswith(MAGIC[suffix])
         assert picture == first.with_name(first.name.replace("0", "1")).read_bytes()
-
-
-def test_json_stays_json(checkpoint, here):
-    out, _ = run("inspect", checkpoint, "--json", "--html", "page.html")
-    assert json.loads(out)["format"] == 1
-    assert (here / "page.html").is_file()
 
 
 REFUSED = {
@@ -136,11 +131,10 @@ REFUSED = {
     "--history page.html": "--history is for --html, or --picture with --figure history",
     "--picture x.png --images folder": "--images, --original and --input-size are for --html",
     "--html x.html --images nowhere": "images nowhere: there is no such folder",
-    "--html x.html --images folder": "images folder: no files there end in",
     "--html x.html --original nowhere": "original nowhere: there is no such file",
     "--html x.html --original page.html": "page.html",
     "--html x.html --history nowhere": "history nowhere: there is no such file",
-    "--html x.html --history page.html": "page.html: line 1: a PositionTracker writes no such line",
+    "--html x.html --history page.html": "page.html: line 1: ",
     "--html x.png --picture x.png": "--html and --picture name the same file",
     "--html x.html --plan": "--plan prints the plan alone",
 }
@@ -159,8 +153,39 @@ def test_mistakes_are_one_line_and_leave_nothing(checkpoint, here, options):
     assert (here / "page.html").read_text() == "mine\n"
 
 
-def test_without_matplotlib_one_line_names_the_extra(checkpoint, monkeypatch):
+def test_without_matplotlib_pages_alone_are_drawn_and_one_line_names_the_extra(checkpoint, here, monkeypatch):
     monkeypatch.setattr("dcls_convert.files.PLOT_LIBRARY", "no_such_library")
     _, message = run("inspect", checkpoint, "--picture", "x.png", code=2)
     assert "pip install 'dcls-convert[plot]'" in message
-    run("inspect", checkpoint, "--html", "page.html")
+    out, _ = run("inspect", checkpoint, "--json", "--html", "page.html")
+    assert json.loads(out)["format"] == 1
+    assert names(here) == {"page.html"}
+    _, message = run(*CONVERT[:-1], "--html", "--output", "net")
+    assert names(here / "net") == {*FILES, PAGE}
+    assert "pip install 'dcls-convert[plot]'" in message
+    assert PICTURE not in (here / "net" / CARD).read_text(encoding="utf-8")
+
+
+def test_a_folder_holds_its_page_and_its_card_the_picture_until_it_is_replaced(here):
+    run(*CONVERT, "--html", "--output", "net")
+    folder = here / "net"
+    assert names(folder) == {*FILES, PAGE, PICTURE}
+    data = data_of((folder / PAGE).read_text(encoding="utf-8"))
+    assert (data["title"], data["fields"]) == ("net", None)
+    assert all(shown["heat"] for shown in data["positions"])
+    assert (folder / PICTURE).read_bytes().startswith(MAGIC[".png"])
+    assert f"]({PICTURE})" in (folder / CARD).read_text(encoding="utf-8")
+    verification = verify_folder(folder, rebuild=rebuild_here)
+    assert verification.ok
+    assert "other files" not in [check.name for check in verification.checks]
+    run(*CONVERT, "--output", "net", "--force")
+    assert names(folder) == set(FILES)
+    assert PICTURE not in (folder / CARD).read_text(encoding="utf-8")
+
+
+def test_where_a_picture_fails_nothing_is_written_and_a_dry_run_has_no_page(here, monkeypatch):
+    _, message = run(*CONVERT[:-1], "--html", "--dry-run", code=2)
+    assert "--html has no effect with --dry-run" in message
+    monkeypatch.setattr(files, "page", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    run(*CONVERT, "--html", "--output", "net", code=2)
+    assert list(here.iterdir()) == []

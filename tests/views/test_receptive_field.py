@@ -19,24 +19,17 @@ def conv_of_ones(kernel_size, dims=2, **options):
     return nn.Sequential(conv).eval()
 
 
-@pytest.mark.parametrize(("kernel_size", "dilation"), [((3, 7), (1, 1)), ((5, 3), (2, 1))])
-def test_the_field_of_one_convolution_is_its_kernel(kernel_size, dilation):
-    field = receptive_field(conv_of_ones(kernel_size, dilation=dilation), "0", noise(1, 21, 15))
-    rows, columns = (
-        [side // 2 + step * (i - k // 2) for i in range(k)]
-        for side, k, step in zip((21, 15), kernel_size, dilation, strict=True)
-    )
-    wanted = torch.zeros(21, 15, dtype=torch.float64)
-    wanted[torch.tensor(rows)[:, None], torch.tensor(columns)] = 0.5
-    assert torch.equal(field, wanted)
+def test_the_field_of_one_convolution_is_its_kernel():
+    field = receptive_field(conv_of_ones((5, 3), dilation=(2, 1)), "0", noise(1, 21, 15))
+    expected = torch.zeros(21, 15, dtype=torch.float64)
+    expected[6:15:2, 6:9] = 0.5
+    assert torch.equal(field, expected)
 
 
 def test_the_field_of_two_convolutions_is_that_of_their_product_and_symmetric():
     model = nn.Sequential(conv_of_ones(3), nn.Conv2d(1, 1, 1), conv_of_ones(3), nn.ReLU())
     field = receptive_field(model.eval(), "2.0", noise(1, 15, 15))
-    support = field.nonzero()
-    assert support.min() == 5
-    assert support.max() == 9
+    assert (field.nonzero().min(), field.nonzero().max()) == (5, 9)
     for other in (field.flip(0), field.flip(1), field.T):
         assert torch.equal(field, other)
 
@@ -58,10 +51,8 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("side", [9, 10])
-@pytest.mark.parametrize("square", [1, 3, 5])
+@pytest.mark.parametrize(("side", "square"), [(9, 1), (9, 5), (10, 2), (10, 6)])
 def test_the_central_square_is_found(side, square):
-    square += (side - square) % 2
     field = torch.zeros(side, side, dtype=torch.float64)
     first = (side - square) // 2
     field[first : first + square, first : first + square] = 1.0
