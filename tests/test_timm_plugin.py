@@ -9,6 +9,12 @@ import timm
 import dcls_convert
 
 LOOK_UP = "import importlib.util; assert importlib.util.find_spec('timm') is not None"
+THREADS = """
+import threading
+threads = [threading.Thread(target=__import__, args=(name,)) for name in ("timm", "dcls_convert", "timm.models") * 2]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
 ORDERS = {
     "ours first": "import dcls_convert, timm",
     "timm first": "import timm, dcls_convert",
@@ -27,11 +33,7 @@ import timm
 """,
     "by transformers' way": "import dcls_convert, importlib.metadata, importlib.util\n"
     "importlib.util.find_spec('timm'); importlib.metadata.version('timm')\nimport timm",
-    "in threads": """
-from concurrent.futures import ThreadPoolExecutor
-with ThreadPoolExecutor(6) as pool: list(pool.map(__import__, ("timm", "dcls_convert", "timm.models") * 2))
-import dcls_convert, timm
-""",
+    "in threads": THREADS + "import dcls_convert, timm",
     "imported again": "import dcls_convert, timm, importlib, sys; del sys.modules['dcls_convert']; import dcls_convert",
 }
 CHECK = """
