@@ -4,7 +4,7 @@ Axes: A learnt axes, *C kernels (output channel, input channel, cell of a dense 
 Source: paper (arXiv:2112.03740), section 3 "Repulsive loss"; the authors' ConvNeXt training code.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class _Total(Function):
         kernels, gradient = ctx.saved_tensors
         if torch.is_grad_enabled():  # A graph of the gradient is wanted (create_graph=True).
             (gradient,) = torch.autograd.grad(_total(kernels), kernels, create_graph=True)
-        return gradient * upstream
+        return cast(Tensor, gradient * upstream)
 
 
 def _total(kernels: Tensor, gradient: Tensor | None = None) -> Tensor:
