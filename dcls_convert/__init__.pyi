@@ -1,3 +1,4 @@
+from . import depthwise as depthwise
 from . import tuning as tuning
 from .checkpoints.load import load_converted as load_converted
 from .checkpoints.save import convert_and_save_ as convert_and_save_
@@ -50,6 +51,7 @@ __all__ = [
     "convert_",
     "convert_and_save_",
     "convert_from_authors_",
+    "depthwise",
     "find_convs",
     "fold_to_dense_",
     "load_converted",

@@ -14,6 +14,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = ("benchmarks", "examples")  # folders whose files are in the site too, since pages link to them
 SHOWN = (".md", ".svg", ".py", ".json")
+MODULES = ("__version__", "depthwise", "tuning")  # public, but no functions or classes
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -77,7 +78,7 @@ def python_names() -> str:
     """A heading for every public name, for mkdocstrings to fill from where the name is defined."""
     import dcls_convert
 
-    public = [getattr(dcls_convert, name) for name in dcls_convert.__all__ if name not in ("__version__", "tuning")]
+    public = [getattr(dcls_convert, name) for name in dcls_convert.__all__ if name not in MODULES]
     errors = [thing for thing in public if isinstance(thing, type) and issubclass(thing, Exception)]
     classes = [thing for thing in public if isinstance(thing, type) and thing not in errors]
     functions = [thing for thing in public if not isinstance(thing, type)]

@@ -144,8 +144,15 @@ def convert(
                     f"{PLOT_LIBRARY} is missing, so the model card has no picture: pip install 'dcls-convert[plot]'"
                 )
             pictures = picture_files(done.model, conversion_plan, output, done.report) if html else None
-            network = done.model.eval()
-            save_converted(network, conversion_plan, output, report=done.report, force=force, pictures=pictures)
+            save_converted(
+                done.model.eval(),
+                conversion_plan,
+                output,
+                report=done.report,
+                force=force,
+                pictures=pictures,
+                meta=None if job.meta is done.model else job.meta,
+            )
             report, steps = replace(done.report, output=str(output)), next_steps(job, done, output)
     with console.standing(output):
         if json_:
