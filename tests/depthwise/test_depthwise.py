@@ -47,7 +47,7 @@ def take():
         yield lambda way: stack.enter_context(going(way))
 
 
-def geometry(window, padding, side, *, stride=(1, 1), last=False, channels=3, batch=2, bias=True, part=2**29):
+def geometry(window, padding, side, *, stride=(1, 1), last=False, channels=3, batch=2, bias=True, part=2**29, each=1):
     return locals()
 
 
@@ -64,10 +64,10 @@ def geometries(draw, most=24):
 
 def tensors(geometry, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    channels = geometry["channels"]
+    channels, kernels = geometry["channels"], geometry["channels"] * geometry["each"]
     input = torch.randn(geometry["batch"], channels, *geometry["side"], dtype=torch.float64, generator=generator)
-    kernel = torch.randn(channels, 1, *geometry["window"], dtype=torch.float64, generator=generator)
-    bias = [torch.randn(channels, dtype=torch.float64, generator=generator)] * geometry["bias"]
+    kernel = torch.randn(kernels, 1, *geometry["window"], dtype=torch.float64, generator=generator)
+    bias = [torch.randn(kernels, dtype=torch.float64, generator=generator)] * geometry["bias"]
     input = input.to(memory_format=LAST if geometry["last"] else torch.contiguous_format)
     arguments = geometry["stride"], geometry["padding"], (1, 1), channels
     return [tensor.to(dtype).requires_grad_() for tensor in (input, kernel, *bias)], arguments
@@ -96,6 +96,7 @@ def assert_same(ours, theirs, atol=FLOAT64_ATOL):
 @example(geometry((14, 15), (7, 6), (20, 9), stride=(2, 1)))
 @example(geometry((17, 17), (0, 0), (19, 18), stride=(3, 1), last=True))
 @example(geometry((7, 7), (9, 9), (1, 1)))
+@example(geometry((17, 17), (8, 8), (9, 20), each=2))
 @example(geometry((7, 17), (3, 8), (5, 16), batch=0))
 @given(geometry=geometries())
 def test_values_memory_format_and_gradients_are_those_of_torch(way, geometry):
