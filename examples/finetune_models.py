@@ -39,7 +39,8 @@ def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | N
     source, path = find_source(args.teacher), args.teacher_checkpoint
     if path:
         source.args["num_classes"] = student.num_classes
-        teacher, _ = build_with_state(source, read_weights(path), f"--teacher-checkpoint {path}")
+        where = f"--teacher-checkpoint {path}"
+        teacher = build_with_state(source, read_weights(path), where, prepare_=lambda _: None)
     else:
         teacher = build_network(source, pretrained=True, trust_code=True)
     if teacher.num_classes != student.num_classes:

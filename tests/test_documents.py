@@ -39,7 +39,8 @@ PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glo
 # Pages that do not run in the plain tests: what they need, or since they take long.
 SLOW = [pytest.mark.processes]
 OTHERS = [pytest.mark.thirdparty, pytest.mark.filterwarnings("ignore")]  # other libraries warn of what they like
-MARKS = dict.fromkeys(("fsdp2.md", "timm.md", "starts.md", "training.md"), SLOW)
+LONG = ("checkpoints.md", "choosing.md", "convert.md", "errors.md", "fsdp2.md", "starts.md", "timm.md", "training.md")
+MARKS = dict.fromkeys(LONG, SLOW)
 MARKS |= dict.fromkeys(("lightning.md", "trainer.md", "libraries.md"), OTHERS)
 MARKS["hub.md"] = [pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")]  # huggingface_hub to httpx
 # What stands in for names in a page: page -> text -> text.

@@ -17,9 +17,8 @@ import dcls_convert.export
 from dcls_convert import fold_to_dense_, load_converted
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.export.folding import BATCHES
-from dcls_convert.export.formats import fold_checkpoint
+from dcls_convert.export.formats import FORMATS, fold_checkpoint
 from dcls_convert.networks.outputs import relative_error
-from dcls_convert.options import FOLD_FORMATS
 
 from ..checkpoints.folders import IMAGE
 from ..command_line import run
@@ -97,7 +96,7 @@ def test_what_a_failed_export_wrote_is_gone(monkeypatch, checkpoints):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FOLD_FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_outputs_of_any_structure(checkpoints, format):
     written = fold_checkpoint(checkpoints / "Branching", format, trust_code=True)
     assert (written.kind, written.batch) == ("dcls" if format == "timm" else format, None)
@@ -141,7 +140,7 @@ def test_an_export_with_other_outputs_is_not_kept(monkeypatch, checkpoints, how,
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("no")])
-@pytest.mark.parametrize("format", FOLD_FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch, checkpoints, format, error):
     def fail(*_args, **_kwargs):
         raise error
