@@ -153,6 +153,7 @@ def test_a_signal_ends_everything_without_a_word(tmp_path, number, moment):
     while len(children := parent.children(recursive=True)) < 3:  # two workers and CPython's tracker of resources
         assert process.poll() is None
         time.sleep(0.01)
+    time.sleep(0.1)  # CPython has handed the last one its orders; one that gets none says so
     if moment == "the workers work":
         for _ in range(2):
             process.stdout.readline()

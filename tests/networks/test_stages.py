@@ -60,24 +60,29 @@ def test_tied_layers_are_of_one_stage_shape_and_resolution(build, name):
 
 
 @pytest.mark.parametrize(
-    ("path", "stage"),
+    "stages",
     [
-        ("conv1", None),  # the number of a layer, not of a stage
-        ("down_0.conv_0", "down_0"),
-        ("features.3.1.block.0", "features.3"),
-        ("body.stages.2.blocks.7.dw", "body.stages.2"),
+        {"conv1": None},  # the number of a layer, not of a stage
+        {"down_0.conv_0": "down_0"},
+        {"features.3.1.block.0": "features.3"},
+        {"body.stages.2.blocks.7.dw": "body.stages.2"},
+        {"net3.stage1.dw": "net3.stage1", "net3.stage2.dw": "net3.stage2"},  # the 3 is a version
+        {"features.3.1.dw": "features.3", "features.3.2.dw": "features.3"},  # this one has blocks
     ],
 )
-def test_without_a_trace_the_stage_is_the_path_up_to_its_first_number(path, stage):
-    model = module = nn.Module()
-    *parents, last = path.split(".")
-    for name in parents:
-        module.add_module(name, nn.Module())
-        module = module.get_submodule(name)
-    module.add_module(last, nn.Conv2d(4, 4, 3))
+def test_without_a_trace_the_stage_is_the_path_up_to_its_first_number(stages):
+    model = nn.Module()
+    for path in stages:
+        module = model
+        *parents, last = path.split(".")
+        for name in parents:
+            if not hasattr(module, name):
+                module.add_module(name, nn.Module())
+            module = module.get_submodule(name)
+        module.add_module(last, nn.Conv2d(4, 4, 3))
     convs = find_convs(model, (4, 32, 32))
     assert (convs.macs, convs.stages_from) == (None, PATH)
-    assert {site.name: site.stage for site in convs.sites} == {path: stage}
+    assert {site.name: site.stage for site in convs.sites} == stages
 
 
 class WithMatcher(nn.Sequential):

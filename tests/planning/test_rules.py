@@ -119,7 +119,7 @@ def test_the_first_rule_that_matches_claims(net):
     [
         ([{"skip": "all of it"}], "rules: its rules skip all that they match; nothing would be converted"),
         (
-            [{"match": {"kind": "depthwise"}}, {"name": "never", "match": {"kind": "grouped"}}],
+            [{"name": "never", "match": {"kind": "grouped"}}, {"match": {"kind": "depthwise"}}],
             "rules: rule 'never' claims nothing: no convolution of the model matches it",
         ),
         (
