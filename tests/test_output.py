@@ -391,7 +391,7 @@ def test_a_killed_command_leaves_the_old_or_the_new_output_whole(tmp_path):
         time.sleep(random.random() * seconds)
         os.kill(pid, number)  # no other's yet, even where it has ended
         code, state = ends(pid), snapshot(out)
-        beside = list(out.parent.glob(".*"))
+        beside = list(out.parent.glob(f".*-{pid}-*"))  # not what an earlier kill left
         assert code in (0, -signal.SIGKILL if number == signal.SIGKILL else app.EXIT_INTERRUPTED)
         assert state == new or (code and state == snapshot(old))
         assert not beside or code == -signal.SIGKILL
