@@ -2,21 +2,25 @@
 
 import contextlib
 import io
+import signal
 import sys
 
 import pytest
 
-from dcls_convert.cli.app import main
+from dcls_convert.cli.app import SIGNALS, main
 
 
 def exit_code(*arguments: object) -> int:
     """Of `dcls-convert ARGUMENTS`, which prints where the test does."""
     hook = sys.unraisablehook
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         with pytest.raises(SystemExit) as stopped:
             main([str(argument) for argument in arguments])
     finally:
         sys.unraisablehook = hook
+        for number, handler in handlers.items():  # here, since folders that a session shares are made by commands, too
+            signal.signal(number, handler)
     return stopped.value.code
 
 
