@@ -34,18 +34,19 @@ from .photographs import photographs
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]}
+README = PAGES["README.md"]
 # Pages that do not run in the plain tests: what they need, or since they take long.
 SLOW = [pytest.mark.processes]
 OTHERS = [pytest.mark.thirdparty, pytest.mark.filterwarnings("ignore")]  # other libraries warn of what they like
-LONG = ("checkpoints.md", "choosing.md", "convert.md", "errors.md", "fsdp2.md", "starts.md", "timm.md", "training.md")
-MARKS = dict.fromkeys(LONG, SLOW)
+LONG = ("README", "checkpoints", "choosing", "convert", "errors", "fsdp2", "starts", "timm", "training")
+MARKS = {f"{page}.md": SLOW for page in LONG}
 MARKS |= dict.fromkeys(("lightning.md", "trainer.md", "libraries.md"), OTHERS)
 MARKS["hub.md"] = [pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")]  # huggingface_hub to httpx
 # What stands in for names in a page: page -> text -> text.
-SMALL = {"convnext_tiny": TINY}  # where a network is written; README's test takes the real one
+SMALL = {"convnext_tiny": TINY}  # .ci/run takes the real one
 STAND_INS = dict.fromkeys(("convert.md", "hub.md", "index.md", "python.md"), SMALL)
+STAND_INS["README.md"] = SMALL | {"convnext_*": f"{TINY}*"}
 STAND_INS["checkpoints.md"] = SMALL | {"1, 3, 224, 224": "1, 3, 160, 160"}
 STAND_INS["starts.md"] = SMALL | {"tf_efficientnet_lite0": "test_efficientnet"}
 STAND_INS["timm.md"] = SMALL | {
@@ -56,8 +57,9 @@ STAND_INS["training.md"] = SMALL | {
     "examples/finetune.py": str(ROOT / "examples" / "finetune.py"),
     "--data photographs": "--data photographs --epochs 1 --batch-size 4 --img-size 32",
 }
-# Lines that run elsewhere: README's test makes such an environment, in a shell; the pictures' test surveys models.
-ELSEWHERE = re.compile(r"python3 -m venv |\. \.venv/|pip install |dcls-convert models ")
+# Lines that run elsewhere: .ci/run makes such environments, in a shell; the pictures' test surveys models.
+ELSEWHERE = re.compile(r"python3 -m venv |\. \.venv/|pip install |dcls-convert models 'timm:")
+HERE_DOCUMENT = re.compile(r"^cat > (\S+) <<'YAML'\n(.*?)^YAML\n", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -104,6 +106,7 @@ def timms_script() -> None:
 
 
 GIVEN = {
+    "README.md": lambda: run_program(["dcls-convert", TINY, "--dilated-size", "17"]),  # follows the installation
     "convert.md": model_of_ones_own,
     "starts.md": trained_weights,
     "timm.md": timms_script,
@@ -155,7 +158,9 @@ def run_program(arguments: list[str]) -> tuple[int, str]:
 
 
 def run_console(text: str) -> None:
-    for command, wanted in commands_of(text):
+    for name, content in re.findall(HERE_DOCUMENT, text):
+        Path(name).write_text(content)
+    for command, wanted in commands_of(re.sub(HERE_DOCUMENT, "", text)):
         if ELSEWHERE.match(command):
             continue
         code, printed = run_program(shlex.split(command))
@@ -209,45 +214,6 @@ def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monk
 # README.
 
 
-@pytest.mark.processes
-def test_readme_runs_from_top_to_bottom_in_one_shell(tmp_path):
-    """As pasted, in a copy of the repository, with a cache of the hub that holds the weights.
-
-    pip finds the libraries on PYTHONPATH, so it downloads what builds this package only, and installs this package.
-    pytest's own program is then missing; and the tests are collected, not run: .ci/run runs them by the same line.
-    """
-    copy, cache = tmp_path / "dcls-convert", tmp_path / "hub"
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
-    for name in filter(None, files.split("\0")):
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, copy / name)
-    # The cache as it is after a download of the model's weights.
-    model = timm.create_model("convnext_tiny")
-    repository = cache / f"models--{model.pretrained_cfg['hf_hub_id'].replace('/', '--')}"
-    timm.models.save_for_hf(model, repository / "snapshots" / ("0" * 40), safe_serialization=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
-    program = copy / ".venv-test" / "bin" / "pytest"
-    program.parent.mkdir(parents=True)
-    program.write_text('#!/bin/sh\nexec "$(dirname "$0")/python" -m pytest "$@"\n')
-    program.chmod(0o755)
-    script = ""
-    for block in blocks_of(README):
-        assert block.language in ("console", "python"), block
-        script += block.text if block.language == "console" else f"python - <<'PYTHON'\n{block.text}PYTHON\n"
-    environment = os.environ | {"PYTHONPATH": str(Path(timm.__file__).parent.parent)}
-    environment |= {"PYTEST_ADDOPTS": "--collect-only", "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
-    script += "command -v dcls-convert\n"
-    shell = ["bash", "-ex"]  # says on stderr what it runs
-    done = subprocess.run(shell, input=script, cwd=copy, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "28,589,128 → 28,587,688 parameters" in done.stdout
-    assert {path.name for path in copy.glob("*-dcls17*")} >= {"convnext_tiny-dcls17", "convnext_tiny-dcls17-fit"}
-    assert re.search(r"\d+/\d+ tests collected", done.stdout)
-    assert Path(done.stdout.splitlines()[-1]).is_relative_to(copy / ".venv")
-
-
 def test_readme_has_one_command_for_the_main_job_and_one_for_the_tests():
     commands = [line for line in README.splitlines() if "pip install" in line and line.startswith("python3")]
     assert len(commands) == 2
@@ -259,12 +225,12 @@ def test_readme_has_one_command_for_the_main_job_and_one_for_the_tests():
 # The site.
 
 
-@pytest.mark.parametrize("page", ["../README.md", *PAGES])
+@pytest.mark.parametrize("page", PAGES)
 def test_links_of_the_pages_exist(page):
-    text = (DOCS / page).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
-        assert (DOCS / page).parent.joinpath(target).exists(), target
-    for picture in re.findall(r"!\[([^]]*)\]", text):
+    folder = ROOT if page == "README.md" else DOCS
+    for target in re.findall(r"\]\((?!http)([^)#]+)", PAGES[page]):
+        assert (folder / target).exists(), target
+    for picture in re.findall(r"!\[([^]]*)\]", PAGES[page]):
         assert len(picture) > 10, f"{picture!r} does not say what is seen"
 
 
@@ -302,7 +268,7 @@ def test_the_pictures_are_the_programs_own_output(tmp_path):
         return " ".join("".join(text.itertext()) for text in texts).replace("\xa0", " ").split()
 
     script = DOCS / "draw_pictures.py"
-    for command in re.findall(r"^dcls-convert models .*", "\n".join(PAGES.values()), re.MULTILINE):
+    for command in re.findall(r"^dcls-convert models 'timm:.*", "\n".join(PAGES.values()), re.MULTILINE):
         assert command in script.read_text(encoding="utf-8"), command
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
     names = sorted(path.name for path in tmp_path.glob("*.svg"))
