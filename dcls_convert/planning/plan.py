@@ -3,17 +3,17 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field
 
-from ..depthwise.geometry import check_cells, check_window, conv_macs
+from ..depthwise.geometry import check_cells, check_window
 from ..errors import CheckpointError, PlanError, listed, one_line, shown
 from ..layers.interpolation import find_interpolation
-from ..networks.sites import Skipped
+from ..networks.sites import OldConv, Skipped
 from ..options import Scope, Tie
 from ..records import Record
 from ..tables import as_html
@@ -30,31 +30,17 @@ def taken_from(record: object, kind: type) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerPlan:
+class LayerPlan(OldConv):
     """One convolution, and the DCLS layer that takes its place."""
 
     __pydantic_config__ = _STRICT
 
-    names: tuple[str, ...]  # every qualified name of the object, the first is canonical
-    stage: str | None
-    kind: str
-    in_channels: int
-    out_channels: int
-    groups: int
-    bias: bool
-    kernel_size: tuple[int, ...]
-    dilation: tuple[int, ...]
-    output_positions: int | None  # spatial positions of all calls for one image
     dilated_size: tuple[int, ...]
     dense_axes: tuple[int, ...]
     interpolation: str
     kernel_count: int
     tie_group: str | None  # None: positions of its own
     rule: str  # what the rule that claimed it is called
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
 
     @property
     def shared_parameters(self) -> tuple[str, ...]:  # by the layers of a tie group
@@ -80,10 +66,6 @@ class LayerPlan:
         return self.position_shape[0] * len(self.shared_parameters)
 
     @property
-    def dense_weights(self) -> int:
-        return math.prod([self.out_channels, self.in_channels // self.groups, *self.kernel_size])
-
-    @property
     def element_weights(self) -> int:
         return self.lines * self.kernel_count
 
@@ -94,11 +76,6 @@ class LayerPlan:
     @property
     def position_params(self) -> int:  # positions and sigma, shared by the tie group
         return self.element_weights * self.coordinates
-
-    def macs(self, size: Sequence[int]) -> int | None:
-        """For one image, with a kernel of that size."""
-        positions, inputs = self.output_positions, self.in_channels // self.groups
-        return None if positions is None else conv_macs(positions, self.out_channels, inputs, size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
