@@ -1,7 +1,4 @@
-"""Build a model from a name such as "timm:convnext_tiny", and say which names are safe to build.
-
-Safe is what runs no code but timm's and torchvision's, opens no file and uses no network.
-"""
+"""Build a model from a name such as "timm:convnext_tiny", and say which run no code, open no file, use no network."""
 
 import contextlib
 import importlib
@@ -67,10 +64,7 @@ class ModelSource:
 
 
 def check_source(source: ModelSource) -> None:
-    """Refuse (ModelError) a source that could run code, reach the network or open a file when it is built.
-
-    Allowed are timm's and torchvision's models by their exact names, with plain arguments of harmless names.
-    """
+    """Refuse (ModelError) all but models of timm and torchvision, by exact names, with plain arguments of harmless names."""
     kind, _, name = source.name.partition(":")
     if kind not in REGISTRIES or not _is_registered(kind, name):
         raise ModelError(
@@ -282,10 +276,9 @@ class _EmptyWeights(TorchFunctionMode):
 
 
 def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
-    """The input (channels, *spatial) that a model is made for; None for timm's models, which state it themselves.
+    """The input (channels, *spatial) that a model is made for; clips are (channels, frames, rows, columns).
 
-    For the user's own 2-D models it is the usual one, with the channels that the first convolution takes where none
-    takes 3; None in 1-D and 3-D. Clips are (channels, frames, rows, columns).
+    None for timm's models, which state it themselves, and for the user's own in 1-D and 3-D.
     """
     if source.kind == "timm" or source.kind in FOREIGN_SOURCES or getattr(model, "pretrained_cfg", None):
         return None

@@ -83,10 +83,9 @@ def load_weights_(
 
 
 def assign_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False) -> bool:
-    """As `load_weights_`, for a meta model: the tensors of the state dict become its own, and are not copied.
+    """As `load_weights_`, for a meta model: the tensors of the state dict become its own, and are copied if need be.
 
-    A tensor is copied only if its dtype differs or if it is a part of some other memory. Tells whether the whole model
-    has values now. If not, build it on the CPU, and take `load_weights_`.
+    Tells whether the whole model has values now. If not, build it on the CPU, and take `load_weights_`.
     """
     if check_weights(model, state, where, new_classifier=new_classifier) or alias_names(model):
         return False
@@ -136,10 +135,9 @@ def build_with_state(
 def check_weights(
     model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
 ) -> list[str]:
-    """Refuse (CheckpointError) a state dict that differs from the model in its `misfits`, or is not finite.
+    """Refuse (CheckpointError) a state dict that differs from the model, which may be on meta, or is not finite.
 
-    The model may be on meta. With `new_classifier`, it was built for another number of classes: where the classifier's
-    shape differs, it may keep its initial values, and its names are returned.
+    With `new_classifier`, a classifier of another shape may keep its initial values; its names are returned.
     """
     kept: list[str] = []
     if new_classifier:
