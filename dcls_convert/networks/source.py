@@ -64,7 +64,7 @@ class ModelSource:
 
 
 def check_source(source: ModelSource) -> None:
-    """Refuse (ModelError) all but models of timm and torchvision, by exact names, with plain arguments of harmless names."""
+    """Refuse (ModelError) all but models of timm and torchvision by exact names, with arguments that are harmless."""
     kind, _, name = source.name.partition(":")
     if kind not in REGISTRIES or not _is_registered(kind, name):
         raise ModelError(

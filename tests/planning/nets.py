@@ -53,6 +53,6 @@ def on_meta(build, *arguments, **options):
 
 
 @functools.cache
-def convs_of(name, input_size=None, build=timm.create_model):
+def convs_of(name, input_size=(3, 224, 224), build=timm.create_model):
     """The convolutions of a model from a registry, without weights."""
     return find_convs(on_meta(build, name), input_size)
