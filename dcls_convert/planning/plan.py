@@ -3,7 +3,8 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Annotated, Any, Self
@@ -14,6 +15,7 @@ from ..depthwise.geometry import check_cells, check_window
 from ..errors import CheckpointError, PlanError, listed, one_line, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import OldConv, Skipped
+from ..networks.stages import common_parent
 from ..options import Scope, Tie
 from ..records import Record
 from ..tables import as_html
@@ -193,23 +195,33 @@ class ConversionPlan(Record):
         return next(group for group in self.tie_groups if group.name == name)
 
 
-def _check_tie_groups(plan: ConversionPlan) -> None:
-    members: dict[str, list[LayerPlan]] = {}
-    for layer in plan.layers:
+def named_owners(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
+    """The tie groups, each on the lowest module that holds its layers, under names that no other group has there."""
+    groups: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
         if layer.tie_group is not None:
-            members.setdefault(layer.tie_group, []).append(layer)
-    names = sorted(group.name for group in plan.tie_groups)
-    if names != sorted(members):
-        raise PlanError(f"the plan's tie groups are {listed(names)}, its layers are in {listed(sorted(members))}")
+            groups.setdefault(layer.tie_group, []).append(layer)
+    taken: Counter[str] = Counter()
+    ties = []
+    for name, members in groups.items():
+        names = tuple(layer.name for layer in members)
+        owner = common_parent(names)
+        taken[owner] += 1
+        suffix = f"_{taken[owner]}" if taken[owner] > 1 else ""
+        parameters = {parameter: f"dcls_{parameter}{suffix}" for parameter in members[0].shared_parameters}
+        ties.append(TieGroup(name=name, owner=owner, parameters=parameters, layers=names))
+    return tuple(ties)
+
+
+def _check_tie_groups(plan: ConversionPlan) -> None:
     for group in plan.tie_groups:
-        where, layers = f"tie group {shown(group.name)}", members[group.name]
-        if group.layers != tuple(layer.name for layer in layers):
-            raise PlanError(f"{where}: lists {len(group.layers)} layers, other than those that name it")
+        layers = [layer for layer in plan.layers if layer.tie_group == group.name]
         shapes = {(layer.position_shape, layer.dilated_size, layer.interpolation) for layer in layers}
         if len(shapes) > 1:
-            raise PlanError(f"{where}: its layers have {len(shapes)} different shapes")
-        if group.parameters.keys() != set(layers[0].shared_parameters):
-            raise PlanError(f"{where}: must say where {' and '.join(layers[0].shared_parameters)} are")
+            raise PlanError(f"tie group {shown(group.name)}: its layers have {len(shapes)} different shapes")
+    if plan.tie_groups != named_owners(plan.layers):
+        names = listed(group.name for group in plan.tie_groups)
+        raise PlanError(f"the plan's tie groups are not those of its layers: {names}")
 
 
 def _check_layer(layer: LayerPlan) -> None:

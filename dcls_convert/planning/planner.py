@@ -13,9 +13,9 @@ from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
 from ..options import AUTO, ERROR, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, takes_plan_options
 from .budget import UNSOLVED, parse_percent, solve_counts
-from .plan import ConversionPlan, LayerCounts, LayerPlan, taken_from
+from .plan import ConversionPlan, LayerCounts, LayerPlan, named_owners, taken_from
 from .rules import AUTO_RULES, Rule, RuleSet, choose_rules, claim_sites, load_rules
-from .tie_groups import group_layers, named_owners, with_given_counts
+from .tie_groups import group_layers, with_given_counts
 
 
 @takes_plan_options

@@ -1,4 +1,4 @@
-"""Which layers share their positions, which module owns them, and the counts of elements that exist already."""
+"""Which layers share their positions, and the counts of elements that exist already."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,10 +7,9 @@ from dataclasses import replace
 from ..depthwise.geometry import size_text
 from ..errors import PlanError, listed, shown
 from ..networks.sites import Skipped
-from ..networks.stages import common_parent
 from ..options import Tie
 from .budget import UNSOLVED
-from .plan import LayerCounts, LayerPlan, TieGroup
+from .plan import LayerCounts, LayerPlan
 
 
 def group_layers(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
@@ -67,21 +66,3 @@ def with_given_counts(
                     f"{first.name} has {count_of[first.name]}, {other.name} has {count_of[other.name]}; use --tie none"
                 )
     return [replace(draft, kernel_count=count_of[draft.name]) for draft in drafts]
-
-
-def named_owners(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
-    """The tie groups, each on the lowest module that holds its layers, under names that no other group has there."""
-    groups: dict[str, list[LayerPlan]] = {}
-    for layer in layers:
-        if layer.tie_group is not None:
-            groups.setdefault(layer.tie_group, []).append(layer)
-    taken: Counter[str] = Counter()
-    ties = []
-    for name, members in groups.items():
-        names = tuple(layer.name for layer in members)
-        owner = common_parent(names)
-        taken[owner] += 1
-        suffix = f"_{taken[owner]}" if taken[owner] > 1 else ""
-        parameters = {parameter: f"dcls_{parameter}{suffix}" for parameter in members[0].shared_parameters}
-        ties.append(TieGroup(name=name, owner=owner, parameters=parameters, layers=names))
-    return tuple(ties)
