@@ -24,29 +24,10 @@ from .fitting.warm_start import fit_seed
 from .networks.outputs import relative_distance, same_top1
 from .networks.running import evaluating, reproducible, run, unchanged_on_failure
 from .networks.sites import ModelConvs, find_convs
-from .networks.source import (
-    FOREIGN_SOURCES,
-    LIBRARIES,
-    ModelSource,
-    build_model,
-    known_source,
-    stated_input_size,
-    with_names_of,
-)
+from .networks.source import FOREIGN_SOURCES, ModelSource, build_model, known_source, stated_input_size
 from .networks.tracing import check_same_shapes
-from .networks.weights import assign_weights_, check_weights, checked_entries, load_weights_, read_weights
-from .options import (
-    AUTO,
-    ERROR,
-    EXACT,
-    MOST_PIXELS,
-    SCOPES,
-    AuthorsVersion,
-    Init,
-    PlanOptions,
-    Positions,
-    takes_plan_options,
-)
+from .networks.weights import build_with_state, check_weights, read_weights, with_names_of
+from .options import AUTO, ERROR, EXACT, MOST_PIXELS, AuthorsVersion, Init, PlanOptions, Positions, takes_plan_options
 from .planning.budget import parse_percent
 from .planning.plan import ConversionPlan
 from .planning.planner import make_plan
@@ -155,10 +136,7 @@ class Job:
         """The entries of `weights`, under the network's names; emptied when the network has taken them."""
         assert self.weights is not None
         self.notify("reading weights")
-        read = (
-            read_weights(self.weights) if isinstance(self.weights, Path) else checked_entries(self.weights, self.where)
-        )
-        return with_names_of(self.meta, read)
+        return with_names_of(self.meta, read_weights(self.weights))
 
     @cached_property
     def network(self) -> nn.Module:
@@ -166,15 +144,13 @@ class Job:
         if self.model is not None or self.source is None:
             return self.meta
         self.notify("building with pretrained weights" if self.pretrained else "building")
-        state = self.state if self.weights is not None and self.elements is None else None
-        if state is None:
+        if self.weights is None or self.elements is not None:
             return build_model(self.source, pretrained=self.pretrained, seed=self.seed, trust_code=True)
-        of_library = self.source.kind in LIBRARIES  # the user's own code is run as it is
-        if of_library and assign_weights_(self.meta, state, self.where, new_classifier=self.new_classifier):
-            return self.meta
-        network = build_model(self.source, seed=self.seed, trust_code=True)
-        self._say_kept(load_weights_(network, state, self.where, new_classifier=self.new_classifier))
-        state.clear()
+        network, kept = build_with_state(
+            self.source, self.state, self.where, meta=self.meta, seed=self.seed, new_classifier=self.new_classifier
+        )
+        self._say_kept(kept)
+        self.state.clear()
         return network
 
     def plan(self, options: PlanOptions | None = None) -> ConversionPlan:
@@ -271,7 +247,7 @@ class Job:
 
     def _with_counts(self, options: PlanOptions) -> PlanOptions:
         """The options with the counts that elements, an exact start or the scope "error" decide."""
-        stated_of = (options.kernel_count != AUTO, options.scope != SCOPES[0], parse_percent(options.budget) != 1)
+        stated_of = (options.kernel_count != AUTO, options.scope != "model", parse_percent(options.budget) != 1)
         stated = list(itertools.compress(("kernel count", "scope", "budget"), stated_of))
         leave = f"leave {' and '.join(stated)}"
         if self.elements is not None:
@@ -289,7 +265,7 @@ class Job:
             return options
         if self.how != "fit":
             raise PlanError(f"scope {ERROR!r} is for elements fitted to trained kernels, not for {self.how} ones")
-        base = make_plan(self.convs, replace(options, scope=SCOPES[0]))
+        base = make_plan(self.convs, replace(options, scope="model"))
         images = None if self.calibration is None else calibrate(self.network, base, self.calibration)
         seed = fit_seed(torch.Generator().manual_seed(self.seed))
         by_error = counts_by_error(self.network, self.convs, options, seed=seed, calibration=images, notify=self.notify)

@@ -7,14 +7,13 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
@@ -317,21 +316,6 @@ def known_source(model: nn.Module) -> ModelSource | None:
     except ModelError:
         return None
     return source
-
-
-def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict under the model's names, where timm's own function for downloaded weights translates them better."""
-    own, module = model.state_dict().keys(), type(model).__module__
-    translate = getattr(sys.modules.get(module), "checkpoint_filter_fn", None) if module.startswith("timm.") else None
-    if translate is None or own == state.keys():
-        return dict(state)
-    try:
-        translated = translate(dict(state), model)
-        fits_better = len(own ^ translated.keys()) < len(own ^ state.keys())
-        has_data = all(isinstance(tensor, Tensor) and not tensor.is_meta for tensor in translated.values())
-    except Exception:  # it does not know these names; loading then says what does not fit
-        return dict(state)
-    return dict(translated) if fits_better and has_data else dict(state)
 
 
 def _import(name: str) -> ModuleType:

@@ -5,6 +5,7 @@ import contextlib
 import math
 import pickle
 import re
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -34,9 +35,11 @@ INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch
 NUMBERS = {*FRACTIONS, *INTEGERS, torch.complex64, torch.complex128}
 
 
-def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The state dict in a safetensors or torch file, without wrappers and prefixes; CheckpointError for any other."""
-    path = Path(path)
+def read_weights(weights: Mapping[str, Tensor] | str | Path) -> dict[str, Tensor]:
+    """A state dict, or that in a safetensors or torch file, without wrappers and prefixes; else CheckpointError."""
+    if isinstance(weights, Mapping):
+        return checked_entries(weights, "the state dict")
+    path = Path(weights)
     where = f"checkpoint {path}"
     content = load_file(path, "checkpoint") if path.suffix == ".safetensors" else _read_torch(path, where)
     if (unwrapped := _unwrapped(content)) is None:
@@ -115,21 +118,28 @@ def _load(model: nn.Module, state: Mapping[str, Tensor], *, assign: bool = False
 
 
 def build_with_state(
-    source: ModelSource, state: Mapping[str, Tensor], where: str, *, prepare_: Callable[[nn.Module], None]
-) -> nn.Module:
-    """The network of a trusted source with the weights of a state dict, in memory once, changed by `prepare_` first.
+    source: ModelSource,
+    state: Mapping[str, Tensor],
+    where: str,
+    *,
+    prepare_: Callable[[nn.Module], None] = lambda _: None,
+    meta: nn.Module | None = None,
+    seed: int = 0,
+    new_classifier: bool = False,
+) -> tuple[nn.Module, list[str]]:
+    """The network of a trusted source with the weights of a state dict, in memory once; and as `load_weights_`.
 
-    Weights are drawn only where the state dict does not give all values: then the network is built again, on the CPU.
+    `meta` is the network on meta, where it is there already. `prepare_` changes the network before it takes weights.
+    Weights are drawn only where the state dict does not give all values: then the network is built on the CPU.
     """
     if source.kind in LIBRARIES:  # the user's own code is run once
-        model = build_model(source, device="meta", trust_code=True)
+        model = build_model(source, device="meta", trust_code=True) if meta is None else meta
         prepare_(model)
-        if assign_weights_(model, state, where):
-            return model
-    model = build_model(source, trust_code=True)
+        if assign_weights_(model, state, where, new_classifier=new_classifier):
+            return model, []
+    model = build_model(source, seed=seed, trust_code=True)
     prepare_(model)
-    load_weights_(model, state, where)
-    return model
+    return model, load_weights_(model, state, where, new_classifier=new_classifier)
 
 
 def check_weights(
@@ -188,6 +198,21 @@ def alias_names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     own = model.state_dict(keep_vars=True)
     return {name: first[id(tensor)] for name, tensor in own.items() if first.setdefault(id(tensor), name) != name}
+
+
+def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict under the model's names, where timm's own function for downloaded weights translates them better."""
+    own, module = model.state_dict().keys(), type(model).__module__
+    translate = getattr(sys.modules.get(module), "checkpoint_filter_fn", None) if module.startswith("timm.") else None
+    if translate is None or own == state.keys():
+        return dict(state)
+    try:
+        translated = translate(dict(state), model)
+        fits_better = len(own ^ translated.keys()) < len(own ^ state.keys())
+        has_data = all(isinstance(tensor, Tensor) and not tensor.is_meta for tensor in translated.values())
+    except Exception:  # it does not know these names; loading then says what does not fit
+        return dict(state)
+    return dict(translated) if fits_better and has_data else dict(state)
 
 
 @contextlib.contextmanager
