@@ -12,34 +12,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dcls_convert
 from dcls_convert import PlanError, apply_plan_, convert_, find_convs, plan_conversion, save_converted
 from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline import Job
 from dcls_convert.surgery.place import place_layers_
 
 from .conftest import TINY
+from .planning.nets import state_of
 
 PLACES = 12  # at which a failure is injected, spread over all operations
-
-
-def snapshot(model):
-    """What must not change: objects under every name, values, modes, and attributes of every module."""
-    modules = {name: (id(m), m.training, sorted(vars(m))) for name, m in model.named_modules(remove_duplicate=False)}
-    tensors = {
-        name: (id(tensor), tensor.requires_grad, tensor.detach().clone())
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    }
-    hooks = {name: len(m._forward_hooks) + len(m._forward_pre_hooks) for name, m in model.named_modules()}
-    return modules, tensors, hooks
-
-
-def assert_unchanged(model, before):
-    modules, tensors, hooks = snapshot(model)
-    assert modules == before[0]
-    assert hooks == before[2]
-    assert {name: entry[:2] for name, entry in tensors.items()} == {n: entry[:2] for n, entry in before[1].items()}
-    assert all(torch.equal(value, before[1][name][2]) for name, (*_, value) in tensors.items())
 
 
 class Failing(TorchDispatchMode):
@@ -99,10 +80,10 @@ def test_whatever_fails_leaves_the_model_as_it_was(kind):
         total = counting.seen
         for at in sorted({1 + (total - 1) * place // PLACES for place in range(PLACES + 1)}):
             model = small()
-            before = snapshot(model)
+            before = state_of(model)
             with pytest.raises(RuntimeError, match="injected"), Failing(at):
                 job.convert(plan, model=model)
-            assert_unchanged(model, before)
+            assert state_of(model) == before
 
 
 def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
@@ -126,7 +107,7 @@ def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
 def test_a_failure_after_layers_are_in_place_takes_them_out_again(monkeypatch, place, call, kind):
     model = small()
     job, plan = job_for(model, kind)
-    before, calls = snapshot(model), itertools.count(1)
+    before, calls = state_of(model), itertools.count(1)
     function = pkgutil.resolve_name(f"dcls_convert.{place}")
 
     def fail(*arguments, **options):
@@ -137,7 +118,7 @@ def test_a_failure_after_layers_are_in_place_takes_them_out_again(monkeypatch, p
     monkeypatch.setattr(f"dcls_convert.{place}", fail)
     with pytest.raises(KeyboardInterrupt):
         job.convert(plan)
-    assert_unchanged(model, before)
+    assert state_of(model) == before
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -167,34 +148,6 @@ print(*sorted(name.rpartition(".")[2] for name in sys.modules if name.startswith
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["boxes", "groups"]  # what making layers needs; neither fits anything
-
-
-class Draws(TorchDispatchMode):
-    """Notes every random number that is drawn for a tensor with values."""
-
-    NAMES = ("uniform", "normal", "random", "bernoulli", "rand", "exponential", "multinomial")
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
-        if name.startswith(self.NAMES) and not result.is_meta:
-            self.found.append(name)
-        return result
-
-
-def test_loading_draws_no_random_number(tiny, tmp_path):
-    report = convert_(tiny, dilated_size=9, init="random", input_size=(3, 32, 32))
-    folder = save_converted(tiny, report.plan, tmp_path / "folder")
-    with Draws() as drawn:
-        torch.zeros(1).uniform_()
-    assert drawn.found == ["uniform_"]
-    with Draws() as drawn:
-        dcls_convert.load_converted(folder)
-    assert drawn.found == []
 
 
 # A plan on other weights.

@@ -13,6 +13,8 @@ from dcls_convert.errors import PlanError
 from dcls_convert.networks.tracing import trace
 from dcls_convert.reports.report import predict_report
 
+from ..planning.nets import depthwise, state_of
+
 SPATIAL = {1: (14,), 2: (9, 14), 3: (5, 9, 7)}  # never square
 
 
@@ -36,10 +38,6 @@ class WithOrdinary(nn.Module):
 
     def forward(self, x):
         return self.odd(self.ordinary(x))
-
-
-def depthwise(**options):
-    return nn.Conv2d(4, 4, 3, **({"padding": 1, "groups": 4} | options))
 
 
 class OwnCall(nn.Conv2d):
@@ -174,21 +172,6 @@ def test_a_convolution_that_shares_its_weight_is_skipped(build):
     assert convs.skipped[0].name == "odd"
     assert {skip.reason for skip in convs.skipped} == {"its weight is shared with odd and other"}
     assert convs.params == sum(parameter.numel() for parameter in model.parameters())  # a shared weight once
-
-
-def state_of(model):
-    """All that could change in a model: its objects, where they are, and what hangs on them."""
-    state = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        state[name] = (id(module), module.training, set(vars(module)))
-        for key, value in vars(module).items():
-            if "hooks" in key:
-                state[name, key] = list(value.items()) if hasattr(value, "items") else value
-        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                facts = (id(tensor), type(tensor), tensor.device, tensor.dtype, tensor.requires_grad, tensor._version)
-                state[name, key] = (*facts, id(tensor.grad), tensor.data_ptr() if tensor.device.type == "cpu" else 0)
-    return state
 
 
 class Mixed(nn.Module):
