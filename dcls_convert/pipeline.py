@@ -1,7 +1,4 @@
-"""One job: a network's source, weights, options and start in one record; what is planned and converted by it.
-
-`convert_`, `convert_from_authors_`, the command line, the sweep and the survey are thin around it.
-"""
+"""One job: a network's source, weights, options and start in one record; what is planned and converted by it."""
 
 import contextlib
 import itertools
@@ -48,10 +45,7 @@ class Conversion:
 
 @dataclass(kw_only=True)
 class Job:
-    """Which network is converted, from which weights, how, and what its new layers start from.
-
-    Nothing is built, read or traced before it is asked for, and each of them once.
-    """
+    """Which network is converted, from which weights, and how. All is built, read or traced once, when asked for."""
 
     model: nn.Module | None = None  # in memory, with its weights; None: built from `source`
     source: ModelSource | None = None  # how it is built; may run the user's own code
@@ -154,13 +148,7 @@ class Job:
         return network
 
     def plan(self, options: PlanOptions | None = None) -> ConversionPlan:
-        """The plan for the network, with other options than the job's if these are given; no weights are built.
-
-        Scope "error" alone measures the kernels, so it builds the network.
-
-        Raises:
-            DclsConvertError: It could not be carried out.
-        """
+        """The plan, with other options than the job's if given; for scope "error" alone, the network is built."""
         options = self._with_counts(options or self.options)
         source = self.rebuilt_from
         plan = make_plan(
@@ -188,14 +176,9 @@ class Job:
         return replace(plan, folded=False)
 
     def convert(self, plan: ConversionPlan | None = None, *, model: nn.Module | None = None) -> Conversion:
-        """Carry out a plan (the job's own without one), and measure the result.
+        """Carry out a plan (the job's own without one), and measure the result. On any error, the model is as before.
 
-        Args:
-            plan: From `plan` or `plan_again`.
-            model: Converted in place instead of the job's network, of which it is a copy.
-
-        Raises:
-            DclsConvertError: In one line. Whatever is raised, the model is then unchanged.
+        `model` is converted in place instead of the job's network, of which it is a copy.
         """
         plan, model = plan or self.plan(), model or self.network
         self.notify("converting")

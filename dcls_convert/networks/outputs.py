@@ -24,10 +24,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def relative_error(outputs: Any, others: Any) -> float:
-    """max |a - b| / max |a| of each tensor, and of these the largest; 0 where they are equal, inf where a is 0.
-
-    ComparisonError, with the place, for other structures, shapes and values than tensors, and for what is not finite.
-    """
+    """max |a - b| / max |a|, of the worst tensor; inf where a is 0. ComparisonError for what cannot be compared."""
     errors = list(_errors("output", outputs, others))
     if not errors:
         raise ComparisonError(f"there is no tensor to compare in {_described(outputs)}")
@@ -46,10 +43,7 @@ def check_equal(outputs: Any, others: Any, *, bound: float, what: str) -> float:
 
 
 def relative_distance(outputs: Any, others: Any) -> float | None:
-    """|a - b| / |a| over all floating tensors of the outputs together, Euclidean norms.
-
-    None where there is no such number: other shapes, such as other detections; or a is 0 or not finite.
-    """
+    """|a - b| / |a| over all floating tensors together, Euclidean norms; None for other shapes, or where a is 0."""
     ours, theirs = ([t.double() for t in tensors_in(side) if t.is_floating_point()] for side in (outputs, others))
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         return None

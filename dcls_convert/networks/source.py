@@ -151,8 +151,7 @@ def build_model(
     """Build the model, in the mode (training or eval) that its factory leaves it in; DclsConvertError where it cannot.
 
     Args:
-        device: "meta" gives a meta model, which has no weights: for plans, and for `assign_weights_`. Where its factory
-            calculates with tensors, only the weights are on meta; where that fails too, it is built on the CPU.
+        device: "meta" gives a meta model, or one of which only the weights are on meta; the CPU's where both fail.
         seed: Leaves the global generators alone; None draws from them.
         trust_code: The source may be a factory of any module, the hub or a folder. Without it, `check_source` decides.
     """

@@ -1,7 +1,4 @@
-"""Run a meta copy of a model, on the meta device: what its convolutions see, what it costs, and its sizes.
-
-The model itself is never run, so neither its tensors nor anything that it caches or counts can change.
-"""
+"""What a model's convolutions see, and what it costs: a meta copy of it is run, never the model itself."""
 
 import contextlib
 import copy
@@ -52,10 +49,7 @@ class Trace:
 
 
 def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
-    """Send one image (channels, *spatial) through a meta copy of `model` in eval mode, counted by torch's flop counter.
-
-    Raises whatever the model's own code does; there are models that do not run on the meta device.
-    """
+    """Send an image (channels, *spatial) through a meta copy in eval mode. Raises what the model's own code does."""
     try:
         return _trace(meta_copy(model), input_size)
     except Exception:
@@ -81,11 +75,9 @@ def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
 
 
 def check_same_shapes(before: Trace | None, windows: Windows) -> None:
-    """Refuse (PlanError) a conversion that would change the output size of any convolution, or of the model.
+    """Refuse (PlanError) a conversion that would change an output size of a convolution, or of the model.
 
-    Each layer by itself keeps its output size: its padding grows with its window. The sizes change all the same where
-    the model pads outside its convolutions by an amount that it takes from their `kernel_size`. The windows of the new
-    layers stand under every name of the convolution. Without a trace, nothing is compared.
+    A layer's padding grows with its window; but a model may pad outside, by its convolutions' `kernel_size`.
     """
     if before is None:
         return
@@ -178,8 +170,8 @@ def _stop(*_: object) -> None:
 def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
     """A meta model: a copy in eval mode whose tensors are on the meta device, without the user's forward hooks.
 
-    `real_attributes` keeps tensors that are plain attributes: a model may read their values, such as the strides of
-    YOLO's maps. But copy.deepcopy refuses those that are computed from parameters (weight_norm, pruning).
+    `real_attributes` keeps tensors that are plain attributes, whose values a model may read (YOLO's strides). But
+    copy.deepcopy refuses those that are computed from parameters (weight_norm, pruning).
     """
     memo: dict[int, Any] = {}
     for module in model.modules():

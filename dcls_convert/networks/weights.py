@@ -86,10 +86,7 @@ def load_weights_(
 
 
 def assign_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False) -> bool:
-    """As `load_weights_`, for a meta model: the tensors of the state dict become its own, and are copied if need be.
-
-    Tells whether the whole model has values now. If not, build it on the CPU, and take `load_weights_`.
-    """
+    """As `load_weights_`, for a meta model, which takes the tensors without a copy; False where it lacks values."""
     if check_weights(model, state, where, new_classifier=new_classifier) or alias_names(model):
         return False
     own = model.state_dict()
@@ -127,10 +124,9 @@ def build_with_state(
     seed: int = 0,
     new_classifier: bool = False,
 ) -> tuple[nn.Module, list[str]]:
-    """The network of a trusted source with the weights of a state dict, in memory once; and as `load_weights_`.
+    """The network of a trusted source, changed by `prepare_`, with a state dict's weights; names as of `load_weights_`.
 
-    `meta` is the network on meta, where it is there already. `prepare_` changes the network before it takes weights.
-    Weights are drawn only where the state dict does not give all values: then the network is built on the CPU.
+    Weights are drawn only where the state dict does not give all values. `meta` is the network on meta, if it is there.
     """
     if source.kind in LIBRARIES:  # the user's own code is run once
         model = build_model(source, device="meta", trust_code=True) if meta is None else meta
@@ -217,10 +213,7 @@ def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 
 @contextlib.contextmanager
 def opened(path: Path, what: str = "") -> Iterator[Any]:
-    """A safetensors file, of which each tensor is read when it is asked for.
-
-    CheckpointError, with `what` and the path, where it is not readable, here or inside the block.
-    """
+    """A safetensors file, whose tensors are read when asked for; CheckpointError, here or inside the block."""
     check_weights_file(path, what)
     try:
         with path.open("rb") as file:

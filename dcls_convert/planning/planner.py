@@ -112,10 +112,7 @@ def make_plan(
 
 
 def _group_layers(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
-    """Groups of drafts with one stage and one shape, by name.
-
-    Their old kernels have one size and dilation too, so that all can start from the same grid.
-    """
+    """Drafts of one stage and shape, by the group's name; their old kernels are alike: one grid starts them all."""
     by_key: dict[tuple[object, ...], list[LayerPlan]] = {}
     for draft in drafts:
         if draft.stage is not None:
@@ -214,10 +211,7 @@ def _check_options(options: PlanOptions) -> None:
 
 
 def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
-    """The rule of each site to convert, by name, and every convolution that stays, with the reason.
-
-    RuleError for a rule that claims no convolution; NothingMatchesError where none claims anything, or all skip.
-    """
+    """The rule of each site to convert, and what stays and why; an error for rules that claim or convert nothing."""
     index_of, reasons = claim_sites(rules, convs.sites)
     skipped = list(convs.skipped)
     rule_of: dict[str, int] = {}
