@@ -1,7 +1,4 @@
-"""One job: a network's source, weights, options and start in one record; what is planned and converted by it.
-
-`convert_`, `convert_from_authors_`, the command line, the sweep and the survey are thin around it.
-"""
+"""One job: a network's source, weights, options and start in one record; what is planned and converted by it."""
 
 import contextlib
 import itertools
@@ -24,29 +21,10 @@ from .fitting.warm_start import fit_seed
 from .networks.outputs import relative_distance, same_top1
 from .networks.running import evaluating, reproducible, run, unchanged_on_failure
 from .networks.sites import ModelConvs, find_convs
-from .networks.source import (
-    FOREIGN_SOURCES,
-    LIBRARIES,
-    ModelSource,
-    build_model,
-    known_source,
-    stated_input_size,
-    with_names_of,
-)
+from .networks.source import FOREIGN_SOURCES, ModelSource, build_model, known_source, stated_input_size
 from .networks.tracing import check_same_shapes
-from .networks.weights import assign_weights_, check_weights, checked_entries, load_weights_, read_weights
-from .options import (
-    AUTO,
-    ERROR,
-    EXACT,
-    MOST_PIXELS,
-    SCOPES,
-    AuthorsVersion,
-    Init,
-    PlanOptions,
-    Positions,
-    takes_plan_options,
-)
+from .networks.weights import build_with_state, check_weights, read_weights, with_names_of
+from .options import AUTO, ERROR, EXACT, MOST_PIXELS, AuthorsVersion, Init, PlanOptions, Positions, takes_plan_options
 from .planning.budget import parse_percent
 from .planning.plan import ConversionPlan
 from .planning.planner import make_plan
@@ -67,10 +45,7 @@ class Conversion:
 
 @dataclass(kw_only=True)
 class Job:
-    """Which network is converted, from which weights, how, and what its new layers start from.
-
-    Nothing is built, read or traced before it is asked for, and each of them once.
-    """
+    """Which network is converted, from which weights, and how. All is built, read or traced once, when asked for."""
 
     model: nn.Module | None = None  # in memory, with its weights; None: built from `source`
     source: ModelSource | None = None  # how it is built; may run the user's own code
@@ -109,15 +84,15 @@ class Job:
     @cached_property
     def meta(self) -> nn.Module:
         """The network without weights, to plan from; a model in memory itself."""
-        if self.source is None or self.model is not None:
-            assert self.model is not None
+        if self.model is not None:
             return self.model
+        assert self.source is not None
         return build_model(self.source, device="meta", seed=self.seed, offline=self.offline, trust_code=True)
 
     @cached_property
     def rebuilt_from(self) -> ModelSource | None:
         """How a checkpoint says that the network is built; None where only its user can."""
-        if self.source is None or self.model is not None or self.source.kind in FOREIGN_SOURCES:
+        if self.model is not None or self.source is None or self.source.kind in FOREIGN_SOURCES:
             return known_source(self.meta)
         return self.source
 
@@ -155,44 +130,31 @@ class Job:
         """The entries of `weights`, under the network's names; emptied when the network has taken them."""
         assert self.weights is not None
         self.notify("reading weights")
-        if isinstance(self.weights, Mapping):
-            return with_names_of(self.meta, checked_entries(self.weights, self.where))
         return with_names_of(self.meta, read_weights(self.weights))
 
     @cached_property
     def network(self) -> nn.Module:
         """The network with the weights to start from."""
-        if self.source is None or self.model is not None:
+        if self.model is not None or self.source is None:
             return self.meta
         self.notify("building with pretrained weights" if self.pretrained else "building")
-        state = self.state if self.weights is not None and self.elements is None else None
-        if state is None:
+        if self.weights is None or self.elements is not None:
             return build_model(self.source, pretrained=self.pretrained, seed=self.seed, trust_code=True)
-        of_library = self.source.kind in LIBRARIES  # the user's own code is run as it is
-        if of_library and assign_weights_(self.meta, state, self.where, new_classifier=self.new_classifier):
-            return self.meta
-        network = build_model(self.source, seed=self.seed, trust_code=True)
-        self._say_kept(load_weights_(network, state, self.where, new_classifier=self.new_classifier))
-        state.clear()
+        network, kept = build_with_state(
+            self.source, self.state, self.where, meta=self.meta, seed=self.seed, new_classifier=self.new_classifier
+        )
+        self._say_kept(kept)
+        self.state.clear()
         return network
 
     def plan(self, options: PlanOptions | None = None) -> ConversionPlan:
-        """The plan for the network, with other options than the job's if these are given; no weights are built.
-
-        Scope "error" alone measures the kernels, so it builds the network.
-
-        Raises:
-            DclsConvertError: It could not be carried out.
-        """
-        options = options or self.options
-        options = replace(options, kernel_count=self._kernel_count(options))
-        if options.scope == ERROR and options.kernel_count == AUTO:
-            options = replace(options, kernel_count=self._counts_by_error(options))
+        """The plan, with other options than the job's if given; for scope "error" alone, the network is built."""
+        options = self._with_counts(options or self.options)
         source = self.rebuilt_from
         plan = make_plan(
             self.convs, options, model=source.name if source else None, model_args=source.args if source else None
         )
-        check_same_shapes(self.convs.meta, plan.windows, plan.input_size, self.convs.output_sizes)
+        check_same_shapes(self.convs.trace, plan.windows)
         if self.elements is not None:
             element_state(self.elements, plan, self.authors_version)
         elif self.offline and self.weights is not None:  # which will not be built, but would be refused
@@ -214,46 +176,44 @@ class Job:
         return replace(plan, folded=False)
 
     def convert(self, plan: ConversionPlan | None = None, *, model: nn.Module | None = None) -> Conversion:
-        """Carry out a plan (the job's own without one), and measure the result.
+        """Carry out a plan (the job's own without one), and measure the result. On any error, the model is as before.
 
-        Args:
-            plan: From `plan` or `plan_again`.
-            model: Converted in place instead of the job's network, of which it is a copy.
-
-        Raises:
-            DclsConvertError: In one line. Whatever is raised, the model is then unchanged.
+        `model` is converted in place instead of the job's network, of which it is a copy.
         """
         plan, model = plan or self.plan(), model or self.network
         self.notify("converting")
         elements = self.elements
-        if elements is not None:
-            with unchanged_on_failure(model, values=[*model.parameters(), *model.buffers()]):
+        images = None if self.calibration is None else calibrate(model, plan, self.calibration, note=self.note)
+        compared = elements is None and self.trained and self.how != "random"
+        # What the conversion writes into: elements come with all other weights; images change biases and running means.
+        written = [*model.parameters(), *model.buffers()] if elements is not None or images is not None else []
+        written = [tensor for tensor in written if elements is not None or tensor.dim() == 1]
+        with unchanged_on_failure(model, values=written):
+            before = _answers(model, plan, images) if compared else None
+            kept: list[str] = []
+            errors: dict[str, float] = {}
+            if elements is not None:
                 kept = start_from_authors_(
                     model, plan, elements, version=self.authors_version, new_classifier=self.new_classifier
                 )
-                report = _measured(model, plan)
-            self._say_kept(kept)
-            return Conversion(model=model, report=report)
-        images = None if self.calibration is None else calibrate(model, plan, self.calibration, note=self.note)
-        # Calibration also changes biases and running means.
-        values = [] if images is None else [t for t in (*model.parameters(), *model.buffers()) if t.dim() == 1]
-        with unchanged_on_failure(model, values=values):
-            compared = self.trained and self.how != "random"
-            before = _answers(model, plan, images) if compared else None
-            errors = apply_plan_(
-                model,
-                plan,
-                init=self.how,
-                positions=self.positions,
-                generator=torch.Generator().manual_seed(self.seed),
-                calibration=images,
-                note=self.note,
-                notify=self.notify,
-            )
-            report = _measured(model, plan)
-            if before is None:
-                return Conversion(model=model, report=report.with_fit_errors(errors))
-            after = _answers(model, plan, images)
+            else:
+                errors = apply_plan_(
+                    model,
+                    plan,
+                    init=self.how,
+                    positions=self.positions,
+                    generator=torch.Generator().manual_seed(self.seed),
+                    calibration=images,
+                    note=self.note,
+                    notify=self.notify,
+                )
+            report = measure_report(model, plan)
+            if report != predict_report(plan):
+                raise AssertionError(f"{plan.model}: the converted model's counts differ from the plan's")
+            after = _answers(model, plan, images) if compared else None
+        self._say_kept(kept)
+        if before is None or after is None:
+            return Conversion(model=model, report=report.with_fit_errors(errors))
         (random, held_out), (new_random, new_held_out) = before, after
         outcome = Outcome(
             kernel_error=sum(errors.values()) / len(errors) if errors else None,
@@ -268,9 +228,9 @@ class Job:
         for name in names:
             self.note(f"{name} has another shape in the checkpoint and starts from random values")
 
-    def _kernel_count(self, options: PlanOptions) -> Any:
-        """What decides the counts: the elements that there are, the cells of the old kernels, or the options."""
-        stated_of = (options.kernel_count != AUTO, options.scope != SCOPES[0], parse_percent(options.budget) != 1)
+    def _with_counts(self, options: PlanOptions) -> PlanOptions:
+        """The options with the counts that elements, an exact start or the scope "error" decide."""
+        stated_of = (options.kernel_count != AUTO, options.scope != "model", parse_percent(options.budget) != 1)
         stated = list(itertools.compress(("kernel count", "scope", "budget"), stated_of))
         leave = f"leave {' and '.join(stated)}"
         if self.elements is not None:
@@ -279,32 +239,25 @@ class Job:
                 raise CheckpointError(
                     f"{self.where}: has elements of its own, {listed(sorted(counts))} in a kernel; {leave}"
                 )
-            return self.elements.kernel_counts
-        if self.init != EXACT:
-            return options.kernel_count
-        if stated and options.kernel_count != EXACT:
-            raise PlanError(f"an exact start takes an element for each cell of the old kernels: {leave}")
-        return EXACT
-
-    def _counts_by_error(self, options: PlanOptions) -> Any:
+            return replace(options, kernel_count=self.elements.kernel_counts)
+        if self.init == EXACT:
+            if stated and options.kernel_count != EXACT:
+                raise PlanError(f"an exact start takes an element for each cell of the old kernels: {leave}")
+            return replace(options, kernel_count=EXACT)
+        if options.scope != ERROR or options.kernel_count != AUTO:
+            return options
         if self.how != "fit":
             raise PlanError(f"scope {ERROR!r} is for elements fitted to trained kernels, not for {self.how} ones")
-        base = make_plan(self.convs, replace(options, scope=SCOPES[0]))
+        base = make_plan(self.convs, replace(options, scope="model"))
         images = None if self.calibration is None else calibrate(self.network, base, self.calibration)
         seed = fit_seed(torch.Generator().manual_seed(self.seed))
-        return counts_by_error(self.network, self.convs, options, seed=seed, calibration=images, notify=self.notify)
+        by_error = counts_by_error(self.network, self.convs, options, seed=seed, calibration=images, notify=self.notify)
+        return replace(options, kernel_count=by_error)
 
 
 def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
     stated = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     return shown(name or "a model that only its user can build") + (f" with {shown(stated)}" if stated else "")
-
-
-def _measured(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
-    report = measure_report(model, plan)
-    if report != predict_report(plan):
-        raise AssertionError(f"{plan.model}: the converted model's counts differ from the plan's")
-    return report
 
 
 @reproducible()

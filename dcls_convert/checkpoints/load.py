@@ -64,7 +64,8 @@ def rebuilt(
             place_(model, plan)
         prepare_(model)
 
-    return build_with_state(source, state, where, prepare_=prepare)
+    model, _ = build_with_state(source, state, where, prepare_=prepare)
+    return model
 
 
 def buildable(source: ModelSource | None, folder: Path, *, trust_code: bool) -> ModelSource:

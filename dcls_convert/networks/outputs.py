@@ -16,37 +16,16 @@ class ComparisonError(DclsConvertError):
     """Outputs that cannot be compared, or differ too much."""
 
 
-def parts(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """The value and all in its tuples, lists and dicts, each with its place, such as "['logits'][0]"."""
-    yield place, value
-    if isinstance(value, CONTAINERS):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from parts(inner, f"{place}[{key!r}]")
-
-
 def tensors_in(value: Any) -> list[Tensor]:
     """The value, or the tensors in its tuples, lists and dicts."""
-    return [part for _, part in parts(value) if isinstance(part, Tensor)]
+    if isinstance(value, CONTAINERS):
+        return [tensor for part in _entries(value).values() for tensor in tensors_in(part)]
+    return [value] if isinstance(value, Tensor) else []
 
 
 def relative_error(outputs: Any, others: Any) -> float:
-    """max |a - b| / max |a| of each tensor, and of these the largest; 0 where they are equal, inf where a is 0.
-
-    ComparisonError, with the place, for other structures, shapes and values than tensors, and for what is not finite.
-    """
-    ours, theirs = list(parts(outputs, "output")), list(parts(others, "output"))
-    structures = [
-        [(place, type(part) if isinstance(part, CONTAINERS) else None) for place, part in side]
-        for side in (ours, theirs)
-    ]
-    if structures[0] != structures[1]:
-        raise ComparisonError(f"outputs differ in structure: {_described(outputs)} and {_described(others)}")
-    errors: list[float] = []
-    for (place, part), (_, other) in zip(ours, theirs, strict=True):
-        if isinstance(part, Tensor) and isinstance(other, Tensor):
-            errors.append(_error_of(place, part, other))
-        elif not isinstance(part, CONTAINERS) and (type(part) is not type(other) or part != other):
-            raise ComparisonError(f"{place} is {_described(part)} and {_described(other)}")
+    """max |a - b| / max |a|, of the worst tensor; inf where a is 0. ComparisonError for what cannot be compared."""
+    errors = list(_errors("output", outputs, others))
     if not errors:
         raise ComparisonError(f"there is no tensor to compare in {_described(outputs)}")
     return max(errors)
@@ -64,10 +43,7 @@ def check_equal(outputs: Any, others: Any, *, bound: float, what: str) -> float:
 
 
 def relative_distance(outputs: Any, others: Any) -> float | None:
-    """|a - b| / |a| over all floating tensors of the outputs together, Euclidean norms.
-
-    None where there is no such number: other shapes, such as other detections; or a is 0 or not finite.
-    """
+    """|a - b| / |a| over all floating tensors together, Euclidean norms; None for other shapes, or where a is 0."""
     ours, theirs = ([t.double() for t in tensors_in(side) if t.is_floating_point()] for side in (outputs, others))
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         return None
@@ -83,6 +59,25 @@ def same_top1(outputs: Any, others: Any) -> float | None:
         return None
     same = torch.cat([one.argmax(1) == other.argmax(1) for one, other in pairs])
     return float(same.double().mean())
+
+
+def _errors(place: str, value: Any, other: Any) -> Iterator[float]:
+    """The error of each tensor, at its place, such as "output['logits'][0]"."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        yield _error_of(place, value, other)
+    elif (
+        isinstance(value, CONTAINERS)
+        and type(value) is type(other)
+        and _entries(value).keys() == _entries(other).keys()
+    ):
+        for key, part in _entries(value).items():
+            yield from _errors(f"{place}[{key!r}]", part, _entries(other)[key])
+    elif isinstance(value, CONTAINERS) or type(value) is not type(other) or value != other:
+        raise ComparisonError(f"{place} is {_described(value)} and {_described(other)}")
+
+
+def _entries(container: Any) -> dict[Any, Any]:
+    return dict(container if isinstance(container, dict) else enumerate(container))
 
 
 def _error_of(place: str, tensor: Tensor, other: Tensor) -> float:

@@ -1,7 +1,4 @@
-"""The positions and sigmas of a model, found through the layers that use them.
-
-Names alone do not tell: a tied tensor stands on its owner, and a module of the user's may have "positions" of its own.
-"""
+"""The positions and sigmas of a model, found through the layers that use them: names alone do not tell."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -80,11 +77,9 @@ def clamp_positions_(model: nn.Module) -> None:
     to follow the paper to the letter, so that positions are inside at any time; and under FSDP2, where the layers clamp
     the gathered copies of their parameters only.
     """
-    # Once for each tensor and window: layers tied by hand may have different windows.
-    layers = [layer for parameter in position_parameters(model) for layer in parameter.layers]
-    once = {(id(layer.positions), layer.dilated_kernel_size, layer.interpolation): layer for layer in layers}
-    for layer in once.values():
-        layer.clamp_positions_()
+    for layer in model.modules():
+        if isinstance(layer, DclsConvNd):
+            layer.clamp_positions_()
 
 
 def no_weight_decay(model: nn.Module) -> set[str]:

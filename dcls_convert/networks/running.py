@@ -67,10 +67,7 @@ def full_precision() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reproducible() -> Iterator[None]:
-    """Inside, float32 is computed in full precision, and no sum on the CPU depends on the number of threads.
-
-    Each call of torch computes in one thread; `in_parallel` has as many threads as the process has outside.
-    """
+    """Inside, float32 has full precision and torch one thread: sums do not depend on the number of threads."""
     threads, pool = torch.get_num_threads(), _POOL.get()
     with contextlib.ExitStack() as back:
         back.enter_context(full_precision())
@@ -104,10 +101,7 @@ def run(model: nn.Module, batch: Tensor) -> Any:
 
 @contextlib.contextmanager
 def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> Iterator[None]:
-    """If the block fails, whatever the reason, every module has its parameters, children and attributes of before.
-
-    The block may write into `values` too; copies of them are kept meanwhile.
-    """
+    """If the block fails, every module has its parameters, children, attributes and the `values` of before."""
     # The registries (parameters, children, hooks) are refilled: they stay the same objects.
     before = [
         (vars(module), dict(vars(module)), [(own, dict(own)) for own in vars(module).values() if isinstance(own, dict)])
@@ -137,13 +131,11 @@ def quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """The generators of the CPU and of CUDA devices in use start at `seed`, and get their old states back after it.
-
-    None leaves them alone. `torch.manual_seed` also reseeds devices whose state nobody keeps.
-    """
+    """Inside, torch's generators start at `seed`; they get their old states back. None leaves them alone."""
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = list(range(torch.cuda.device_count())) if in_use else []
     with torch.random.fork_rng(devices=devices, enabled=seed is not None):
+        # torch.manual_seed would also reseed devices whose state nobody keeps.
         for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)):
             if seed is not None:
                 generator.manual_seed(seed)

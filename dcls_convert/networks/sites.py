@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -11,32 +12,25 @@ from ..depthwise.geometry import Padding, conv_macs, size_text
 from ..errors import PlanError, one_line
 from ..layers.conv_classes import AnyConv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
-from .stages import OutputStride, find_stages, output_stride
-from .tracing import Sizes, trace
+from .stages import OutputStride, Stages, find_stages, output_stride
+from .tracing import Trace, trace
 
 IMAGE_CHANNELS = 3  # where no input size is known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConvSite:
-    """One convolution object of the model, as found before conversion. Axes in the order of tensor.shape."""
+class OldConv:
+    """A convolution of the model, as its site and the plan of its layer state it. Axes in the order of tensor.shape."""
 
     names: tuple[str, ...]  # every qualified name of the object, the first is canonical
-    type: str  # class name
-    kind: str  # "depthwise", "grouped" or "dense"
     stage: str | None  # "stages.2"; None where the model has no stages, or outside them
-    stem: bool  # in the stem as timm names it, or takes the image itself
+    kind: str  # "depthwise", "grouped" or "dense"
     in_channels: int
     out_channels: int
     groups: int
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: Padding
-    dilation: tuple[int, ...]
-    padding_mode: str
     bias: bool
-    output_size: tuple[int, ...] | None  # of the first call, at the stated input size; None where not known
-    input_extent: tuple[int, ...] | None  # smallest spatial input of any call; None where not known
+    kernel_size: tuple[int, ...]
+    dilation: tuple[int, ...]
     output_positions: int | None  # spatial positions of all calls for one image; None where not known
 
     @property
@@ -48,16 +42,26 @@ class ConvSite:
         return len(self.kernel_size)
 
     @property
-    def weights(self) -> int:
-        """Weights of the dense kernel."""
-        return self.out_channels * self.in_channels // self.groups * math.prod(self.kernel_size)
+    def dense_weights(self) -> int:
+        return math.prod([self.out_channels, self.in_channels // self.groups, *self.kernel_size])
 
-    @property
-    def macs(self) -> int | None:
-        """Multiply-accumulates for one image."""
-        if self.output_positions is None:
-            return None
-        return conv_macs(self.output_positions, self.out_channels, self.in_channels // self.groups, self.kernel_size)
+    def macs(self, size: Sequence[int]) -> int | None:
+        """For one image, with a kernel of that size."""
+        positions, inputs = self.output_positions, self.in_channels // self.groups
+        return None if positions is None else conv_macs(positions, self.out_channels, inputs, size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvSite(OldConv):
+    """One convolution object of the model, as found before conversion."""
+
+    type: str  # class name
+    stem: bool  # in the stem as timm names it, or takes the image itself
+    stride: tuple[int, ...]
+    padding: Padding
+    padding_mode: str
+    output_size: tuple[int, ...] | None  # of the first call, at the stated input size; None where not known
+    input_extent: tuple[int, ...] | None  # smallest spatial input of any call; None where not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +84,7 @@ class ModelConvs:
     input_size: tuple[int, ...] | None
     macs_note: str | None  # why macs is None
     stages_from: str  # how the stages were found
-    output_sizes: Sizes = field(default_factory=dict, repr=False)  # empty without a trace
-    meta: nn.Module | None = field(default=None, repr=False, compare=False)  # the meta copy that gave these sizes
+    trace: Trace | None = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[tuple[ConvSite, ...] | tuple[Skipped, ...]]:
         """`sites, skipped = find_convs(...)`."""
@@ -106,60 +109,32 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     if converted:
         raise PlanError(f"the model is converted already: it has {converted} DCLS layers")
     names_of: dict[AnyConv, list[str]] = {}
-    holders: dict[int, list[str]] = {}  # id of a parameter -> the modules that hold it
-    for name, module in model.named_modules():
-        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            holders.setdefault(id(parameter), []).append(name)
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, AnyConv):
             names_of.setdefault(module, []).append(name)
     size = _input_size(model, input_size, max((len(conv.kernel_size) for conv in names_of), default=2))
     traced, note = None, "no input size is known; state one" if size is None else None
-    strides: dict[str, OutputStride] = {}
     if size is not None:
         try:
             traced = trace(model, size)
         except Exception as error:  # any model code may run here; without a trace, the model can still be converted
             note = f"the model does not run on the meta device at {size}: {one_line(error)[:200]}"
-        else:
-            sizes = {name: call.sizes[0] for name, call in traced.calls.items()}
-            sizes = {name: left for name, left in sizes.items() if len(left) == len(size) - 1 and min(left) > 0}
-            strides = {name: output_stride(size[1:], left) for name, left in sizes.items()}
-    stages = find_stages(model, strides, {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1})
+    spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
+    stages = find_stages(model, _output_strides(traced) if traced else {}, spatial)
+    holders: dict[int, list[str]] = {}  # id of a parameter -> the modules that hold it
+    for name, module in model.named_modules():
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append(name)
     sites: list[ConvSite] = []
     skipped: list[Skipped] = []
     for conv, names in names_of.items():
         reason = why_not_replaceable(conv)
         if reason is None and len(sharing := holders[id(conv.weight)]) > 1:
             reason = f"its weight is shared with {' and '.join(sharing)}"
-        if reason is not None:
+        if reason is None:
+            sites.append(_site(conv, names, stages, traced, size[0] if size else IMAGE_CHANNELS, first=not sites))
+        else:
             skipped.append(Skipped(name=names[0], type=type(conv).__name__, reason=reason))
-            continue
-        calls = traced.calls.get(names[0]) if traced else None
-        takes_image = calls.takes_image if calls else traced is None and not sites
-        depthwise = conv.groups == conv.in_channels and conv.groups > 1
-        sites.append(
-            ConvSite(
-                names=tuple(names),
-                type=type(conv).__name__,
-                kind="depthwise" if depthwise else "grouped" if conv.groups > 1 else "dense",
-                stage=stages.stage_of(names[0]),
-                stem=stages.in_stem(names[0])
-                or (takes_image and conv.in_channels == (size[0] if size else IMAGE_CHANNELS)),
-                in_channels=conv.in_channels,
-                out_channels=conv.out_channels,
-                groups=conv.groups,
-                kernel_size=tuple(conv.kernel_size),
-                stride=tuple(conv.stride),
-                padding=padding_of(conv),
-                dilation=tuple(conv.dilation),
-                padding_mode=conv.padding_mode,
-                bias=conv.bias is not None,
-                output_size=calls.sizes[0] if calls else None,
-                input_extent=calls.input_extent if calls else None,
-                output_positions=calls.output_positions if calls else 0 if traced else None,  # 0: never called
-            )
-        )
     return ModelConvs(
         sites=tuple(sites),
         skipped=tuple(skipped),
@@ -168,8 +143,37 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         input_size=size,
         macs_note=note,
         stages_from=stages.source,
-        output_sizes=traced.sizes if traced else {},
-        meta=traced.meta if traced else None,
+        trace=traced,
+    )
+
+
+def _output_strides(traced: Trace) -> dict[str, OutputStride]:
+    """Of the first call of each convolution whose output has all of the image's axes."""
+    image = traced.input_size[1:]
+    sizes = {name: calls.sizes[0] for name, calls in traced.calls.items()}
+    return {name: output_stride(image, s) for name, s in sizes.items() if len(s) == len(image) and min(s) > 0}
+
+
+def _site(
+    conv: AnyConv, names: Sequence[str], stages: Stages, traced: Trace | None, image_channels: int, *, first: bool
+) -> ConvSite:
+    calls = traced.calls.get(names[0]) if traced else None
+    takes_image = calls.takes_image if calls else traced is None and first
+    depthwise = conv.groups == conv.in_channels and conv.groups > 1
+    own: dict[str, Any] = {name: tuple(getattr(conv, name)) for name in ("kernel_size", "stride", "dilation")}
+    own |= {name: getattr(conv, name) for name in ("in_channels", "out_channels", "groups", "padding_mode")}
+    return ConvSite(
+        **own,
+        names=tuple(names),
+        type=type(conv).__name__,
+        kind="depthwise" if depthwise else "grouped" if conv.groups > 1 else "dense",
+        stage=stages.stage_of(names[0]),
+        stem=stages.in_stem(names[0]) or (takes_image and conv.in_channels == image_channels),
+        padding=padding_of(conv),
+        bias=conv.bias is not None,
+        output_size=calls.sizes[0] if calls else None,
+        input_extent=calls.input_extent if calls else None,
+        output_positions=calls.output_positions if calls else 0 if traced else None,  # 0: never called
     )
 
 

@@ -1,7 +1,4 @@
-"""Build a model from a name such as "timm:convnext_tiny", and say which names are safe to build.
-
-Safe is what runs no code but timm's and torchvision's, opens no file and uses no network.
-"""
+"""Build a model from a name such as "timm:convnext_tiny", and say which run no code, open no file, use no network."""
 
 import contextlib
 import importlib
@@ -10,14 +7,13 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
@@ -67,10 +63,7 @@ class ModelSource:
 
 
 def check_source(source: ModelSource) -> None:
-    """Refuse (ModelError) a source that could run code, reach the network or open a file when it is built.
-
-    Allowed are timm's and torchvision's models by their exact names, with plain arguments of harmless names.
-    """
+    """Refuse (ModelError) all but models of timm and torchvision by exact names, with arguments that are harmless."""
     kind, _, name = source.name.partition(":")
     if kind not in REGISTRIES or not _is_registered(kind, name):
         raise ModelError(
@@ -158,8 +151,7 @@ def build_model(
     """Build the model, in the mode (training or eval) that its factory leaves it in; DclsConvertError where it cannot.
 
     Args:
-        device: "meta" gives a meta model, which has no weights: for plans, and for `assign_weights_`. Where its factory
-            calculates with tensors, only the weights are on meta; where that fails too, it is built on the CPU.
+        device: "meta" gives a meta model, or one of which only the weights are on meta; the CPU's where both fail.
         seed: Leaves the global generators alone; None draws from them.
         trust_code: The source may be a factory of any module, the hub or a folder. Without it, `check_source` decides.
     """
@@ -282,10 +274,9 @@ class _EmptyWeights(TorchFunctionMode):
 
 
 def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
-    """The input (channels, *spatial) that a model is made for; None for timm's models, which state it themselves.
+    """The input (channels, *spatial) that a model is made for; clips are (channels, frames, rows, columns).
 
-    For the user's own 2-D models it is the usual one, with the channels that the first convolution takes where none
-    takes 3; None in 1-D and 3-D. Clips are (channels, frames, rows, columns).
+    None for timm's models, which state it themselves, and for the user's own in 1-D and 3-D.
     """
     if source.kind == "timm" or source.kind in FOREIGN_SOURCES or getattr(model, "pretrained_cfg", None):
         return None
@@ -324,21 +315,6 @@ def known_source(model: nn.Module) -> ModelSource | None:
     except ModelError:
         return None
     return source
-
-
-def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict under the model's names, where timm's own function for downloaded weights translates them better."""
-    own, module = model.state_dict().keys(), type(model).__module__
-    translate = getattr(sys.modules.get(module), "checkpoint_filter_fn", None) if module.startswith("timm.") else None
-    if translate is None or own == state.keys():
-        return dict(state)
-    try:
-        translated = translate(dict(state), model)
-        fits_better = len(own ^ translated.keys()) < len(own ^ state.keys())
-        has_data = all(isinstance(tensor, Tensor) and not tensor.is_meta for tensor in translated.values())
-    except Exception:  # it does not know these names; loading then says what does not fit
-        return dict(state)
-    return dict(translated) if fits_better and has_data else dict(state)
 
 
 def _import(name: str) -> ModuleType:

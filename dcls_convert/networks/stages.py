@@ -1,7 +1,4 @@
-"""The stage of each convolution: as timm names it, else as the model's structure shows it, or by a rule's pattern.
-
-Layers of one stage and one shape share their positions, so all convolutions of a stage work at one resolution.
-"""
+"""The stage of each convolution, as timm names it or the model's structure shows it; each works at one resolution."""
 
 import math
 import re
@@ -31,13 +28,11 @@ class Stages:
 
 
 def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: Set[str]) -> Stages:
-    """The stages of a model, by timm's word, else by its structure.
+    """The stages of a model, as `group_matcher(coarse=True)` says; where that names single blocks, by its structure.
 
-    Many of timm's models say what their stages are: `group_matcher(coarse=True)`. Where a model does not, or names
-    single blocks there (its coarse groups are its fine ones), the structure decides: the convolutions of one container
-    with one output stride are a stage. Without output strides, a stage is the module path up to its first number.
-    Convolutions with a side above 1 are `spatial`, and only these name stages: a 1x1 convolution before a strided one
-    still works at the resolution of the previous stage.
+    Then the convolutions of one container with one output stride are a stage. Without output strides, a stage is the
+    module path up to its first number. Only `spatial` convolutions, with a side above 1, name stages: a 1x1 convolution
+    before a strided one still works at the resolution of the previous stage.
     """
     blocks, stems = _timm_patterns(model)
     if sum(any(stem.match(name + ".") for stem in stems) for name in spatial) > MOST_STEM_CONVS:
@@ -72,14 +67,9 @@ def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: 
 
 
 def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> OutputStride:
-    """Input cells for one output cell on each axis, rounded to a power of two: borders turn 8 into 8.5.
-
-    >>> output_stride((299, 224), (35, 7))
-    (8, 32)
-    """
-    return tuple(
-        2 ** max(0, round(math.log2(entered / left))) for entered, left in zip(input_size, output_size, strict=True)
-    )
+    """Input cells for one output cell on each axis, rounded to a power of two: borders turn 8 into 8.5."""
+    ratios = (entered / left for entered, left in zip(input_size, output_size, strict=True))
+    return tuple(2 ** max(0, round(math.log2(ratio))) for ratio in ratios)
 
 
 def common_parent(names: Iterable[str]) -> str:
@@ -105,10 +95,8 @@ def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pat
 
 
 def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str]) -> dict[str, str]:
-    """Name of each convolution -> its stage.
-
-    A container with a number in its name ("layer1") is a stage that the author made. Where a container only counts its
-    children ("features.0", "features.1", ...), those with the same output stride are a stage.
+    """A container with a number in its name ("layer1") is a stage that the author made. Where a container only counts
+    its children ("features.0", "features.1", ...), those with the same output stride are a stage.
     """
     stages: dict[str, str] = {}
     counted: dict[tuple[str, OutputStride], list[str]] = {}

@@ -1,14 +1,11 @@
-"""Run a meta copy of a model, on the meta device: what its convolutions see, what it costs, and its sizes.
-
-The model itself is never run, so neither its tensors nor anything that it caches or counts can change.
-"""
+"""What a model's convolutions see, and what it costs: a meta copy of it is run, never the model itself."""
 
 import contextlib
 import copy
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +19,6 @@ from ..options import INTERPOLATIONS
 from .outputs import tensors_in
 
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")  # of torchvision: all their convolutions are in backbone and head
-
-
-# Spatial output sizes of each convolution's calls, by name, in the order of the first calls; "" has the shapes of the
-# tensors that the model returns.
-Sizes = dict[str, list[tuple[int, ...]]]
 Windows = Mapping[str, tuple[Sequence[int], Sequence[int]]]  # name of a convolution -> (dilated size, dense axes)
 
 
@@ -44,64 +36,52 @@ class Calls:
 class Trace:
     """One image's way through a model."""
 
+    input_size: tuple[int, ...]  # of the image: channels, *spatial
     calls: dict[str, Calls]  # by the first qualified name of the convolution
     shapes: list[tuple[int, ...]]  # of the tensors that the model returned
     flops: dict[str, dict[str, int]]  # module name ("" is the model) -> operator -> floating-point operations
-    meta: nn.Module = field(repr=False, compare=False)  # the meta copy that ran, for `check_same_shapes`
+    meta: nn.Module  # the meta copy that ran
 
     @property
     def macs(self) -> int:
         """Multiply-accumulates; torch's counter takes each for two operations."""
         return sum(self.flops[""].values()) // 2
 
-    @property
-    def sizes(self) -> Sizes:
-        return {name: call.sizes for name, call in self.calls.items()} | {"": self.shapes}
-
 
 def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
-    """Send one image (channels, *spatial) through a meta copy of `model` in eval mode, counted by torch's flop counter.
+    """Send an image (channels, *spatial) through a meta copy in eval mode. Raises what the model's own code does."""
+    try:
+        return _trace(meta_copy(model), input_size)
+    except Exception:
+        with contextlib.suppress(Exception):
+            return _trace(meta_copy(model, real_attributes=True), input_size)
+        raise
 
-    Raises whatever the model's own code does; there are models that do not run on the meta device.
-    """
+
+def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
-    failure: Exception | None = None
-    for real_attributes in (False, True):
-        calls: dict[str, Calls] = {}
-        try:
-            meta = meta_copy(model, real_attributes=real_attributes)
-            with FlopCounterMode(display=False) as counter:
-                shapes = _run(meta, input_size, calls)
-        except Exception as error:
-            failure = failure or error
-            continue
-        prefix = type(meta).__name__ + "."
-        counts = counter.get_flop_counts()
-        counts[prefix] = counts.pop("Global", {})
-        flops = {
-            path.removeprefix(prefix): {str(operator).rpartition(".")[2]: int(count) for operator, count in own.items()}
-            for path, own in counts.items()
-        }
-        return Trace(calls=calls, shapes=shapes, flops=flops, meta=meta)
-    assert failure is not None
-    raise failure
+    calls: dict[str, Calls] = {}
+    with FlopCounterMode(display=False) as counter:
+        shapes = _run(meta, input_size, calls)
+    prefix = type(meta).__name__ + "."
+    counts = counter.get_flop_counts()
+    counts[prefix] = counts.pop("Global", {})
+    flops = {
+        path.removeprefix(prefix): {str(operator).rpartition(".")[2]: int(count) for operator, count in own.items()}
+        for path, own in counts.items()
+    }
+    return Trace(input_size=tuple(input_size), calls=calls, shapes=shapes, flops=flops, meta=meta)
 
 
-def check_same_shapes(
-    meta: nn.Module | None, windows: Windows, input_size: Sequence[int] | None, before: Sizes
-) -> None:
-    """Refuse (PlanError) a conversion that would change the output size of any convolution, or of the model.
+def check_same_shapes(before: Trace | None, windows: Windows) -> None:
+    """Refuse (PlanError) a conversion that would change an output size of a convolution, or of the model.
 
-    Each layer by itself keeps its output size: its padding grows with its window. The sizes change all the same where
-    the model pads outside its convolutions by an amount that it takes from their `kernel_size`.
-
-    Args:
-        meta: The copy that gave the sizes `before`; it is as it was afterwards. Without it, nothing is compared.
-        windows: Of the new layers, under every name of the convolution.
+    A layer's padding grows with its window; but a model may pad outside, by its convolutions' `kernel_size`.
     """
-    if input_size is None or meta is None:
+    if before is None:
         return
+    meta = before.meta
     calls: dict[str, Calls] = {}
     shapes: list[tuple[int, ...]] = []
     failure = None
@@ -114,14 +94,14 @@ def check_same_shapes(
                 kernel_size = (*conv.weight.shape[:2], *window)
                 layers[conv].kernel = functools.partial(Tensor.new_empty, conv.weight, kernel_size)
         _put(meta, {name: layers[conv] for name, conv in convs.items()})
-        shapes = _run(meta, input_size, calls)
+        shapes = _run(meta, before.input_size, calls)
     except Exception as error:  # any model code may run here
         failure = error
     finally:
         _put(meta, convs)
-    for name, sizes in before.items():
-        after = calls[name].sizes if name in calls else [] if name else shapes
-        for old, new in zip(sizes, after, strict=False):
+    sizes = [(name, old.sizes, calls[name].sizes) for name, old in before.calls.items() if name in calls]
+    for name, olds, news in [*sizes, ("", before.shapes, shapes)]:
+        for old, new in zip(olds, news, strict=False):
             if old != new:
                 what = f"{shown(name)}: its output" if name else "the model's output"
                 raise PlanError(
@@ -190,8 +170,8 @@ def _stop(*_: object) -> None:
 def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
     """A meta model: a copy in eval mode whose tensors are on the meta device, without the user's forward hooks.
 
-    `real_attributes` keeps tensors that are plain attributes: a model may read their values, such as the strides of
-    YOLO's maps. But copy.deepcopy refuses those that are computed from parameters (weight_norm, pruning).
+    `real_attributes` keeps tensors that are plain attributes, whose values a model may read (YOLO's strides). But
+    copy.deepcopy refuses those that are computed from parameters (weight_norm, pruning).
     """
     memo: dict[int, Any] = {}
     for module in model.modules():

@@ -5,6 +5,7 @@ import contextlib
 import math
 import pickle
 import re
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -34,9 +35,11 @@ INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch
 NUMBERS = {*FRACTIONS, *INTEGERS, torch.complex64, torch.complex128}
 
 
-def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The state dict in a safetensors or torch file, without wrappers and prefixes; CheckpointError for any other."""
-    path = Path(path)
+def read_weights(weights: Mapping[str, Tensor] | str | Path) -> dict[str, Tensor]:
+    """A state dict, or that in a safetensors or torch file, without wrappers and prefixes; else CheckpointError."""
+    if isinstance(weights, Mapping):
+        return checked_entries(weights, "the state dict")
+    path = Path(weights)
     where = f"checkpoint {path}"
     content = load_file(path, "checkpoint") if path.suffix == ".safetensors" else _read_torch(path, where)
     if (unwrapped := _unwrapped(content)) is None:
@@ -83,11 +86,7 @@ def load_weights_(
 
 
 def assign_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False) -> bool:
-    """As `load_weights_`, for a meta model: the tensors of the state dict become its own, and are not copied.
-
-    A tensor is copied only if its dtype differs or if it is a part of some other memory. Tells whether the whole model
-    has values now. If not, build it on the CPU, and take `load_weights_`.
-    """
+    """As `load_weights_`, for a meta model, which takes the tensors without a copy; False where it lacks values."""
     if check_weights(model, state, where, new_classifier=new_classifier) or alias_names(model):
         return False
     own = model.state_dict()
@@ -116,30 +115,35 @@ def _load(model: nn.Module, state: Mapping[str, Tensor], *, assign: bool = False
 
 
 def build_with_state(
-    source: ModelSource, state: Mapping[str, Tensor], where: str, *, prepare_: Callable[[nn.Module], None]
-) -> nn.Module:
-    """The network of a trusted source with the weights of a state dict, in memory once, changed by `prepare_` first.
+    source: ModelSource,
+    state: Mapping[str, Tensor],
+    where: str,
+    *,
+    prepare_: Callable[[nn.Module], None] = lambda _: None,
+    meta: nn.Module | None = None,
+    seed: int = 0,
+    new_classifier: bool = False,
+) -> tuple[nn.Module, list[str]]:
+    """The network of a trusted source, changed by `prepare_`, with a state dict's weights; names as of `load_weights_`.
 
-    Weights are drawn only where the state dict does not give all values: then the network is built again, on the CPU.
+    Weights are drawn only where the state dict does not give all values. `meta` is the network on meta, if it is there.
     """
     if source.kind in LIBRARIES:  # the user's own code is run once
-        model = build_model(source, device="meta", trust_code=True)
+        model = build_model(source, device="meta", trust_code=True) if meta is None else meta
         prepare_(model)
-        if assign_weights_(model, state, where):
-            return model
-    model = build_model(source, trust_code=True)
+        if assign_weights_(model, state, where, new_classifier=new_classifier):
+            return model, []
+    model = build_model(source, seed=seed, trust_code=True)
     prepare_(model)
-    load_weights_(model, state, where)
-    return model
+    return model, load_weights_(model, state, where, new_classifier=new_classifier)
 
 
 def check_weights(
     model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
 ) -> list[str]:
-    """Refuse (CheckpointError) a state dict that differs from the model in its `misfits`, or is not finite.
+    """Refuse (CheckpointError) a state dict that differs from the model, which may be on meta, or is not finite.
 
-    The model may be on meta. With `new_classifier`, it was built for another number of classes: where the classifier's
-    shape differs, it may keep its initial values, and its names are returned.
+    With `new_classifier`, a classifier of another shape may keep its initial values; its names are returned.
     """
     kept: list[str] = []
     if new_classifier:
@@ -192,12 +196,24 @@ def alias_names(model: nn.Module) -> dict[str, str]:
     return {name: first[id(tensor)] for name, tensor in own.items() if first.setdefault(id(tensor), name) != name}
 
 
+def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict under the model's names, where timm's own function for downloaded weights translates them better."""
+    own, module = model.state_dict().keys(), type(model).__module__
+    translate = getattr(sys.modules.get(module), "checkpoint_filter_fn", None) if module.startswith("timm.") else None
+    if translate is None or own == state.keys():
+        return dict(state)
+    try:
+        translated = translate(dict(state), model)
+        fits_better = len(own ^ translated.keys()) < len(own ^ state.keys())
+        has_data = all(isinstance(tensor, Tensor) and not tensor.is_meta for tensor in translated.values())
+    except Exception:  # it does not know these names; loading then says what does not fit
+        return dict(state)
+    return dict(translated) if fits_better and has_data else dict(state)
+
+
 @contextlib.contextmanager
 def opened(path: Path, what: str = "") -> Iterator[Any]:
-    """A safetensors file, of which each tensor is read when it is asked for.
-
-    CheckpointError, with `what` and the path, where it is not readable, here or inside the block.
-    """
+    """A safetensors file, whose tensors are read when asked for; CheckpointError, here or inside the block."""
     check_weights_file(path, what)
     try:
         with path.open("rb") as file:

@@ -1,4 +1,1 @@
-"""Decisions in plain values: the rules, the budget, the plan as data, and the planner that makes it.
-
-No tensor and no module enters. Sizes, counts and budgets that do not fit are refused here, before a model is touched.
-"""
+"""Decisions in plain values, before a model is touched: rules, budget, the plan as data, and its planner."""

@@ -1,8 +1,7 @@
-"""How many elements a parameter budget admits, and what convolutions cost. Integers and fractions only.
+"""How many elements a parameter budget admits: the largest count within the parameters replaced (paper, section 3).
 
 A kernel line is one (output channel, input channel per group, cell of a dense axis). One more element in every kernel
-costs one weight for each line of each layer, and the element's coordinates for each line of each tie group. The paper's
-rule (section 3 "Kernel count tuning") is the largest count that stays within the parameters replaced.
+costs one weight for each line of each layer, and the element's coordinates for each line of each tie group.
 """
 
 import math
@@ -49,10 +48,7 @@ def parse_percent(text: str | float | int) -> Fraction:
 def solve_counts(
     drafts: Sequence["LayerPlan"], scope: Scope, share: Fraction
 ) -> tuple[tuple["LayerPlan", ...], tuple[BudgetUnit, ...]]:
-    """The drafts, UNSOLVED ones with the largest count that keeps their unit within `share` of the weights it replaces.
-
-    And the books of the units. PlanError where a unit's budget admits no element: names the smallest one that would.
-    """
+    """The drafts, UNSOLVED ones with the largest count within `share` of what their unit replaces; and the books."""
     units: dict[str, list[LayerPlan]] = {}
     for draft in drafts:
         if draft.kernel_count > draft.cells:

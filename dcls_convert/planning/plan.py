@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
@@ -10,10 +11,11 @@ from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field
 
-from ..depthwise.geometry import check_cells, check_window, conv_macs
+from ..depthwise.geometry import check_cells, check_window
 from ..errors import CheckpointError, PlanError, listed, one_line, shown
 from ..layers.interpolation import find_interpolation
-from ..networks.sites import Skipped
+from ..networks.sites import OldConv, Skipped
+from ..networks.stages import common_parent
 from ..options import Scope, Tie
 from ..records import Record
 from ..tables import as_html
@@ -30,31 +32,17 @@ def taken_from(record: object, kind: type) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerPlan:
+class LayerPlan(OldConv):
     """One convolution, and the DCLS layer that takes its place."""
 
     __pydantic_config__ = _STRICT
 
-    names: tuple[str, ...]  # every qualified name of the object, the first is canonical
-    stage: str | None
-    kind: str
-    in_channels: int
-    out_channels: int
-    groups: int
-    bias: bool
-    kernel_size: tuple[int, ...]
-    dilation: tuple[int, ...]
-    output_positions: int | None  # spatial positions of all calls for one image
     dilated_size: tuple[int, ...]
     dense_axes: tuple[int, ...]
     interpolation: str
     kernel_count: int
     tie_group: str | None  # None: positions of its own
     rule: str  # what the rule that claimed it is called
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
 
     @property
     def shared_parameters(self) -> tuple[str, ...]:  # by the layers of a tie group
@@ -80,10 +68,6 @@ class LayerPlan:
         return self.position_shape[0] * len(self.shared_parameters)
 
     @property
-    def dense_weights(self) -> int:
-        return math.prod([self.out_channels, self.in_channels // self.groups, *self.kernel_size])
-
-    @property
     def element_weights(self) -> int:
         return self.lines * self.kernel_count
 
@@ -94,11 +78,6 @@ class LayerPlan:
     @property
     def position_params(self) -> int:  # positions and sigma, shared by the tie group
         return self.element_weights * self.coordinates
-
-    def macs(self, size: Sequence[int]) -> int | None:
-        """For one image, with a kernel of that size."""
-        positions, inputs = self.output_positions, self.in_channels // self.groups
-        return None if positions is None else conv_macs(positions, self.out_channels, inputs, size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,23 +195,33 @@ class ConversionPlan(Record):
         return next(group for group in self.tie_groups if group.name == name)
 
 
-def _check_tie_groups(plan: ConversionPlan) -> None:
-    members: dict[str, list[LayerPlan]] = {}
-    for layer in plan.layers:
+def named_owners(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
+    """The tie groups, each on the lowest module that holds its layers, under names that no other group has there."""
+    groups: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
         if layer.tie_group is not None:
-            members.setdefault(layer.tie_group, []).append(layer)
-    names = sorted(group.name for group in plan.tie_groups)
-    if names != sorted(members):
-        raise PlanError(f"the plan's tie groups are {listed(names)}, its layers are in {listed(sorted(members))}")
+            groups.setdefault(layer.tie_group, []).append(layer)
+    taken: Counter[str] = Counter()
+    ties = []
+    for name, members in groups.items():
+        names = tuple(layer.name for layer in members)
+        owner = common_parent(names)
+        taken[owner] += 1
+        suffix = f"_{taken[owner]}" if taken[owner] > 1 else ""
+        parameters = {parameter: f"dcls_{parameter}{suffix}" for parameter in members[0].shared_parameters}
+        ties.append(TieGroup(name=name, owner=owner, parameters=parameters, layers=names))
+    return tuple(ties)
+
+
+def _check_tie_groups(plan: ConversionPlan) -> None:
     for group in plan.tie_groups:
-        where, layers = f"tie group {shown(group.name)}", members[group.name]
-        if group.layers != tuple(layer.name for layer in layers):
-            raise PlanError(f"{where}: lists {len(group.layers)} layers, other than those that name it")
+        layers = [layer for layer in plan.layers if layer.tie_group == group.name]
         shapes = {(layer.position_shape, layer.dilated_size, layer.interpolation) for layer in layers}
         if len(shapes) > 1:
-            raise PlanError(f"{where}: its layers have {len(shapes)} different shapes")
-        if group.parameters.keys() != set(layers[0].shared_parameters):
-            raise PlanError(f"{where}: must say where {' and '.join(layers[0].shared_parameters)} are")
+            raise PlanError(f"tie group {shown(group.name)}: its layers have {len(shapes)} different shapes")
+    if plan.tie_groups != named_owners(plan.layers):
+        names = listed(group.name for group in plan.tie_groups)
+        raise PlanError(f"the plan's tie groups are not those of its layers: {names}")
 
 
 def _check_layer(layer: LayerPlan) -> None:

@@ -2,20 +2,20 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..depthwise.geometry import check_cells, check_window, grown_padding, padded_cells, size_text
-from ..errors import NothingMatchesError, PlanError, RuleError, one_line, shown
+from ..errors import NothingMatchesError, PlanError, RuleError, listed, one_line, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
-from ..options import AUTO, ERROR, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, takes_plan_options
+from ..options import AUTO, ERROR, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, Tie, takes_plan_options
 from .budget import UNSOLVED, parse_percent, solve_counts
-from .plan import ConversionPlan, LayerCounts, LayerPlan, taken_from
+from .plan import ConversionPlan, LayerCounts, LayerPlan, named_owners, taken_from
 from .rules import AUTO_RULES, Rule, RuleSet, choose_rules, claim_sites, load_rules
-from .tie_groups import group_layers, named_owners, with_given_counts
 
 
 @takes_plan_options
@@ -86,8 +86,8 @@ def make_plan(
         raise PlanError(f"{refused[0].name}: {refused[0].reason}{more}")
     skipped += refused
     if counts is not None:
-        drafts = with_given_counts(drafts, counts, options.tie, skipped)
-    groups = group_layers(drafts) if options.tie == "stage" else {}
+        drafts = _with_counts(drafts, counts, options.tie, skipped)
+    groups = _group_layers(drafts) if options.tie == "stage" else {}
     group_of = {draft.name: name for name, members in groups.items() for draft in members}
     tied = [replace(draft, tie_group=group_of.get(draft.name)) for draft in drafts]
     layers, units = solve_counts(tied, options.scope, share)
@@ -109,6 +109,59 @@ def make_plan(
         budget=units,
         folded=False,
     )
+
+
+def _group_layers(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
+    """Drafts of one stage and shape, by the group's name; their old kernels are alike: one grid starts them all."""
+    by_key: dict[tuple[object, ...], list[LayerPlan]] = {}
+    for draft in drafts:
+        if draft.stage is not None:
+            old = (draft.kernel_size, draft.dilation)
+            key = (draft.stage, draft.position_shape, draft.dilated_size, draft.dense_axes, draft.interpolation, *old)
+            by_key.setdefault(key, []).append(draft)
+    groups = [members for members in by_key.values() if len(members) > 1]
+    in_stage = Counter(members[0].stage for members in groups)
+    named: dict[str, list[LayerPlan]] = {}
+    for members in groups:
+        first = members[0]
+        name = str(first.stage)
+        if in_stage[first.stage] > 1:
+            name += f"/{first.out_channels}x{first.in_channels // first.groups}"
+        if name in named:
+            name += f"/{size_text(first.kernel_size)}"
+        alike = sum(other == name or other.startswith(f"{name}/") for other in named)
+        named[f"{name}/{alike + 1}" if alike else name] = members
+    return named
+
+
+def _with_counts(
+    drafts: Sequence[LayerPlan], known: LayerCounts, tie: Tie, skipped: Sequence[Skipped]
+) -> list[LayerPlan]:
+    """The drafts with their counts; PlanError where drafts and counts are not of the same layers."""
+    names = {name for draft in drafts for name in draft.names}
+    for name in (name for name in known.counts if name not in names):
+        reason = next((skip.reason for skip in skipped if skip.name == name), "the model has no such convolution")
+        raise PlanError(f"{known.source}: has elements for {shown(name)}, which would not be converted: {reason}")
+    missing = [draft.name for draft in drafts if not known.counts.keys() & set(draft.names)]
+    if missing:
+        raise PlanError(f"{known.source}: has no elements for {listed(missing, 1)}, which would be converted")
+    count_of = {draft.name: next(known.counts[n] for n in draft.names if n in known.counts) for draft in drafts}
+    for draft in drafts:
+        if draft.kernel_count not in (UNSOLVED, count_of[draft.name]):
+            stated = f"rule {draft.rule!r} states {draft.kernel_count}"
+            raise PlanError(
+                f"{known.source}: {draft.name} has {count_of[draft.name]} elements in a kernel, but {stated}"
+            )
+    # Layers that would be a tie group if their counts were the same.
+    alike = _group_layers([replace(draft, kernel_count=UNSOLVED) for draft in drafts]) if tie == "stage" else {}
+    for group, (first, *others) in alike.items():
+        for other in others:
+            if count_of[other.name] != count_of[first.name]:
+                raise PlanError(
+                    f"{known.source}: layers of {group} cannot share positions, since their kernel counts differ: "
+                    f"{first.name} has {count_of[first.name]}, {other.name} has {count_of[other.name]}; use --tie none"
+                )
+    return [replace(draft, kernel_count=count_of[draft.name]) for draft in drafts]
 
 
 def _draft(site: ConvSite, rules: RuleSet, index: int, options: PlanOptions) -> LayerPlan:
@@ -158,10 +211,7 @@ def _check_options(options: PlanOptions) -> None:
 
 
 def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
-    """The rule of each site to convert, by name, and every convolution that stays, with the reason.
-
-    RuleError for a rule that claims no convolution; NothingMatchesError where none claims anything, or all skip.
-    """
+    """The rule of each site to convert, and what stays and why; an error for rules that claim or convert nothing."""
     index_of, reasons = claim_sites(rules, convs.sites)
     skipped = list(convs.skipped)
     rule_of: dict[str, int] = {}

@@ -13,8 +13,8 @@ from ..depthwise.geometry import size_text
 from ..errors import DclsConvertError, ModelError, one_line
 from ..fitting.images import read_images
 from ..networks.running import evaluating, quietly, reproducible
-from ..networks.source import ModelSource, build_model, with_names_of
-from ..networks.weights import load_weights_, read_weights
+from ..networks.source import ModelSource, build_model
+from ..networks.weights import load_weights_, read_weights, with_names_of
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
 

@@ -166,7 +166,7 @@ DAMAGES = {
     "another count": (layer(0, kernel_count=25), APART, "stages.0.blocks.0.conv_dw.positions has shape"),
     "another count of one tied layer": (layer(2, kernel_count=25), "tie group stages.1: its layers have 2 different"),
     "another tie group": (layer(1, tie_group="stages.9"), "the plan's tie groups are"),
-    "another owner": (planned(lambda p: p["tie_groups"][0].update(owner="stages")), APART),
+    "another owner": (planned(lambda p: p["tie_groups"][0].update(owner="stages")), "the plan's tie groups are"),
     "other rules": (planned(lambda p: p.update(rules_text="mine")), APART),
 }
 THROUGH_EVERYTHING = (

@@ -13,6 +13,8 @@ from dcls_convert.errors import PlanError
 from dcls_convert.networks.tracing import trace
 from dcls_convert.reports.report import predict_report
 
+from ..planning.nets import depthwise, state_of
+
 SPATIAL = {1: (14,), 2: (9, 14), 3: (5, 9, 7)}  # never square
 
 
@@ -36,10 +38,6 @@ class WithOrdinary(nn.Module):
 
     def forward(self, x):
         return self.odd(self.ordinary(x))
-
-
-def depthwise(**options):
-    return nn.Conv2d(4, 4, 3, **({"padding": 1, "groups": 4} | options))
 
 
 class OwnCall(nn.Conv2d):
@@ -69,9 +67,9 @@ def test_a_site_is_what_the_convolution_is(form):
     assert (site.names, site.type, site.kind, site.stage) == (("conv",), type(conv).__name__, kind, None)
     for name in "in_channels out_channels groups kernel_size stride padding dilation padding_mode".split():
         assert getattr(site, name) == getattr(conv, name), name
-    assert (site.bias, site.dims, site.weights) == (conv.bias is not None, dims, conv.weight.numel())
+    assert (site.bias, site.dims, site.dense_weights) == (conv.bias is not None, dims, conv.weight.numel())
     assert (site.output_size, site.input_extent) == (output.shape[2:], SPATIAL[dims])
-    assert site.macs == convs.macs == output.numel() * conv.weight[0].numel()
+    assert site.macs(site.kernel_size) == convs.macs == output.numel() * conv.weight[0].numel()
     assert convs.params == sum(parameter.numel() for parameter in conv.parameters())
 
 
@@ -108,7 +106,7 @@ def test_a_shared_object_is_one_site_under_all_its_names_and_counts_all_its_call
     assert site.names == ("first", "second.0")
     assert (site.output_size, site.input_extent) == ((6, 8), (6, 4))
     assert site.output_positions == 6 * (8 + 4 + 8)
-    assert convs.macs == site.macs == 6 * (8 + 4 + 8) * 4 * 9
+    assert convs.macs == site.macs((3, 3)) == 6 * (8 + 4 + 8) * 4 * 9
     assert convs.params == 4 * 9 + 4
 
 
@@ -124,7 +122,7 @@ def test_a_shared_object_is_one_site_under_all_its_names_and_counts_all_its_call
 def test_macs_do_not_depend_on_how_a_convolution_is_called(call, positions):
     convs = find_convs(Holder(depthwise(), call), (4, 9, 14))
     (site,) = convs.sites
-    assert (site.macs, site.output_size, site.input_extent) == (convs.macs, (9, 14), (9, 14))
+    assert (site.macs((3, 3)), site.output_size, site.input_extent) == (convs.macs, (9, 14), (9, 14))
     assert convs.macs == positions * 4 * 9
 
 
@@ -174,21 +172,6 @@ def test_a_convolution_that_shares_its_weight_is_skipped(build):
     assert convs.skipped[0].name == "odd"
     assert {skip.reason for skip in convs.skipped} == {"its weight is shared with odd and other"}
     assert convs.params == sum(parameter.numel() for parameter in model.parameters())  # a shared weight once
-
-
-def state_of(model):
-    """All that could change in a model: its objects, where they are, and what hangs on them."""
-    state = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        state[name] = (id(module), module.training, set(vars(module)))
-        for key, value in vars(module).items():
-            if "hooks" in key:
-                state[name, key] = list(value.items()) if hasattr(value, "items") else value
-        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                facts = (id(tensor), type(tensor), tensor.device, tensor.dtype, tensor.requires_grad, tensor._version)
-                state[name, key] = (*facts, id(tensor.grad), tensor.data_ptr() if tensor.device.type == "cpu" else 0)
-    return state
 
 
 class Mixed(nn.Module):
@@ -250,7 +233,7 @@ def test_the_stem_is_what_takes_the_image_itself_and_what_is_not_called_costs_no
     sites = find_convs(model, (4, 9, 14)).sites
     assert [site.name for site in sites if site.stem] == ["ordinary"]
     site = sites[-1]
-    assert (site.name, site.macs, site.output_size, site.output_positions) == ("unused", 0, None, 0)
+    assert (site.name, site.output_size, site.output_positions) == ("unused", None, 0)
 
 
 def test_a_converted_model_is_refused():
@@ -272,7 +255,7 @@ def test_a_model_that_cannot_be_traced_has_no_macs_but_can_be_planned(model, inp
     assert convs.macs is None
     assert note in convs.macs_note
     (site,) = convs.sites
-    assert [site.macs, site.output_size, site.input_extent, site.output_positions] == [None] * 4
+    assert [site.macs((3, 3)), site.output_size, site.input_extent, site.output_positions] == [None] * 4
     report = predict_report(plan_conversion(convs, dilated_size=7))
     assert (report.macs.before, report.macs.after, report.macs.note) == (None, None, convs.macs_note)
 

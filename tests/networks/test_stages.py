@@ -18,15 +18,19 @@ GET = torchvision.models.get_model
 MATCHER, STRUCTURE, PATH = "timm's group_matcher", "output stride and module path", "module path"
 
 
+def small_densenet(_):
+    return torchvision.models.DenseNet(growth_rate=4, block_config=(1, 1, 1, 1), num_init_features=8)
+
+
 @pytest.mark.parametrize(
     ("build", "name", "source", "stages"),
     [
-        (timm.create_model, "convnext_atto", MATCHER, ["stages.0", "stages.1", "stages.2", "stages.3"]),
+        (timm.create_model, "test_convnext", MATCHER, ["stages.0", "stages.1", "stages.2", "stages.3"]),
         # timm names single layers and blocks of these.
         (timm.create_model, "vgg11", STRUCTURE, [f"features/stride{2**index}" for index in range(1, 5)]),
-        (timm.create_model, "caformer_s18", STRUCTURE, ["stages.0", "stages.1"]),
+        pytest.param(timm.create_model, "caformer_s18", STRUCTURE, ["stages.0", "stages.1"], marks=pytest.mark.slow),
         # torchvision says nothing.
-        (GET, "densenet121", STRUCTURE, [f"features.denseblock{i}" for i in range(1, 5)]),
+        (small_densenet, "densenet", STRUCTURE, [f"features.denseblock{i}" for i in range(1, 5)]),
         (GET, "convnext_tiny", STRUCTURE, [f"features/stride{4 * 2**i}" for i in range(4)]),
         (GET, "mnasnet0_5", STRUCTURE, "layers.8 layers.9 layers/stride16 layers/stride2 layers/stride32".split()),
     ],

@@ -67,11 +67,11 @@ def check(model, window, input_size=IMAGE):
     said = set()
     for _ in range(2):
         try:
-            check_same_shapes(convs.meta, plan.windows, input_size, convs.output_sizes)
+            check_same_shapes(convs.trace, plan.windows)
             said.add(None)
         except PlanError as error:
             said.add(str(error))
-        assert not any(isinstance(module, DclsConvNd) for module in (convs.meta or model).modules())
+        assert convs.trace is None or not any(isinstance(one, DclsConvNd) for one in convs.trace.meta.modules())
     (line,) = said
     if line is not None:
         raise PlanError(line)
@@ -110,7 +110,7 @@ def test_a_model_that_reads_the_values_of_its_attributes_is_traced():
     model = ReadsAttribute()
     convs = find_convs(model, IMAGE)
     assert convs.macs == 9 * 14 * 4 * 9
-    assert convs.output_sizes == {"again": [(9, 14)], "": [(2,)]}
+    assert (convs.trace.calls["again"].sizes, convs.trace.shapes) == ([(9, 14)], [(2,)])
     check(model, 7)
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import shutil
-from pathlib import Path
 
 import pytest
 import timm
@@ -10,17 +9,21 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 
-import dcls_convert
-from dcls_convert import load_converted
-from dcls_convert.checkpoints.folder import read_plan
+from dcls_convert import load_converted, save_converted
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.dcls_conv import DclsConv2d
+from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.weights import load_weights_, read_weights
+from dcls_convert.options import PlanOptions
+from dcls_convert.pipeline import Job
 
-from ..command_line import run
 from ..conftest import TINY
 
-LARGEST = ("--init", "largest", "--output", "out")  # a fit takes seconds
+
+def job_of(name, **options):
+    """Without a fit, which takes seconds."""
+    source = ModelSource(name=name, args=options.pop("args", {}))
+    return Job(source=source, init="largest", input_size=(3, 32, 32), **options)
 
 
 @pytest.fixture
@@ -51,41 +54,33 @@ def test_wrappers_and_prefixes_are_understood(tmp_path, trained, wrap):
     assert all(torch.equal(state[name], tensor) for name, tensor in trained.state_dict().items())
 
 
-def test_everything_but_the_replaced_kernels_is_kept_exactly(tmp_path, monkeypatch, trained):
-    monkeypatch.chdir(tmp_path)
-    save_file(trained.state_dict(), "weights.safetensors")
-    run(TINY, "--checkpoint", "weights.safetensors", *LARGEST)
-    converted = load_converted("out")
-    replaced = {name + ".weight" for name, m in converted.named_modules() if isinstance(m, DclsConv2d)}
-    own, old = converted.state_dict(), trained.state_dict()
+def test_all_but_the_kernels_is_kept_and_these_keep_their_largest_cells_over_the_tie_group(tmp_path, trained):
+    save_file(trained.state_dict(), tmp_path / "w.safetensors")
+    job = job_of(f"timm:{TINY}", weights=tmp_path / "w.safetensors", options=PlanOptions(dilated_size=11))
+    done = job.convert()
+    replaced = {name + ".weight" for name, m in done.model.named_modules() if isinstance(m, DclsConv2d)}
+    own, old = done.model.state_dict(), trained.state_dict()
     assert len(replaced) == 9
     assert all(torch.equal(own[name], old[name]) for name in old.keys() - replaced)
+    for group in done.report.plan.tie_groups:
+        energy = sum(old[f"{name}.weight"].square() for name in group.layers).flatten(1)
+        kept = torch.zeros_like(energy, dtype=torch.bool)
+        kept.scatter_(1, energy.topk(done.report.layers[0].kernel_count).indices, True)
+        for name in group.layers:
+            expected = torch.where(kept, old[f"{name}.weight"].flatten(1), 0).unflatten(1, (1, 7, 7))
+            kernel = done.model.get_submodule(name).kernel()
+            assert torch.equal(kernel[:, :, 2:9, 2:9], expected)
+            assert kernel.count_nonzero() == expected.count_nonzero()  # nothing outside the old kernel
 
 
-def test_replaced_kernels_keep_their_largest_cells_over_the_tie_group(trained):
-    kernels = {name: m.weight.detach().clone() for name, m in trained.named_modules() if name.endswith("conv_dw")}
-    report = dcls_convert.convert_(trained, dilated_size=11, init="largest")
-    for group in {row.tie_group for row in report.layers if row.tie_group}:
-        names = [row.name for row in report.layers if row.tie_group == group]
-        energy = sum(kernels[name].square() for name in names).flatten(1)
-        count = report.layers[0].kernel_count
-        kept = torch.zeros_like(energy, dtype=torch.bool).scatter(1, energy.topk(count).indices, True)
-        for name in names:
-            expected = torch.where(kept, kernels[name].flatten(1), 0).unflatten(1, (1, 7, 7))
-            found = trained.get_submodule(name).kernel()
-            assert torch.equal(found[:, :, 2:9, 2:9], expected)
-            assert found.count_nonzero() == expected.count_nonzero()  # nothing outside the old kernel
-
-
-def test_another_head_starts_afresh_and_says_so(tmp_path, monkeypatch, trained):
-    monkeypatch.chdir(tmp_path)
-    save_file(trained.state_dict(), "weights.safetensors")
-    run(TINY, "--checkpoint", "weights.safetensors", "--num-classes", "5", "--dry-run")
-    _, err = run(TINY, "--checkpoint", "weights.safetensors", "--num-classes", "5", *LARGEST)
-    assert "note: head.fc.weight has another shape in the checkpoint" in err
-    converted = load_converted("out")
-    assert converted.num_classes == 5
-    assert torch.equal(converted.stem[0].weight, trained.stem[0].weight)
+def test_another_head_starts_afresh_and_says_so(trained):
+    notes = []
+    options = {"args": {"num_classes": 5}, "weights": trained.state_dict(), "note": notes.append}
+    job_of(f"timm:{TINY}", offline=True, **options).plan()
+    network = job_of(f"timm:{TINY}", **options).network
+    assert "head.fc.weight has another shape in the checkpoint and starts from random values" in notes
+    assert network.num_classes == 5
+    assert torch.equal(network.stem[0].weight, trained.stem[0].weight)
 
 
 def test_masks_and_counters_of_a_model_are_loaded():
@@ -112,26 +107,25 @@ def test_only_the_classifier_may_keep_its_initial_values():
 
 
 def test_pretrained_comes_through_timm_or_a_folder_without_which_the_conversion_does(tmp_path, monkeypatch, trained):
-    monkeypatch.chdir(tmp_path)
     timm.models.save_for_hf(trained, folder := tmp_path / "folder", safe_serialization=True)
     asked = []
     monkeypatch.setattr(
         "timm.models._hub.hf_hub_download",
         lambda repo_id, filename, **_: asked.append(f"{repo_id}/{filename}") or str(folder / filename),
     )
-    run(TINY, "--pretrained", *LARGEST)
+    network = job_of(f"timm:{TINY}", pretrained=True).network
     assert asked == [f"timm/{trained.pretrained_cfg['hf_hub_id'].removeprefix('timm/')}/model.safetensors"]
-    assert torch.equal(load_converted("out").stem[0].weight, trained.stem[0].weight)
-    run(f"local-dir:{folder}", "--pretrained", *LARGEST, "--force")
+    assert torch.equal(network.stem[0].weight, trained.stem[0].weight)
+    done = job_of(f"local-dir:{folder}", pretrained=True).convert()
+    save_converted(done.model, done.report.plan, tmp_path / "out")
     shutil.rmtree(folder)
-    assert read_plan(Path("out")).model == f"timm:{TINY}"
-    assert torch.equal(load_converted("out").stem[0].weight, trained.stem[0].weight)
+    assert done.report.plan.model == f"timm:{TINY}"
+    assert torch.equal(load_converted(tmp_path / "out").stem[0].weight, trained.stem[0].weight)
 
 
-def test_torchvision_weights_come_through_its_own_loader(tmp_path, monkeypatch):
+def test_torchvision_weights_come_through_its_own_loader(monkeypatch):
     torch.manual_seed(3)
     state = torchvision.models.shufflenet_v2_x0_5(weights=None).state_dict()
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", lambda *_args, **_options: state)
-    monkeypatch.chdir(tmp_path)
-    run("torchvision:shufflenet_v2_x0_5", "--pretrained", "--dilated-size", "9", *LARGEST)
-    assert torch.equal(load_converted("out").conv1[0].weight, state["conv1.0.weight"])
+    network = job_of("torchvision:shufflenet_v2_x0_5", pretrained=True).network
+    assert torch.equal(network.conv1[0].weight, state["conv1.0.weight"])

@@ -171,7 +171,7 @@ def test_a_limit_is_rounded_down_once_and_from_the_exact_product():
         ("convnext_tiny", 17, {"scope": "layer"}, [29, 29, 40, 29]),  # a tie group counts as one layer
         ("convnext_tiny", 17, {"tie": "none"}, [16]),
         ("convnext_tiny", 17, {"interpolation": "gaussian"}, [26]),
-        ("convnext_base", 17, {"interpolation": "gaussian"}, [34]),
+        pytest.param("convnext_base", 17, {"interpolation": "gaussian"}, [34], marks=pytest.mark.slow),
         ("resnet50", 7, {"tie": "none"}, [3]),
     ],
 )

@@ -124,7 +124,7 @@ def test_what_is_no_plan_is_refused_in_one_line(text):
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        (("layers", -1, "tie_group"), "nowhere", "its layers are in "),
+        (("layers", -1, "tie_group"), "nowhere", "tie groups are not those of its layers: "),
         (("layers", -1, "kernel_count"), -1, "kernel count -1 must be from 1 to the 49 cells"),
         (("layers", 0, "kernel_count"), 1, "its layers have 2 different shapes"),
         (("layers", -1, "dilated_size"), [8, 8], "must be odd"),
@@ -134,9 +134,10 @@ def test_what_is_no_plan_is_refused_in_one_line(text):
         (("layers", -1, "interpolation"), "cubic", "'cubic' is not known"),
         (("layers", -1, "groups"), 3, "must be a positive multiple of its groups, 3"),
         (("layers", -1, "names"), [], "has no name"),
-        (("tie_groups", -1, "layers"), ["layer2.1"], "lists 1 layers, other than those that name it"),
-        (("tie_groups", -1, "parameters"), {"positions": "p"}, "must say where positions and sigma are"),
-        (("tie_groups",), [], "the plan's tie groups are nothing"),
+        (("tie_groups", -1, "layers"), ["layer2.1"], "tie groups are not those of its layers: "),
+        (("tie_groups", -1, "owner"), "", "tie groups are not those of its layers: "),
+        (("tie_groups", -1, "parameters"), {"positions": "p"}, "tie groups are not those of its layers: "),
+        (("tie_groups",), [], "tie groups are not those of its layers: nothing"),
         (("tie_groups", -1, "name"), "\x1b]0;title\x07", "tie groups are "),
     ],
     ids=str,

@@ -41,7 +41,7 @@ class Tree(nn.Module):
         )
 
 
-blocks = st.lists(st.integers(0, len(SHAPES) - 1), min_size=1, max_size=3)
+blocks = st.lists(st.integers(0, len(SHAPES) - 1), min_size=1, max_size=2)
 trees = st.lists(st.lists(blocks, min_size=1, max_size=3), min_size=1, max_size=2)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import dcls_convert
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.source import with_names_of
+from dcls_convert.networks.weights import with_names_of
 from dcls_convert.planning.rules import parse_rules
 from dcls_convert.surgery.authors import sort_weights
 
