@@ -19,12 +19,10 @@ from ..progress import Notify, silent
 from ..records import Record, adapter
 from ..tables import counted
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
-from .folder import CONFIG, WEIGHTS, FolderConfig, check_stamp, check_tensors, read_folder
+from .folder import CONFIG, WEIGHTS, FolderConfig, check_stamp, check_tensors, read_folder, read_stamp
 from .inspection import position_sets
 from .load import buildable, rebuilt
-from .stamp import read_stamp
 
-VERIFICATION_FORMAT = 1
 MOST_SECONDS = 600.0  # for the process that rebuilds the model
 FRESH_PROCESS = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -47,7 +45,7 @@ class Check:
 class Verification(Record):
     """All checks of one folder."""
 
-    format: int = VERIFICATION_FORMAT
+    format: int = 1
     folder: str
     ok: bool
     checks: tuple[Check, ...]
@@ -93,7 +91,7 @@ def verify_folder(
     config = checks.attempt(folder / CONFIG, lambda: read_folder(folder))
     if _check_weights(checks, folder / WEIGHTS, config) and config is not None:
         try:
-            buildable(config.source, folder, trust_code=trust_code)
+            buildable(config, trust_code=trust_code)
         except DclsConvertError as error:
             checks.skip("model", one_line(error))
         else:
@@ -112,8 +110,8 @@ def _check_weights(checks: Checks, path: Path, config: FolderConfig | None) -> b
     stamp, state = content
     if config is not None:
         before = len(checks)
-        checks.attempt(path, lambda: check_stamp(stamp, config, path))
-        checks.attempt(path, lambda: check_tensors(state, config, path))
+        checks.attempt(path, lambda: check_stamp(stamp, config))
+        checks.attempt(path, lambda: check_tensors(state, config))
         if stamp is None and config.tensors is None:
             checks.add(WEIGHTS, ["has no metadata of dcls-convert: nothing says that it belongs to this folder"], "")
         if len(checks) == before:
@@ -167,7 +165,7 @@ def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
     """Build the model of a folder that can be read; check names, shapes and outputs."""
     checks, path = Checks(), folder / WEIGHTS
     config, state, stamp = read_folder(folder), load_file(path), read_stamp(path)
-    source = buildable(config.source, folder, trust_code=trust_code)
+    source = buildable(config, trust_code=trust_code)
 
     def take_precision_(model: nn.Module) -> None:  # in which the outputs were stored
         for name, tensor in model.state_dict(keep_vars=True).items():

@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion
-from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS
-from dcls_convert.checkpoints.stamp import METADATA_KEY, config_hash, tensors_hash
+from dcls_convert.checkpoints.folder import CONFIG, METADATA_KEY, WEIGHTS, config_hash, tensors_hash
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.networks.source import ModelSource, build_model
 

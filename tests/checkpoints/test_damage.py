@@ -17,8 +17,7 @@ from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion, predict_report, save_converted
 from dcls_convert.checkpoints import verify as verification
-from dcls_convert.checkpoints.folder import CARD, CONFIG, REPORT, WEIGHTS, read_plan
-from dcls_convert.checkpoints.stamp import DESCRIPTIVE, METADATA_KEY
+from dcls_convert.checkpoints.folder import CARD, CONFIG, DESCRIPTIVE, METADATA_KEY, REPORT, WEIGHTS, read_plan
 from dcls_convert.errors import CheckpointError, DclsConvertError, ModelError
 from dcls_convert.export.formats import fold_checkpoint
 from dcls_convert.surgery.fold import fold_to_dense_

@@ -21,8 +21,16 @@ from dcls_convert import (
     save_converted,
 )
 from dcls_convert.checkpoints.fingerprint import take_fingerprint
-from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, read_plan
-from dcls_convert.checkpoints.stamp import METADATA_KEY, config_hash, read_stamp, tensors_hash
+from dcls_convert.checkpoints.folder import (
+    CONFIG,
+    FILES,
+    METADATA_KEY,
+    WEIGHTS,
+    config_hash,
+    read_plan,
+    read_stamp,
+    tensors_hash,
+)
 from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.planning.rules import builtin_rules, parse_rules

@@ -12,9 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dcls_convert import DclsConvertError, load_converted
-from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS
+from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS, config_hash
 from dcls_convert.checkpoints.inspection import inspect_folder
-from dcls_convert.checkpoints.stamp import config_hash
 
 from ..audit_hook import watched
 from .folders import contents, edit_json, same_states, seal, verify
