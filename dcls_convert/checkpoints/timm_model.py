@@ -41,6 +41,8 @@ def create_converted(
     `pretrained_model_args` is the config's `model_args`, unchanged; `kwargs` go to the base model. Layers without
     weights in the folder, such as a new head, draw them from torch's global generator, as timm's own models do.
     """
+    from timm.models import load_pretrained, resolve_pretrained_cfg
+
     if plan is None:
         raise ModelError(
             f'"{TIMM_ARCHITECTURE}" is not a model by itself; load a checkpoint: timm.create_model("local-dir:FOLDER")'
@@ -48,7 +50,11 @@ def create_converted(
     conversion = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_PLACE}")
     base = conversion.model or ""
     _check_arguments(base, pretrained_model_args or kwargs)
-    config = _resolved(pretrained_cfg, pretrained_cfg_overlay)
+    try:
+        resolved: Any = resolve_pretrained_cfg(TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{CONFIG}: pretrained_cfg: {one_line(error)[:200]}") from error
+    config = {**resolved.to_dict(), **NO_OTHER_WEIGHTS}
     beside = _config_beside_weights(config, cache_dir) if pretrained else None
     if base.startswith("timm:"):
         kwargs.setdefault("num_classes", config["num_classes"])
@@ -66,8 +72,23 @@ def create_converted(
     known = getattr(model, "pretrained_cfg", None) or {}
     config |= {name: known[name] for name in ("classifier", "first_conv") if name in known}
     note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
-    if pretrained:
-        _load_weights_(model, config, beside, cache_dir, in_chans=kwargs.get("in_chans"), features_only=features_only)
+    if not pretrained:
+        return model
+    in_chans, channels = kwargs.get("in_chans"), config["input_size"][0]
+
+    def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        if beside is not None:
+            check_tensors(state, beside)
+        return (_features_state if features_only else _complete_state)(state, model, config, in_chans)
+
+    load_pretrained(  # timm's own, which adapts head and first convolution
+        model,
+        pretrained_cfg=config if beside is None else config | {"source": "local-dir", "file": str(beside.folder)},
+        num_classes=0 if features_only else getattr(model, "num_classes", config["num_classes"]),
+        in_chans=channels if features_only else in_chans or channels,
+        filter_fn=fit,
+        cache_dir=cache_dir,
+    )
     return model
 
 
@@ -78,16 +99,6 @@ def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
     for name in NOT_LISTED:  # `load_converted` compares them with the weights before they cost memory; timm does not
         if isinstance(stored.get(name), int) and stored[name] > MOST_ARGUMENT:
             raise ModelError(f"{CONFIG}: {name}={stored[name]}: through timm, {MOST_ARGUMENT:,} is the most")
-
-
-def _resolved(pretrained_cfg: Any, overlay: dict[str, Any] | None) -> dict[str, Any]:
-    from timm.models import resolve_pretrained_cfg
-
-    try:
-        resolved: Any = resolve_pretrained_cfg(TIMM_ARCHITECTURE, pretrained_cfg, overlay)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{CONFIG}: pretrained_cfg: {one_line(error)[:200]}") from error
-    return {**resolved.to_dict(), **NO_OTHER_WEIGHTS}
 
 
 def _config_beside_weights(config: Mapping[str, Any], cache_dir: str | Path | None) -> FolderConfig | None:
@@ -108,45 +119,16 @@ def _config_beside_weights(config: Mapping[str, Any], cache_dir: str | Path | No
     return beside
 
 
-def _load_weights_(
-    model: nn.Module,
-    config: dict[str, Any],
-    beside: FolderConfig | None,
-    cache_dir: str | Path | None,
-    *,
-    in_chans: int | None,
-    features_only: bool,
-) -> None:
-    """By timm's own function, which adapts head and first convolution."""
-    from timm.models import load_pretrained
-
-    def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        if beside is not None:
-            check_tensors(state, beside)
-        if features_only:
-            return _features_state(state, model, config, in_chans)
-        state = state | {alias: state[name] for alias, name in alias_names(model).items() if name in state}
-        _check_complete(state, model, config)
-        return state
-
-    channels = config["input_size"][0]
-    load_pretrained(
-        model,
-        pretrained_cfg=config if beside is None else config | {"source": "local-dir", "file": str(beside.folder)},
-        num_classes=0 if features_only else getattr(model, "num_classes", config["num_classes"]),
-        in_chans=channels if features_only else in_chans or channels,
-        filter_fn=fit,
-        cache_dir=cache_dir,
-    )
-
-
 def _names(entry: str | Iterable[str] | None) -> list[str]:
     """The modules that a config names as its classifier or first convolution: none, one or several."""
     return [entry] if isinstance(entry, str) else list(entry or ())
 
 
-def _check_complete(state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any]) -> None:
+def _complete_state(
+    state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any], _in_chans: int | None
+) -> dict[str, Tensor]:
     """Refuse weights that lack a tensor: with another number of classes, timm itself does not check."""
+    state = {**state, **{alias: state[name] for alias, name in alias_names(model).items() if name in state}}
     heads = tuple(f"{name}." for name in _names(config.get("classifier")))
     if missing := [name for name in model.state_dict() if name not in state and not name.startswith(heads)]:
         raise CheckpointError(f"{WEIGHTS}: lacks {listed(missing, 1)} of the model that {CONFIG} describes")
@@ -154,6 +136,7 @@ def _check_complete(state: Mapping[str, Tensor], model: nn.Module, config: Mappi
     same = {name: tensor for name, tensor in state.items() if not name.startswith(adapted)}
     if problem := next(misfits(model, same, lacking=model.state_dict()), None):
         raise CheckpointError(f"{WEIGHTS}: {problem}")
+    return state
 
 
 def _flat(name: str) -> str:

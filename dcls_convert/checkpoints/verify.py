@@ -43,8 +43,6 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification(Record):
-    """All checks of one folder."""
-
     format: int = 1
     folder: str
     ok: bool
@@ -81,10 +79,9 @@ Rebuild = Callable[[Path, bool], list[Check]]  # folder, and whether to trust it
 def verify_folder(
     folder: str | Path, *, trust_code: bool = False, rebuild: Rebuild | None = None, notify: Notify = silent
 ) -> Verification:
-    """Check a checkpoint folder: its files, that they belong together, and that the model they describe can be had.
+    """Check a checkpoint folder: its files, that they belong together, and the model they describe, by `rebuild`.
 
-    An edited report or model card is its user's business. Without `trust_code`, only a model of timm or torchvision is
-    rebuilt, by `rebuild`, or in a fresh process.
+    An edited report or model card is its user's business.
     """
     folder, checks = check_folder(Path(folder)), Checks()
     notify("checking the files")
@@ -127,14 +124,8 @@ def _check_weights(checks: Checks, path: Path, config: FolderConfig | None) -> b
     return True
 
 
-# The model, in a process of its own.
-
-
 def rebuild_in_fresh_process(folder: Path, trust_code: bool, *, seconds: float = MOST_SECONDS) -> list[Check]:
-    """The checks of `rebuild_here`, by a new Python that knows nothing but the folder.
-
-    It has this process's import path and working directory, so that it finds models of the user's own.
-    """
+    """The checks of `rebuild_here`, by a new Python with this process's import path, for models of the user's own."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "checks.json"
         path = json.dumps([str(entry) for entry in sys.path])
@@ -178,8 +169,7 @@ def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
     checks.add("model", [], f"{shown(source.name)} rebuilt; all {len(state)} tensors fit")
     stored = stamp.fingerprint if stamp is not None else None
     if stored is None or stored.outputs is None:
-        reason = f": {stored.reason}" if stored is not None else ""
-        checks.skip("outputs", f"none were stored when it was saved{reason}")
+        checks.skip("outputs", f"none were stored when it was saved{f': {stored.reason}' if stored else ''}")
         return checks
     outputs = take_fingerprint(model.eval(), config.input_size)
     apart, tolerance = deviation(outputs, stored), TOLERANCES[stored.dtype]
