@@ -60,6 +60,7 @@ def test_every_order_of_imports_registers_our_entry(order):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.processes
 def test_a_forgotten_import_names_its_remedy():
     done = run("import timm\ntry: timm.create_model('dcls_convert')\nexcept RuntimeError as error: print(error)")
     assert done.stdout == "Unknown model (dcls_convert)\n", done.stderr

@@ -16,7 +16,7 @@ from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS, config_hash
 from dcls_convert.checkpoints.inspection import inspect_folder
 
 from ..audit_hook import watched
-from .folders import contents, edit_json, same_states, seal, verify
+from .folders import contents, edit_json, places, same_states, seal, verify
 
 # What a damaged folder may still raise through timm: timm's, torch's and the hub's own errors.
 OF_TIMM = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError, OSError, LookupError)
@@ -29,15 +29,6 @@ KEYS = st.sampled_from(
     "checkpoint_path pretrained cache_dir num_classes url file hf_hub_id custom_load classifier".split()
 )
 BYTES = [b"", b"[" * 100_000, b"\xff\xfe{\x00}\x00", b"\xef\xbb\xbf{}", b"null", b"NaN", b"\0" * 100]
-
-
-def places(data, path=()):
-    """Paths to all values of a JSON document."""
-    if path:
-        yield path
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for key, value in items:
-        yield from places(value, (*path, key))
 
 
 @st.composite
