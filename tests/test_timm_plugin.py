@@ -20,7 +20,6 @@ ORDERS = {
     "timm first": "import timm, dcls_convert",
     "looked up before": f"{LOOK_UP}; import dcls_convert, timm",
     "looked up again and again": f"import dcls_convert; {LOOK_UP}; {LOOK_UP}; import timm; {LOOK_UP}",
-    "looked up below": "import dcls_convert, importlib.util; importlib.util.find_spec('timm.models'); import timm",
     "a submodule, ours, timm": "import timm.data; import dcls_convert, timm",
     "after a failure": """
 import dcls_convert, sys
@@ -31,8 +30,6 @@ del sys.modules["torchvision"]
 for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]: del sys.modules[name]
 import timm
 """,
-    "by transformers' way": "import dcls_convert, importlib.metadata, importlib.util\n"
-    "importlib.util.find_spec('timm'); importlib.metadata.version('timm')\nimport timm",
     "in threads": THREADS + "import dcls_convert, timm",
     "imported again": "import dcls_convert, timm, importlib, sys; del sys.modules['dcls_convert']; import dcls_convert",
 }

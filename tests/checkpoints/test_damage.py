@@ -219,12 +219,6 @@ def test_an_undamaged_folder_is_ok(folders, kind):
     assert {check.name: check.detail for check in verified.checks}["outputs"].startswith("differ by 0.0e+00")
 
 
-@pytest.mark.parametrize("change", [{"norm": 1e3}, {"shape": [1, 7]}])
-def test_other_outputs_than_those_noted_are_a_problem(folder, change):
-    edit_stamp(folder, lambda s: s["fingerprint"]["outputs"][0].update(change) or s)
-    assert problems(verify(folder))[0].startswith("outputs: differ by ")
-
-
 def test_labels_layout_report_card_and_other_files_are_the_users_business(folder, right):
     data = json.loads((folder / CONFIG).read_text())
     data["pretrained_cfg"] |= dict.fromkeys(DESCRIPTIVE, "mine") | {"label_names": ["cat", "dog"]}
