@@ -11,15 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dcls_convert
-from dcls_convert import (
-    apply_plan_,
-    convert_and_save_,
-    find_convs,
-    load_converted,
-    plan_conversion,
-    predict_report,
-    save_converted,
-)
+from dcls_convert import convert_and_save_, load_converted, predict_report, save_converted
 from dcls_convert.checkpoints.fingerprint import take_fingerprint
 from dcls_convert.checkpoints.folder import (
     CONFIG,
@@ -185,10 +177,8 @@ def test_same_input_gives_the_same_bytes(folders, tmp_path):
 
 def test_a_module_of_the_users_own_needs_the_module_to_load(tmp_path):
     """Its mask may hold -inf."""
-    model = own(torch.full((3, 3), -torch.inf).triu(1))
-    plan = plan_conversion(find_convs(model), dilated_size=5)
-    apply_plan_(model, plan)
-    folder = save(tmp_path / "out", model, plan)
+    model, folder = own(torch.full((3, 3), -torch.inf).triu(1)), tmp_path / "out"
+    convert_and_save_(model, folder, dilated_size=5, init="random")
     with pytest.raises(CheckpointError, match="pass the unconverted one"):
         load_converted(folder)
     assert same_states(load_converted(folder, model=own()), model)
