@@ -53,18 +53,14 @@ class _TimmFinder(importlib.abc.MetaPathFinder):
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
-        if spec is not None and spec.loader is not None:
-            _register_after(spec.loader)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if module.__name__ == "timm":
+                _register()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-def _register_after(loader: importlib.abc.Loader) -> None:
-    """Let the loader of timm register our entry as soon as it has executed timm."""
-    execute = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        if module.__name__ == "timm":
-            _register()
-
-    loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -32,7 +32,7 @@ class Hub:
         self.repos: dict[str, Repo] = {}
         self.requests: list[str] = []
         self.unknown: list[str] = []
-        self.cut = 0  # bytes that are lacking at the end of every file
+        self.cut = 0  # bytes that are lacking at the end of the weights
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
@@ -47,7 +47,7 @@ class Hub:
         self.repos.setdefault(repo, Repo()).commit(files, **options)
 
     def __enter__(self) -> "Hub":
-        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
         self.thread.start()
         return self
 
@@ -80,8 +80,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data[: len(data) - self.hub.cut])
-            self.close_connection = bool(self.hub.cut)
+            self.close_connection = self.hub.cut > 0 and self.path.endswith(".safetensors")
+            self.wfile.write(data[: len(data) - self.hub.cut * self.close_connection])
 
     def resolve(self, repo: str, revision: str, path: str) -> None:
         if repo not in self.hub.repos:

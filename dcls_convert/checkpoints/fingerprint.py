@@ -53,10 +53,9 @@ class Fingerprint(Record):
 
 
 def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fingerprint:
-    """Run the model once, in eval mode, on a seeded random image; the model stays as it was.
+    """Run the model once, in eval mode and one thread, on a seeded random image; model and process stay as they were.
 
-    One thread computes on the CPU; the process gets its number of threads back, and its generators their states. Where
-    the model cannot run on an image of `input_size`, the fingerprint has a reason instead of outputs.
+    Where it cannot run on an image of `input_size`, the fingerprint has a reason instead of outputs.
     """
     dtype = image_dtype(model)
     name: Any = str(dtype).removeprefix("torch.")

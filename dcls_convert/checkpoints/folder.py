@@ -1,40 +1,66 @@
-"""The files of a checkpoint folder, and how they are read. Nothing that is read here runs code.
+"""The files of a checkpoint folder, how they are read, and what holds them together. Nothing that is read runs code.
 
 config.json states the hash of the tensors, and the weights file the hash of what matters in config.json: if one of the
 two comes from another folder, or is edited in more than labels, descriptions and layout, they no longer fit.
 """
 
 import contextlib
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from pydantic import ConfigDict
 from torch import Tensor
 
 from ..errors import CheckpointError, one_line, shown
 from ..files import check_folder, read_bytes
 from ..networks.source import ModelSource
+from ..networks.weights import opened
 from ..planning.plan import ConversionPlan
-from ..records import read_json
+from ..records import Record, read_json
 from ..surgery.place import TIMM_ARCHITECTURE
-from .stamp import METADATA_KEY, Stamp, config_hash, read_stamp, tensors_hash
+from .fingerprint import Fingerprint
 
 WEIGHTS, CONFIG, REPORT, CARD = "model.safetensors", "config.json", "report.json", "README.md"
 FILES = (WEIGHTS, CONFIG, REPORT, CARD)
 PAGE, PICTURE = "pictures.html", "positions.png"  # which a folder may hold too
 PLAN_PLACE = "model_args.plan"  # in config.json
+METADATA_KEY = "dcls_convert"  # one key alone: safetensors writes several in an order that changes from run to run
+# What a config tells its readers alone, in `pretrained_cfg`.
+DESCRIPTIVE = {"label_names", "label_descriptions", "description", "tag", "notes", "license"}
+DESCRIPTIVE |= {"origin_url", "paper_name", "paper_ids"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderConfig:
     """What a config.json says."""
 
+    folder: Path
     plan: ConversionPlan | None  # None for a folded model that timm builds by itself
     source: ModelSource | None  # of the model to build, before conversion; None where only its user can build it
     input_size: Any  # of the model, as stated
     tensors: object  # tensors_hash of the weights beside it; None where timm's own savers wrote it
     hash: str  # config_hash
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / WEIGHTS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stamp(Record):
+    """The metadata that `save_converted` puts into the weights file. The hash of its tensors stands in config.json."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    format: int = 1
+    version: str  # of the program that wrote it
+    config: str  # config_hash of the config.json beside it
+    fingerprint: Fingerprint | None  # None where none was wanted
 
 
 def read_folder(folder: str | Path) -> FolderConfig:
@@ -55,8 +81,14 @@ def read_folder(folder: str | Path) -> FolderConfig:
         plan = ConversionPlan.from_dict(args.get("plan"), f"{path}: {PLAN_PLACE}")
         own = {name: value for name, value in args.items() if name != "plan"}  # timm's savers may change them
         source, size = None if plan.model is None else ModelSource(name=plan.model, args=own), plan.input_size
-    tensors = _entry(config.get(METADATA_KEY), "tensors")
-    return FolderConfig(plan=plan, source=source, input_size=size, tensors=tensors, hash=config_hash(config))
+    return FolderConfig(
+        folder=Path(folder),
+        plan=plan,
+        source=source,
+        input_size=size,
+        tensors=_entry(config.get(METADATA_KEY), "tensors"),
+        hash=config_hash(config),
+    )
 
 
 def _entry(data: object, name: str) -> Any:
@@ -65,36 +97,76 @@ def _entry(data: object, name: str) -> Any:
 
 def read_plan(folder: str | Path) -> ConversionPlan:
     """The plan of a checkpoint folder; CheckpointError where there is none."""
-    return the_plan(read_folder(folder), folder)
+    return the_plan(read_folder(folder))
 
 
-def the_plan(config: FolderConfig, folder: str | Path) -> ConversionPlan:
+def the_plan(config: FolderConfig) -> ConversionPlan:
     """The plan of a config; CheckpointError where it has none."""
     if config.plan is None:
-        raise CheckpointError(f"{folder}: there is no plan in {CONFIG}, which is of another model or of stock timm's")
+        where = config.folder
+        raise CheckpointError(f"{where}: there is no plan in {CONFIG}, which is of another model or of stock timm's")
     return config.plan
 
 
-def check_stamp(stamp: Stamp | None, config: FolderConfig, path: Path) -> None:
-    """Refuse (CheckpointError) a weights file whose stamp, or lack of one, does not fit the config.
+def read_stamp(path: Path) -> Stamp | None:
+    """From the file's header alone; None where another program wrote the file, as timm does after fine-tuning."""
+    with opened(path) as file:
+        text = (file.metadata() or {}).get(METADATA_KEY)
+    return None if text is None else Stamp.from_json(text, f"{path}: its metadata {METADATA_KEY!r}")
+
+
+def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a safetensors file, or those of `names`, under its name, one at a time."""
+    with opened(path) as file:
+        for name in sorted(file.keys()):
+            if names is None or name in names:
+                yield name, file.get_tensor(name)
+
+
+def check_stamp(stamp: Stamp | None, config: FolderConfig) -> None:
+    """Refuse (CheckpointError) weights whose stamp, or lack of one, does not fit the config.
 
     Folders of timm's own savers have neither a stamp nor a hash of the tensors: names and shapes alone are checked.
     """
     if stamp is None and config.tensors is not None:
         raise CheckpointError(
-            f"{path}: has no metadata of dcls-convert, but {CONFIG} states its tensors; was it overwritten? "
+            f"{config.weights}: has no metadata of dcls-convert, but {CONFIG} states its tensors; was it overwritten? "
             "save_converted(model, FOLDER, NEW) saves a tuned model"
         )
     if stamp is not None and stamp.config != config.hash:
         raise CheckpointError(
-            f"{path}: was not written with this {CONFIG}: the config was edited, or one of the two is of another folder"
+            f"{config.weights}: was not written with this {CONFIG}: the config was edited, or one of the two is of "
+            "another folder"
         )
 
 
-def check_tensors(state: Mapping[str, Tensor], config: FolderConfig, path: Path) -> None:
+def check_tensors(state: Mapping[str, Tensor], config: FolderConfig) -> None:
     """Refuse (CheckpointError) tensors other than those that were written. Hashing takes about as long as reading."""
     if config.tensors is not None and config.tensors != tensors_hash(state.items()):
-        raise CheckpointError(f"{path}: its tensors are not those that were written; it is damaged or was changed")
+        raise CheckpointError(
+            f"{config.weights}: its tensors are not those that were written; it is damaged or was changed"
+        )
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """SHA-256 of what matters in a parsed config.json: neither its layout and order nor labels and descriptions."""
+    cfg = config.get("pretrained_cfg")
+    if isinstance(cfg, dict):
+        cfg = {name: value for name, value in cfg.items() if name not in DESCRIPTIVE}
+    parts = {name: config.get(name) for name in ("architecture", "model_args", "num_classes")}
+    parts |= {"pretrained_cfg": cfg, "tensors": _entry(config.get(METADATA_KEY), "tensors")}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, in any order. Looks at one tensor after the other."""
+    digests = []
+    for name, tensor in tensors:
+        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().contiguous().reshape(-1)  # torch cannot view a tensor without axes as bytes
+        digest.update(flat.view(torch.uint8).numpy().data)
+        digests.append((name, digest.hexdigest()))
+    return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()
 
 
 def not_of_a_checkpoint(path: Path) -> str | None:

@@ -15,10 +15,8 @@ from ..layers.interpolation import find_interpolation, learnt_axes, position_lim
 from ..networks.weights import not_finite
 from ..planning.plan import ConversionPlan, LayerPlan
 from ..records import Record
-from .folder import WEIGHTS, check_stamp, read_folder, the_plan
-from .stamp import read_stamp, read_tensors
+from .folder import check_stamp, read_folder, read_stamp, read_tensors, the_plan
 
-INSPECTION_FORMAT = 1
 COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of float8, torch compares no numbers
 
 
@@ -83,7 +81,7 @@ class PositionRow:
 class Inspection(Record):
     """Statistics of all positions of a checkpoint."""
 
-    format: int = INSPECTION_FORMAT
+    format: int = 1
     folder: str
     model: str | None
     border_margin: float = statistics.BORDER_MARGIN  # cells
@@ -129,10 +127,10 @@ def inspect_folder(folder: str | Path) -> Inspection:
     """
     folder = Path(folder)
     config = read_folder(folder)
-    plan, path = the_plan(config, folder), folder / WEIGHTS
+    plan, path = the_plan(config), config.weights
     if plan.folded:
         raise CheckpointError(f"{folder}: is folded into plain convolutions, which have no positions")
-    check_stamp(read_stamp(path), config, path)
+    check_stamp(read_stamp(path), config)
     sets = position_sets(plan)
     state = dict(read_tensors(path, {name for place in sets for name in place.parameters.values()}))
     problems = [problem for place in sets for problem in place.misfits(state)]

@@ -11,8 +11,7 @@ from ..networks.source import ModelSource, check_source
 from ..networks.weights import build_with_state, load_file, load_weights_
 from ..planning.plan import ConversionPlan
 from ..surgery.place import place_layers_
-from .folder import WEIGHTS, check_stamp, check_tensors, read_folder, the_plan
-from .stamp import read_stamp
+from .folder import FolderConfig, check_stamp, check_tensors, read_folder, read_stamp, the_plan
 
 
 def load_converted(
@@ -32,18 +31,17 @@ def load_converted(
         CheckpointError: Something is missing or damaged in the folder, or belongs to another one.
         ModelError: The folder's model is neither timm's nor torchvision's, or cannot be built.
     """
-    folder, path = Path(folder), Path(folder) / WEIGHTS
     config = read_folder(folder)
-    plan = the_plan(config, folder)
+    plan, where = the_plan(config), str(config.weights)
     if model is None:
-        source = buildable(config.source, folder, trust_code=trust_code)
-    check_stamp(read_stamp(path), config, path)
-    state = load_file(path)
-    check_tensors(state, config, path)
+        source = buildable(config, trust_code=trust_code)
+    check_stamp(read_stamp(config.weights), config)
+    state = load_file(config.weights)
+    check_tensors(state, config)
     if model is None:
-        return rebuilt(source, plan, state, str(path)).eval().to(device)
+        return rebuilt(source, plan, state, where).eval().to(device)
     place_(model, plan)
-    load_weights_(model, state, str(path))
+    load_weights_(model, state, where)
     return model.eval().to(device)
 
 
@@ -68,13 +66,14 @@ def rebuilt(
     return model
 
 
-def buildable(source: ModelSource | None, folder: Path, *, trust_code: bool) -> ModelSource:
+def buildable(config: FolderConfig, *, trust_code: bool) -> ModelSource:
     """The source; CheckpointError where the folder has none, ModelError where it would run code that is not trusted."""
-    if source is None:
-        raise CheckpointError(f"{folder}: does not say how its model is built; pass the unconverted one as `model`")
+    if config.source is None:
+        where = config.folder
+        raise CheckpointError(f"{where}: does not say how its model is built; pass the unconverted one as `model`")
     if not trust_code:
-        check_source(source)
-    return source
+        check_source(config.source)
+    return config.source
 
 
 def place_(model: nn.Module, plan: ConversionPlan) -> None:

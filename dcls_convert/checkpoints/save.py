@@ -21,9 +21,21 @@ from ..records import write_json
 from ..reports.report import ConversionReport, measure_report, predict_report
 from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
 from .fingerprint import take_fingerprint
-from .folder import CARD, CONFIG, PAGE, PICTURE, REPORT, WEIGHTS, not_of_a_checkpoint, read_plan
+from .folder import (
+    CARD,
+    CONFIG,
+    METADATA_KEY,
+    PAGE,
+    PICTURE,
+    REPORT,
+    WEIGHTS,
+    Stamp,
+    config_hash,
+    not_of_a_checkpoint,
+    read_plan,
+    tensors_hash,
+)
 from .load import place_
-from .stamp import METADATA_KEY, Stamp, config_hash, tensors_hash
 
 OUTPUT_IN_FOLDER = "."  # report.json's name for its own folder, which can be moved
 # Where timm's own config says that weights come from; ours stand beside it.

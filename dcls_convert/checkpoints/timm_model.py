@@ -1,5 +1,7 @@
 """Rebuild a converted model for timm's factory: base model, plan, weights, and feature extraction."""
 
+import contextlib
+import os
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +16,9 @@ from ..networks.stages import common_parent
 from ..networks.weights import alias_names, misfits
 from ..planning.plan import ConversionPlan
 from ..surgery.place import TIMM_ARCHITECTURE, note_for_timm
-from .folder import CONFIG, PLAN_PLACE, WEIGHTS, FolderConfig, check_stamp, check_tensors, read_folder
+from ..surgery.start import apply_plan_
+from .folder import CONFIG, PLAN_PLACE, WEIGHTS, FolderConfig, check_stamp, check_tensors, read_folder, read_stamp
 from .load import place_
-from .stamp import read_stamp
 
 WRAPPER_PREFIXES = ("", "model.", "body.", "graph_module.")  # where timm's feature extractors keep the model
 # Weights come from the folder alone; other places that its config names are ignored.
@@ -36,10 +38,8 @@ def create_converted(
 ) -> nn.Module:
     """Build the model that `config.json` describes, from the arguments that timm's factory passes.
 
-    The plan's model must be one of timm or torchvision: no code of the user's own runs. To `pretrained_cfg` timm has
-    added where the weights are; `pretrained_model_args` is the config's `model_args`, unchanged; `kwargs` go to the
-    base model. Layers that have no weights in the folder, such as a new head, draw them from torch's global generator,
-    as timm's own models do.
+    `pretrained_model_args` is the config's `model_args`, unchanged; `kwargs` go to the base model. Layers without
+    weights in the folder, such as a new head, draw them from torch's global generator, as timm's own models do.
     """
     from timm.models import load_pretrained, resolve_pretrained_cfg
 
@@ -49,75 +49,73 @@ def create_converted(
         )
     conversion = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_PLACE}")
     base = conversion.model or ""
-    stored = {name: value for name, value in (pretrained_model_args or kwargs).items() if name != "plan"}
-    check_source(ModelSource(name=base, args=stored))
-    for name in NOT_LISTED:  # `load_converted` compares them with the weights before they cost memory; timm does not
-        if isinstance(stored.get(name), int) and stored[name] > MOST_ARGUMENT:
-            raise ModelError(f"{CONFIG}: {name}={stored[name]}: through timm, {MOST_ARGUMENT:,} is the most")
+    _check_arguments(base, pretrained_model_args or kwargs)
     try:
         resolved: Any = resolve_pretrained_cfg(TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{CONFIG}: pretrained_cfg: {one_line(error)[:200]}") from error
     config = {**resolved.to_dict(), **NO_OTHER_WEIGHTS}
-    if pretrained and config.get("source") == "local-dir":
-        _checked_config(config, cache_dir)  # refuse before anything is built
+    beside = _config_beside_weights(config, cache_dir) if pretrained else None
     if base.startswith("timm:"):
         kwargs.setdefault("num_classes", config["num_classes"])
     elif features_only:
         raise ModelError(f"features_only is for models that timm builds, not for {base}")
-    source = ModelSource(name=base, args={**kwargs, "features_only": True} if features_only else kwargs)
+    if features_only:
+        kwargs["features_only"] = True
     # The folder's own arguments are checked above; the caller's may be any objects.
-    model = build_model(source, seed=None, trust_code=True)
+    model = build_model(ModelSource(name=base, args=kwargs), seed=None, trust_code=True)
     placed = _plan_for_features(model, conversion) if features_only else conversion
     if pretrained:
         place_(model, placed)
     else:  # random values, as timm's own layers have without weights
-        from ..surgery.start import apply_plan_
-
         apply_plan_(model, placed, init="random", generator=torch.default_generator)
     known = getattr(model, "pretrained_cfg", None) or {}
     config |= {name: known[name] for name in ("classifier", "first_conv") if name in known}
     note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
     if not pretrained:
         return model
+    in_chans, channels = kwargs.get("in_chans"), config["input_size"][0]
 
     def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        if beside := _checked_config(config, cache_dir):
-            check_tensors(state, beside, Path(WEIGHTS))
-        if features_only:
-            return _features_state(state, model, config, kwargs.get("in_chans"))
-        state = state | {alias: state[name] for alias, name in alias_names(model).items() if name in state}
-        _check_complete(state, model, config)
-        return state
+        if beside is not None:
+            check_tensors(state, beside)
+        return (_features_state if features_only else _complete_state)(state, model, config, in_chans)
 
-    channels = config["input_size"][0]
     load_pretrained(  # timm's own, which adapts head and first convolution
         model,
-        pretrained_cfg=config,
+        pretrained_cfg=config if beside is None else config | {"source": "local-dir", "file": str(beside.folder)},
         num_classes=0 if features_only else getattr(model, "num_classes", config["num_classes"]),
-        in_chans=channels if features_only else kwargs.get("in_chans") or channels,
+        in_chans=channels if features_only else in_chans or channels,
         filter_fn=fit,
         cache_dir=cache_dir,
     )
     return model
 
 
-def _checked_config(config: Mapping[str, Any], cache_dir: str | Path | None) -> FolderConfig | None:
-    """What the config beside the weights says, to which they must belong; None where timm has no such weights yet."""
-    source, repository = config.get("source"), config.get("hf_hub_id")
-    path = None
-    if source == "local-dir" and config.get("file"):
-        path = Path(config["file"]) / WEIGHTS
-    elif source == "hf-hub" and repository:
+def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
+    """Refuse (ModelError) a folder's model and arguments that could run code or take memory without end."""
+    stored = {name: value for name, value in args.items() if name != "plan"}
+    check_source(ModelSource(name=base, args=stored))
+    for name in NOT_LISTED:  # `load_converted` compares them with the weights before they cost memory; timm does not
+        if isinstance(stored.get(name), int) and stored[name] > MOST_ARGUMENT:
+            raise ModelError(f"{CONFIG}: {name}={stored[name]}: through timm, {MOST_ARGUMENT:,} is the most")
+
+
+def _config_beside_weights(config: Mapping[str, Any], cache_dir: str | Path | None) -> FolderConfig | None:
+    """What the config beside the weights, downloaded now, says; None where they are no safetensors file."""
+    path = Path(config.get("file") or "") / WEIGHTS
+    if config.get("source") == "hf-hub":
         import huggingface_hub
 
-        name, _, revision = str(repository).partition("@")
-        cached = huggingface_hub.try_to_load_from_cache(name, WEIGHTS, cache_dir=cache_dir, revision=revision or None)
-        path = Path(cached) if isinstance(cached, str) else None
-    if path is None or not (path.exists() or path.is_symlink()):
+        name, _, revision = str(config.get("hf_hub_id")).partition("@")
+        with contextlib.suppress(huggingface_hub.errors.EntryNotFoundError):
+            path = Path(huggingface_hub.hf_hub_download(name, WEIGHTS, revision=revision or None, cache_dir=cache_dir))
+    elif config.get("source") != "local-dir":
+        return None
+    if not os.path.lexists(path):
         return None
     beside = read_folder(path.parent)
-    check_stamp(read_stamp(path), beside, path)
+    check_stamp(read_stamp(path), beside)
     return beside
 
 
@@ -126,8 +124,11 @@ def _names(entry: str | Iterable[str] | None) -> list[str]:
     return [entry] if isinstance(entry, str) else list(entry or ())
 
 
-def _check_complete(state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any]) -> None:
+def _complete_state(
+    state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any], _in_chans: int | None
+) -> dict[str, Tensor]:
     """Refuse weights that lack a tensor: with another number of classes, timm itself does not check."""
+    state = {**state, **{alias: state[name] for alias, name in alias_names(model).items() if name in state}}
     heads = tuple(f"{name}." for name in _names(config.get("classifier")))
     if missing := [name for name in model.state_dict() if name not in state and not name.startswith(heads)]:
         raise CheckpointError(f"{WEIGHTS}: lacks {listed(missing, 1)} of the model that {CONFIG} describes")
@@ -135,6 +136,7 @@ def _check_complete(state: Mapping[str, Tensor], model: nn.Module, config: Mappi
     same = {name: tensor for name, tensor in state.items() if not name.startswith(adapted)}
     if problem := next(misfits(model, same, lacking=model.state_dict()), None):
         raise CheckpointError(f"{WEIGHTS}: {problem}")
+    return state
 
 
 def _flat(name: str) -> str:

@@ -19,12 +19,10 @@ from ..progress import Notify, silent
 from ..records import Record, adapter
 from ..tables import counted
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
-from .folder import CONFIG, WEIGHTS, FolderConfig, check_stamp, check_tensors, read_folder
+from .folder import CONFIG, WEIGHTS, FolderConfig, check_stamp, check_tensors, read_folder, read_stamp
 from .inspection import position_sets
 from .load import buildable, rebuilt
-from .stamp import read_stamp
 
-VERIFICATION_FORMAT = 1
 MOST_SECONDS = 600.0  # for the process that rebuilds the model
 FRESH_PROCESS = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -45,9 +43,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification(Record):
-    """All checks of one folder."""
-
-    format: int = VERIFICATION_FORMAT
+    format: int = 1
     folder: str
     ok: bool
     checks: tuple[Check, ...]
@@ -83,17 +79,16 @@ Rebuild = Callable[[Path, bool], list[Check]]  # folder, and whether to trust it
 def verify_folder(
     folder: str | Path, *, trust_code: bool = False, rebuild: Rebuild | None = None, notify: Notify = silent
 ) -> Verification:
-    """Check a checkpoint folder: its files, that they belong together, and that the model they describe can be had.
+    """Check a checkpoint folder: its files, that they belong together, and the model they describe, by `rebuild`.
 
-    An edited report or model card is its user's business. Without `trust_code`, only a model of timm or torchvision is
-    rebuilt, by `rebuild`, or in a fresh process.
+    An edited report or model card is its user's business.
     """
     folder, checks = check_folder(Path(folder)), Checks()
     notify("checking the files")
     config = checks.attempt(folder / CONFIG, lambda: read_folder(folder))
     if _check_weights(checks, folder / WEIGHTS, config) and config is not None:
         try:
-            buildable(config.source, folder, trust_code=trust_code)
+            buildable(config, trust_code=trust_code)
         except DclsConvertError as error:
             checks.skip("model", one_line(error))
         else:
@@ -112,8 +107,8 @@ def _check_weights(checks: Checks, path: Path, config: FolderConfig | None) -> b
     stamp, state = content
     if config is not None:
         before = len(checks)
-        checks.attempt(path, lambda: check_stamp(stamp, config, path))
-        checks.attempt(path, lambda: check_tensors(state, config, path))
+        checks.attempt(path, lambda: check_stamp(stamp, config))
+        checks.attempt(path, lambda: check_tensors(state, config))
         if stamp is None and config.tensors is None:
             checks.add(WEIGHTS, ["has no metadata of dcls-convert: nothing says that it belongs to this folder"], "")
         if len(checks) == before:
@@ -129,14 +124,8 @@ def _check_weights(checks: Checks, path: Path, config: FolderConfig | None) -> b
     return True
 
 
-# The model, in a process of its own.
-
-
 def rebuild_in_fresh_process(folder: Path, trust_code: bool, *, seconds: float = MOST_SECONDS) -> list[Check]:
-    """The checks of `rebuild_here`, by a new Python that knows nothing but the folder.
-
-    It has this process's import path and working directory, so that it finds models of the user's own.
-    """
+    """The checks of `rebuild_here`, by a new Python with this process's import path, for models of the user's own."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "checks.json"
         path = json.dumps([str(entry) for entry in sys.path])
@@ -167,7 +156,7 @@ def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
     """Build the model of a folder that can be read; check names, shapes and outputs."""
     checks, path = Checks(), folder / WEIGHTS
     config, state, stamp = read_folder(folder), load_file(path), read_stamp(path)
-    source = buildable(config.source, folder, trust_code=trust_code)
+    source = buildable(config, trust_code=trust_code)
 
     def take_precision_(model: nn.Module) -> None:  # in which the outputs were stored
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -180,8 +169,7 @@ def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
     checks.add("model", [], f"{shown(source.name)} rebuilt; all {len(state)} tensors fit")
     stored = stamp.fingerprint if stamp is not None else None
     if stored is None or stored.outputs is None:
-        reason = f": {stored.reason}" if stored is not None else ""
-        checks.skip("outputs", f"none were stored when it was saved{reason}")
+        checks.skip("outputs", f"none were stored when it was saved{f': {stored.reason}' if stored else ''}")
         return checks
     outputs = take_fingerprint(model.eval(), config.input_size)
     apart, tolerance = deviation(outputs, stored), TOLERANCES[stored.dtype]

@@ -25,8 +25,7 @@ def diff(
         check_folder(folder)
     with console.steps("diff", lines=False) as notify:
         notify("reading")  # which begins with imports of some seconds
-        from ..checkpoints.folder import WEIGHTS, read_plan
-        from ..checkpoints.stamp import read_tensors, tensors_hash
+        from ..checkpoints.folder import WEIGHTS, read_plan, read_tensors, tensors_hash
         from ..records import write_json
 
         differences = read_plan(checkpoint).diff(read_plan(other))

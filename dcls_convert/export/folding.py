@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ class Folded(Record):
     format: str
     checkpoint: str
     output: str
-    kind: str  # "stock timm", "dcls", "onnx" or "pt2"
+    kind: str = ""  # "stock timm", "dcls", "onnx" or "pt2"
     relative_error: float  # the largest between the checkpoint's model and what was made of it
-    loading: str  # the lines of Python that load it
+    loading: str = ""  # the lines of Python that load it
     layers: int
     params_before: int
     params_after: int
@@ -46,36 +46,24 @@ class Folded(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Folding:
-    """A folded model, what it must give, and where it goes."""
+    """A folded model, and what it must give."""
 
-    format: str
-    checkpoint: Path
-    output: Path
-    force: bool
-    notify: Notify
     model: nn.Module
-    plan: ConversionPlan  # with `folded` set
+    plan: ConversionPlan  # of the checkpoint
     images: tuple[Tensor, ...]  # one tensor for each batch size of BATCHES
     outputs: tuple[Any, ...]  # of the checkpoint's own model for them
-    error: float  # of folding
-    params_before: int
-    was_folded: bool
+    folded: Folded  # what is known before anything is written
+    force: bool
+    notify: Notify
+
+    @property
+    def output(self) -> Path:
+        return Path(self.folded.output)
 
     def record(self, kind: str, error: float, loading: str, **more: Any) -> Folded:
         """What was written, with `error`; `loading` are lines of Python, with `{folder}` for the output."""
-        return Folded(
-            format=self.format,
-            checkpoint=str(self.checkpoint),
-            output=str(self.output),
-            kind=kind,
-            relative_error=max(error, self.error),
-            loading=filled(loading, self.output),
-            layers=len(self.plan.layers),
-            params_before=self.params_before,
-            params_after=sum(p.numel() for p in self.model.parameters()),
-            input_size=self.plan.input_size or (),
-            **more,
-        )
+        error = max(error, self.folded.relative_error)
+        return replace(self.folded, kind=kind, relative_error=error, loading=filled(loading, self.output), **more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +96,7 @@ def run_model(model: Exported, batches: Sequence[Tensor], what: str) -> tuple[An
 
 def export_file(folding: Folding, bound: float, export: Export, loading: str) -> Folded:
     """Write one file, for any batch size if the model allows it, else for one image; run it before it is kept."""
-    what = f"the export to {folding.format}"
+    what = f"the export to {folding.folded.format}"
 
     def error_of(path: Path, count: int) -> float:  # for as many of BATCHES
         try:
@@ -124,9 +112,9 @@ def export_file(folding: Folding, bound: float, export: Export, loading: str) ->
     with new_file(folding.output, force=folding.force) as partial:
         folding.notify("exporting")
         try:
-            return folding.record(folding.format, error_of(partial, len(BATCHES)), loading)
+            return folding.record(folding.folded.format, error_of(partial, len(BATCHES)), loading)
         except DclsConvertError as reason:
             for leftover in partial.parent.iterdir():
                 leftover.unlink()
             folding.notify("exporting again, for one image at a time")
-            return folding.record(folding.format, error_of(partial, 1), loading, batch=1, note=str(reason))
+            return folding.record(folding.folded.format, error_of(partial, 1), loading, batch=1, note=str(reason))

@@ -5,7 +5,6 @@ The table of formats stands here. Whatever is written has first given the output
 
 import importlib.util
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -66,18 +65,16 @@ def fold_checkpoint(
     outputs = run_model(model, images, f"{checkpoint}: its model")
     fold_to_dense_(model)
     folded = run_model(model, images, "the folded model")
-    folding = Folding(
+    record = Folded(
         format=format,
-        checkpoint=checkpoint,
-        output=output,
-        force=force,
-        notify=notify,
-        model=model,
-        plan=replace(plan, folded=True),
-        images=images,
-        outputs=outputs,
-        error=check_equal(outputs, folded, bound=FOLDING_BOUND, what=f"{checkpoint}: folding"),
+        checkpoint=str(checkpoint),
+        output=str(output),
+        relative_error=check_equal(outputs, folded, bound=FOLDING_BOUND, what=f"{checkpoint}: folding"),
+        layers=len(plan.layers),
         params_before=params_before,
-        was_folded=plan.folded,
+        params_after=sum(p.numel() for p in model.parameters()),
+        input_size=plan.input_size,
     )
-    return row.write(folding)
+    return row.write(
+        Folding(model=model, plan=plan, images=images, outputs=outputs, folded=record, force=force, notify=notify)
+    )

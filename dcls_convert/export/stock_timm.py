@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ LOAD_BY_TIMM = 'import timm\n\nmodel = timm.create_model("local-dir:{folder}", p
 def write(folding: Folding) -> Folded:
     """Write a folder that timm loads without this package; if timm cannot, a folded checkpoint of this package."""
     folding.notify("looking for timm's own arguments")
-    model, plan, output = folding.model, folding.plan, folding.output
+    model, plan, output = folding.model, replace(folding.plan, folded=True), folding.output
     report = measure_report(model, plan)
     try:
         kernel_args = find_kernel_args(model, plan)
@@ -49,8 +50,8 @@ def write(folding: Folding) -> Folded:
                 error = check_equal(folding.outputs, outputs, bound=FOLDING_BOUND, what=what)
         return folding.record("stock timm", error, LOAD_BY_TIMM, kernel_args=kernel_args)
     except (ModelError, ComparisonError) as reason:
-        if folding.was_folded:
-            raise DclsConvertError(f"{folding.checkpoint} is folded already, and {reason}") from reason
+        if folding.plan.folded:
+            raise DclsConvertError(f"{folding.folded.checkpoint} is folded already, and {reason}") from reason
         folding.notify(f"writing {output}, a checkpoint of this program")
         save_converted(model, plan, output, report=report, force=folding.force)
         return folding.record("dcls", 0.0, loading_code(plan.model), note=str(reason))

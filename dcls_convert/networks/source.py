@@ -38,6 +38,7 @@ REFUSED_WORDS = frozenset(
     "cache cfg checkpoint config dir file filename folder hub overlay pretrained root source url weights".split()
 )
 REFUSED_CHARACTERS = frozenset("/\\:")  # of paths and urls
+FILLING = {getattr(torch.Tensor, f"{name}_") for name in "uniform normal erfinv mul add clamp fill zero".split()}
 
 
 class _EndlessError(ModelError):
@@ -171,7 +172,7 @@ def build_model(
     with seeded(seed), warnings.catch_warnings(action="ignore"):
         for way in (torch.device("meta"), _EmptyWeights()) if device == "meta" and not pretrained else ():
             try:
-                with way:
+                with way, _Unfilled():
                     return _build(source, pretrained=False)
             except _EndlessError:
                 raise
@@ -271,6 +272,13 @@ class _EmptyWeights(TorchFunctionMode):
         if func is torch.empty and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
+
+
+class _Unfilled(TorchFunctionMode):
+    """Skip initial values of meta tensors: torch would calculate their shapes in Python, operation by operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return args[0] if func in FILLING and args[0].is_meta else func(*args, **(kwargs or {}))
 
 
 def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ..checkpoints.folder import WEIGHTS, read_folder, the_plan
+from ..checkpoints.folder import WEIGHTS, read_folder, read_tensors, the_plan
 from ..checkpoints.inspection import Inspection, inspect_folder, inspect_positions
 from ..checkpoints.load import buildable, load_converted
-from ..checkpoints.stamp import read_tensors
 from ..errors import DclsConvertError, one_line
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
@@ -63,9 +62,9 @@ def pictures_of_folder(
     track = None if history is None else read_history(history)
     inspection = inspect_folder(folder)
     config = read_folder(folder)
-    plan, model, reason = the_plan(config, folder), None, None
+    plan, model, reason = the_plan(config), None, None
     try:
-        source = buildable(config.source, folder, trust_code=trust_code)
+        source = buildable(config, trust_code=trust_code)
     except DclsConvertError as error:
         reason = one_line(error)
         state: Mapping[str, Tensor] = dict(read_tensors(folder / WEIGHTS))

@@ -1,3 +1,4 @@
+import copy
 import shutil
 from pathlib import Path
 
@@ -5,17 +6,29 @@ import pytest
 
 from dcls_convert import load_converted, save_converted
 
-from .folders import convert, outputs
+from .folders import convert, outputs, save
 
-KINDS = {"good": {}, "seed": {"seed": 5}, "size": {"size": 11}, "gauss": {"interpolation": "gaussian"}}
+KINDS = {"seed": {"seed": 5}, "size": {"size": 11}, "gauss": {"interpolation": "gaussian"}}
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory):
+def _converted():
+    return convert()
+
+
+@pytest.fixture
+def converted(_converted):
+    """A model and its plan, as of the good folder."""
+    return copy.deepcopy(_converted)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory, _converted):
     """A good folder, and others to mix it up with; not to be written to."""
     base = tmp_path_factory.mktemp("good")
+    save_converted(*_converted, base / "good")
     for name, options in KINDS.items():
-        save_converted(*convert(**options), base / name)
+        save(base / name, *convert(**options))
     return base
 
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from dcls_convert import find_convs
 from dcls_convert.checkpoints.fingerprint import Fingerprint, take_fingerprint
-from dcls_convert.checkpoints.stamp import tensors_hash
+from dcls_convert.checkpoints.folder import tensors_hash
 from dcls_convert.networks.source import ModelSource, build_model
 
-from .folders import IMAGE, convert
+from .folders import IMAGE
 
 
 def state_of_the_process():
@@ -47,7 +47,7 @@ def test_the_process_stays_as_it_was(monkeypatch, call):
 
 
 class Counting(nn.Module):
-    """Counts its calls, also by another tensor in a buffer's place, and draws random numbers."""
+    """Counts its calls, also by another tensor in a buffer's place, draws random numbers, and depends on threads."""
 
     def __init__(self):
         super().__init__()
@@ -57,11 +57,12 @@ class Counting(nn.Module):
     def forward(self, x):
         self.calls += 1
         self.last = torch.ones(1)
-        return x + torch.rand(())
+        return x + torch.rand(()) + torch.get_num_threads()
 
 
-def test_the_model_stays_as_it_was():
-    model, _ = convert()
+def test_the_model_stays_as_it_was_and_its_outputs_do_not_depend_on_the_process(converted):
+    """Neither on autocast nor on the state of the generator nor on the number of threads, which comes back."""
+    model, _ = converted
     model.train()
     model.stem.eval()
     model.stem.insert(0, nn.BatchNorm2d(3))
@@ -69,10 +70,13 @@ def test_the_model_stays_as_it_was():
     buffers = list(model.buffers())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     flags = {name: module.training for name, module in model.named_modules()}
-    first = take_fingerprint(model, IMAGE)
+    first, threads = take_fingerprint(model, IMAGE), torch.get_num_threads()
     with torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16):
         torch.manual_seed(123)
-        assert take_fingerprint(model, IMAGE) == first
+        torch.set_num_threads(threads + 2)
+        other, after = take_fingerprint(model, IMAGE), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    assert (other, after) == (first, threads + 2)
     assert first.outputs
     assert {name: module.training for name, module in model.named_modules()} == flags
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

@@ -10,7 +10,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 import dcls_convert
-from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion, predict_report, save_converted
+from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion
 from dcls_convert.checkpoints.folder import read_plan
 from dcls_convert.checkpoints.inspection import inspect_folder, position_sets
 from dcls_convert.errors import CheckpointError
@@ -19,19 +19,13 @@ from dcls_convert.surgery.fold import fold_to_dense_
 
 from ..command_line import run
 from ..conftest import TINY
-from .folders import IMAGE, convert, edit_tensors
+from .folders import IMAGE, convert, edit_tensors, save
 
 
-def saved(folder, model, plan):
-    return save_converted(model, plan, folder, report=predict_report(plan), fingerprint=False)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"tie": "none"}, {"interpolation": "gaussian"}, {"size": (9, 11)}, {"scope": "stage"}]
-)
+@pytest.mark.parametrize("options", [{"tie": "none"}, {"interpolation": "gaussian", "size": (9, 11), "scope": "stage"}])
 def test_rows_are_those_of_the_model(tmp_path, options):
     model, plan = convert(**options)
-    inspection = inspect_folder(saved(tmp_path / "out", model, plan))
+    inspection = inspect_folder(save(tmp_path / "out", model, plan, fingerprint=False))
     names = [name for row in inspection.positions for name in row.layers]
     assert sorted(names) == sorted(layer.name for layer in plan.layers)
     assert [row.name for row in inspection.positions if row.tied] == [group.name for group in plan.tie_groups]
@@ -67,7 +61,7 @@ def test_dense_axes_and_models_of_the_users_own(tmp_path):
     )
     plan = plan_conversion(find_convs(model, IMAGE), rules)
     apply_plan_(model, plan, init="random", positions="uniform")
-    (row,) = inspect_folder(saved(tmp_path / "own", model, plan)).positions
+    (row,) = inspect_folder(save(tmp_path / "own", model, plan)).positions
     assert (row.name, row.dense_axes, row.kernels, row.elements) == ("1", (0,), 4 * 3, 4 * 3 * 2)
     assert row.spread == spread(model[1].positions)
     assert row.border_share == border_share(model[1].positions, (9,))
@@ -125,11 +119,11 @@ def test_the_command_has_a_row_for_every_tensor_in_text_and_json(folders, monkey
     assert data["positions"][1]["layers"] == ["stages.1.blocks.0.conv_dw", "stages.1.blocks.1.conv_dw"]
 
 
-def test_a_folded_folder_has_no_positions_any_more(tmp_path):
-    model, plan = convert()
+def test_a_folded_folder_has_no_positions_any_more(converted, tmp_path):
+    model, plan = converted
     fold_to_dense_(model)
     plan = replace(plan, folded=True)
     assert position_sets(plan) == ()
-    folder = saved(tmp_path / "folded", model, plan)
+    folder = save(tmp_path / "folded", model, plan)
     line = f"error: {folder}: is folded into plain convolutions, which have no positions\n"
     assert run("inspect", folder, "--json", code=2) == ("", line)

@@ -13,7 +13,7 @@ import timm
 import torch
 
 import dcls_convert
-from dcls_convert import ModelError, load_converted, save_converted
+from dcls_convert import ModelError, load_converted
 from dcls_convert.checkpoints.folder import CONFIG
 from dcls_convert.checkpoints.inspection import inspect_folder
 from dcls_convert.export.formats import fold_checkpoint
@@ -21,7 +21,7 @@ from dcls_convert.networks.source import ModelSource, build_model, check_source,
 
 from ..audit_hook import watched
 from ..conftest import TINY
-from .folders import convert, edit_json, hub_cache, outputs, problems, same_states, seal, verify
+from .folders import convert, edit_json, hub_cache, outputs, problems, same_states, save, seal, verify
 
 # What a folder may try: the plan's model, and its arguments. CANARY is a file that must not appear or be opened.
 MODELS = {
@@ -54,7 +54,11 @@ ARGUMENTS = {
     "act_layer": "../CANARY",
     "block": {"inner": [{"source": "x"}]},
 }
-ATTACKS = MODELS | {f"argument {name}": (f"timm:{TINY}", {name: value}) for name, value in ARGUMENTS.items()}
+OF_TIMM = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")  # its factory's
+ATTACKS = {
+    name: MODELS[name] for name in ("os.system", "torch.load", "module", "local-dir", "our own entry", "no model")
+}
+ATTACKS |= {f"argument {name}": (f"timm:{TINY}", {name: ARGUMENTS[name]}) for name in (*OF_TIMM, "act_layer")}
 REFUSALS = (
     "is not the name of a model of timm or torchvision|is not allowed|does not say how its model is built|"
     "is not a model by itself|"
@@ -140,7 +144,7 @@ def own(tmp_path, monkeypatch):
     )
     source = ModelSource(name="trusted_module:build", args={"num_classes": 3})
     model, plan = convert(args=source.args)
-    return model, save_converted(model, replace(plan, model=source.name), tmp_path / "own")
+    return model, save(tmp_path / "own", model, replace(plan, model=source.name))
 
 
 def test_code_of_the_users_own_runs_where_it_is_trusted_or_given_as_an_object(own):
@@ -157,6 +161,9 @@ def test_plain_arguments_of_registered_models_alone_are_allowed():
     plain = {"rate": 0.1, "img_size": [64, 64], "dims": (1, 2), "act_layer": "relu", "kw": {"a": None, "b": True}}
     check_source(ModelSource(name=f"timm:{TINY}", args=plain))
     check_source(ModelSource(name="timm:convnext_tiny.fb_in22k"))
+    for name, _ in MODELS.values():
+        with pytest.raises(ModelError):
+            check_source(ModelSource(name=name or ""))
     more = [("depth", 10**9), ("depths", [3, 10**9]), ("layer", torch.nn.ReLU), ("x", 1j), ("x", {1: 2})]
     for name, value in [*ARGUMENTS.items(), *more]:
         with pytest.raises(ModelError):

@@ -1,8 +1,6 @@
 import pytest
 
-from dcls_convert import save_converted
-
-from ..checkpoints.folders import convert
+from ..checkpoints.folders import convert, save
 from .networks import Branching, ByImage, Plain, checkpoint_of
 
 
@@ -12,8 +10,8 @@ def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     for factory in (Plain, ByImage, Branching):
         checkpoint_of(factory, folder / factory.__name__)
-    save_converted(*convert(), folder / "convnext")
-    save_converted(*convert("timm:test_efficientnet"), folder / "efficientnet")
+    save(folder / "convnext", *convert(), fingerprint=False)
+    save(folder / "efficientnet", *convert("timm:test_efficientnet"), fingerprint=False)
     return folder
 
 

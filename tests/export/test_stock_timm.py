@@ -12,7 +12,7 @@ import torch
 from timm.models import save_for_hf
 
 import dcls_convert.export
-from dcls_convert import load_converted, predict_report, save_converted
+from dcls_convert import load_converted, predict_report
 from dcls_convert.checkpoints.folder import CARD, CONFIG, FILES, REPORT, WEIGHTS
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.export.formats import fold_checkpoint
@@ -20,7 +20,7 @@ from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.outputs import relative_error
 from dcls_convert.planning.rules import parse_rules
 
-from ..checkpoints.folders import IMAGE, convert, outputs
+from ..checkpoints.folders import IMAGE, convert, outputs, save
 from ..conftest import TINY
 from .test_formats import FLOAT32_ERROR
 
@@ -81,7 +81,7 @@ def test_stock_timm_loads_a_folded_convnext(checkpoints):
 
 def test_stock_timm_gets_a_size_a_stage_and_the_models_own_arguments(tmp_path):
     model, plan = convert(args={"num_classes": 7, "in_chans": 1}, rules=parse_rules(LATE_STAGES), size=None)
-    save_converted(model, plan, tmp_path / "in")
+    save(tmp_path / "in", model, plan, fingerprint=False)
     written = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
     assert (written.kind, written.kernel_args) == ("stock timm", {"kernel_sizes": [7, 11, 9, 9]})
     loaded = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
@@ -89,11 +89,10 @@ def test_stock_timm_gets_a_size_a_stage_and_the_models_own_arguments(tmp_path):
     assert relative_error(outputs(model, 1), outputs(loaded, 1)) < FLOAT32_ERROR
 
 
-@pytest.mark.parametrize("window", [9, 3])
-def test_windows_of_the_kernels_size_need_no_argument(tmp_path, window):
-    save_converted(*convert("timm:test_resnet", window), tmp_path / "in")
+def test_windows_of_the_kernels_size_need_no_argument(tmp_path):
+    save(tmp_path / "in", *convert("timm:test_resnet", 3), fingerprint=False)
     written = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
-    assert (written.kind, written.kernel_args) == (("stock timm", {}) if window == 3 else ("dcls", None))
+    assert (written.kind, written.kernel_args) == ("stock timm", {})
 
 
 def test_shapes_that_fit_are_not_enough_for_stock_timm(tmp_path, monkeypatch, checkpoints):
@@ -140,14 +139,15 @@ def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
 
 
 def test_folders_of_both_kinds_are_replaced_by_force(tmp_path, checkpoints):
-    for first, second in [("convnext", "efficientnet"), ("efficientnet", "convnext")]:
-        fold_checkpoint(checkpoints / first, "timm", tmp_path / first)
-        with pytest.raises(DclsConvertError, match="already exists"):
-            fold_checkpoint(checkpoints / second, "timm", tmp_path / first)
-        kind = fold_checkpoint(checkpoints / second, "timm", tmp_path / first, force=True).kind
-        assert (kind == "stock timm") is (second == "convnext")
-        assert (tmp_path / first / REPORT).exists() is (second == "efficientnet")
-    assert {path.name for path in tmp_path.iterdir()} == {"convnext", "efficientnet"}
+    out = tmp_path / "out"
+    for name in ("convnext", "Plain", "convnext"):
+        if out.exists():
+            with pytest.raises(DclsConvertError, match="already exists"):
+                fold_checkpoint(checkpoints / name, "timm", out, trust_code=True)
+        kind = fold_checkpoint(checkpoints / name, "timm", out, force=True, trust_code=True).kind
+        assert kind == ("stock timm" if name == "convnext" else "dcls")
+        assert (out / REPORT).exists() is (name == "Plain")
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_a_folder_of_weights_by_another_program_is_not_replaced(tmp_path, checkpoints):

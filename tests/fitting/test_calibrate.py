@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dcls_convert import DclsConvertError, apply_plan_, calibrate, convert_, find_convs, plan_conversion
-from dcls_convert.checkpoints.stamp import tensors_hash
+from dcls_convert.checkpoints.folder import tensors_hash
 from dcls_convert.fitting import warm_start
 from dcls_convert.fitting.images import Calibration
 from dcls_convert.planning.rules import parse_rules
