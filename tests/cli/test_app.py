@@ -24,18 +24,11 @@ from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline import Job
 from dcls_convert.planning.rules import load_rules
 
-from ..command_line import run
+from ..command_line import NET, net, run
 from ..conftest import TINY
 
 SMALL = ("--input-size", "3x32x32")  # for speed
-
-OWN_MODULE = """
-from torch import nn
-
-def build(num_classes=3):
-    convs = [nn.Conv2d(8, 8, 3, padding=1, groups=8) for _ in range(2)]
-    return nn.Sequential(nn.Conv2d(3, 8, 1), *convs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
-"""
+PLAN = ("--dilated-size", 9, *SMALL, "--dry-run", "--json")
 
 
 def test_main_job():
@@ -51,8 +44,8 @@ def test_main_job():
     assert load_converted(f"{TINY}-dcls17-tuned").num_classes == names["model"].num_classes == 10
 
 
-@pytest.mark.parametrize("name", ['it\'s a "b"', "two\nlines\\{brace}é\x1b[0m"])
-def test_what_is_to_be_pasted_is_python_whatever_the_folder_is_called(name):
+def test_what_is_to_be_pasted_is_python_whatever_the_folder_is_called():
+    name = 'it\'s a "b",\nlines\\{brace}é\x1b[0m'
     out, _ = run(TINY, *SMALL, "--dilated-size", 9, "--output", name)
     snippet = re.search(r"Fine-tune it:\n\n(.*)", out, re.DOTALL)[1]
     exec("\n".join(line[4:] for line in snippet.splitlines()), {})
@@ -61,7 +54,7 @@ def test_what_is_to_be_pasted_is_python_whatever_the_folder_is_called(name):
 
 def test_two_checkpoints_are_compared():
     for folder, options in {"a": [], "b": ["--seed", 1], "c": ["--scope", "stage", "--budget", 90]}.items():
-        run(TINY, *SMALL, "--dilated-size", 9, "--output", folder, *options)
+        run(NET, *SMALL, "--dilated-size", 9, "--output", folder, *options)
     assert run("diff", "a", "a")[0] == "plans: the same\nweights: the same\n"
     assert run("diff", "a", "b")[0] == "plans: the same\nweights: other values\n"
     damaged = bytearray(Path("b/model.safetensors").read_bytes())
@@ -79,14 +72,14 @@ def test_two_checkpoints_are_compared():
 
 
 def test_a_budget_may_have_its_unit():
-    with_unit, without = (run(TINY, "--budget", budget, "--dry-run", "--json")[0] for budget in ("90%", "90"))
-    assert with_unit == without != run(TINY, "--dry-run", "--json")[0]
+    with_unit, without = (run(NET, "--budget", budget, *PLAN)[0] for budget in ("90%", "90"))
+    assert with_unit == without != run(NET, *PLAN)[0]
 
 
-@pytest.mark.parametrize("arguments", [["--dilated-size", "9", TINY], ["convert", "--dilated-size", "9", TINY]])
+@pytest.mark.parametrize("arguments", [["--dilated-size", "9", NET], ["convert", "--dilated-size", "9", NET]])
 def test_convert_is_the_default_command(arguments):
     run(*arguments, "--quiet")
-    assert Path(f"{TINY}-dcls9", "config.json").is_file()
+    assert Path("net-dcls9", "config.json").is_file()
 
 
 def test_every_planning_option_is_an_argument_of_the_commands_that_plan():
@@ -127,14 +120,14 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
 
 
 def test_a_plan_is_carried_out_on_other_weights_of_the_same_model():
-    run(TINY, *SMALL, "--budget", "60", "--output", "first", "--quiet")
-    run(TINY, "--plan", "first", "--seed", "1", "--output", "second", "--quiet")
+    run(NET, *SMALL, "--dilated-size", "9", "--budget", "60", "--output", "first", "--quiet")
+    run(NET, "--plan", "first", "--seed", "1", "--output", "second", "--quiet")
     first, second = (json.loads(run("inspect", folder, "--plan")[0]) for folder in ("first", "second"))
     assert first == second
     assert first["share"] == "3/5"
     assert Path("first/model.safetensors").read_bytes() != Path("second/model.safetensors").read_bytes()
-    run("resnet18", "--plan", "first", code=2)
-    run(TINY, "--num-classes", "5", "--plan", "first", code=2)
+    run(TINY, "--plan", "first", code=2)
+    run(NET, "--num-classes", "5", "--plan", "first", code=2)
 
 
 def test_json_is_all_of_stdout_and_a_dry_run_predicts_it_without_weights(monkeypatch):
@@ -162,16 +155,16 @@ def test_quiet_prints_the_folder_alone_and_sizes_name_it():
         "format: 1\nrules:\n- {match: {stage: stages.0}, dilated_kernel_size: 9}\n- {match: {kind: depthwise}}\n"
     )
     for folder, *options in [
-        ("dcls17",),
+        ("dcls17", "--dilated-size", "17"),
         ("dcls9x11", "--dilated-size", "9x11"),
         ("dcls", "--rules", "rules.yaml", "--dilated-size", "11"),
     ]:
-        assert run(TINY, *SMALL, *options, "--quiet") == (f"{TINY}-{folder}\n", "")
+        assert run(NET, *SMALL, *options, "--quiet") == (f"net-{folder}\n", "")
 
 
 def test_own_factory_is_run_with_its_arguments():
-    Path("mymodel.py").write_text(OWN_MODULE)
-    out, _ = run("mymodel:build", "--num-classes", "5", "--dilated-size", "7", "--input-size", "3x32x32", "--seed", "3")
+    Path("mymodel.py").write_text(f"from {net.__module__} import net as build")
+    out, _ = run("mymodel:build", "--num-classes", "5", "--dilated-size", "7", *SMALL, "--seed", "3")
     assert 'load_converted("build-dcls7", trust_code=True)' in out
     sys.modules.pop("mymodel")
     model = load_converted("build-dcls7", trust_code=True)
@@ -192,11 +185,11 @@ def test_rules_commands():
     assert names == {"conv3x3", "dense3x3", "dense3x3x3", "depthwise"}
     Path("copy.yaml").write_text(run("rules", "show", "depthwise")[0])
     assert "whether they fit a model, --model MODEL tells" in run("rules", "check", "copy.yaml")[0]
-    out, _ = run("rules", "check", "copy.yaml", "--model", TINY)
-    assert "depthwise: converts 9 of 13 convolutions" in out
+    out, _ = run("rules", "check", "copy.yaml", "--model", NET)
+    assert "depthwise: converts 4 of 5 convolutions" in out
     assert "states no size" not in out
     Path("no_size.yaml").write_text("format: 1\nrules: [{match: {kind: depthwise}}]\n")
-    assert "a rule states no size" in run("rules", "check", "no_size.yaml", "--model", TINY)[0]
+    assert "a rule states no size" in run("rules", "check", "no_size.yaml", "--model", NET)[0]
     assert json.loads(run("rules", "schema")[0])["title"] == "RuleSet"
 
 
