@@ -6,7 +6,7 @@ A command that has a parameter of the class `Network` or `PlanOptions` gets an a
 import functools
 import inspect
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,7 +78,7 @@ def number(
 
 def _sides(text: str, counts: range, what: str) -> tuple[int, ...]:
     """ "17x9" -> (17, 9)."""
-    sides = tuple(map(int, text.lower().split("x"))) if re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4})*", text.lower()) else ()
+    sides = tuple(map(int, re.split("[xX]", text))) if re.fullmatch(r"[0-9]{1,4}([xX][0-9]{1,4})*", text) else ()
     if len(sides) not in counts or 0 in sides:
         raise typer.BadParameter(f"'{shown(text)}' is not {what}")
     return sides
@@ -226,29 +226,24 @@ class Network:
 def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> Callable[..., None]:
     """Give a command an argument for each field of `Network` and `PlanOptions`, where it has a parameter of theirs.
 
-    The rules are read here; an option that another one makes idle is refused. Planning options in `but` keep their
-    defaults.
+    Planning options in `but` keep their defaults.
     """
-
-    def arguments(parameters: Iterable[inspect.Parameter]) -> Iterator[inspect.Parameter]:
-        for parameter in parameters:
-            if parameter.annotation is PlanOptions:
-                yield from (each.replace(annotation=PLANNING[each.name]) for each in planning)
-            elif parameter.annotation is Network:
-                yield from arguments(of_network)
-            else:
-                yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-
-    signature = inspect.signature(command, eval_str=True)
-    of_network = list(inspect.signature(Network, eval_str=True).parameters.values())
-    planning = [parameter for parameter in PLAN_PARAMETERS if parameter.name not in but]
-    parameters = list(arguments(signature.parameters.values()))
+    planning = [each.replace(annotation=PLANNING[each.name]) for each in PLAN_PARAMETERS if each.name not in but]
+    of_network = inspect.signature(Network, eval_str=True).parameters
+    network = [each for name, own in of_network.items() for each in (planning if name == "options" else [own])]
+    records: dict[Any, list[inspect.Parameter]] = {PlanOptions: planning, Network: network}
+    own = inspect.signature(command, eval_str=True).parameters
+    parameters = [
+        each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in own.values()
+        for each in records.get(parameter.annotation, [parameter])
+    ]
 
     @functools.wraps(command)
     def call(**values: Any) -> None:
-        values["options"] = _planning({parameter.name: values.pop(parameter.name) for parameter in planning})
-        if "network" in signature.parameters:
-            values["network"] = Network(**{parameter.name: values.pop(parameter.name) for parameter in of_network})
+        values["options"] = _plan_options({each.name: values.pop(each.name) for each in planning})
+        if "network" in own:
+            values["network"] = Network(**{name: values.pop(name) for name in of_network})
         command(**values)
 
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -256,7 +251,8 @@ def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> C
     return call
 
 
-def _planning(values: Mapping[str, Any]) -> PlanOptions:
+def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
+    """Read the rules; refuse an option that another one makes idle."""
     options = PlanOptions(**values)
     if options.kernel_count != AUTO and (options.scope, options.budget) != (PlanOptions().scope, DEFAULT_BUDGET):
         raise DclsConvertError("--kernel-count states the count, so --budget and --scope would have no effect")

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..files import PLOT_LIBRARY, can_plot, check_folder, check_working_folder
+from ..files import PLOT_LIBRARY, can_plot, check_folder
 from ..options import AUTO, ERROR, EXACT, AuthorsVersion, Init, PlanOptions, Positions
 from ..output import check_output
 from . import console
@@ -69,8 +69,6 @@ def convert(
         }
     )
     network.check()
-    if not dry_run:
-        check_working_folder()
     if output is not None:
         check_output(output, force=force, foreign=_not_of_a_checkpoint)
     if plan is not None:

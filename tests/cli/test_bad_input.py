@@ -344,12 +344,3 @@ def broken_files():
 def test_files(given, says):
     broken_files()
     refused(OWN, *shlex.split(given), says=says)
-
-
-def test_a_working_directory_that_is_gone(monkeypatch):
-    Path("here").mkdir()
-    monkeypatch.chdir("here")
-    Path.cwd().rmdir()
-    out, err = run(NET, *SMALL, code=MISTAKE)
-    check_line(out, err, ["output", "working directory"])
-    assert "planning" not in err
