@@ -35,10 +35,6 @@ TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-class _Program(CommandGroup):
-    default_command = "convert"
-
-
 def _completion_asked() -> bool:
     """Whether to add the options for completion; with them, typer imports pydantic for every command."""
     if COMPLETION_VARIABLE in os.environ:  # a shell asks what to complete, and has half the time of a command
@@ -53,7 +49,7 @@ def _completion_asked() -> bool:
 app = typer.Typer(
     name="dcls-convert",
     add_completion=_completion_asked(),
-    cls=_Program,
+    cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
     epilog=EXIT_CODES,

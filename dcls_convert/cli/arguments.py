@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 # Groups of options in --help.
 WHAT, HOW_MANY, WHERE, OUTPUT = "What to convert", "How many elements", "Where they start", "Output"
 
+DEFAULT = "convert"  # command
 MOST_SEED = 2**63 - 1  # of torch.Generator
 
 
@@ -98,21 +99,18 @@ def parse_input_size(text: str) -> tuple[int, ...]:
 
 
 class CommandGroup(TyperGroup):
-    """Commands of which one may be the default. Called alone, the group shows its help."""
-
-    default_command: str | None = None
+    """Commands, of which `convert` is the default where there is one. Called alone, the group shows its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
-        if args and self.default_command and args[0] not in own and args[0] not in self.commands:
-            args = [self.default_command, *args]
+        if args and DEFAULT in self.commands and args[0] not in own and args[0] not in self.commands:
+            args = [DEFAULT, *args]
         return super().parse_args(ctx, args or ["--help"])
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Commands and options, and those of the default command; names of models are many, so not for nothing."""
         items = super().shell_complete(ctx, incomplete)
-        if self.default_command and incomplete:
-            default = self.commands[self.default_command]
+        if incomplete and (default := self.commands.get(DEFAULT)):
             part: Any = default if incomplete.startswith("-") else default.params[0]
             known = {item.value for item in items}
             items += [item for item in part.shell_complete(ctx, incomplete) if item.value not in known]

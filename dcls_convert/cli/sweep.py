@@ -31,8 +31,8 @@ SLOWER = 12  # percent; 17x17 windows in ConvNeXt-T, as in the paper, cost 11.6 
 WIDTH_IN_A_FILE = 160  # columns
 
 
-def list_of(parse: Callable[[str], Any], what: str, step: int = 1) -> Callable[[str], list[Any]]:
-    """A parser: "7..11,17" -> [7, 9, 11, 17] for a step of 2, "7..11..4" -> [7, 11]. Ranges are of integers alone."""
+def list_option(parse: Callable[[str], Any], what: str, help: str, *, metavar: str, step: int = 1) -> Any:
+    """An option for a list: "7..11,17" -> [7, 9, 11, 17] for a step of 2, "7..11..4" -> [7, 11]."""
 
     def parse_list(text: str) -> list[Any]:
         values: dict[Any, None] = {}
@@ -55,7 +55,7 @@ def list_of(parse: Callable[[str], Any], what: str, step: int = 1) -> Callable[[
                     raise typer.BadParameter(f"'{shown(part)}' is not a list of {what}")
         return list(values)
 
-    return parse_list
+    return option(HOW_MANY, help, metavar=metavar, parser=parse_list)
 
 
 def _window(text: str) -> int | tuple[int, ...]:
@@ -64,32 +64,24 @@ def _window(text: str) -> int | tuple[int, ...]:
     return size[0] if isinstance(size, tuple) and len(set(size)) == 1 else size
 
 
-SIZES = option(
-    HOW_MANY,
+SIZES = list_option(
+    _window,
+    f"sizes from 1 to {MOST_SIDE}: 7..23 (each second), 7..23..4 (each fourth), 7,9,13, or 17x9",
     "Windows: 7..23 is each second size (sizes are odd or even as the old kernels), 7..23..4 each fourth.",
     metavar="A..B|N,N",
-    parser=list_of(
-        _window,
-        f"sizes from 1 to {MOST_SIDE}: 7..23 (each second), 7..23..4 (each fourth), 7,9,13, or 17x9",
-        step=2,  # the window and the old kernel must both be odd or both be even
-    ),
+    step=2,  # the window and the old kernel must both be odd or both be even
 )
-COUNTS = option(
-    HOW_MANY,
+COUNTS = list_option(
+    number(int, 1, MOST_COUNT, HOW_MANY, "").parser,
+    f"counts from 1 to {MOST_COUNT}, such as 20,34 or 20..40..5",
     "Elements in a kernel: 20,34 or 20..40..5. Without it, as many as the budget admits.",
     metavar="N,N",
-    parser=list_of(
-        number(int, 1, MOST_COUNT, HOW_MANY, "").parser, f"counts from 1 to {MOST_COUNT}, such as 20,34 or 20..40..5"
-    ),
 )
-BUDGETS = option(
-    HOW_MANY,
+BUDGETS = list_option(
+    number(float, LEAST_PERCENT, MOST_PERCENT, HOW_MANY, "", unit="%").parser,
+    f"percentages from {LEAST_PERCENT} to {MOST_PERCENT}, such as 60%,80%,100%",
     "Budgets in percent of the weights replaced: 60%,80%,100%.",
     metavar="P,P",
-    parser=list_of(
-        number(float, LEAST_PERCENT, MOST_PERCENT, HOW_MANY, "", unit="%").parser,
-        f"percentages from {LEAST_PERCENT} to {MOST_PERCENT}, such as 60%,80%,100%",
-    ),
 )
 BATCH = number(
     int, 1, MOST_BATCH, TIMES, "Images.", metavar="N", show_default=f"{CPU_BATCH} on the CPU, else {GPU_BATCH}"
