@@ -5,7 +5,6 @@ import inspect
 import json
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -38,6 +37,7 @@ def test_main_job():
     assert "random initialisation (seed 0)" in out
     for step in ("planning", "building", "converting", f"writing {TINY}-dcls17"):
         assert f"{TINY}: {step}" in err
+    assert all(line.startswith(f"{TINY}: ") for line in err.splitlines())
     snippet = re.search(r"Fine-tune it:\n\n(.*)", out, re.DOTALL)[1]
     names: dict[str, torch.nn.Module] = {}
     exec("\n".join(line[4:] for line in snippet.splitlines()), names)
@@ -191,19 +191,6 @@ def test_rules_commands():
     Path("no_size.yaml").write_text("format: 1\nrules: [{match: {kind: depthwise}}]\n")
     assert "a rule states no size" in run("rules", "check", "no_size.yaml", "--model", NET)[0]
     assert json.loads(run("rules", "schema")[0])["title"] == "RuleSet"
-
-
-@pytest.mark.processes
-def test_process_with_warnings_as_errors_in_a_pipe_gives_the_same_bytes():
-    """Python -W error, stdout and stderr piped; and equal bytes from another process."""
-    run(TINY, "--quiet", "--output", "here")
-    arguments = [sys.executable, "-W", "error", "-m", "dcls_convert", TINY, "--output", "there"]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "\x1b" not in done.stdout + done.stderr
-    assert all(line.startswith(f"{TINY}: ") for line in done.stderr.splitlines()), done.stderr
-    for file in FILES:
-        assert Path("here", file).read_bytes() == Path("there", file).read_bytes(), file
 
 
 def test_torch_and_torchvision_that_do_not_fit_are_one_line(monkeypatch):
