@@ -13,10 +13,7 @@ MOST_SAID = 10_000  # characters of an error that are looked at
 
 
 class DclsConvertError(ValueError):
-    """A mistake in what the package was given; `str(error)` is one line that says how to mend it.
-
-    What the message quotes may hold anything: all but printable characters are escaped.
-    """
+    """A mistake in what the package was given; `str(error)` is one printable line that says how to mend it."""
 
     exit_code = 2
 
@@ -75,10 +72,7 @@ def printable(text: object, keep: str = "") -> str:
 
 
 def shown(text: object, limit: int = 60) -> str:
-    """What a message or table shows of a text from outside, in at most `limit` columns of a terminal.
-
-    A longer text loses its middle: names begin and end with what tells them apart.
-    """
+    """What a message or table shows of a text, in at most `limit` columns; longer ones lose their middle."""
     text = str(text)
     if len(text) <= limit and cell_len(escaped := printable(text)) <= limit:
         return escaped

@@ -30,10 +30,7 @@ Foreign = Callable[[Path], str | None]  # why an existing path must not be repla
 
 
 def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
-    """Refuse (CheckpointError) an output that could not be written in the end, before any work is done.
-
-    With `force`, something that is there may be replaced, if it is not `foreign`.
-    """
+    """Refuse an output that could not be written in the end. `force` replaces what is there and is not `foreign`."""
     try:
         if path.name in ("", ".."):
             raise CheckpointError(f"output {path}: name a new folder, not one that is there already")
@@ -57,8 +54,7 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
 def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]:
     """A folder to fill. It takes its final name when the block ends well, and vanishes if the block fails.
 
-    With `force` and an old folder there, one of both has the name at every moment, whatever signal comes.
-    CheckpointError as by `check_output`, at the start and at the end, or where it cannot be written.
+    With `force`, an old folder has the name until then. CheckpointError as by `check_output`, or where writing fails.
     """
     with _partial(folder, force, foreign) as new:
         new.mkdir()
@@ -66,11 +62,7 @@ def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]
 
 
 def new_file(path: Path, *, force: bool) -> contextlib.AbstractContextManager[Path]:
-    """A path to write to. The file takes its final name when the block ends well, and vanishes if the block fails.
-
-    Other files that the block writes beside it are published before it, each by itself: a kill between two of them
-    leaves the new ones beside the old main file. With `force`, regular files may be replaced.
-    """
+    """A path to write to, as `new_folder`. Other files that the block writes beside it are published before it."""
     return _partial(path, force, not_a_file)
 
 

@@ -124,9 +124,8 @@ class CommandGroup(TyperGroup):
         return option
 
 
-# What several commands take.
-def checkpoint_argument(metavar: str, help: str) -> Any:
-    return typer.Argument(metavar=metavar, help=help, autocompletion=complete_checkpoints)
+def argument(metavar: str, help: str, complete: Callable[[str], list[str]]) -> Any:
+    return typer.Argument(metavar=metavar, help=help, autocompletion=complete, show_default=False)
 
 
 def image_size(panel: str, help: str) -> Any:
@@ -134,7 +133,8 @@ def image_size(panel: str, help: str) -> Any:
     return option(panel, help, metavar="CxHxW", parser=parse_input_size)
 
 
-Checkpoint = Annotated[Path, checkpoint_argument("CHECKPOINT", "A folder that dcls-convert wrote.")]
+# What several commands take.
+Checkpoint = Annotated[Path, argument("CHECKPOINT", "A folder that dcls-convert wrote.", complete_checkpoints)]
 InputSize = Annotated[Any, image_size(OUTPUT, "Image size for counting MACs; without it, the model's own.")]
 Json = Annotated[bool, option(OUTPUT, "Print one JSON object.", "--json")]
 Csv = Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")]
@@ -174,7 +174,7 @@ PLANNING: dict[str, Any] = {
 class Network:
     """The network to convert, and what of it: the fields of a `Job` that several commands take."""
 
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_models)]
+    model: Annotated[str, argument("MODEL", MODEL_HELP, complete_models)]
     pretrained: Annotated[bool, option(WHAT, PRETRAINED_HELP, "--pretrained")] = False
     checkpoint: Annotated[Path | None, option(WHAT, WEIGHTS_HELP, metavar="FILE")] = None
     num_classes: Annotated[
@@ -222,10 +222,7 @@ class Network:
 
 
 def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> Callable[..., None]:
-    """Give a command an argument for each field of `Network` and `PlanOptions`, where it has a parameter of theirs.
-
-    Planning options in `but` keep their defaults.
-    """
+    """Give a command the fields of `Network` and `PlanOptions` as arguments; those in `but` keep defaults."""
     planning = [each.replace(annotation=PLANNING[each.name]) for each in PLAN_PARAMETERS if each.name not in but]
     of_network = inspect.signature(Network, eval_str=True).parameters
     network = [each for name, own in of_network.items() for each in (planning if name == "options" else [own])]

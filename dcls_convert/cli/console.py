@@ -1,7 +1,6 @@
 """The one way to print: results to stdout, messages and progress to stderr.
 
-Control characters from data are escaped, and characters that an encoding lacks are replaced. A stdout that takes
-nothing is an error of its own; what was written to disk before stays, and is named.
+Control characters from data are escaped, and characters that an encoding lacks are replaced.
 """
 
 import contextlib

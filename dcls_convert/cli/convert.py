@@ -47,13 +47,11 @@ def convert(
     """Replace a model's convolutions, report, and write a checkpoint."""
     trained, calibrated, by_error = network.trained, network.calibrate is not None, network.options.scope == ERROR
     planned = network.options != PlanOptions() or network.input_size is not None
+    written = {"--force": force, "--output": output, "--html": html, "--calibrate": calibrated}
     fits, keeps = init in (AUTO, "fit"), init != "random" and (trained or init == EXACT)
     refuse(
         {
-            "--force has no effect with --dry-run": dry_run and force,
-            "--output has no effect with --dry-run": dry_run and output is not None,
-            "--html has no effect with --dry-run": dry_run and html,
-            "--calibrate has no effect with --dry-run": dry_run and calibrated,
+            **{f"{name} has no effect with --dry-run": dry_run and idle for name, idle in written.items()},
             "--scope error measures what kernels lose; --dry-run reads none": dry_run and by_error,
             "--quiet and --verbose exclude each other": quiet and verbose > 0,
             "--json and --verbose exclude each other; the JSON has every layer": json_ and verbose > 0,

@@ -7,7 +7,7 @@ import typer
 
 from ..options import AUTO, Kind, PlanOptions, Sort
 from . import console
-from .arguments import Csv, InputSize, Json, number, option, refuse, with_records
+from .arguments import Csv, InputSize, Json, argument, number, option, refuse, with_records
 from .completion import complete_models
 
 if TYPE_CHECKING:
@@ -24,17 +24,14 @@ PATTERN_HELP = (
     "Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. Without * ? or [ it is a name, "
     "or else a part of names. Without a pattern, all models of both registries."
 )
-
 KIND_HELP = "Only models of which such convolutions are replaced."
 SORT_HELP = "The least first: before conversion, or elements and layers of the new kernels."
-
-PATTERN = typer.Argument(metavar="PATTERN", help=PATTERN_HELP, show_default=False, autocompletion=complete_models)
 
 
 @with_records
 def models(
     options: PlanOptions,
-    pattern: Annotated[str | None, PATTERN] = None,
+    pattern: Annotated[str | None, argument("PATTERN", PATTERN_HELP, complete_models)] = None,
     input_size: InputSize = None,
     kind: Annotated[Kind | None, option(SHOW, KIND_HELP)] = None,
     sort: Annotated[Sort | None, option(SHOW, SORT_HELP, show_default="as in the registries")] = None,

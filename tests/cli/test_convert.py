@@ -1,7 +1,6 @@
 """`dcls-convert MODEL` on trained weights: what it says at the end, and where that stands."""
 
 import json
-from pathlib import Path
 
 import pytest
 import timm
@@ -70,17 +69,3 @@ def test_scope_error_from_the_command_line_is_read_again_without_fitting(trained
     counts = {layer["name"]: layer["kernel_count"] for layer in report["layers"]}
     model = load_converted(tmp_path / "out")
     assert {name: model.get_submodule(name).kernel_count for name in counts} == counts
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ((), "--scope error needs trained kernels: --pretrained or --checkpoint"),
-        (("--checkpoint", "w", "--dry-run"), "--scope error measures what kernels lose; --dry-run reads none"),
-        (("--checkpoint", "w", "--init", "largest"), "--scope error is for --init fit"),
-    ],
-)
-def test_scope_error_without_kernels_to_fit_is_refused(tmp_path, options, says):
-    Path("w").touch()
-    _, err = run(MODEL, "--dilated-size", 5, "--scope", "error", *options, code=2)
-    assert err.splitlines()[-1] == f"error: {says}"

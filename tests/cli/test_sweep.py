@@ -240,7 +240,6 @@ def test_a_picture_of_the_rows():
         (("--sizes", "7", "--time", "--device", "abc"), "device abc: torch cannot use it here"),
         (("--sizes", "7", "--time", "--device", "meta"), "device meta computes nothing"),
         (("--sizes", "7", "--checkpoint", "nowhere"), "nowhere: there is no such file"),
-        ((), "Missing option '--sizes'"),
     ],
 )
 def test_mistakes_are_one_line(options, says):
