@@ -196,8 +196,8 @@ def test_json_csv_and_the_table_agree():
 
 def test_errors_are_those_of_the_conversions(tmp_path):
     write_trained(tmp_path, narrow(), images=6)
-    options = ("--sizes", "5", "--budgets", "80%,100%", "--checkpoint", "weights.safetensors", "--calibrate", "images")
-    found, _ = sweep(NARROW, *options)
+    trained = ("--checkpoint", "weights.safetensors", "--calibrate", "images")
+    found, _ = sweep(NARROW, "--sizes", "5", "--budgets", "80%,100%", *trained, "--slower", "1000")
     for index, row in enumerate(found["rows"][1:]):
         outcome = report_of(row["command"], "--output", tmp_path / str(index))["outcome"]
         assert {name: row[name] for name in outcome} == outcome
