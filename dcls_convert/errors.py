@@ -5,30 +5,21 @@ A message says where, what was found and what is allowed. The command line print
 
 import difflib
 import json
-import re
 from collections.abc import Iterable
 
 from rich.cells import cell_len
 
 MOST_SAID = 10_000  # characters of an error that are looked at
-NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")  # in messages
 
 
 class DclsConvertError(ValueError):
-    """A mistake in what the package was given; `str(error)` is one line that says how to mend it.
-
-    What the message quotes may hold anything: all but printable characters are escaped.
-    """
+    """A mistake in what the package was given; `str(error)` is one printable line that says how to mend it."""
 
     exit_code = 2
 
     def __init__(self, message: object = "") -> None:
         super().__init__(printable(message))
-
-    @property
-    def on_command_line(self) -> str:
-        """The same, in words for the command line."""
-        return one_line(self)
+        self.on_command_line = str(self)  # the same, in words for the command line
 
 
 class NothingMatchesError(DclsConvertError):
@@ -58,11 +49,7 @@ class OutputExistsError(CheckpointError):
 
     def __init__(self, path: object) -> None:
         super().__init__(f"output {path} already exists; force=True replaces it")
-        self._instead = f"output {path} already exists; --force replaces it, or name another"
-
-    @property
-    def on_command_line(self) -> str:
-        return self._instead
+        self.on_command_line = printable(f"output {path} already exists; --force replaces it, or name another")
 
 
 def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:
@@ -85,10 +72,7 @@ def printable(text: object, keep: str = "") -> str:
 
 
 def shown(text: object, limit: int = 60) -> str:
-    """What a message or table shows of a text from outside, in at most `limit` columns of a terminal.
-
-    A longer text loses its middle: names begin and end with what tells them apart.
-    """
+    """What a message or table shows of a text, in at most `limit` columns; longer ones lose their middle."""
     text = str(text)
     if len(text) <= limit and cell_len(escaped := printable(text)) <= limit:
         return escaped
@@ -121,16 +105,3 @@ def one_line(error: BaseException) -> str:
     except BaseException:  # the exception's own code may raise anything
         text = ""
     return printable(" ".join(text.split()) or type(error).__name__)
-
-
-def exhausted(error: BaseException) -> str | None:
-    """What the system had no more of, in one line; None for any other error.
-
-    Python raises MemoryError; torch, which names the device, C++ and the loader of libraries have their own messages.
-    """
-    said = str(error) if isinstance(error, RuntimeError | ImportError) else ""
-    if of_device := re.match(r"[A-Z]+( backend)? out of memory", said):
-        return of_device[0]
-    if isinstance(error, MemoryError) or any(words in said for words in NO_MEMORY):
-        return "out of memory"
-    return "the system allows no more threads" if "can't start new thread" in said else None

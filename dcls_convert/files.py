@@ -59,14 +59,6 @@ def check_folder(path: Path) -> Path:
     return path
 
 
-def check_working_folder() -> None:
-    """Refuse to write to a folder that is gone."""
-    try:
-        Path.cwd()
-    except OSError as error:
-        raise CheckpointError(f"output: the working directory is gone ({error.strerror})") from error
-
-
 def check_images(folder: Path, what: str = "calibration images") -> None:
     """Refuse what is no folder of images, before any work; the message begins with `what`."""
     if not folder.is_dir():

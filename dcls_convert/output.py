@@ -1,20 +1,17 @@
 """Outputs that appear whole or not at all, whatever interrupts the writing.
 
-An output is made in a folder `.NAME.HOST-PID-xxxx.partial` beside it, and then takes its final name or exchanges names
-with the old output. A killed run may leave that folder; the next run with the same output removes it.
+An output is made in a folder `.NAME.xxxxxxxx.partial` beside it, and then takes its final name or exchanges names with
+the old output. A killed run may leave that folder; the next run with the same output removes it.
 """
 
 import contextlib
 import ctypes
 import errno
+import glob
 import os
-import platform
-import re
 import secrets
 import shutil
 import sys
-import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,22 +23,14 @@ from .errors import CheckpointError, OutputExistsError, one_line, shown
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # flags of Linux's renameat2
 AT_FDCWD = -100
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # renameat2's errors if kernel or file system lack it
-HOST = f"{zlib.crc32(platform.node().encode()) & 0xFFFF:04x}"  # a process id means nothing on another machine
-PARTIAL = r"\.{name}\.(?P<host>[0-9a-f]{{4}})-(?P<pid>[0-9]{{1,7}})-[0-9a-f]{{4}}\.partial"
-MOST_NAME = 255 - len("..host-1234567-xxxx.partial")  # bytes, where file systems take 255
+MOST_NAME = 255 - len("..01234567.partial")  # bytes, where file systems take 255
 OLD = ".old"  # suffix of the old output inside the partial folder, without renameat2
-SECONDS_ALIVE = 86_400  # a partial folder that is older is no living run's
 
 Foreign = Callable[[Path], str | None]  # why an existing path must not be replaced; None where it may be
 
-_own: set[Path] = set()  # partial folders in which this process is writing
-
 
 def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
-    """Refuse (CheckpointError) an output that could not be written in the end, before any work is done.
-
-    With `force`, something that is there may be replaced, if it is not `foreign`.
-    """
+    """Refuse an output that could not be written in the end. `force` replaces what is there and is not `foreign`."""
     try:
         if path.name in ("", ".."):
             raise CheckpointError(f"output {path}: name a new folder, not one that is there already")
@@ -65,8 +54,7 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
 def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]:
     """A folder to fill. It takes its final name when the block ends well, and vanishes if the block fails.
 
-    With `force` and an old folder there, one of both has the name at every moment, whatever signal comes.
-    CheckpointError as by `check_output`, at the start and at the end, or where it cannot be written.
+    With `force`, an old folder has the name until then. CheckpointError as by `check_output`, or where writing fails.
     """
     with _partial(folder, force, foreign) as new:
         new.mkdir()
@@ -74,11 +62,7 @@ def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]
 
 
 def new_file(path: Path, *, force: bool) -> contextlib.AbstractContextManager[Path]:
-    """A path to write to. The file takes its final name when the block ends well, and vanishes if the block fails.
-
-    Other files that the block writes beside it are published before it, each by itself: a kill between two of them
-    leaves the new ones beside the old main file. With `force`, regular files may be replaced.
-    """
+    """A path to write to, as `new_folder`. Other files that the block writes beside it are published before it."""
     return _partial(path, force, not_a_file)
 
 
@@ -88,58 +72,33 @@ def not_a_file(path: Path) -> str | None:
 
 
 def clean_up(output: Path) -> None:
-    """Remove what killed runs left beside this output, and give an old output its name back if it lost it.
+    """Remove what other runs left beside this output, and give an old output its name back if it lost it.
 
-    A folder stays while its process lives. That cannot be asked of another machine's process, nor on Windows; then the
-    folder goes when it is a day old.
+    A run that is still writing fails for it: its folder is renamed first, so that it publishes all or nothing.
     """
-    pattern = re.compile(PARTIAL.format(name=re.escape(output.name)))
     with contextlib.suppress(OSError):
-        for entry in sorted(output.absolute().parent.iterdir()):
-            match = pattern.fullmatch(entry.name)
-            if match is None or entry.is_symlink() or _may_be_alive(entry, match["host"], int(match["pid"])):
-                continue
+        name = f".{glob.escape(output.name)}.{'[0-9a-f]' * 8}.partial"
+        for entry in sorted(output.absolute().parent.glob(name)):
             old = entry / (output.name + OLD)
             if os.path.lexists(old) and not os.path.lexists(output):
                 old.rename(output)
-            shutil.rmtree(entry, ignore_errors=True)
+            shutil.rmtree(entry.rename(_new_partial(output)), ignore_errors=True)
 
 
-def _may_be_alive(partial: Path, host: str, process: int) -> bool:
-    if time.time() - partial.stat().st_mtime > SECONDS_ALIVE:
-        return False
-    if host != HOST or os.name == "nt":  # where os.kill would end the process
-        return True
-    if process == os.getpid():  # perhaps a killed one's too, before a restart of this container
-        return partial in _own
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        pass
-    return True
+def _new_partial(output: Path) -> Path:
+    return output.absolute().with_name(f".{output.name}.{secrets.token_hex(4)}.partial")
 
 
 @contextlib.contextmanager
 def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
-    """A path to write to, in a folder beside the output; what is in that folder is published when the block ends well.
-
-    The output's missing parents are made. They and the folder vanish again if the block fails.
-    """
+    """A path in a folder beside the output; what is in that folder is published when the block ends well."""
     clean_up(output)
     check_output(output, force=force, foreign=foreign)
-    parent = output.absolute().parent
-    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-    partial = parent / f".{output.name}.{HOST}-{os.getpid()}-{secrets.token_hex(2)}.partial"
+    partial = _new_partial(output)
     try:
         try:
-            _own.add(partial)
-            parent.mkdir(parents=True, exist_ok=True)
-            partial.mkdir()
+            partial.mkdir(parents=True)
             yield partial / output.name
-            for path in partial.rglob("*"):
-                _fsync(path)  # so that a power cut after the renaming finds them whole
             for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == output.name):
                 _publish(entry, output.with_name(entry.name), force, foreign)
         except (OSError, SafetensorError) as error:
@@ -147,28 +106,9 @@ def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
             what = f"output {shown(output, 200)} cannot be written"
             raise CheckpointError(f"{what}: {one_line(error)}; {state}") from error
         finally:
-            _remove(partial, missing)
+            shutil.rmtree(partial, ignore_errors=True)
     finally:
-        _remove(partial, missing)  # again, since a signal may have cut the first removal short
-        _own.discard(partial)
-
-
-def _remove(partial: Path, parents: list[Path]) -> None:
-    """Remove the folder with all that it holds, and those parents that are empty then."""
-    shutil.rmtree(partial, ignore_errors=True)
-    for parent in parents:
-        with contextlib.suppress(OSError):
-            parent.rmdir()
-
-
-def _fsync(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():  # Windows cannot open a folder
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        shutil.rmtree(partial, ignore_errors=True)  # again, since a signal may have cut the first removal short
 
 
 def _publish(new: Path, output: Path, force: bool, foreign: Foreign) -> None:
@@ -189,7 +129,6 @@ def _publish(new: Path, output: Path, force: bool, foreign: Foreign) -> None:
                 new.rename(output)
     except FileExistsError:  # it appeared since the check
         _publish(new, output, force, foreign)
-    _fsync(output.absolute().parent)
 
 
 def _replace_by_steps(new: Path, output: Path) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from rich import progress
-from rich.console import Console, RenderableType
-from rich.text import Text
+from rich.console import Console
 
 from .errors import printable, shown
 
@@ -69,25 +68,9 @@ def is_watched() -> bool:
     return "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())
 
 
-class _WhenCounted(progress.ProgressColumn):
-    """One column for steps that are counted, another or none for those that are not."""
-
-    def __init__(self, counted: progress.ProgressColumn, other: progress.ProgressColumn | None = None) -> None:
-        super().__init__()
-        self._counted, self._other = counted, other
-
-    def render(self, task: progress.Task) -> RenderableType:
-        column = self._counted if task.total else self._other
-        return Text() if column is None else column(task)
-
-
 class _Bar(progress.Progress):
     def __init__(self, name: str, console: Console, redirect: bool) -> None:
         super().__init__(
-            progress.SpinnerColumn(),
-            progress.TextColumn("{task.description}", markup=False),
-            _WhenCounted(progress.BarColumn(BAR_WIDTH)),
-            _WhenCounted(progress.TimeRemainingColumn(elapsed_when_finished=True), progress.TimeElapsedColumn()),
             console=console,
             transient=True,
             redirect_stdout=redirect,
@@ -95,14 +78,21 @@ class _Bar(progress.Progress):
             speed_estimate_period=600,
         )
         self._name, self._room = name, max(TEXT_LEAST, console.width - BESIDE_TEXT)
-        self.add_task(name, total=None)
+        self._begin(None)
+
+    def _begin(self, total: int | None) -> None:
+        """Steps of another kind, of which those that are counted have a bar and the time left."""
+        for task in self.task_ids:
+            self.remove_task(task)
+        timed = [progress.BarColumn(BAR_WIDTH), progress.TimeRemainingColumn(elapsed_when_finished=True)]
+        text = progress.TextColumn("{task.description}", markup=False)
+        self.columns = (progress.SpinnerColumn(), text, *(timed if total else [progress.TimeElapsedColumn()]))
+        self.add_task(self._name, total=total)
 
     def step(self, text: str, done: int = 0, total: int = 0, /) -> None:
-        task = self.tasks[0].id
         if (total or None) != self.tasks[0].total:
-            self.remove_task(task)
-            task = self.add_task("", total=total or None)
-        self.update(task, description=shown(f"{self._name}: {text}", self._room), completed=done)
+            self._begin(total or None)
+        self.update(self.tasks[0].id, description=shown(f"{self._name}: {text}", self._room), completed=done)
 
 
 class _Lines:

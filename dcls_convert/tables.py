@@ -2,14 +2,13 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rich import box, table
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.measure import Measurement
 from rich.padding import Padding
 from rich.text import Text
 
@@ -67,15 +66,16 @@ class Table(Generic[Row]):
 
     def surplus(self, console: Console, options: ConsoleOptions) -> int:
         """Columns of the terminal that the table would like to have, and that are not there."""
-        return _natural_width(console, options, self._laid_out()) - options.max_width
+        laid_out = self._laid_out(console.width // 2)
+        return console.measure(laid_out, options=options.update(max_width=ENDLESS)).maximum - options.max_width
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        laid_out, surplus = self._laid_out(), self.surplus(console, options)
+        room, surplus = console.width // 2, self.surplus(console, options)
         if surplus > 0 and not any(column.words for column in self.columns):
-            names = laid_out.columns[0]
-            width = max(_natural_width(console, options, part) for part in (names.header, *names.cells))
-            names.max_width = max(width - surplus, min(width, self.least_name - 1))
-        yield laid_out
+            names = [self.columns[0].heading, *(self.columns[0].text(row) for row in (*self.rows, *self.totals))]
+            width = max(cell_len(shown(name, room)) for name in names)
+            room = max(width - surplus, min(width, self.least_name - 1))
+        yield self._laid_out(room)
 
     def _texts(self) -> tuple[list[Column[Row]], list[list[str]]]:
         """The columns of which something is known, and the cells of each row."""
@@ -83,7 +83,8 @@ class Table(Generic[Row]):
         known = [one for one in self.columns if not rows or any(one.value(row) is not None for row in rows)]
         return known, [[column.text(row) for column in known] for row in rows]
 
-    def _laid_out(self) -> table.Table:
+    def _laid_out(self, room: int) -> table.Table:
+        """As rich knows it, with names of at most so many columns of the terminal."""
         columns, rows = self._texts()
         folded = [column for column in columns if column.words] or columns[1:]
         laid_out = table.Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
@@ -93,26 +94,8 @@ class Table(Generic[Row]):
             laid_out.add_column(column.heading, justify="left" if left else "right", **wraps)
         styles = [*map(self.style, self.rows), *["bold"] * len(self.totals)]
         for index, ((name, *others), style) in enumerate(zip(rows, styles, strict=True), start=1):
-            laid_out.add_row(Name(name), *map(Text, others), style=style, end_section=index == len(self.rows))
+            laid_out.add_row(*map(Text, (shown(name, room), *others)), style=style, end_section=index == len(self.rows))
         return laid_out
-
-
-def _natural_width(console: Console, options: ConsoleOptions, part: RenderableType) -> int:
-    return console.measure(part, options=options.update(max_width=ENDLESS)).maximum
-
-
-class Name:
-    """A cell with a name, which loses its middle where it has more than half of the terminal's columns."""
-
-    def __init__(self, name: object) -> None:
-        self._name = printable(name)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        width = min(cell_len(self._name), console.width // 2, options.max_width)
-        return Measurement(width, width)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        yield Text(shown(self._name, options.max_width))
 
 
 def title(name: object, more: str = "") -> Text:

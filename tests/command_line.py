@@ -1,13 +1,25 @@
-"""The program as its user runs it, in this process."""
+"""The program as its user runs it, in this process, and a network that it converts in no time."""
 
 import contextlib
 import io
 import signal
 import sys
+from collections import OrderedDict
 
 import pytest
+from torch import nn
 
 from dcls_convert.cli.app import SIGNALS, main
+
+NET = f"{__name__}:net"
+
+
+def net(num_classes: int = 3, size: int = 7) -> nn.Module:
+    """Two stages of two depthwise convolutions, stages.0.1, stages.0.2, stages.1.1 and stages.1.2."""
+    pair = lambda: [nn.Conv2d(8, 8, size, padding=size // 2, groups=8) for _ in range(2)]  # noqa: E731
+    stages = nn.Sequential(*[nn.Sequential(nn.AvgPool2d(2), *pair()) for _ in range(2)])
+    head = {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten(), "head": nn.Linear(8, num_classes)}
+    return nn.Sequential(OrderedDict({"stem": nn.Conv2d(3, 8, 1), "stages": stages, **head}))
 
 
 def exit_code(*arguments: object) -> int:

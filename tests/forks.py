@@ -2,10 +2,8 @@
 
 import os
 import pickle
-import resource
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 
@@ -28,10 +26,3 @@ def forked(work: Callable[[], Any]) -> Any:
     if problem is not None:
         raise AssertionError(problem)
     return value
-
-
-def little_memory(kilobytes: int) -> None:
-    """Let this process have more memory than it has now, by so much."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + (kilobytes << 10)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))

@@ -16,7 +16,6 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from torch import nn
 
 from dcls_convert import output, save_converted
 from dcls_convert.cli import app
@@ -24,7 +23,7 @@ from dcls_convert.errors import CheckpointError
 from dcls_convert.output import clean_up, new_file, new_folder
 
 from .checkpoints.folders import convert
-from .command_line import run
+from .command_line import NET, run
 from .forks import forked
 
 
@@ -92,7 +91,9 @@ def test_what_appears_meanwhile_is_replaced_by_force_alone(tmp_path, monkeypatch
         check(*arguments, **options)
         if next(calls) == late:
             monkeypatch.setattr(output, "check_output", check)
-            kind("theirs")(path)
+            theirs = path / "file" if kind is folder_of else path
+            theirs.parent.mkdir(exist_ok=True)
+            theirs.write_text("theirs")
 
     monkeypatch.setattr(output, "check_output", checked)
     if force:
@@ -151,15 +152,12 @@ def fail_with(error):
 @KINDS
 @PLATFORMS
 @pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt(), MemoryError()], ids=repr
-)
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt()], ids=repr)
 def test_a_failure_at_any_step_leaves_the_old_or_the_new_one_and_nothing_else(tmp_path, kind, force, error):
     seen = Counter()
     for step in itertools.count(1):
-        base = tmp_path / str(step)
-        path = base / "out" if force else base / "deep" / "er" / "out"
-        base.mkdir()
+        path = tmp_path / str(step) / "out"
+        path.parent.mkdir()
         if force:
             kind("old")(path)
         reached = watch(step, functools.partial(fail_with, error), after=isinstance(error, KeyboardInterrupt))
@@ -173,13 +171,12 @@ def test_a_failure_at_any_step_leaves_the_old_or_the_new_one_and_nothing_else(tm
         error.__traceback__ = error.__context__ = None  # which keep frames that are to be cleaned up
         state = content(path)
         assert state == "new" or (failed and state == ("old" if force else None)), (step, failed, state)
-        assert [each.name for each in base.iterdir()] == ([path.relative_to(base).parts[0]] if state else []), step
-        assert not list(base.rglob("*.partial")), step
+        assert list(path.parent.iterdir()) == ([path] if state else []), step
         seen[state] += 1
         if len(reached) < step:
             break
     assert len(seen) == 2
-    assert sum(seen.values()) > 20
+    assert sum(seen.values()) > 10
 
 
 def test_a_full_disk_is_one_line(tmp_path):
@@ -191,7 +188,7 @@ def test_a_full_disk_is_one_line(tmp_path):
             return str(error)
 
     folder_of("old")(tmp_path / "out")
-    for path, state in ((tmp_path / "new" / "out", "nothing was left there"), (tmp_path / "out", "is there is whole")):
+    for path, state in ((tmp_path / "new", "nothing was left there"), (tmp_path / "out", "is there is whole")):
         said = forked(lambda path=path: write(path, True))
         assert said.startswith(f"output {path} cannot be written: [Errno 27] File too large; ")
         assert said.endswith(state)
@@ -210,28 +207,11 @@ def test_no_permission_is_one_line(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- What is on the disk
-
-
-@KINDS
-def test_the_disk_has_everything_before_the_name_changes(tmp_path, monkeypatch, kind):
-    events = []
-    fsync, rename = os.fsync, output._renameat2
-    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
-    monkeypatch.setattr(output, "_renameat2", lambda *args: events.append("rename") or rename(*args))
-    kind("new")(tmp_path / "out")
-    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
-    assert {Path(path).name for path in before} == ({"out", "file"} if kind is folder_of else {"out"})
-    assert all(".partial/" in path for path in before)
-    assert after == [str(tmp_path)]
-
-
-@KINDS
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_permissions_are_the_usual_ones(tmp_path, kind, mask):
+def test_permissions_are_the_usual_ones(tmp_path, mask):
     before = os.umask(mask)
     try:
-        kind("new")(tmp_path / "out")
+        file_of("new")(tmp_path / "out")
         folder = save_converted(*convert(), tmp_path / "checkpoint", fingerprint=False)
     finally:
         os.umask(before)
@@ -243,25 +223,24 @@ def test_permissions_are_the_usual_ones(tmp_path, kind, mask):
 # --- What killed runs left
 
 
-def test_the_next_run_removes_what_dead_runs_left_and_nothing_else(tmp_path):
-    gone, parent, here = forked(os.getpid), os.getppid(), output.HOST
-    there = f"{int(here, 16) ^ 1:04x}"
-    stale = [f".out.{here}-{gone}-0123.partial", f".out.{here}-{os.getpid()}-0123.partial"]
-    kept = [
-        f".out.{here}-{parent}-0123.partial",  # of a living process
-        f".out.{there}-{gone}-0123.partial",  # of another machine's
-        f".other.{here}-{gone}-0123.partial",
-        f".out.x.{here}-{gone}-0123.partial",
-        ".out.0123abcd.partial",
-    ]
-    old = [f".out.{here}-{parent}-4567.partial", f".out.{there}-{gone}-4567.partial"]
-    for name in (*stale, *kept, *old):
+def test_the_next_run_removes_what_others_left_and_nothing_else(tmp_path):
+    kept = [".other.0123abcd.partial", ".out.x.0123abcd.partial", ".out.0123.partial", "out.0123abcd.partial"]
+    for name in (".out.0123abcd.partial", ".out.4567abcd.partial", *kept):
         (tmp_path / name / "out").mkdir(parents=True)
-    for name in old:
-        os.utime(tmp_path / name, (0, time.time() - 2 * 86_400))
-    folder_of("new")(tmp_path / "out", force=True, between=lambda: folder_of("other")(tmp_path / "out"))
+    folder_of("new")(tmp_path / "out")
     assert content(tmp_path / "out") == "new"
     assert {path.name for path in tmp_path.iterdir()} == {"out", *kept}
+
+
+@KINDS
+@PLATFORMS
+def test_of_two_runs_that_write_one_output_at_once_the_later_one_does(tmp_path, kind):
+    path = tmp_path / "out"
+    kind("old")(path)
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*; the one that is there is whole$"):
+        kind("first")(path, force=True, between=lambda: kind("later")(path, force=True))
+    assert content(path) == "later"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def kill(number=signal.SIGKILL):
@@ -310,33 +289,12 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_one_and_the_next_run_clean
         if code == 0:
             break
     assert len(seen) == 2
-    assert sum(seen.values()) > 20
-
-
-@pytest.mark.processes
-def test_processes_that_write_one_output_at_once_replace_it_one_after_the_other(tmp_path):
-    path = tmp_path / "out"
-    folder_of("old")(path)
-    pids = []
-    for number in "123":
-        pids.append(os.fork())
-        if not pids[-1]:
-            with ending():
-                for _ in range(100):
-                    folder_of(number)(path, force=True)
-    for pid in pids:
-        assert ends(pid) == 0
-    assert content(path) in "123"
-    assert list(tmp_path.iterdir()) == [path]
+    assert sum(seen.values()) > 10
 
 
 # --- Command lines that are killed
 
-CONVERT = (f"{__name__}:net", "--dilated-size", "9", "--input-size", "3x32x32", "--quiet", "--force")
-
-
-def net():
-    return nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 7, padding=3, groups=8))
+CONVERT = (NET, "--dilated-size", "9", "--input-size", "3x32x32", "--quiet", "--force")
 
 
 def snapshot(folder):
@@ -344,38 +302,24 @@ def snapshot(folder):
 
 
 def started(line):
-    """The process of a command line whose handlers of signals stand."""
-    reader, writer = os.pipe()
+    """The process of a command line."""
     if pid := os.fork():
-        os.close(writer)
-        with open(reader, "rb") as stream:
-            assert stream.read() == b"ready"
         return pid
-    code, prepare = 99, app._raise_interrupts
-
-    def ready():
-        interrupts = prepare()
-        os.write(writer, b"ready")
-        os.close(writer)
-        return interrupts
-
     try:
-        app._raise_interrupts = ready
         sys.stdout = sys.stderr = open(os.devnull, "w")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in app.SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
         app.main(line)
     except SystemExit as stopped:
-        code = stopped.code
+        os._exit(stopped.code)
     finally:
-        os._exit(code)
+        os._exit(99)
 
 
 @pytest.mark.processes
 def test_a_killed_command_leaves_the_old_or_the_new_output_whole(tmp_path):
-    """At random times. HYPOTHESIS_PROFILE=campaign pytest -m processes -n 0 -s: 100 kills, and what became of them."""
-    random, seen = Random(0), Counter()
-    old, out = tmp_path / "old", tmp_path / "place" / "out"
+    """At random times: a dozen kills, and with HYPOTHESIS_PROFILE=campaign a hundred."""
+    random, old, out = Random(0), tmp_path / "old", tmp_path / "place" / "out"
     line = [*CONVERT, "--output", str(out)]
     run(*line, "--seed", 1)
     out.rename(old)
@@ -391,13 +335,8 @@ def test_a_killed_command_leaves_the_old_or_the_new_output_whole(tmp_path):
         time.sleep(random.random() * seconds)
         os.kill(pid, number)  # no other's yet, even where it has ended
         code, state = ends(pid), snapshot(out)
-        beside = list(out.parent.glob(f".*-{pid}-*"))  # not what an earlier kill left
-        assert code in (0, -signal.SIGKILL if number == signal.SIGKILL else app.EXIT_INTERRUPTED)
+        assert code in (0, -number, app.EXIT_INTERRUPTED)  # as the system ends it before the program stands
         assert state == new or (code and state == snapshot(old))
-        assert not beside or code == -signal.SIGKILL
-        seen[number.name, code, "new" if state == new else "old", "and a partial folder" if beside else ""] += 1
-    assert ends(started(line)) == 0
-    assert snapshot(out) == new
-    assert list(out.parent.iterdir()) == [out]
-    for (name, code, version, beside), count in sorted(seen.items()):
-        print(f"{name}, exit code {code}: {version} output {beside}, {count} times")
+        assert number == signal.SIGKILL or list(out.parent.iterdir()) == [out]
+        clean_up(out)
+        assert list(out.parent.iterdir()) == [out]

@@ -11,6 +11,8 @@ import torch
 from dcls_convert import apply_plan_, convert_, find_convs, plan_conversion, progress
 from dcls_convert.progress import is_watched, show_progress
 
+from .command_line import net
+
 
 class Terminal(io.StringIO):
     def isatty(self):
@@ -31,9 +33,10 @@ def terminal(monkeypatch):
 
 
 @pytest.mark.parametrize("images", [None, [torch.ones(2, 3, 32, 32)]], ids=["kernels", "calibrated"])
-def test_a_fit_tells_of_every_layer_in_order(tiny, images):
-    plan, told = plan_conversion(find_convs(tiny, (3, 32, 32)), dilated_size=9), []
-    apply_plan_(tiny, plan, init="fit", calibration=images, notify=lambda *step: told.append(step))
+def test_a_fit_tells_of_every_layer_in_order(images):
+    model, told = net(), []
+    plan = plan_conversion(find_convs(model, (3, 32, 32)), dilated_size=9)
+    apply_plan_(model, plan, init="fit", calibration=images, notify=lambda *step: told.append(step))
     texts, done, totals = zip(*told, strict=True)
     numbers = [re.search(r", layers? (\d+)(?: to (\d+))? of (\d+)$", text).groups() for text in texts]
     covered = [number for first, last, _ in numbers for number in range(int(first), int(last or first) + 1)]
@@ -45,12 +48,12 @@ def test_a_fit_tells_of_every_layer_in_order(tiny, images):
 
 
 @pytest.mark.parametrize("progress", [None, True])
-def test_python_is_silent_in_a_pipe_unless_asked(tiny, capfd, monkeypatch, progress):
+def test_python_is_silent_in_a_pipe_unless_asked(capfd, monkeypatch, progress):
     monkeypatch.setattr("dcls_convert.pipeline.SECONDS_UNSEEN", 0)
-    convert_(tiny, dilated_size=9, input_size=(3, 32, 32), progress=progress)
+    convert_(net(), dilated_size=9, input_size=(3, 32, 32), progress=progress)
     out, err = capfd.readouterr()
     assert out == ""
-    assert ("ConvNeXt: fitting stages.2, layers 4 to 7 of 9\n" in err) == bool(err) == bool(progress)
+    assert ("Sequential: fitting stages.1, layers 3 to 4 of 4\n" in err) == bool(err) == bool(progress)
 
 
 def test_somebody_may_be_looking_on_a_terminal_or_in_a_notebook(monkeypatch, terminal):

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..errors import DclsConvertError, exhausted, one_line, shown
+from ..errors import DclsConvertError, one_line, shown
 from . import console
 from .arguments import CommandGroup
 from .convert import convert
@@ -29,13 +29,10 @@ EXIT_CODES = (
     "left; 3 nothing in the model matches the rules; 130 interrupted."
 )
 NETWORKS = ("torch", "torchvision", "timm")  # which some install by themselves, and pip may have left out
+NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")  # of torch, C++ and the loader
 COMPLETION_VARIABLE = "_DCLS_CONVERT_COMPLETE"
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-
-
-class _Program(CommandGroup):
-    default_command = "convert"
 
 
 def _completion_asked() -> bool:
@@ -52,7 +49,7 @@ def _completion_asked() -> bool:
 app = typer.Typer(
     name="dcls-convert",
     add_completion=_completion_asked(),
-    cls=_Program,
+    cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
     epilog=EXIT_CODES,
@@ -118,8 +115,8 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in NETWORKS:
             return EXIT_MISTAKE, f"{error.name} is not installed: pip install {' '.join(NETWORKS)}"
-        if missing := exhausted(error):
-            return EXIT_MISTAKE, missing
+        if isinstance(error, MemoryError) or any(words in one_line(error) for words in NO_MEMORY):
+            return EXIT_MISTAKE, "out of memory"
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
         bug = error.__cause__ or error if isinstance(error, typer.Abort) else error  # typer's, of an EOFError

@@ -1,15 +1,15 @@
-"""What the commands' arguments have in common: number and size types, groups for --help, and the planning options.
+"""What the commands' arguments have in common: their types, groups for --help, and the records that hold them.
 
-`PLANNING` has an argument for each field of `PlanOptions`; `with_plan_options` gives them to a command.
+A command that has a parameter of the class `Network` or `PlanOptions` gets an argument for each field of it.
 """
 
 import functools
 import inspect
 import re
 from collections.abc import Callable, Container, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -32,9 +32,13 @@ from ..options import (
 from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
 from .completion import complete_checkpoints, complete_models, complete_rules
 
+if TYPE_CHECKING:
+    from ..pipeline import Job
+
 # Groups of options in --help.
 WHAT, HOW_MANY, WHERE, OUTPUT = "What to convert", "How many elements", "Where they start", "Output"
 
+DEFAULT = "convert"  # command
 MOST_SEED = 2**63 - 1  # of torch.Generator
 
 
@@ -75,7 +79,7 @@ def number(
 
 def _sides(text: str, counts: range, what: str) -> tuple[int, ...]:
     """ "17x9" -> (17, 9)."""
-    sides = tuple(map(int, text.lower().split("x"))) if re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4})*", text.lower()) else ()
+    sides = tuple(map(int, re.split("[xX]", text))) if re.fullmatch(r"[0-9]{1,4}([xX][0-9]{1,4})*", text) else ()
     if len(sides) not in counts or 0 in sides:
         raise typer.BadParameter(f"'{shown(text)}' is not {what}")
     return sides
@@ -95,25 +99,22 @@ def parse_input_size(text: str) -> tuple[int, ...]:
 
 
 class CommandGroup(TyperGroup):
-    """Commands of which one may be the default. Called alone, the group shows its help."""
-
-    default_command: str | None = None
+    """Commands, of which `convert` is the default where there is one. Called alone, the group shows its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
-        if args and self.default_command and args[0] not in own and args[0] not in self.commands:
-            args = [self.default_command, *args]
+        if args and DEFAULT in self.commands and args[0] not in own and args[0] not in self.commands:
+            args = [DEFAULT, *args]
         return super().parse_args(ctx, args or ["--help"])
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Commands and options, and those of the default command; names of models are many, so not for nothing."""
-        found = super().shell_complete(ctx, incomplete)
-        if self.default_command and incomplete:
-            default = self.commands[self.default_command]
+        items = super().shell_complete(ctx, incomplete)
+        if incomplete and (default := self.commands.get(DEFAULT)):
             part: Any = default if incomplete.startswith("-") else default.params[0]
-            known = {item.value for item in found}
-            found += [item for item in part.shell_complete(ctx, incomplete) if item.value not in known]
-        return found
+            known = {item.value for item in items}
+            items += [item for item in part.shell_complete(ctx, incomplete) if item.value not in known]
+        return items
 
     def get_help_option(self, ctx: Any) -> Any:
         """As in typer, but False by default: typer imports pydantic to validate None, which doubles the time."""
@@ -123,9 +124,8 @@ class CommandGroup(TyperGroup):
         return option
 
 
-# What several commands take.
-def checkpoint_argument(metavar: str, help: str) -> Any:
-    return typer.Argument(metavar=metavar, help=help, autocompletion=complete_checkpoints)
+def argument(metavar: str, help: str, complete: Callable[[str], list[str]]) -> Any:
+    return typer.Argument(metavar=metavar, help=help, autocompletion=complete, show_default=False)
 
 
 def image_size(panel: str, help: str) -> Any:
@@ -133,27 +133,23 @@ def image_size(panel: str, help: str) -> Any:
     return option(panel, help, metavar="CxHxW", parser=parse_input_size)
 
 
-Checkpoint = Annotated[Path, checkpoint_argument("CHECKPOINT", "A folder that dcls-convert wrote.")]
+# What several commands take.
+Checkpoint = Annotated[Path, argument("CHECKPOINT", "A folder that dcls-convert wrote.", complete_checkpoints)]
 InputSize = Annotated[Any, image_size(OUTPUT, "Image size for counting MACs; without it, the model's own.")]
 Json = Annotated[bool, option(OUTPUT, "Print one JSON object.", "--json")]
+Csv = Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")]
 Force = Annotated[bool, option(OUTPUT, "Replace what an earlier run wrote.", "--force")]
 Quiet = Annotated[bool, option(OUTPUT, "No progress and no report, only the output's name.", "--quiet", "-q")]
 TRUST = "Import and run the code of your own that the checkpoint names as its model. Never for folders of others."
 TrustCode = Annotated[bool, typer.Option("--trust-code", help=TRUST)]
 
-# The network to convert.
 MODEL_HELP = (
     "convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, hf-hub:REPO, local-dir:FOLDER, or "
     "package.module:factory, which imports and runs your own code."
 )
+PRETRAINED_HELP = "Start from timm's or torchvision's trained weights."
 WEIGHTS_HELP = "Start from the weights in a safetensors or torch file, also one of DCLS's authors."
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_models)]
-Pretrained = Annotated[bool, option(WHAT, "Start from timm's or torchvision's trained weights.", "--pretrained")]
-WeightsFile = Annotated[Path | None, option(WHAT, WEIGHTS_HELP, metavar="FILE")]
-NumClasses = Annotated[int | None, number(int, 0, MOST_COUNT, WHAT, "Classes of the model's head.", metavar="N")]
-InChans = Annotated[int | None, number(int, 1, MOST_COUNT, WHAT, "Input channels.", metavar="N")]
-Images = Annotated[Path | None, option(WHERE, "Images: fit outputs for them, not kernels.", metavar="FOLDER")]
-
+IMAGES_HELP = "Images: fit outputs for them, not kernels."
 COUNT_HELP = "Elements in a kernel; auto: as many as the budget admits."
 SIZE_HELP = "Window in which elements move: 17 or 17x9 cells. Without it, the size that the rules state."
 BUDGET_HELP = "Parameters for the new kernels, in percent of the weights that they replace."
@@ -174,36 +170,92 @@ PLANNING: dict[str, Any] = {
 }
 
 
-def with_plan_options(command: Callable[..., None], *, but: Container[str] = ()) -> Callable[..., None]:
-    """Give a command an argument for each planning option, in the place of its parameter `options: PlanOptions`.
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The network to convert, and what of it: the fields of a `Job` that several commands take."""
 
-    The rules are read here; an option that another one makes idle is refused. Options in `but` keep their defaults.
-    """
-    asked = [
-        parameter.replace(annotation=PLANNING[parameter.name])
-        for parameter in PLAN_PARAMETERS
-        if parameter.name not in but
-    ]
+    model: Annotated[str, argument("MODEL", MODEL_HELP, complete_models)]
+    pretrained: Annotated[bool, option(WHAT, PRETRAINED_HELP, "--pretrained")] = False
+    checkpoint: Annotated[Path | None, option(WHAT, WEIGHTS_HELP, metavar="FILE")] = None
+    num_classes: Annotated[
+        int | None, number(int, 0, MOST_COUNT, WHAT, "Classes of the model's head.", metavar="N")
+    ] = None
+    in_chans: Annotated[int | None, number(int, 1, MOST_COUNT, WHAT, "Input channels.", metavar="N")] = None
+    options: PlanOptions = field(default_factory=PlanOptions)
+    calibrate: Annotated[Path | None, option(WHERE, IMAGES_HELP, metavar="FOLDER")] = None
+    input_size: InputSize = None
+
+    @property
+    def trained(self) -> bool:
+        return self.pretrained or self.checkpoint is not None
+
+    def check(self) -> None:
+        """Refuse two sources of weights, what needs one where there is none, and files that are not there."""
+        refuse(
+            {
+                "--pretrained and --checkpoint exclude each other": self.pretrained and self.checkpoint is not None,
+                "--scope error needs trained kernels: --pretrained or --checkpoint": self.options.scope == ERROR
+                and not self.trained,
+            }
+        )
+        if self.checkpoint is not None:
+            check_weights_file(self.checkpoint)
+        if self.calibrate is not None:
+            check_images(self.calibrate)
+
+    def job(self, **settings: Any) -> "Job":
+        """The job for it, which may import the user's own code."""
+        from ..networks.source import resolve_model
+        from ..pipeline import Job
+
+        return Job(
+            source=resolve_model(
+                self.model, num_classes=self.num_classes, in_chans=self.in_chans, pretrained=self.pretrained
+            ),
+            pretrained=self.pretrained,
+            weights=self.checkpoint,
+            options=self.options,
+            input_size=self.input_size,
+            calibration=self.calibrate,
+            **settings,
+        )
+
+
+def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> Callable[..., None]:
+    """Give a command the fields of `Network` and `PlanOptions` as arguments; those in `but` keep defaults."""
+    planning = [each.replace(annotation=PLANNING[each.name]) for each in PLAN_PARAMETERS if each.name not in but]
+    of_network = inspect.signature(Network, eval_str=True).parameters
+    network = [each for name, own in of_network.items() for each in (planning if name == "options" else [own])]
+    records: dict[Any, list[inspect.Parameter]] = {PlanOptions: planning, Network: network}
+    own = inspect.signature(command, eval_str=True).parameters
     parameters = [
-        new.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in inspect.signature(command, eval_str=True).parameters.values()
-        for new in (asked if parameter.annotation is PlanOptions else [parameter])
+        each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in own.values()
+        for each in records.get(parameter.annotation, [parameter])
     ]
 
     @functools.wraps(command)
-    def call(**given: Any) -> None:
-        options = PlanOptions(**{parameter.name: given.pop(parameter.name) for parameter in asked})
-        if options.kernel_count != AUTO and (options.scope, options.budget) != (PlanOptions().scope, DEFAULT_BUDGET):
-            raise DclsConvertError("--kernel-count states the count, so --budget and --scope would have no effect")
-        if options.rules != AUTO:
-            from ..planning.rules import load_rules
-
-            options = replace(options, rules=load_rules(options.rules))
-        command(options=options, **given)
+    def call(**values: Any) -> None:
+        values["options"] = _plan_options({each.name: values.pop(each.name) for each in planning})
+        if "network" in own:
+            values["network"] = Network(**{name: values.pop(name) for name in of_network})
+        command(**values)
 
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
+
+
+def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
+    """Read the rules; refuse an option that another one makes idle."""
+    options = PlanOptions(**values)
+    if options.kernel_count != AUTO and (options.scope, options.budget) != (PlanOptions().scope, DEFAULT_BUDGET):
+        raise DclsConvertError("--kernel-count states the count, so --budget and --scope would have no effect")
+    if options.rules != AUTO:
+        from ..planning.rules import load_rules
+
+        options = replace(options, rules=load_rules(options.rules))
+    return options
 
 
 def refuse(conflicts: Mapping[str, object]) -> None:
@@ -211,18 +263,3 @@ def refuse(conflicts: Mapping[str, object]) -> None:
     for message, conflict in conflicts.items():
         if conflict:
             raise DclsConvertError(message)
-
-
-def check_network(options: PlanOptions, *, pretrained: bool, checkpoint: Path | None, images: Path | None) -> None:
-    """Refuse two sources of weights, what needs one where there is none, and files that are not there."""
-    needs = options.scope == ERROR and not pretrained and checkpoint is None
-    refuse(
-        {
-            "--pretrained and --checkpoint exclude each other": pretrained and checkpoint is not None,
-            "--scope error needs trained kernels: --pretrained or --checkpoint": needs,
-        }
-    )
-    if checkpoint is not None:
-        check_weights_file(checkpoint)
-    if images is not None:
-        check_images(images)

@@ -1,7 +1,6 @@
 """The one way to print: results to stdout, messages and progress to stderr.
 
-Control characters from data are escaped, and characters that an encoding lacks are replaced. A stdout that takes
-nothing is an error of its own; what was written to disk before stays, and is named.
+Control characters from data are escaped, and characters that an encoding lacks are replaced.
 """
 
 import contextlib
@@ -12,8 +11,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
+from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
 from rich.text import Text
 
 from ..errors import DclsConvertError, printable, shown
@@ -107,26 +106,21 @@ def finish() -> None:
 
 
 def _rendered(stream: TextIO, *parts: RenderableType, least_width: int = 0) -> str:
-    """What rich would write to the stream."""
+    """What rich would write to the stream, with control characters escaped; the layout's line ends and colours stay."""
     console = Console(file=stream, highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, least_width)
     with console.capture() as captured:
         for part in parts:
             part = Text(printable(part)) if isinstance(part, str) else part
-            console.print(_Escaped(part), soft_wrap=isinstance(part, Text))
+            options = console.options
+            if isinstance(part, Text):
+                options = options.update(no_wrap=True, overflow="ignore")
+            segments = console.render(part, options)
+            console.print(
+                Segments([Segment(printable(text, keep="\n"), style) for text, style, _ in segments]), soft_wrap=True
+            )
     return captured.get()
-
-
-class _Escaped:
-    """What rich lays out, with control characters escaped; the layout's own line ends and colours stay."""
-
-    def __init__(self, part: RenderableType) -> None:
-        self._part = part
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        for segment in console.render(self._part, options):
-            yield segment if segment.control else Segment(printable(segment.text, keep="\n"), segment.style)
 
 
 @contextlib.contextmanager

@@ -4,34 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..files import PLOT_LIBRARY, can_plot, check_folder, check_working_folder
+from ..files import PLOT_LIBRARY, can_plot, check_folder
 from ..options import AUTO, ERROR, EXACT, AuthorsVersion, Init, PlanOptions, Positions
+from ..output import check_output
 from . import console
-from .arguments import (
-    MOST_SEED,
-    OUTPUT,
-    WHAT,
-    WHERE,
-    Force,
-    Images,
-    InChans,
-    InputSize,
-    Json,
-    Model,
-    NumClasses,
-    Pretrained,
-    Quiet,
-    WeightsFile,
-    check_network,
-    number,
-    option,
-    refuse,
-    with_plan_options,
-)
+from .arguments import MOST_SEED, OUTPUT, WHAT, WHERE, Force, Json, Network, Quiet, number, option, refuse, with_records
 from .completion import complete_checkpoints
 
 if TYPE_CHECKING:
-    from ..pipeline import Job
+    from ..pipeline import Conversion, Job
     from ..planning.plan import ConversionPlan
 
 PLAN_HELP = "Carry out the plan of a checkpoint, on other weights of the same model."
@@ -40,92 +21,67 @@ INIT_HELP = (
     "outputs at more parameters; auto: fit for trained weights, else random."
 )
 HTML_HELP = "Add a page of pictures to the checkpoint, and positions to its model card (extra plot)."
-VERSION_HELP = "Version of the authors' layers in a checkpoint of theirs without SIG."
+VERSION = option(
+    WHERE, "Version of the authors' layers in a checkpoint of theirs without SIG.", show_default="v0, as released"
+)
+CHECKPOINT = option(OUTPUT, "Checkpoint to write.", metavar="FOLDER", show_default="./MODEL-dclsSIZE[-INIT]")
+VERBOSE = option(OUTPUT, "Report every layer and why; -vv: name all others.", "--verbose", "-v", count=True)
 
 
-@with_plan_options
+@with_records
 def convert(
-    model: Model,
-    *,
-    pretrained: Pretrained = False,
-    checkpoint: WeightsFile = None,
+    network: Network,
     plan: Annotated[Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER", autocompletion=complete_checkpoints)] = None,
-    num_classes: NumClasses = None,
-    in_chans: InChans = None,
-    options: PlanOptions,
     init: Annotated[Init, option(WHERE, INIT_HELP)] = "auto",
-    calibrate: Images = None,
     positions: Annotated[Positions, option(WHERE, "Random positions: N(0, 0.5 cells), or uniform.")] = "normal",
-    authors_version: Annotated[
-        AuthorsVersion | None, option(WHERE, VERSION_HELP, show_default="v0, as released")
-    ] = None,
+    authors_version: Annotated[AuthorsVersion | None, VERSION] = None,
     seed: Annotated[int, number(int, 0, MOST_SEED, WHERE, "Seed of all random values.", metavar="N")] = 0,
-    output: Annotated[
-        Path | None, option(OUTPUT, "Checkpoint to write.", metavar="FOLDER", show_default="./MODEL-dclsSIZE[-INIT]")
-    ] = None,
+    output: Annotated[Path | None, CHECKPOINT] = None,
     html: Annotated[bool, option(OUTPUT, HTML_HELP, "--html")] = False,
     force: Force = False,
     dry_run: Annotated[bool, option(OUTPUT, "Report only: no weights, no download.", "--dry-run")] = False,
-    input_size: InputSize = None,
     json_: Json = False,
-    verbose: Annotated[
-        int, option(OUTPUT, "Report every layer and why; -vv: name all others.", "--verbose", "-v", count=True)
-    ] = 0,
+    verbose: Annotated[int, VERBOSE] = 0,
     quiet: Quiet = False,
 ) -> None:
     """Replace a model's convolutions, report, and write a checkpoint."""
-    trained = pretrained or checkpoint is not None
-    keeps = init != "random" and (trained or init == EXACT)
+    trained, calibrated, by_error = network.trained, network.calibrate is not None, network.options.scope == ERROR
+    planned = network.options != PlanOptions() or network.input_size is not None
+    written = {"--force": force, "--output": output, "--html": html, "--calibrate": calibrated}
+    fits, keeps = init in (AUTO, "fit"), init != "random" and (trained or init == EXACT)
     refuse(
         {
-            "--force has no effect with --dry-run": dry_run and force,
-            "--output has no effect with --dry-run": dry_run and output is not None,
-            "--html has no effect with --dry-run": dry_run and html,
-            "--calibrate has no effect with --dry-run": dry_run and calibrate is not None,
-            "--scope error measures what kernels lose; --dry-run reads none": dry_run and options.scope == ERROR,
+            **{f"{name} has no effect with --dry-run": dry_run and idle for name, idle in written.items()},
+            "--scope error measures what kernels lose; --dry-run reads none": dry_run and by_error,
             "--quiet and --verbose exclude each other": quiet and verbose > 0,
             "--json and --verbose exclude each other; the JSON has every layer": json_ and verbose > 0,
             "--quiet with --dry-run would print nothing": quiet and dry_run and not json_,
             f"--init {init} needs trained kernels: --pretrained or --checkpoint": init in ("largest", "fit")
             and not trained,
-            "--calibrate is for --init fit, with --pretrained or --checkpoint": calibrate is not None
-            and not (trained and init in (AUTO, "fit")),
+            "--calibrate is for --init fit, with --pretrained or --checkpoint": calibrated and not (trained and fits),
             "--positions is for random positions, --init auto or exact keeps those of old kernels; "
             "use --init random": positions != "normal" and keeps,
-            "--authors-version describes the file of --checkpoint": authors_version is not None and checkpoint is None,
-            "--plan carries out a plan as it is: leave the options that make one": plan is not None
-            and (options != PlanOptions() or input_size is not None),
-            "--scope error is for --init fit": options.scope == ERROR and init not in (AUTO, "fit"),
+            "--authors-version describes the file of --checkpoint": authors_version and network.checkpoint is None,
+            "--plan carries out a plan as it is: leave the options that make one": plan is not None and planned,
+            "--scope error is for --init fit": by_error and not fits,
         }
     )
-    check_network(options, pretrained=pretrained, checkpoint=checkpoint, images=calibrate)
-    if not dry_run:
-        check_working_folder()
+    network.check()
     if output is not None:
-        _check_output(output, force=force)
+        check_output(output, force=force, foreign=_not_of_a_checkpoint)
     if plan is not None:
         check_folder(plan)
-    with console.steps(model, quiet=quiet) as notify:
+    with console.steps(network.model, quiet=quiet) as notify:
         notify("planning")  # which begins with imports of some seconds
         from ..checkpoints.folder import read_plan
-        from ..checkpoints.save import save_converted
-        from ..networks.source import resolve_model
-        from ..pipeline import Job
         from ..progress import silent
         from ..reports.report import predict_report
-        from ..views.files import picture_files
         from ..views.next_steps import next_steps
         from ..views.report import report_view
 
-        job = Job(
-            source=resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained),
-            pretrained=pretrained,
-            weights=checkpoint,
-            options=options,
-            input_size=input_size,
+        job = network.job(
             init=init,
             positions=positions,
-            calibration=calibrate,
             authors_version=authors_version,
             seed=seed,
             offline=dry_run,
@@ -136,23 +92,7 @@ def convert(
         report, steps = predict_report(conversion_plan), []
         if not dry_run:
             output = output or _default_output(job, conversion_plan)
-            _check_output(output, force=force)
-            done = job.convert(conversion_plan)
-            notify(f"writing {output}")
-            if html and not can_plot():
-                job.note(
-                    f"{PLOT_LIBRARY} is missing, so the model card has no picture: pip install 'dcls-convert[plot]'"
-                )
-            pictures = picture_files(done.model, conversion_plan, output, done.report) if html else None
-            save_converted(
-                done.model.eval(),
-                conversion_plan,
-                output,
-                report=done.report,
-                force=force,
-                pictures=pictures,
-                meta=None if job.meta is done.model else job.meta,
-            )
+            done = _carry_out(job, conversion_plan, output, force=force, html=html)
             report, steps = replace(done.report, output=str(output)), next_steps(job, done, output)
     with console.standing(output):
         if json_:
@@ -163,17 +103,34 @@ def convert(
             console.show(report_view(replace(report, outcome=None), verbose=verbose), *steps)
 
 
-def _check_output(output: Path, *, force: bool) -> None:
-    """Refuse an output that could not be written, before any work."""
+def _not_of_a_checkpoint(path: Path) -> str | None:
+    from ..checkpoints.folder import (
+        not_of_a_checkpoint,
+    )  # imports torch, and is needed only where something is replaced
 
-    def not_of_a_checkpoint(path: Path) -> str | None:
-        from ..checkpoints import folder  # imports torch, and is needed only where something is replaced
+    return not_of_a_checkpoint(path)
 
-        return folder.not_of_a_checkpoint(path)
 
-    from ..output import check_output
+def _carry_out(job: "Job", plan: "ConversionPlan", output: Path, *, force: bool, html: bool) -> "Conversion":
+    """Convert, and write the checkpoint."""
+    from ..checkpoints.save import save_converted
+    from ..views.files import picture_files
 
-    check_output(output, force=force, foreign=not_of_a_checkpoint)
+    check_output(output, force=force, foreign=_not_of_a_checkpoint)
+    done = job.convert(plan)
+    job.notify(f"writing {output}")
+    if html and not can_plot():
+        job.note(f"{PLOT_LIBRARY} is missing, so the model card has no picture: pip install 'dcls-convert[plot]'")
+    save_converted(
+        done.model.eval(),
+        plan,
+        output,
+        report=done.report,
+        force=force,
+        pictures=picture_files(done.model, plan, output, done.report) if html else None,
+        meta=None if job.meta is done.model else job.meta,
+    )
+    return done
 
 
 def _default_output(job: "Job", plan: "ConversionPlan") -> Path:

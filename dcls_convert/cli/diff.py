@@ -9,7 +9,8 @@ from ..errors import shown
 from ..files import check_folder
 from ..tables import counted
 from . import console
-from .arguments import Checkpoint, Json, checkpoint_argument
+from .arguments import Checkpoint, Json, argument
+from .completion import complete_checkpoints
 
 if TYPE_CHECKING:
     from ..planning.plan import Difference
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def diff(
     checkpoint: Checkpoint,
-    other: Annotated[Path, checkpoint_argument("OTHER", "Another such folder.")],
+    other: Annotated[Path, argument("OTHER", "Another such folder.", complete_checkpoints)],
     json_: Json = False,
 ) -> None:
     """Show what differs between two checkpoints: their plans, layer by layer, and whether their weights are equal."""

@@ -5,6 +5,7 @@ from typing import Annotated, Any, get_args
 
 from ..files import check_folder, check_images, check_picture, check_weights_file
 from ..options import FigureName
+from ..output import check_output, new_file, not_a_file
 from . import console
 from .arguments import OUTPUT, Checkpoint, Force, Json, TrustCode, image_size, option, refuse
 
@@ -56,8 +57,6 @@ def inspect(
         if path is not None:
             check(path, what)
     for path in outputs:
-        from ..output import check_output, not_a_file
-
         check_output(path, force=force, foreign=not_a_file)
     check_folder(checkpoint)
     with console.steps(checkpoint, lines=bool(outputs)) as notify:
@@ -67,7 +66,6 @@ def inspect(
         from ..views.inspection import inspection_view
 
         if outputs:
-            from ..output import new_file
             from ..views.page import page
             from ..views.pictures import pictures_of_folder
             from ..views.plot import draw

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import DclsConvertError
 from ..options import AUTO, Kind, PlanOptions, Sort
 from . import console
-from .arguments import OUTPUT, InputSize, Json, number, option, with_plan_options
+from .arguments import Csv, InputSize, Json, argument, number, option, refuse, with_records
 from .completion import complete_models
 
 if TYPE_CHECKING:
@@ -25,17 +24,14 @@ PATTERN_HELP = (
     "Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. Without * ? or [ it is a name, "
     "or else a part of names. Without a pattern, all models of both registries."
 )
-
 KIND_HELP = "Only models of which such convolutions are replaced."
 SORT_HELP = "The least first: before conversion, or elements and layers of the new kernels."
 
-PATTERN = typer.Argument(metavar="PATTERN", help=PATTERN_HELP, show_default=False, autocompletion=complete_models)
 
-
-@with_plan_options
+@with_records
 def models(
     options: PlanOptions,
-    pattern: Annotated[str | None, PATTERN] = None,
+    pattern: Annotated[str | None, argument("PATTERN", PATTERN_HELP, complete_models)] = None,
     input_size: InputSize = None,
     kind: Annotated[Kind | None, option(SHOW, KIND_HELP)] = None,
     sort: Annotated[Sort | None, option(SHOW, SORT_HELP, show_default="as in the registries")] = None,
@@ -46,11 +42,10 @@ def models(
         float, number(int, 1, MOST_SECONDS, RUNNING, "Limit for one model.", metavar="SECONDS")
     ] = SECONDS_A_MODEL,
     json_: Json = False,
-    csv: Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")] = False,
+    csv: Csv = False,
 ) -> None:
     """Show what would convert, over the timm and torchvision registries. No weights, no download."""
-    if json_ and csv:
-        raise DclsConvertError("--json and --csv exclude each other")
+    refuse({"--json and --csv exclude each other": json_ and csv})
     with console.steps("models", every=SECONDS_A_LINE) as notify:
         from ..compare.survey import chosen_rows, names_matching, survey_models
         from ..planning.planner import check_overruled

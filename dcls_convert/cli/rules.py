@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,17 +10,13 @@ from ..files import builtin_rules
 from ..options import PlanOptions
 from ..tables import counted
 from . import console
-from .arguments import CommandGroup
+from .arguments import CommandGroup, argument
 from .completion import complete_models, complete_rules
 
 if TYPE_CHECKING:
     from ..planning.rules import RuleSet
 
 CLAIMS_HELP = "Also check that every rule claims something in this model."
-
-
-def rules_argument(metavar: str, help: str) -> Any:
-    return typer.Argument(metavar=metavar, help=help, autocompletion=complete_rules)
 
 
 rules_app = typer.Typer(cls=CommandGroup, help="Show and check rule files, which say what is replaced, and how.")
@@ -36,7 +32,7 @@ def rules_list() -> None:
 
 @rules_app.command("show")
 def rules_show(
-    name: Annotated[str, rules_argument("NAME|FILE", "A built-in set, or a file.")],
+    name: Annotated[str, argument("NAME|FILE", "A built-in set, or a file.", complete_rules)],
 ) -> None:
     """Print a rule set as YAML."""
     from ..planning.rules import load_rules
@@ -46,7 +42,7 @@ def rules_show(
 
 @rules_app.command("check")
 def rules_check(
-    file: Annotated[str, rules_argument("FILE", "A rule file, or a built-in set.")],
+    file: Annotated[str, argument("FILE", "A rule file, or a built-in set.", complete_rules)],
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help=CLAIMS_HELP, autocompletion=complete_models)
     ] = None,
@@ -71,11 +67,7 @@ def rules_schema() -> None:
 
 
 def _claims(rules: "RuleSet", model_name: str) -> list[str]:
-    """A line for every rule, and one for the rest.
-
-    Raises:
-        DclsConvertError: The rules do not fit the model.
-    """
+    """A line for every rule, and one for the rest. DclsConvertError where the rules do not fit the model."""
     with console.steps(model_name, lines=False) as notify:
         notify("reading")  # which begins with imports of some seconds
         from ..networks.source import resolve_model

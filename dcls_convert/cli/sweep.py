@@ -1,8 +1,8 @@
 """`dcls-convert sweep`: sizes and counts side by side, and the command of the row to take."""
 
 import functools
-import re
 import shlex
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,27 +12,10 @@ import typer
 from ..errors import PlanError, shown
 from ..files import check_picture
 from ..options import MOST_COUNT, MOST_SIDE, SCOPES, PlanOptions
+from ..output import check_output, new_file, not_a_file
 from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
 from . import console
-from .arguments import (
-    HOW_MANY,
-    OUTPUT,
-    Force,
-    Images,
-    InChans,
-    InputSize,
-    Json,
-    Model,
-    NumClasses,
-    Pretrained,
-    WeightsFile,
-    check_network,
-    number,
-    option,
-    parse_size,
-    refuse,
-    with_plan_options,
-)
+from .arguments import HOW_MANY, OUTPUT, Csv, Force, Json, Network, number, option, parse_size, refuse, with_records
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +23,6 @@ if TYPE_CHECKING:
     from ..compare.sweep import Asked, TimingSettings
 
 TIMES = "Times"
-SWEPT = ("dilated_size", "kernel_count", "budget")
-SIZE_STEP, COUNT_STEP = 2, 1  # in a..b; the window and the old kernel must both be odd or both be even
 MOST_ROWS = 1000
 MOST_SECONDS, MOST_BATCH = 86_400, 65_536
 CPU_BATCH, GPU_BATCH = 1, 32
@@ -50,163 +31,128 @@ SLOWER = 12  # percent; 17x17 windows in ConvNeXt-T, as in the paper, cost 11.6 
 WIDTH_IN_A_FILE = 160  # columns
 
 
-def parse_range(text: str, step: int, most: int, what: str) -> list[int]:
-    """ "7..11" -> [7, 9, 11] for a step of 2; "7..11..4" -> [7, 11]."""
-    numbers = (
-        [int(number) for number in text.split("..")] if re.fullmatch(r"[0-9]{1,10}(\.\.[0-9]{1,10}){1,2}", text) else []
-    )
-    first, last, step = (*numbers, step)[:3] if numbers else (0, 0, 0)
-    if not 1 <= first <= most or not 1 <= last <= most or not step:
-        raise typer.BadParameter(f"'{shown(text)}' is not {what}")
-    if last < first:
-        raise typer.BadParameter(f"'{text}' runs backwards; give {last}..{first}")
-    if (last - first) // step >= MOST_ROWS:
-        raise typer.BadParameter(f"'{text}' has {(last - first) // step + 1:,} values; {MOST_ROWS:,} are allowed")
-    return list(range(first, last + 1, step))
+def list_option(parse: Callable[[str], Any], what: str, help: str, *, metavar: str, step: int = 1) -> Any:
+    """An option for a list: "7..11,17" -> [7, 9, 11, 17] for a step of 2, "7..11..4" -> [7, 11]."""
+
+    def parse_list(text: str) -> list[Any]:
+        values: dict[Any, None] = {}
+        for part in text.split(","):
+            try:
+                bounds = [parse(bound) for bound in part.split("..")]
+            except typer.BadParameter:
+                bounds = []
+            match bounds:
+                case [value]:
+                    values[value] = None
+                case [int(first), int(last), *steps] if len(steps) < 2:
+                    numbers = range(first, last + 1, *steps or [step])
+                    if last < first:
+                        raise typer.BadParameter(f"'{part}' runs backwards; give {last}..{first}")
+                    if len(numbers) > MOST_ROWS:
+                        raise typer.BadParameter(f"'{part}' has {len(numbers):,} values; {MOST_ROWS:,} are allowed")
+                    values |= dict.fromkeys(numbers)
+                case _:
+                    raise typer.BadParameter(f"'{shown(part)}' is not a list of {what}")
+        return list(values)
+
+    return option(HOW_MANY, help, metavar=metavar, parser=parse_list)
 
 
-def parse_sizes(text: str) -> list[Any]:
-    """ "7..11,17x9" -> [7, 9, 11, (17, 9)]."""
-    what = f"a list of sizes from 1 to {MOST_SIDE}: 7..23 (each second), 7..23..4 (each fourth), 7,9,13, or 17x9"
-    sizes: list[Any] = []
-    for part in text.split(","):
-        if ".." in part:
-            sizes += parse_range(part, SIZE_STEP, MOST_SIDE, what)
-            continue
-        try:
-            size = parse_size(part)
-        except typer.BadParameter:
-            raise typer.BadParameter(f"'{shown(part)}' is not {what}") from None
-        sizes.append(size[0] if isinstance(size, tuple) and len(set(size)) == 1 else size)
-    return list(dict.fromkeys(sizes))
+def _window(text: str) -> int | tuple[int, ...]:
+    """As `parse_size`, but 17 for "17x17"."""
+    size = parse_size(text)
+    return size[0] if isinstance(size, tuple) and len(set(size)) == 1 else size
 
 
-def parse_counts(text: str) -> list[int]:
-    """ "20,34" -> [20, 34]."""
-    what = f"a list of counts from 1 to {MOST_COUNT}, such as 20,34 or 20..40..5"
-    parts = [part if ".." in part else f"{part}..{part}" for part in text.split(",")]
-    counts = [parse_range(part, COUNT_STEP, MOST_COUNT, what) for part in parts]
-    return list(dict.fromkeys(count for part in counts for count in part))
-
-
-def parse_budgets(text: str) -> list[float]:
-    """ "60%,100" -> [60.0, 100.0]."""
-    budgets = []
-    for part in text.split(","):
-        digits = part.removesuffix("%")
-        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", digits) or not LEAST_PERCENT <= float(digits) <= MOST_PERCENT:
-            allowed = f"percentages from {LEAST_PERCENT} to {MOST_PERCENT}, such as 60%,80%,100%"
-            raise typer.BadParameter(f"'{shown(part)}' is not a list of {allowed}")
-        budgets.append(float(digits))
-    return list(dict.fromkeys(budgets))
-
-
-SIZES_HELP = "Windows: 7..23 is each second size (sizes are odd or even as the old kernels), 7..23..4 each fourth."
-COUNTS_HELP = "Elements in a kernel: 20,34 or 20..40..5. Without it, as many as the budget admits."
-BUDGETS_HELP = "Budgets in percent of the weights replaced: 60%,80%,100%."
+SIZES = list_option(
+    _window,
+    f"sizes from 1 to {MOST_SIDE}: 7..23 (each second), 7..23..4 (each fourth), 7,9,13, or 17x9",
+    "Windows: 7..23 is each second size (sizes are odd or even as the old kernels), 7..23..4 each fourth.",
+    metavar="A..B|N,N",
+    step=2,  # the window and the old kernel must both be odd or both be even
+)
+COUNTS = list_option(
+    number(int, 1, MOST_COUNT, HOW_MANY, "").parser,
+    f"counts from 1 to {MOST_COUNT}, such as 20,34 or 20..40..5",
+    "Elements in a kernel: 20,34 or 20..40..5. Without it, as many as the budget admits.",
+    metavar="N,N",
+)
+BUDGETS = list_option(
+    number(float, LEAST_PERCENT, MOST_PERCENT, HOW_MANY, "", unit="%").parser,
+    f"percentages from {LEAST_PERCENT} to {MOST_PERCENT}, such as 60%,80%,100%",
+    "Budgets in percent of the weights replaced: 60%,80%,100%.",
+    metavar="P,P",
+)
+BATCH = number(
+    int, 1, MOST_BATCH, TIMES, "Images.", metavar="N", show_default=f"{CPU_BATCH} on the CPU, else {GPU_BATCH}"
+)
+SECONDS_HELP = "For all measurements together; three rounds at least."
+TIME = number(int, 1, MOST_SECONDS, TIMES, SECONDS_HELP, metavar="N", show_default=str(SECONDS))
 SLOWER_HELP = "Cost that the row to take may add, in percent: to the training step with --time, else to the MACs."
 TIME_HELP = "Measure a forward pass and a training step of every row and of the original, which take turns."
-BATCH_DEFAULT = f"{CPU_BATCH} on the CPU, else {GPU_BATCH}"
-SECONDS_HELP = "For all measurements together; three rounds at least."
 PICTURE_HELP = "Draw cost and gain; needs matplotlib, the extra plot."
 
 
-@functools.partial(with_plan_options, but=SWEPT)
+@functools.partial(with_records, but=("dilated_size", "kernel_count", "budget"))
 def sweep(
-    model: Model,
-    *,
-    sizes: Annotated[Any, option(HOW_MANY, SIZES_HELP, metavar="A..B|N,N", parser=parse_sizes)],
-    pretrained: Pretrained = False,
-    checkpoint: WeightsFile = None,
-    num_classes: NumClasses = None,
-    in_chans: InChans = None,
-    counts: Annotated[Any, option(HOW_MANY, COUNTS_HELP, metavar="N,N", parser=parse_counts)] = None,
-    budgets: Annotated[Any, option(HOW_MANY, BUDGETS_HELP, metavar="P,P", parser=parse_budgets)] = None,
-    options: PlanOptions,
-    calibrate: Images = None,
+    network: Network,
+    sizes: Annotated[Any, SIZES],
+    counts: Annotated[Any, COUNTS] = None,
+    budgets: Annotated[Any, BUDGETS] = None,
     time: Annotated[bool, option(TIMES, TIME_HELP, "--time")] = False,
     device: Annotated[str | None, option(TIMES, "As torch names it: cuda, cuda:1.", show_default="cpu")] = None,
-    batch_size: Annotated[
-        int | None, number(int, 1, MOST_BATCH, TIMES, "Images.", metavar="N", show_default=BATCH_DEFAULT)
-    ] = None,
+    batch_size: Annotated[int | None, BATCH] = None,
     amp: Annotated[bool, option(TIMES, "In bfloat16 autocast.", "--amp")] = False,
-    seconds: Annotated[
-        int | None, number(int, 1, MOST_SECONDS, TIMES, SECONDS_HELP, metavar="N", show_default=str(SECONDS))
-    ] = None,
-    input_size: InputSize = None,
+    seconds: Annotated[int | None, TIME] = None,
     slower: Annotated[float, number(float, 0, MOST_PERCENT, OUTPUT, SLOWER_HELP, unit="%", metavar="PERCENT")] = SLOWER,
     picture: Annotated[Path | None, option(OUTPUT, PICTURE_HELP, metavar="FILE.png|svg|pdf")] = None,
     force: Force = False,
     json_: Json = False,
-    csv: Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")] = False,
+    csv: Csv = False,
 ) -> None:
     """Compare windows, and counts or budgets: parameters, MACs, times, and what trained kernels and outputs keep.
 
     A row each; the last line is the command of the row to take.
     """
-    trained = pretrained or checkpoint is not None
-    number_of_rows = len(sizes) * len(counts or budgets or [None])
+    rows, scoped = len(sizes) * len(counts or budgets or [None]), network.options.scope != SCOPES[0]
+    untrained = network.calibrate is not None and not network.trained
     idle = {"--device": device, "--batch-size": batch_size, "--amp": amp, "--seconds": seconds}
     refuse(
         {
             "--json and --csv exclude each other": json_ and csv,
             "--counts and --budgets exclude each other": counts is not None and budgets is not None,
-            "--counts states the counts, so --scope would have no effect": counts and options.scope != SCOPES[0],
-            "--calibrate needs trained kernels: --pretrained or --checkpoint": calibrate is not None and not trained,
+            "--counts states the counts, so --scope would have no effect": counts and scoped,
+            "--calibrate needs trained kernels: --pretrained or --checkpoint": untrained,
             "--force replaces the file of --picture": force and picture is None,
-            f"{number_of_rows:,} rows are asked for; {MOST_ROWS:,} are allowed": number_of_rows > MOST_ROWS,
+            f"{rows:,} rows are asked for; {MOST_ROWS:,} are allowed": rows > MOST_ROWS,
             **{f"{name} is for --time": bool(value) and not time for name, value in idle.items()},
         }
     )
-    check_network(options, pretrained=pretrained, checkpoint=checkpoint, images=calibrate)
+    network.check()
     if picture is not None:
         check_picture(picture, "--picture")
-        from ..output import check_output, not_a_file
-
         check_output(picture, force=force, foreign=not_a_file)
-    stated = {
-        "pretrained": pretrained,
-        "checkpoint": checkpoint,
-        "num-classes": num_classes,
-        "in-chans": in_chans,
-        "calibrate": calibrate,
-        "input-size": input_size and "x".join(map(str, input_size)),
-    }
-    with console.steps(model, quiet=False) as notify:
+    with console.steps(network.model) as notify:
         notify("planning")  # which begins with imports of some seconds
         from ..compare.candidates import combinations, make_sweep
         from ..depthwise import choices
-        from ..networks.source import resolve_model
-        from ..pipeline import Job
-        from ..records import write_json
         from ..views.sweep import SweepView, sweep_csv
 
         timing = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
-        job = Job(
-            source=resolve_model(model, num_classes=num_classes, in_chans=in_chans, pretrained=pretrained),
-            pretrained=pretrained,
-            weights=checkpoint,
-            options=options,
-            input_size=input_size,
-            calibration=calibrate,
-            notify=notify,
-            note=console.note,
-        )
-        command = functools.partial(_command, model, options, stated)
-        sweep = make_sweep(job, combinations(sizes, counts, budgets), command, timing=timing, slower=slower)
+        job, asked = network.job(notify=notify, note=console.note), combinations(sizes, counts, budgets)
+        sweep = make_sweep(job, asked, functools.partial(_command, network), timing=timing, slower=slower)
     if json_ or csv:
-        console.write(write_json(sweep.to_dict()) if json_ else sweep_csv(sweep))
+        console.write(sweep.to_json() if json_ else sweep_csv(sweep))
     else:
         taken = [] if sweep.choice.row is None else ["", f"    {sweep.rows[sweep.choice.row].command}"]
         console.show(SweepView(sweep), *[f" {choice}" for choice in choices()], least_width=WIDTH_IN_A_FILE)
         console.show(*taken)
     if picture is not None:
-        from ..output import new_file
         from ..views.sweep_plot import draw
 
         with new_file(picture, force=force) as partial:
             draw(sweep, partial)
-        console.message(f"{model}: wrote {picture}")
+        console.message(f"{network.model}: wrote {picture}")
     if sweep.interrupted:
         raise KeyboardInterrupt
     if not any(row.status == "done" for row in sweep.rows):
@@ -234,20 +180,19 @@ def _timing(
     return settings, place
 
 
-def _command(model: str, options: PlanOptions, stated: dict[str, object], asked: "Asked") -> str:
+def _command(network: Network, asked: "Asked") -> str:
     """The command that converts as a row."""
-    planning = {
-        field.name: getattr(options, field.name)
-        for field in fields(options)
-        if field.name not in SWEPT and getattr(options, field.name) != field.default
-    }
-    if "rules" in planning:
-        planning["rules"] = planning["rules"].source
-    size = asked.size if isinstance(asked.size, int) else "x".join(map(str, asked.size))
     budget = None if asked.budget is None else f"{asked.budget:.12g}%"
-    words = ["dcls-convert", model]
-    swept = {"dilated-size": size, "kernel-count": asked.kernel_count, "budget": budget}
-    for name, value in (stated | swept | planning).items():
-        if value is not None and value is not False:
-            words += [f"--{name}"] + [str(value)] * (value is not True)
+    values = _stated(network) | {"dilated_size": asked.size, "kernel_count": asked.kernel_count, "budget": budget}
+    words = ["dcls-convert", network.model]
+    for name, value in (values | _stated(network.options)).items():
+        if value is not None:
+            text = "x".join(map(str, value)) if isinstance(value, tuple) else str(getattr(value, "source", value))
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
     return shlex.join(words)
+
+
+def _stated(record: Network | PlanOptions) -> dict[str, Any]:
+    """The options that are not as they would be anyway."""
+    values = ((field.name, getattr(record, field.name), field.default) for field in fields(record))
+    return {name: value for name, value, usual in values if value != usual and name not in ("model", "options")}

@@ -6,24 +6,45 @@ import json
 import shlex
 
 import pytest
-import timm
 import torch
+from torch import nn
 
 from dcls_convert import DclsConv2d, convert_, fold_to_dense_
 from dcls_convert.compare import timing
 from dcls_convert.pipeline import Job
 
-from ..command_line import run
-from ..conftest import TINY
+from ..command_line import NET, net, run
 from .trained import write_trained
 
-MODEL = "test_efficientnet"
+SMALL = ("--input-size", "3x32x32")
+NARROW, OTHERS, UNABLE = (f"{__name__}:{name}" for name in ("narrow", "others", "unable"))
+
+
+def narrow():
+    return net(size=3)
+
+
+def others():
+    """With kernels of both parities."""
+    return nn.Sequential(nn.Conv2d(3, 8, 1), *[nn.Conv2d(8, 8, size, groups=8) for size in (3, 3, 4)])
+
+
+def unable():
+    class Net(nn.Sequential):
+        def forward(self, image):
+            raise ValueError("no [image]")
+
+    return Net(*narrow())
 
 
 def sweep(*arguments, code=0):
     """The JSON of a sweep, and stderr."""
-    out, err = run("sweep", *arguments, "--json", code=code)
+    out, err = run("sweep", *arguments, *SMALL, "--json", code=code)
     return json.loads(out), err
+
+
+def table(*arguments, code=0):
+    return run("sweep", *arguments, *SMALL, code=code)[0]
 
 
 def report_of(command, *arguments):
@@ -33,24 +54,17 @@ def report_of(command, *arguments):
     return json.loads(run(*words, *arguments, "--json")[0])
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Weights, and a folder of smooth images."""
-    return write_trained(tmp_path_factory.mktemp("trained"), MODEL, images=6)
-
-
 @pytest.mark.parametrize(
     "options",
     [
         ("--sizes", "7..11"),
         ("--sizes", "9,11x7", "--counts", "5,12"),
         ("--sizes", "9", "--budgets", "60%,100,150.5%", "--tie", "none", "--interpolation", "gaussian"),
-        ("--sizes", "7,9", "--scope", "stage", "--rules", "depthwise", "--input-size", "3x64x64"),
+        ("--sizes", "7,9", "--scope", "stage", "--rules", "depthwise", "--num-classes", "5"),
     ],
 )
 def test_rows_say_what_their_commands_do(options):
-    options = options if "--input-size" in options else (*options, "--input-size", "3x32x32")
-    found, _ = sweep(TINY, *options)
+    found, _ = sweep(NET, *options)
     original, *rows = found["rows"]
     assert original["status"] == "original"
     for row in rows:
@@ -64,20 +78,17 @@ def test_rows_say_what_their_commands_do(options):
         assert row["kernel_counts"] == sorted({layer["kernel_count"] for layer in layers})
         assert row["dilated_sizes"] == sorted(map(list, {tuple(layer["dilated_size"]) for layer in layers}))
         assert found["input_size"] == report["input_size"]
-    table = run("sweep", TINY, *options)[0].splitlines()
-    assert table[-1].strip() == found["choice"]["command"] == rows[found["choice"]["row"] - 1]["command"]
+    last = table(NET, *options).splitlines()[-1]
+    assert last.strip() == found["choice"]["command"] == rows[found["choice"]["row"] - 1]["command"]
 
 
-@pytest.mark.parametrize("size", [5, 7])
-def test_folded_bytes_are_those_of_the_folded_state_dict(size):
-    found, _ = sweep(MODEL, "--sizes", size)
-    model = timm.create_model(MODEL)
-    for row in found["rows"]:
+def test_folded_bytes_are_those_of_the_folded_state_dict():
+    for row in sweep(NET, "--sizes", "9,11")[0]["rows"]:
+        model = net()
         if row["asked"]:
-            convert_(model, dilated_size=size, init="random")
+            convert_(model, dilated_size=row["asked"]["size"], init="random")
             fold_to_dense_(model)
-        state = model.state_dict()
-        assert row["folded_bytes"] == sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        assert row["folded_bytes"] == sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
 def test_what_does_not_fit_or_fails_is_a_row_with_its_reason(monkeypatch):
@@ -89,17 +100,17 @@ def test_what_does_not_fit_or_fails_is_a_row_with_its_reason(monkeypatch):
         return plan(job, options)
 
     monkeypatch.setattr(Job, "plan", failing)
-    found, _ = sweep(TINY, "--sizes", "8..11..1")
+    found, _ = sweep(NET, "--sizes", "8..11..1")
     assert [row["status"] for row in found["rows"]] == ["original", "does not fit", "done", "does not fit", "failed"]
     assert "must be odd as the kernel 7 is" in found["rows"][1]["reason"]
     assert found["rows"][4]["reason"] == "planning: RuntimeError: something [broke] here"
-    out, _ = run("sweep", TINY, "--sizes", "8..11..1")
+    out = table(NET, "--sizes", "8..11..1")
     assert "! 11 failed: planning: RuntimeError: something [broke] here" in out
-    assert out.splitlines()[-1].strip() == f"dcls-convert {TINY} --dilated-size 9"
+    assert out.splitlines()[-1].strip() == f"dcls-convert {NET} --input-size 3x32x32 --dilated-size 9"
 
 
 def test_without_a_row_that_fits_the_rows_are_shown_and_it_is_a_mistake():
-    found, err = sweep(TINY, "--sizes", "8,10", code=2)
+    found, err = sweep(NET, "--sizes", "8,10", code=2)
     assert len(found["rows"]) == 3
     assert found["choice"]["row"] is None
     assert err.splitlines()[-1].startswith("error: no row is done; of the first: stages.0")
@@ -114,12 +125,11 @@ def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
         return plan(job, options)
 
     monkeypatch.setattr(Job, "plan", interrupted)
-    found, err = sweep(TINY, "--sizes", "7..15", code=130)
+    found, err = sweep(NET, "--sizes", "7..15", code=130)
     assert found["interrupted"]
     assert [row["asked"] and row["asked"]["size"] for row in found["rows"]] == [None, 7, 9]
     assert err.splitlines()[-1] == "error: interrupted"
-    out, _ = run("sweep", TINY, "--sizes", "7..15", code=130)
-    assert "Interrupted" in out
+    assert "Interrupted" in table(NET, "--sizes", "7..15", code=130)
 
 
 def _window(model):
@@ -137,7 +147,7 @@ def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
         return measure(self, timed, keep=keep)
 
     monkeypatch.setattr(timing._Clock, "measure", interrupted)
-    found, _ = sweep(MODEL, "--sizes", "5,7", "--time", "--seconds", 1, code=130)
+    found, _ = sweep(NARROW, "--sizes", "5,7", "--time", "--seconds", 1, code=130)
     assert calls == [(window, bool(rounds)) for rounds in range(3) for window in ("dense", "5x5", "7x7")][:8]
     assert [row["forward_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
     assert [row["step_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
@@ -145,7 +155,7 @@ def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
 
 def test_times_are_measured_by_turns_and_ways_named(monkeypatch):
     monkeypatch.setenv("DCLS_CONVERT_DEPTHWISE", "torch")
-    found, err = sweep(MODEL, "--sizes", "5,7", "--time", "--seconds", 1, "--batch-size", 2, "--amp")
+    found, err = sweep(NARROW, "--sizes", "5,7", "--time", "--seconds", 1, "--batch-size", 2, "--amp")
     for row in found["rows"]:
         for part in (row["forward_ms"], row["step_ms"]):
             assert 0 < part["first_quartile"] <= part["median"] <= part["third_quartile"]
@@ -162,65 +172,51 @@ def test_times_are_measured_by_turns_and_ways_named(monkeypatch):
     assert "timing, round 3" in err
 
 
-def test_json_and_csv_agree(trained):
-    options = ("sweep", MODEL, "--sizes", "4..7..1", "--checkpoint", trained / "weights.safetensors")
-    found = json.loads(run(*options, "--json")[0])
-    lines = list(csv.DictReader(io.StringIO(run(*options, "--csv")[0])))
+def test_json_csv_and_the_table_agree():
+    """With the same error in more parameters, the larger of two counts is dominated; 9 cells hold 9 elements."""
+    torch.save(narrow().state_dict(), "weights.pth")
+    options = (NARROW, "--sizes", "4..5..1", "--counts", "1,9,16", "--checkpoint", "weights.pth")
+    found, _ = sweep(*options)
+    lines = list(csv.DictReader(io.StringIO(table(*options, "--csv"))))
     assert len(lines) == len(found["rows"])
     for line, (index, row) in zip(lines, enumerate(found["rows"]), strict=True):
-        same = (
-            "status",
-            "layers",
-            "elements",
-            "params",
-            "macs",
-            "folded_bytes",
-            "kernel_error",
-            "output_error",
-            "images",
-        )
-        for name in (*same, "same_top1", "reason", "command", "dominated"):
+        same = "status layers elements params macs folded_bytes kernel_error output_error images same_top1 reason"
+        for name in (*same.split(), "command", "dominated"):
             assert line[name] == ("" if row[name] is None else str(row[name])), name
         assert line["kernel_counts"] == " ".join(map(str, row["kernel_counts"]))
         assert line["taken"] == str(index == found["choice"]["row"])
-
-
-def test_errors_are_those_of_the_conversions(trained, tmp_path):
-    given = ("--checkpoint", trained / "weights.safetensors", "--calibrate", trained / "images")
-    found, _ = sweep(MODEL, "--sizes", "5", "--budgets", "80%,100%", *given)
-    for index, row in enumerate(found["rows"][1:]):
-        outcome = report_of(row["command"], "--output", tmp_path / str(index))["outcome"]
-        assert {name: row[name] for name in outcome} == outcome
-        assert row["images"] == 1
-    assert found["choice"]["row"] == 2
-    assert f"the least error of outputs for images held out ({row['output_error']:.3f};" in found["choice"]["why"]
-
-
-def test_signs_say_what_colours_say(trained):
-    """With the same error in more parameters, the larger of two counts is dominated; 9 cells hold 9 elements."""
-    options = (MODEL, "--sizes", "4..5..1", "--counts", "1,9,16", "--checkpoint", trained / "weights.safetensors")
-    found, _ = sweep(*options)
     signs = {"does not fit": "!", "done": " ", "original": " "}
     expected = [
         ">" if index == found["choice"]["row"] else "-" if row["dominated"] else signs[row["status"]]
         for index, row in enumerate(found["rows"])
     ]
-    table = run("sweep", *options)[0].split("\n\n")[1].splitlines()[2:]
-    assert [line[0] for line in table] == expected
+    assert [line[0] for line in table(*options).split("\n\n")[1].splitlines()[2:]] == expected
     assert set(expected) == {">", "-", "!", " "}
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_a_picture_of_the_rows(tmp_path, suffix):
-    path = tmp_path / f"front.{suffix}"
-    sweep(TINY, "--sizes", "7..11", "--picture", path)
-    begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix]
-    assert path.read_bytes().startswith(begins)
-    if suffix == "svg":
-        assert all(text in path.read_text() for text in ("7x7: 26", "11x11: 26", "dense original", "MACs"))
-    _, err = run("sweep", TINY, "--sizes", "7", "--picture", path, code=2)
-    assert "already exists" in err
-    sweep(TINY, "--sizes", "7", "--picture", path, "--force")
+def test_errors_are_those_of_the_conversions(tmp_path):
+    write_trained(tmp_path, narrow(), images=6)
+    trained = ("--checkpoint", "weights.safetensors", "--calibrate", "images")
+    found, _ = sweep(NARROW, "--sizes", "5", "--budgets", "80%,100%", *trained, "--slower", "1000")
+    for index, row in enumerate(found["rows"][1:]):
+        outcome = report_of(row["command"], "--output", tmp_path / str(index))["outcome"]
+        assert {name: row[name] for name in outcome} == outcome
+        assert row["images"] == 1
+    least = min(row["output_error"] for row in found["rows"][1:])
+    assert found["rows"][found["choice"]["row"]]["output_error"] == least
+    assert f"the least error of outputs for images held out ({least:.3f};" in found["choice"]["why"]
+
+
+def test_a_picture_of_the_rows():
+    for suffix, begins in {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}.items():
+        sweep(NET, "--sizes", "7..11", "--picture", f"front.{suffix}")
+        with open(f"front.{suffix}", "rb") as file:
+            assert file.read(len(begins)) == begins
+    with open("front.svg") as file:
+        text = file.read()
+    assert all(part in text for part in ("7x7: 24", "11x11: 24", "dense original", "MACs"))
+    assert "already exists" in run("sweep", NET, "--sizes", "7", "--picture", "front.svg", code=2)[1]
+    sweep(NET, "--sizes", "7", "--picture", "front.svg", "--force")
 
 
 @pytest.mark.parametrize(
@@ -244,42 +240,27 @@ def test_a_picture_of_the_rows(tmp_path, suffix):
         (("--sizes", "7", "--time", "--device", "abc"), "device abc: torch cannot use it here"),
         (("--sizes", "7", "--time", "--device", "meta"), "device meta computes nothing"),
         (("--sizes", "7", "--checkpoint", "nowhere"), "nowhere: there is no such file"),
-        ((), "Missing option '--sizes'"),
     ],
 )
 def test_mistakes_are_one_line(options, says):
-    out, err = run("sweep", TINY, *options, code=2)
+    out, err = run("sweep", NET, *options, code=2)
     assert out == ""
     assert says in err.splitlines()[-1]
 
 
-OWN = """
-from torch import nn
-def net():
-    return nn.Sequential(nn.Conv2d(3, 8, 1), *[nn.Conv2d(8, 8, size, groups=8) for size in SIZES])
-def unable():
-    class Net(nn.Sequential):
-        def forward(self, image):
-            raise ValueError("no [image]")
-    return Net(*net())
-"""
-
-
-def test_rows_that_replace_other_layers_say_how_many(tmp_path):
-    (tmp_path / "mymodel.py").write_text(OWN.replace("SIZES", "(3, 3, 4)"))
-    out, _ = run("sweep", "mymodel:net", "--sizes", "4,5", "--input-size", "3x32x32")
-    heading, _, _, *rows = out.split("\n\n")[1].splitlines()
+def test_rows_that_replace_other_layers_say_how_many():
+    heading, _, _, *rows = table(OTHERS, "--sizes", "4,5").split("\n\n")[1].splitlines()
     assert "Layers" in heading
     assert [row.split()[-6] for row in rows] == ["1", "2"]
-    assert "Layers" not in run("sweep", TINY, "--sizes", "7,9")[0]
+    assert "Layers" not in table(NET, "--sizes", "7,9")
 
 
-def test_a_model_that_does_not_run_has_rows_without_macs_and_no_row_to_take(tmp_path):
-    (tmp_path / "mymodel.py").write_text(OWN.replace("SIZES", "(3,)"))
-    out, _ = run("sweep", "mymodel:unable", "--sizes", "5")
+def test_a_model_that_does_not_run_has_rows_without_macs_and_no_row_to_take():
+    out, _ = run("sweep", UNABLE, "--sizes", "5")
     assert "MACs were not counted: the model does not run on the meta device" in out
     assert out.splitlines()[-1] == " There is no row to take: neither MACs nor times are known."
-    found, err = sweep("mymodel:unable", "--sizes", "5", "--time", code=2)
-    assert [row["reason"] for row in found["rows"]] == ["timing: ValueError: no [image]"] * 2
-    assert found["rows"][1]["params"]
+    out, err = run("sweep", UNABLE, "--sizes", "5", "--time", "--json", code=2)
+    rows = json.loads(out)["rows"]
+    assert [row["reason"] for row in rows] == ["timing: ValueError: no [image]"] * 2
+    assert rows[1]["params"]
     assert err.splitlines()[-1] == "error: no row is done; of the first: timing: ValueError: no [image]"

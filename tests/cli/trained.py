@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 
-def write_trained(base: Path, model_name: str, images: int) -> Path:
+def write_trained(base: Path, model: str | nn.Module, images: int) -> Path:
     """Write `weights.safetensors` and a folder `images` of smooth ones into `base`."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = timm.create_model(model_name).eval()
+        model = timm.create_model(model) if isinstance(model, str) else model
         for module in model.modules():
             if isinstance(module, nn.Conv2d) and module.groups > 1:
                 nn.init.normal_(module.weight, std=0.3)
