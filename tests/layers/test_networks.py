@@ -29,11 +29,13 @@ def last_two_tied(*modules):
     return model
 
 
-def stage():
-    """A layer with positions of its own, in a window of unequal sides, and two that share theirs."""
-    make = functools.partial(DclsConv2d, 2, 2, kernel_count=3)
-    wide = make(dilated_kernel_size=(5, 7), padding=(2, 3), interpolation="triangle")
-    return last_two_tied(wide, *(make(dilated_kernel_size=5, padding=2) for _ in range(2)))
+def stage(*sizes):
+    """Layers with windows of these sizes; the last two share their positions."""
+    make = functools.partial(DclsConv2d, 2, 2, kernel_count=3, padding="same")
+    return last_two_tied(
+        *(make(dilated_kernel_size=size, interpolation="triangle") for size in sizes[:-2]),
+        *(make(dilated_kernel_size=size) for size in sizes[-2:]),
+    )
 
 
 FORMATS = {
@@ -60,7 +62,7 @@ def test_positions_and_elements_pass_through_memory_formats(case):
 
 
 def test_torchvision_extracts_features_without_the_owner_of_positions():
-    model, images = nn.Sequential(stage()), randn(1, 2, 9, 9, dtype=torch.float32)
+    model, images = nn.Sequential(stage((5, 7), 5, 5)), randn(1, 2, 9, 9, dtype=torch.float32)
     expected = {"0.1": model[0][:2](images), "0.2": model(images)}
     extractor = create_feature_extractor(model, list(expected))
     for one in (extractor, copy.deepcopy(extractor)):
@@ -73,15 +75,16 @@ def test_torchvision_extracts_features_without_the_owner_of_positions():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # inductor's
-def test_compiled_layers_keep_their_positions_inside_as_others_do():
+@pytest.mark.parametrize(("backend", "sizes"), [("aot_eager", [(5, 7), 5, 5]), ("inductor", [5, 5])])
+def test_compiled_layers_keep_their_positions_inside_as_others_do(backend, sizes):
     torch.compiler.reset()
-    start, images, results = stage(), randn(1, 2, 9, 9, dtype=torch.float32), []
+    start, images, results = stage(*sizes), randn(1, 2, 9, 9, dtype=torch.float32), []
     with torch.no_grad():
         for name, parameter in start.named_parameters():
             parameter.mul_(9 if name.endswith(("positions", "shared")) else 0.5)  # far outside
     for compiled in (False, True):
         model = copy.deepcopy(start)
-        step = torch.compile(model, fullgraph=True) if compiled else model
+        step = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
         optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.01), []
         for _ in range(3):
             optimizer.zero_grad()
@@ -95,7 +98,7 @@ def test_compiled_layers_keep_their_positions_inside_as_others_do():
 
 def test_a_replica_of_a_tied_layer_computes_on_its_own_device():
     """As nn.DataParallel makes replicas for each device; the second device is meta here, which needs no hardware."""
-    model = stage()
+    model = stage((5, 7), 5, 5)
     replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
     for module, replica in replicas.items():
         for name, child in module._modules.items():
