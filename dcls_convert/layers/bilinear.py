@@ -7,6 +7,7 @@ Three forms with equal results: plain operations for compilers and derivatives o
 derivative in closed form; and on GPUs, where scattered additions have no fixed order, products over the whole window.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -132,7 +133,7 @@ class _Construct(Function):
         of_weight, of_cells, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():
             # A graph of the gradients is wanted (create_graph=True): the plain form has derivatives of any order.
-            _, gradients = torch.func.vjp(lambda *inputs: of_plain_operations(*inputs, size), weight, cells)
+            gradients = torch.func.vjp(functools.partial(of_plain_operations, size=size), weight, cells)[1]
             return *gradients(grad), None
         weights, coordinates = weight.flatten(0, -2), cells.flatten(1, -2)  # (N, E), (A, N, E)
         flat = grad.reshape(weights.shape[0], math.prod(size))
