@@ -1,7 +1,6 @@
 """Depthwise convolution of two axes in the fastest way known: same outputs and gradients as torch's, sooner.
 
-The rule for GPUs is an estimate, since nothing was timed there; so it is put to the test where torch times its own
-ways, too (`torch.backends.cudnn.benchmark`).
+The rule for GPUs is an estimate, put to the test where torch times its own ways: `torch.backends.cudnn.benchmark`.
 """
 
 import math
@@ -105,20 +104,18 @@ def depthwise_way(
 ) -> Way:
     """The way that `conv2d` takes for input_size (N, C, H, W) and kernel_size (O, C / groups, R, S).
 
-    "matmul" for windows of 81 cells and more on GPUs, "onednn" on x86 CPUs; "torch" everywhere else, where a
-    convolution is not depthwise, and where it would fail. DCLS_CONVERT_DEPTHWISE=torch overrules, and so does =matmul
-    where matrix products can compute it. What was chosen for a case on a GPU holds for the process, since a block of
-    layers that is computed again, from a checkpoint, must be computed in the same way. The dtype is autocast's where
-    that is on, and None where tensors differ. Without `tensors`, the input and the kernel, nothing is timed or kept.
+    The dtype is that of the computation, None where tensors differ. Without `tensors`, the input and the kernel,
+    nothing is timed or kept. What was chosen for a case on a GPU holds for the process: a block of layers that is
+    computed again, from a checkpoint, must be computed in the same way.
     """
     preferred, cells, kind = preference(), _cells(padding, kernel_size), device.type
     is_depthwise = kernel_size[1] == 1 and groups == input_size[1] and tuple(dilation) == (1, 1)
     if preferred == "torch" or not is_depthwise or not all(input_size) or dtype is None or cells is None:
         return "torch"
     map_size, window = (input_size[2], input_size[3]), (kernel_size[2], kernel_size[3])
+    on_gpu = kind in GPUS
     multiplies = (
-        (preferred == "matmul" or (kind in GPUS and math.prod(window) >= FEWEST_CELLS))
-        and (kind == "cpu" or kind in GPUS)
+        ((on_gpu and math.prod(window) >= FEWEST_CELLS) or (preferred == "matmul" and (on_gpu or kind == "cpu")))
         and dtype in FLOATS
         and kernel_size[0] == groups
         and tuple(stride) == (1, 1)
@@ -175,7 +172,7 @@ def _choose(case: Case, batch: int, tensors: tuple[Tensor, Tensor] | None) -> Wa
 
 @torch.no_grad()
 def _time(case: Case, input: Tensor, kernel: Tensor) -> dict[Way, float]:
-    """Milliseconds of a forward pass and both gradients. Without autograd: hooks of the user's see nothing of it."""
+    """Milliseconds of a forward pass and both gradients; without autograd, so that no hook of the user's is called."""
     input, kernel, cells = input.to(case.dtype), kernel.to(case.dtype), case.padding
 
     def by_torch() -> None:

@@ -2,11 +2,8 @@
 
 Axes: N images, C channels, H x W a map, R x S the window, T x U outputs in a patch, A x B the inputs that a patch sees.
 
-The outputs of a patch are its inputs times a matrix that depends on the window alone, the bank: (T * U, A * B), whose
-row of the output (t, u) holds the window shifted by (t, u). The patches of a channel, over all images, are the rows of
-one matrix, so one `torch.bmm` gives the outputs of all channels. The input's gradient is the same with the flipped
-window; the window's gradient is a product in the shape of the bank, summed over diagonals. Stride and dilation are 1.
-The map and the window are kept for the backward pass, which makes patches and banks again.
+A patch's outputs are its inputs times the bank (T * U, A * B), whose row of the output (t, u) is the window shifted by
+(t, u); the patches of a channel are the rows of one matrix. Stride and dilation are 1. Backward makes them again.
 """
 
 from collections.abc import Sequence
@@ -132,7 +129,7 @@ def _sum_diagonals(banks: Tensor, axis: _Axis) -> Tensor:
 
 
 class _Depthwise(torch.autograd.Function):
-    """Backward is made of differentiable operations, for gradients of gradients; these alone keep patches."""
+    """Backward is made of differentiable operations, for gradients of gradients."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, kernel: Tensor, padding: tuple[int, int]) -> Tensor:

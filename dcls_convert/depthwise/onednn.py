@@ -1,10 +1,8 @@
 """Depthwise convolution on x86 CPUs: torch's oneDNN, made to take its fast kernels.
 
-Measured with ONEDNN_VERBOSE=1 (torch 2.15, oneDNN 3.13): oneDNN takes its fast kernel `jit_dw` for contiguous maps only
-if the padding on the left is at most 6 columns (4 with AVX2 alone) and less than the window's width; else it takes the
-slow `gemm:jit`. A window of 17 columns needs 8. So the surplus columns are put around the map beforehand.
-The gradient of the weight is always computed by `gemm:jit`, but for narrow windows on channels_last maps. That gradient
-is itself a depthwise convolution, of every map with the gradient of its output as the window, and so `jit_dw` serves.
+ONEDNN_VERBOSE=1 (torch 2.15, oneDNN 3.13) shows the slow `gemm:jit` for contiguous maps with more padding on the left
+than MOST_COLUMNS, so surplus columns are put around the map before; and for nearly all gradients of the weight, so that
+each is computed as a depthwise convolution too: of every map with the gradient of its output as the window.
 """
 
 import functools
@@ -75,9 +73,7 @@ class _Depthwise(torch.autograd.Function):
 def _kernel_gradient(input: Tensor, grad: Tensor, kernel: Tensor, stride: Pair, padding: Pair) -> Tensor:
     """input (N, C, H, W), grad (N, C, H', W') -> (C, 1, R, S), summed in float32 at least.
 
-    Every map (1, N*C, H, W) is convolved with a window of its own, (N*C, 1, H', W'): the gradient of its output. The
-    old convolution's stride is the new one's dilation. Where the old stride left cells at the end of a map unread, the
-    result is larger than R x S and cut. Padding that the fast kernel does not take is put around the map.
+    The stride becomes the dilation. Where it left cells at the end of a map unread, the result is cut to R x S.
     """
     dtype = torch.promote_types(kernel.dtype, torch.float32)
     extents = [step * (side - 1) + 1 for step, side in zip(stride, grad.shape[2:], strict=True)]

@@ -3,12 +3,11 @@
 Axes: C channels of any number (a kernel each), E kernel elements, A learnt axes, N all kernels in one axis.
 `cells` are positions counted from the first cell of the window.
 
-There are three forms with equal results: one of plain operations, for compilers and for derivatives of any kind; one
-that writes block by block with the first derivative in closed form; and, elsewhere than on a CPU, one that multiplies
-and sums over the whole window. On a GPU, scattered additions are atomic: their order, so the rounding too, differs from
-run to run.
+Three forms with equal results: plain operations for compilers and derivatives of any kind; blocks with the first
+derivative in closed form; and on GPUs, where scattered additions have no fixed order, products over the whole window.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -30,8 +29,7 @@ Size = tuple[int, ...]  # of the window along the learnt axes, in cells
 
 def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> Tensor:
     """weight (*C, E), positions (A, *C, E) in cells from the kernel centre -> (*C, *size); float32 or float64."""
-    # The sum is a copy. A layer clamps its positions in place at every forward, also between another forward and its
-    # backward, so the positions themselves must not be saved for backward.
+    # The sum is a copy: a layer clamps its positions in place at every forward, so they must not be saved for backward.
     halves = [length // 2 for length in size]
     cells = positions + (halves[0] if len(set(halves)) == 1 else per_axis(halves, positions))
     for axis, length in enumerate(size):
@@ -67,19 +65,16 @@ def clamped(value: Tensor, low: float, high: float) -> Tensor:
 
 def of_plain_operations(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
     """weight (*C, E), cells (A, *C, E) -> (*C, *size), each corner of all elements in one addition. Sides above 1."""
-    corners = []
+    corners = [(torch.zeros_like(weight, dtype=torch.long), weight)]  # place in the flat window, and share
     for coordinate, length in zip(cells, size, strict=True):
         inside = clamped(coordinate, 0, length - 1)
         # At most length - 2: at the upper border the fraction is 1, and the derivative points inward.
         # NaN stays in the fraction, but must not become an index.
         lower = inside.detach().floor().clamp(0, length - 2).nan_to_num(0.0)
-        fraction, index = inside - lower, lower.long()
-        corners.append([(index, 1 - fraction), (index + 1, fraction)])
+        steps = [(lower.long(), 1 - (inside - lower)), (lower.long() + 1, inside - lower)]
+        corners = [(place * length + index, share * part) for place, share in corners for index, part in steps]
     flat = weight.new_zeros(*weight.shape[:-1], math.prod(size))  # (*C, cells of the window)
-    for choice in itertools.product(*corners):
-        place, share = torch.zeros_like(weight, dtype=torch.long), weight
-        for length, (index, part) in zip(size, choice, strict=True):
-            place, share = place * length + index, share * part
+    for place, share in corners:
         flat = flat.scatter_add(-1, place, share)
     return flat.reshape(*weight.shape[:-1], *size)
 
@@ -118,8 +113,7 @@ class _Construct(Function):
         weights, coordinates = weight.flatten(0, -2), cells.flatten(1, -2)  # (N, E), (A, N, E)
         kernel = weight.new_empty(weights.shape[0], math.prod(size))  # (N, cells of the window)
         # On meta there are no values, and operations take longer than on the CPU.
-        blocks = [] if kernel.is_meta else _blocks(kernel, weights, coordinates)
-        for some_kernel, some_weight, some_cells in blocks:
+        for some_kernel, some_weight, some_cells in [] if kernel.is_meta else _blocks(kernel, weights, coordinates):
             if not on_cpu(weight):
                 some_kernel.copy_(of_products(some_weight, some_cells, size, differentiable=False).flatten(1))
                 continue
@@ -139,28 +133,24 @@ class _Construct(Function):
         of_weight, of_cells, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():
             # A graph of the gradients is wanted (create_graph=True): the plain form has derivatives of any order.
-            inputs = [tensor for tensor, needed in ((weight, of_weight), (cells, of_cells)) if needed]
-            kernel = of_plain_operations(weight, cells, size)
-            gradients = iter(torch.autograd.grad(kernel, inputs, grad, create_graph=True))
-            return next(gradients) if of_weight else None, next(gradients) if of_cells else None, None
+            gradients = torch.func.vjp(functools.partial(of_plain_operations, size=size), weight, cells)[1]
+            return *gradients(grad), None
         weights, coordinates = weight.flatten(0, -2), cells.flatten(1, -2)  # (N, E), (A, N, E)
         flat = grad.reshape(weights.shape[0], math.prod(size))
         grad_weights, grad_coordinates = [], []
         for some_grad, some_weight, some_cells in _blocks(flat, weights, coordinates):
             index, fractions = _corners(some_cells, size)
-            values = [corner.gather(1, index) for corner in _shifted(some_grad, size)]
-            slopes: list[list[Tensor]] = []  # of the axes so far, the first one first
-            for axis in reversed(range(len(size))):
-                fraction = fractions[axis]
-                steps = [high - low for low, high in _pairs(values)]
+            values = torch.stack([corner.gather(1, index) for corner in _shifted(some_grad, size)])  # (corners, n, E)
+            slopes: list[Tensor] = []  # of the axes so far, the first one first
+            for axis, fraction in reversed(list(enumerate(fractions))):
+                steps = values[1::2] - values[::2]
                 if of_weight or axis > 0:
-                    values = [torch.addcmul(low, step, fraction) for low, step in zip(values[::2], steps, strict=True)]
-                if of_cells:
-                    slopes = [steps, *([low.lerp(high, fraction) for low, high in _pairs(slope)] for slope in slopes)]
+                    values = torch.addcmul(values[::2], steps, fraction)
+                slopes = [steps, *(slope[::2].lerp(slope[1::2], fraction) for slope in slopes)] if of_cells else []
             if of_weight:
-                grad_weights += values
+                grad_weights.append(values[0])
             if of_cells:
-                grad_coordinates.append(some_weight * torch.stack([slope for (slope,) in slopes]))
+                grad_coordinates.append(some_weight * torch.cat(slopes))
         grad_weight = torch.cat(grad_weights).reshape(weight.shape) if of_weight else None
         return grad_weight, torch.cat(grad_coordinates, 1).reshape(cells.shape) if of_cells else None, None
 
@@ -197,7 +187,3 @@ def _shifted(kernel: Tensor, size: Size) -> list[Tensor]:
     strides = [math.prod(size[axis + 1 :]) for axis in range(len(size))]
     offsets = [sum(steps) for steps in itertools.product(*((0, stride) for stride in strides))]
     return [kernel.narrow(1, offset, kernel.shape[1] - offsets[-1]) for offset in offsets]
-
-
-def _pairs(values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(values[::2], values[1::2], strict=True))

@@ -1,8 +1,7 @@
 """Kernel construction: (weight, positions, sigma) to the dense kernel that an ordinary convolution takes.
 
-Axes: O output channels, I input channels per group, E kernel elements, A learnt axes, H x W dilated kernel size.
-`positions[0]` belongs to the first learnt axis (the row in 2-D), in cells from the kernel centre, which is cell
-`size // 2` for odd and even sizes alike. Paper: Dilated convolution with learnable spacings, arXiv:2112.03740.
+Axes: O output channels, I input channels per group, E kernel elements, A learnt axes. `positions[0]` is of the first
+learnt axis (the row in 2-D). The kernel centre is cell `size // 2` for odd and even sizes. Paper: arXiv:2112.03740.
 """
 
 from collections.abc import Sequence

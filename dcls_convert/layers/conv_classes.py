@@ -93,8 +93,11 @@ def register_conv(
 
 def find_form(conv: nn.Module) -> ConvForm | None:
     """What is known about the class of this convolution; None for a forward of its own that is not registered."""
-    forms = [*((base, PLAIN) for base in CONV_CLASSES.values()), *_FORMS.items()]
-    return next((form for cls, form in reversed(forms) if _computes_as(type(conv), cls)), None)
+    kind, forms = type(conv), [*((base, PLAIN) for base in CONV_CLASSES.values()), *_FORMS.items()]
+    for known, form in reversed(forms):
+        if issubclass(kind, known) and all(getattr(kind, name) is getattr(known, name) for name in _CALLED):
+            return form
+    return None
 
 
 def padding_of(conv: AnyConv) -> Padding:
@@ -149,11 +152,6 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     if form.padding_module is not None and (not paddings or conv.padding_mode != "zeros" or conv.padding == "same"):
         return f"{kind} does not pad by {form.padding_module} alone"
     return None
-
-
-def _computes_as(cls: type[nn.Module], other: type[nn.Module]) -> bool:
-    """Whether a class inherits from `other` all methods that decide what `other` computes."""
-    return issubclass(cls, other) and all(getattr(cls, name, None) is getattr(other, name, None) for name in _CALLED)
 
 
 # What timm's classes do besides convolving: SAME padding and weight standardisation.

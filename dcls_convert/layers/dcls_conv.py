@@ -132,12 +132,9 @@ class DclsConvNd(Tied):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound, generator=generator)
         nn.init.normal_(self.positions, 0.0, POSITION_STD, generator=generator)
-        self._reset_sigma_()
-        self.clamp_positions_()
-
-    def _reset_sigma_(self) -> None:
         if self.sigma is not None:
             nn.init.constant_(self.sigma, cast(float, find_interpolation(self.interpolation).initial_sigma))
+        self.clamp_positions_()
 
     def kernel(self) -> Tensor:
         """The constructed kernel, (O, I, *dilated_kernel_size), differentiable in weight, positions and sigma."""
@@ -172,14 +169,10 @@ class DclsConvNd(Tied):
         exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
         if self.training and not exporting:
             self.clamp_positions_()
-        input, padding = self._padded(input)
+        padding = self.padding
+        if self.padding_mode != "zeros" or padding == DYNAMIC_SAME or is_uneven(padding):
+            input, padding = self.padded(input), (0,) * self.dims  # the convolution can do no such padding
         return self.conv_function(input, self.kernel(), self.bias, self.stride, padding, self.dilation, self.groups)
-
-    def _padded(self, input: Tensor) -> tuple[Tensor, Padding]:
-        """The input, padded where the convolution cannot, and the padding left to it: fixed numbers of zeros."""
-        if self.padding_mode == "zeros" and self.padding != DYNAMIC_SAME and not is_uneven(self.padding):
-            return input, self.padding
-        return self.padded(input), (0,) * self.dims
 
     def padded(self, input: Tensor) -> Tensor:
         """The input with all its padding, so that a convolution without any gives the layer's output."""
@@ -250,7 +243,8 @@ class DclsConvNd(Tied):
             if (layer.dilated_kernel_size[axis], 1) != (conv.kernel_size[axis], conv.dilation[axis]):
                 raise ValueError(f"dense axis {axis} must keep its size {conv.kernel_size[axis]}, undilated")
         layer.to_empty(device=conv.weight.device)
-        layer._reset_sigma_()
+        if layer.sigma is not None:
+            nn.init.constant_(layer.sigma, cast(float, find_interpolation(interpolation).initial_sigma))
         layer.bias = cast(nn.Parameter | None, conv.bias)
         layer.form = find_form(conv) or PLAIN
         for name in layer.form.parameters:
@@ -334,13 +328,10 @@ def _carry_over(old: nn.Module, new: nn.Module) -> None:
 
 
 def _clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
-    """Bring `tensor[i]` into [low[i], high[i]], in place; one limit alone is for all.
-
-    In a compiled graph, an operator does it that declares that it changes its argument: inductor (torch 2.15) drops
-    plain clamps of a parameter where the model has several layers. It gets a flat view: where inductor lays out
-    convolutions as channels_last, it clamps a copy of a tensor of four axes.
-    """
+    """Bring `tensor[i]` into [low[i], high[i]], in place; one limit alone is for all."""
     if torch.compiler.is_compiling():
+        # By an operator that declares its change: inductor (torch 2.15) drops plain clamps of a parameter where the
+        # model has several layers. On a flat view: inductor may lay out tensors of four axes anew, and clamp a copy.
         _clamp_in_graph(tensor.flatten(1), list(low), list(high))
     elif len(set(zip(low, high, strict=True))) == 1:
         tensor.clamp_(low[0], high[0])
@@ -357,11 +348,6 @@ def _clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None
 @torch.library.custom_op("dcls_convert::clamp_", mutates_args=("tensor",))
 def _clamp_in_graph(tensor: Tensor, low: list[float], high: list[float]) -> None:
     _clamp_(tensor, low, high)
-
-
-@_clamp_in_graph.register_fake
-def _(tensor: Tensor, low: list[float], high: list[float]) -> None:
-    return None
 
 
 # A new layer takes over the dictionaries of forward and backward hooks themselves: a handle that the user kept for

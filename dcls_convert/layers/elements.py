@@ -1,13 +1,14 @@
 """The cells of dense kernels as elements of a DCLS kernel.
 
-Axes: L layers of a tie group, O output channels, I input channels per group, D cells of the dense axes (each axis its
-own), K cells of the old kernel along the learnt axes, E kernel elements, A learnt axes.
+Axes: L layers of a tie group, O output channels, I input channels per group, D cells of dense axes, K cells of the old
+kernel along learnt axes, E kernel elements, A learnt axes.
 """
 
 import itertools
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..depthwise.geometry import grid_positions
@@ -29,9 +30,8 @@ def largest_elements(
 ) -> tuple[list[Tensor], Tensor]:
     """The cells of kernels (O, I, *kernel size) with the most energy over all layers of the group, at their old places.
 
-    The energy is that of the kernels that are convolved, `effective`, where they differ from the weights. Elements are
-    in the order of the cells; of cells with equal energy, the first ones are kept. Elements beyond the number of cells
-    have weight 0 and lie in the centre. Returns the weights of each layer (O, I, *D, E), and the positions.
+    Energy is that of the kernels as convolved, `effective`. Elements are in the order of the cells; of equal ones the
+    first are kept. Elements beyond the number of cells have weight 0 and lie in the centre.
     """
     axes = learnt_axes(len(size), dense_axes)
     kernel_size = kernels[0].shape[2:]
@@ -39,14 +39,11 @@ def largest_elements(
     deciding = cells if effective is None else torch.stack([cells_last(kernel, axes) for kernel in effective])
     energy = deciding.double().square().sum(0)  # (O, I, *D, K)
     kept = min(kernel_count, energy.shape[-1])
-    largest_first = energy.sort(dim=-1, descending=True, stable=True).indices
-    chosen = largest_first[..., :kept].sort(dim=-1).values  # (O, I, *D, kept)
+    chosen = energy.sort(dim=-1, descending=True, stable=True).indices[..., :kept].sort(dim=-1).values
     grids = [grid_positions(kernel_size[axis], dilation[axis], size[axis]) for axis in axes]
     places = torch.tensor(list(itertools.product(*grids)), dtype=cells.dtype, device=cells.device)  # (K, A)
-    extra = kernel_count - kept
-    positions = torch.nn.functional.pad(places[chosen].movedim(-1, 0), (0, extra))  # (A, O, I, *D, E)
-    weights = [torch.nn.functional.pad(layer.gather(-1, chosen), (0, extra)) for layer in cells]
-    return weights, positions
+    extra = 0, kernel_count - kept
+    return [F.pad(layer.gather(-1, chosen), extra) for layer in cells], F.pad(places[chosen].movedim(-1, 0), extra)
 
 
 def cells_last(kernel: Tensor, axes: Sequence[int]) -> Tensor:

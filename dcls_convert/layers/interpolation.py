@@ -1,7 +1,7 @@
 """The interpolations: how an element spreads over the cells around its position. All that one needs is in its record.
 
-Axes: *C kernels, E kernel elements, A learnt axes. A spread is a product of one profile an axis, and each profile is
-normalised to sum 1 inside the window. `cells` are positions counted from the first cell of the window.
+Axes: *C kernels, E elements, A learnt axes. A spread is a product of one profile an axis, each normalised to sum 1
+inside the window. `cells` are positions counted from the first cell of the window.
 """
 
 import math
@@ -43,11 +43,10 @@ class Interpolation:
             width = torch.ones_like(cells) if sigma is None else clamped(sigma[axis], self.min_sigma or 0, math.inf)
             profile = self.profile(cells, width, length)
             profiles.append(profile / profile.sum(-1, keepdim=True))
-        first, *between = profiles[:-1] or profiles
-        spread = weight.unsqueeze(-1) * first  # (*C, E, length)
+        spread = weight.unsqueeze(-1) * profiles[0]  # (*C, E, length)
         if len(size) == 1:
             return spread.sum(-2)
-        for profile in between:
+        for profile in profiles[1:-1]:
             spread = (spread.unsqueeze(-1) * profile.unsqueeze(-2)).flatten(-2)  # (*C, E, product of lengths)
         # On a CPU, a matrix product per kernel: no tensor of elements x window is made in 1-D and 2-D. A GPU might
         # round its factors to 11 bits (TF32).
@@ -100,11 +99,7 @@ def _grid(cells: Tensor, length: int) -> Tensor:
 
 
 def _triangle(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
-    """relu(sigma - |u - cell|) for all u of the window.
-
-    At its kinks, relu and abs would give zero, and elements would never leave the grid. The position's derivative is
-    that towards the next cell there, and inward at the upper border.
-    """
+    """relu(sigma - |u - cell|) for all u of the window. At kinks, by the next cell; at the upper border, inward."""
     fixed_sigma = sigma.detach().unsqueeze(-1)  # (*C, E, 1)
     distance = (_grid(cells, length) - cells.detach().unsqueeze(-1)).abs()  # (*C, E, length)
     value = (fixed_sigma - distance).relu()

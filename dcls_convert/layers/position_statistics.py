@@ -20,10 +20,7 @@ MOST_DISTANCES = 1 << 22  # held at once: 16 MiB in float32
 
 
 def border_share(positions: Tensor, size: Sequence[int]) -> float:
-    """The share of elements within `BORDER_MARGIN` of a limit, or beyond; the paper's sign of too small a window.
-
-    positions (A, *C, E); `size` is that of the window along learnt axes.
-    """
+    """The share of elements (A, *C, E) within `BORDER_MARGIN` of a limit, or beyond; `size` is along learnt axes."""
     at_border = torch.zeros(positions.shape[1:], dtype=torch.bool, device=positions.device)
     for coordinate, side in zip(_exact(positions), size, strict=True):
         if side > 1:  # along an axis of one cell, nothing can move
@@ -37,8 +34,7 @@ def overlap_share(positions: Tensor) -> float:
     kernels = _exact(positions).reshape(positions.shape[0], -1, positions.shape[-1])
     overlapping = 0
     for _, _, squares in pairs(kernels, MOST_DISTANCES):
-        near = squares < OVERLAP_DISTANCE**2
-        overlapping += int((near.sum(-1) > 1).sum())  # every element is near itself
+        overlapping += int(((squares < OVERLAP_DISTANCE**2).sum(-1) > 1).sum())  # every element is near itself
     return overlapping / max(math.prod(positions.shape[1:]), 1)
 
 
@@ -53,11 +49,7 @@ def mean_distance(positions: Tensor) -> float:
 
 
 def bins(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
-    """The bin of each finite coordinate along an axis of `size` cells; beyond the window, the outermost one.
-
-    Bin 0 begins half a cell before the window's first position; with an odd number in a cell, a whole cell lies in the
-    middle of a bin.
-    """
+    """The bin of each finite coordinate; bin 0 begins half a cell before the first one, and the outermost are open."""
     low = position_limits(size)[0] - 0.5
     return ((_exact(coordinate) - low) * bins_per_cell).floor().clamp(0, size * bins_per_cell - 1).long()
 

@@ -23,8 +23,7 @@ class Tied(nn.Module):
         self.__dict__["_owner"] = None
         self._owner_names: dict[str, str] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        # Reached for tied parameters alone: the layer's own ones are found before.
+    def __getattr__(self, name: str) -> Any:  # reached for what the layer does not have itself
         owner_name = self.__dict__.get("_owner_names", {}).get(name)
         if owner_name is None:
             return super().__getattr__(name)
@@ -35,8 +34,8 @@ class Tied(nn.Module):
     def tie_(self, owner: nn.Module, names: dict[str, str]) -> None:
         """Use the parameters of `owner`, a module that holds the layer, and drop the layer's own.
 
-        `names`: "positions" (and "sigma") -> name on the owner, which alone registers it, so that every tensor has one
-        name. It is looked up at each use, so that a replacement there (`to_empty`, `assign=True`, FSDP2) counts.
+        `names`: "positions" (and "sigma") -> name on the owner. It is looked up at each use: what `to_empty`,
+        `assign=True` or FSDP2 put there counts.
         """
         for name in names:
             delattr(self, name)
@@ -93,8 +92,7 @@ class OwnMethod:
 class KeepFormat(OwnMethod):
     """`_apply` of an owner of tied parameters, which keeps memory formats away from them.
 
-    `model.to(memory_format=torch.channels_last)` asks all tensors of four and five axes for that format, and fails
-    for those of five; `channels_last_3d` fails for four. Positions have either number.
+    `model.to(memory_format=torch.channels_last)` fails for tensors of five axes, `channels_last_3d` for those of four.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -148,7 +148,7 @@ def test_only_kernel_positions_and_gradients_grow_with_the_layer(size, form, mon
     with as_on_a_gpu(form) if form else nullcontext(), Sizes([*some, kernel_gradient]) as sizes:
         kernel = bilinear_kernel(*some, size)
         gradients = torch.autograd.grad(kernel, some, kernel_gradient)
-    block = products if form else 64 * torch.get_num_threads() * len(size)
+    block = products if form else 64 * torch.get_num_threads() * 2 ** len(size)  # all corners of a block
     whole = {one.numel() for one in (kernel, some[1], *gradients)}
     assert {pieces for pieces in sizes.pieces if pieces > block} <= whole
 

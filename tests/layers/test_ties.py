@@ -18,12 +18,24 @@ from ..conftest import TINY
 from .common import randn
 
 EXPECTED_GROUPS = [[0], [1, 2], [3, 4, 5, 6], [7, 8]]  # depths 1, 2, 4, 2
+OPTIONS = {"dilated_size": 9, "interpolation": "gaussian"}  # positions and sigmas are tied
 
 
-@pytest.fixture(params=["bilinear", "gaussian"])
-def converted(request, tiny):
-    dcls_convert.convert_(tiny, dilated_size=9, interpolation=request.param, init="random")
-    return tiny
+@pytest.fixture(scope="module")
+def converted():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = timm.create_model(TINY).eval()
+    dcls_convert.convert_(model, **OPTIONS, init="random")
+    return model
+
+
+@pytest.fixture(scope="module")
+def converted_on_meta():
+    with torch.device("meta"):
+        model = timm.create_model(TINY)
+    dcls_convert.convert_(model, **OPTIONS)
+    return model
 
 
 def layers(model: nn.Module) -> list[DclsConv2d]:
@@ -58,34 +70,25 @@ def saved(model):
     return buffer
 
 
-def on_meta(model):
-    with torch.device("meta"):
-        new = timm.create_model(TINY)
-    dcls_convert.convert_(new, dilated_size=9, interpolation=layers(model)[0].interpolation)
-    return new
+def assigned(model, on_meta):
+    on_meta.load_state_dict(torch.load(saved(model.state_dict()), weights_only=True), assign=True)
+    return on_meta
 
 
-def assigned(model):
-    new = on_meta(model)
-    new.load_state_dict(torch.load(saved(model.state_dict()), weights_only=True), assign=True)
-    return new
+def emptied(model, on_meta):
+    on_meta.to_empty(device="cpu").load_state_dict(load(save(model.state_dict())))
+    return on_meta
 
 
-def emptied(model):
-    new = on_meta(model).to_empty(device="cpu")
-    new.load_state_dict(load(save(model.state_dict())))
-    return new
-
-
-def saved_by_timm(model):
+def saved_by_timm(model, _):
     with tempfile.TemporaryDirectory() as folder:
         save_for_hf(model, folder, safe_serialization=True)
         return timm.create_model(f"local-dir:{folder}", pretrained=True)
 
 
 COPIES = {
-    "deepcopy of all around it": lambda model: copy.deepcopy(nn.Sequential(nn.ReLU(), model))[1],
-    "torch.save": lambda model: torch.load(saved(model), weights_only=False),
+    "deepcopy of all around it": lambda model, _: copy.deepcopy(nn.Sequential(nn.ReLU(), model))[1],
+    "torch.save": lambda model, _: torch.load(saved(model), weights_only=False),
     "meta and assign": assigned,
     "to_empty and safetensors": emptied,
     "timm's save_for_hf": saved_by_timm,
@@ -93,8 +96,8 @@ COPIES = {
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_ties_survive_copying(converted, way):
-    copied = COPIES[way](converted)
+def test_ties_survive_copying(converted, converted_on_meta, way):
+    copied = COPIES[way](converted, copy.deepcopy(converted_on_meta))
     assert_a_copy_of(copied, converted)
     before = [layer.kernel() for layer in layers(copied)]
     owner = copied.stages[2].blocks
@@ -110,8 +113,8 @@ def test_tied_positions_are_named_by_their_stage_and_said_to_be_tied(converted):
 
 
 def test_a_part_copied_alone_has_positions_of_its_own(converted):
-    block = converted.stages[2].blocks[1]
-    shared = converted.stages[2].blocks.dcls_positions.requires_grad_(False)
+    blocks = copy.deepcopy(converted).stages[2].blocks
+    block, shared = blocks[1], blocks.dcls_positions.requires_grad_(False)
     copied = copy.deepcopy(block)
     assert not copied.conv_dw.is_tied
     assert copied.get_parameter("conv_dw.positions").requires_grad is False
@@ -123,12 +126,19 @@ def test_a_part_copied_alone_has_positions_of_its_own(converted):
 
 @pytest.mark.parametrize("torch_flag", ["overwrite_module_params_on_conversion", "swap_module_params_on_conversion"])
 def test_ties_survive_conversions_in_every_manner_of_torch(converted, torch_flag):
-    setting = getattr(torch.__future__, f"set_{torch_flag}")
+    model, setting = copy.deepcopy(converted), getattr(torch.__future__, f"set_{torch_flag}")
     for enabled, dtype in [(False, torch.bfloat16), (True, torch.float64)]:
         setting(enabled)
         try:
-            converted.to(dtype)
+            model.to(dtype)
         finally:
             setting(False)
-        assert groups(converted) == EXPECTED_GROUPS
-        assert {layer.positions.dtype for layer in layers(converted)} == {dtype}
+        assert groups(model) == EXPECTED_GROUPS
+        assert {layer.positions.dtype for layer in layers(model)} == {dtype}
+
+
+def test_folding_leaves_nothing_of_ours_on_the_owners(converted, tiny):
+    folded = copy.deepcopy(converted)
+    dcls_convert.fold_to_dense_(folded)
+    own = [{name: set(vars(module)) for name, module in model.named_modules()} for model in (folded, tiny)]
+    assert own[0] == own[1]
