@@ -202,10 +202,10 @@ def sweep(
         console.show(*taken)
     if picture is not None:
         from ..output import new_file
-        from ..views.sweep_plot import draw
+        from ..views.sweep_plot import draw_sweep
 
         with new_file(picture, force=force) as partial:
-            draw(sweep, partial)
+            partial.write_bytes(draw_sweep(sweep, picture.suffix))
         console.message(f"{model}: wrote {picture}")
     if sweep.interrupted:
         raise KeyboardInterrupt

@@ -13,7 +13,7 @@ from .. import __version__
 from ..errors import printable
 from .counts import arrow, exact, percent, short_count
 from .pictures import Pictures
-from .stages import stage_rows
+from .stages import cost_charts
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PLACE = "/* data */"  # in the template
@@ -60,6 +60,21 @@ def page(pictures: Pictures) -> str:
         }
         for field in fields
     ]
+    costs = [
+        {
+            "unit": unit,
+            "rows": [
+                {
+                    "name": stage,
+                    "before": change.before,
+                    "after": change.after,
+                    "labels": [short_count(change.before), short_count(change.after)],
+                }
+                for stage, change in changes.items()
+            ],
+        }
+        for unit, changes in cost_charts(report.layers).items()
+    ]
     content = {
         "title": pictures.name,
         "subtitle": f"{report.model or 'a model'} with learnable element positions (DCLS)",
@@ -70,7 +85,7 @@ def page(pictures: Pictures) -> str:
         "kernels": kernels,
         "volumes": any(len(layer.dilated_size) == 3 for layer in report.layers),
         "rawWeights": pictures.raw_weights,
-        "costs": _costs(pictures),
+        "costs": costs,
         "untouched": exact(report.params_untouched),
         "macsNote": report.macs.note,
         "fields": seen and {"notes": seen.notes, "decades": decades, "maps": maps},
@@ -109,19 +124,3 @@ def _packed(values: Tensor, dtype: torch.dtype) -> str:
     limits = torch.iinfo(dtype)
     numbers = values.double().round().clamp(limits.min, limits.max).to(dtype)
     return base64.b64encode(numbers.contiguous().numpy().tobytes()).decode("ascii")
-
-
-def _costs(pictures: Pictures) -> list[dict[str, Any]]:
-    """A chart for each cost that is known of all stages."""
-    charts = []
-    for unit, name in {"Parameters": "params", "MACs for one image": "macs"}.items():
-        changes = {row.name: getattr(row, name) for row in stage_rows(pictures.report.layers)}
-        if any(change.delta is None for change in changes.values()):
-            continue
-        counts = {stage: [change.before, change.after] for stage, change in changes.items()}
-        rows = [
-            {"name": stage, "before": before, "after": after, "labels": [short_count(before), short_count(after)]}
-            for stage, (before, after) in counts.items()
-        ]
-        charts.append({"unit": unit, "rows": rows})
-    return charts
