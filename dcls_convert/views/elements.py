@@ -40,11 +40,6 @@ class PositionPicture:
     even_share: float  # of elements spread evenly, that within the border's margin of the window's limit
 
 
-def even_border_share(size: tuple[int, ...]) -> float:
-    """The share at the border of elements that are spread evenly over a window of these cells."""
-    return 1 - math.prod(max(0.0, 1 - 2 * BORDER_MARGIN / (side - 1)) for side in size if side > 1)
-
-
 def position_pictures(
     plan: ConversionPlan, state: Mapping[str, Tensor], inspection: Inspection
 ) -> tuple[PositionPicture, ...]:
@@ -69,7 +64,7 @@ def position_pictures(
             heat=torch.bincount(high * width + wide, minlength=height * width).reshape(height, width),
             histograms=tuple(tuple(along.tolist()) for along in counts),
             extents=tuple(dict.fromkeys(olds)),
-            even_share=even_border_share(size),
+            even_share=1 - math.prod(max(0.0, 1 - 2 * BORDER_MARGIN / (side - 1)) for side in size if side > 1),
         )
         pictures.append(picture)
     return tuple(pictures)
@@ -93,15 +88,8 @@ def kernel_pictures(
     plan: ConversionPlan, state: Mapping[str, Tensor], model: nn.Module | None
 ) -> tuple[LayerKernels, ...]:
     """The kernels of each layer, with the weights that the rebuilt model standardises; without a model, as stored."""
-    shared = {
-        layer.name: {kind: state[name].float().cpu() for kind, name in place.parameters.items()}
-        for place in position_sets(plan)
-        for layer in place.layers
-    }
-    numbers = 0
-    for layer in plan.layers:
-        elements = layer.kernel_count * math.prod(layer.dilated_size[axis] for axis in layer.dense_axes)
-        numbers += math.prod(layer.dilated_size) + 3 * elements
+    sets = {layer.name: place for place in position_sets(plan) for layer in place.layers}
+    numbers = sum(math.prod(layer.dilated_size) + 3 * math.prod(layer.position_shape[3:]) for layer in plan.layers)
     most = max(1, min(MOST_KERNELS, MOST_NUMBERS // max(numbers, 1)))
     pictures = []
     for layer in plan.layers:
@@ -114,7 +102,8 @@ def kernel_pictures(
         else:
             stored = tuple(state[name].shape) if name in state else "missing"
             raise CheckpointError(f"{name} is {stored}, the plan has {shape}")
-        pictures.append(_strongest(layer, weight.float().cpu(), most=most, **shared[layer.name]))
+        shared = {kind: state[name].float().cpu() for kind, name in sets[layer.name].parameters.items()}
+        pictures.append(_strongest(layer, weight.float().cpu(), most=most, **shared))
     return tuple(pictures)
 
 
