@@ -97,7 +97,7 @@ def test_a_model_of_the_users_own_takes_what_its_convolutions_take(convs, size):
 
 @pytest.mark.parametrize(
     "name",
-    "lraspp_mobilenet_v3_large mc3_18 swin3d_t ssd300_vgg16 fcos_resnet50_fpn retinanet_resnet50_fpn".split(),
+    ["lraspp_mobilenet_v3_large", "mc3_18", "ssd300_vgg16"],
 )
 def test_macs_are_those_that_torchvision_states(name):
     """At the stated size; for detectors too, which do not run to their end without an image."""

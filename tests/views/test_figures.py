@@ -28,18 +28,22 @@ def pictures_of(model, plan) -> Pictures:
     return pictures_of_model(model, plan, Path("folder"), predict_report(plan))
 
 
-def of_module(module, input_size, size, rule=""):
+def of_module(module, input_size, size, rule="", **options):
     rules = parse_rules(f"format: 1\nrules: [{{{rule}}}]")
-    plan = plan_conversion(find_convs(module, input_size), dilated_size=size, rules=rules)
+    plan = plan_conversion(find_convs(module, input_size), dilated_size=size, rules=rules, **options)
     apply_plan_(module, plan, init="random", positions="uniform", generator=torch.Generator().manual_seed(0))
     return module.eval(), plan
 
 
+def depthwise():
+    return [nn.Conv2d(4, 4, 7, padding=3, groups=4) for _ in range(2)]
+
+
 CASES = {
-    "tied": lambda: convert(),
-    "untied": lambda: convert(tie="none"),
-    "gaussian": lambda: convert(interpolation="gaussian"),
-    "rectangular": lambda: convert(size=(9, 11)),
+    "tied": convert,
+    "untied": lambda: of_module(nn.Sequential(*depthwise()), (4, 16, 16), 9, tie="none"),
+    "gaussian": lambda: of_module(nn.Sequential(*depthwise()), (4, 16, 16), 9, interpolation="gaussian"),
+    "rectangular": lambda: of_module(nn.Sequential(*depthwise()), (4, 16, 16), (9, 11)),
     "volume": lambda: of_module(nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv3d(4, 4, 3)), (2, 12, 12, 12), 5),
     "line": lambda: of_module(nn.Sequential(nn.Conv1d(2, 4, 5, padding=2)), (2, 32), 9),
     "standardised": lambda: of_module(nn.Sequential(StdConv2d(4, 6, 3, padding=1)), (4, 16, 16), 7),
@@ -73,7 +77,7 @@ def test_a_heat_map_and_each_histogram_hold_every_element_once(case):
 
 
 def test_elements_are_counted_where_they_are():
-    model, plan = convert(tie="none")
+    model, plan = CASES["untied"]()
     layer = model.get_submodule(plan.layers[0].name)
     with torch.no_grad():
         layer.positions.zero_()
@@ -110,7 +114,7 @@ def test_the_elements_behind_a_kernel_make_it(name):
 
 
 def test_costs_by_stage_sum_to_the_reports():
-    report = pictures_of(*convert()).report
+    report = pictures_of(*case_of("tied")).report
     for unit in ("params", "macs"):
         for when in ("before", "after"):
             total = sum(getattr(getattr(row, unit), when) for row in stage_rows(report.layers))
