@@ -113,8 +113,8 @@ def convert(
         from ..pipeline import Job
         from ..progress import silent
         from ..reports.report import predict_report
-        from ..views.files import picture_files
         from ..views.next_steps import next_steps
+        from ..views.plot import picture_files
         from ..views.report import report_view
 
         job = Job(

@@ -65,10 +65,9 @@ def make_sweep(
     timing: tuple[TimingSettings, torch.device] | None = None,
     slower: float,
 ) -> Sweep:
-    """All rows, the dense original first. KeyboardInterrupt ends it early, with what is known by then.
+    """All rows, the dense original first; KeyboardInterrupt ends it early, with what is known by then.
 
-    `command` gives the command line that converts as a combination; `slower`, for `choose`, is in percent.
-    DclsConvertError where no combination can be planned, or the network cannot be built.
+    `command` gives the command line that converts as a combination; `slower` is for `choose`.
     """
     convs, source = job.convs, job.source
     assert source is not None

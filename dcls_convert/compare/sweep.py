@@ -59,12 +59,6 @@ class SweepRow:
     dominated: bool = False  # another row is no worse in anything, and better in something
 
     @property
-    def spread(self) -> float | None:
-        """Percent of the median step by which the middle half of its runs differ."""
-        step = self.step_ms
-        return 100 * (step.third_quartile - step.first_quartile) / step.median if step else None
-
-    @property
     def window(self) -> str:
         """ "17x17"; "7x7..9x9" where there are several; as it was asked for where nothing was planned."""
         if self.asked is None:
@@ -134,10 +128,7 @@ def _sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
 
 
 def compared(done: Sequence[SweepRow]) -> list[tuple[float, ...]]:
-    """What rows that are done are compared by; of each number, less is better.
-
-    What is not known of all is left out; times count instead of MACs, and errors instead of the number of elements.
-    """
+    """What rows that are done are compared by, where it is known of all; of each number, less is better."""
     times: list[_Value] = [step_ms, lambda row: row.forward_ms and row.forward_ms.median]
     costs = [value for value in times if _known(done, value)] or [_macs] * _known(done, _macs)
     gain: _Value = _error if _known(done, _error) else lambda row: -row.elements
@@ -163,19 +154,13 @@ def growth(row: SweepRow, original: SweepRow, value: _Value) -> float:
 
 
 def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
-    """The row to take, and why, in one sentence. The dense original is the first row.
-
-    Among rows with windows larger than the old kernels (if there are any: others give elements nowhere new to go) and
-    no more parameters than the original (or the fewest, where all have more), whose cost grows by at most `slower`
-    percent: the largest window, and of equal windows the most elements; where there are weights to keep,
-    of the rows with the least error (EQUAL_ERRORS). The cost is the time of a training step where it was measured, else
-    the MACs. Where all cost more, the one that costs least.
-    """
+    """The row to take, and why, in one sentence; docs/choosing.md says how. The dense original is the first row."""
     original, done = rows[0], [row for row in rows if row.status == "done"]
     cost = next((value for value in (step_ms, _macs) if _known([original, *done], value)), None)
     if not done or cost is None:
         return Choice(why="neither MACs nor times are known" if done else "no row is done")
     params, folded = attrgetter("params"), attrgetter("folded_bytes")
+    # In windows no larger than the old kernels, elements have nowhere new to go.
     grown = [row for row in done if folded(row) > folded(original)]
     most = max(params(original), min(map(params, grown or done)))
     pool = [row for row in grown or done if params(row) <= most]

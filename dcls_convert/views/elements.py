@@ -1,10 +1,10 @@
 """Where the elements of each positions tensor are, and the kernels with the most energy that they make in each layer.
 
-Axes: O output channels, I input channels per group, E elements, N kernels that are shown.
+Axes: A learnt axes, O output channels, I input channels per group, E elements, N kernels that are shown.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,14 @@ class PositionPicture:
     even_share: float  # of elements spread evenly, that within the border's margin of the window's limit
 
 
+def heat_map(positions: Tensor, size: Sequence[int], per_cell: int) -> Tensor:
+    """Elements in each bin of the last two learnt axes, of one row where there is one alone; positions (A, ..., E)."""
+    along = [bins(axis.flatten(), side, per_cell) for axis, side in zip(positions, size, strict=True)]
+    rows, columns = [1, *(side * per_cell for side in size)][-2:]
+    row, column = [torch.zeros_like(along[0]), *along][-2:]
+    return torch.bincount(row * columns + column, minlength=rows * columns).reshape(rows, columns)
+
+
 def position_pictures(
     plan: ConversionPlan, state: Mapping[str, Tensor], inspection: Inspection
 ) -> tuple[PositionPicture, ...]:
@@ -50,19 +58,15 @@ def position_pictures(
     for place, row in zip(sets, inspection.positions, strict=True):
         dims, size, positions = len(row.dilated_size), place.learnt_size, state[place.parameters["positions"]]
         learnt = learnt_axes(dims, row.dense_axes)
-        index = [bins(axis.flatten(), side, per_cell) for axis, side in zip(positions, size, strict=True)]
-        lengths = [side * per_cell for side in size]
-        high, wide = [torch.zeros_like(index[0]), *index][-2:]
-        height, width = [1, *lengths][-2:]
         olds = [tuple(extent(old.kernel_size[axis], old.dilation[axis]) for axis in learnt) for old in place.layers]
-        counts = (torch.bincount(places, minlength=length) for places, length in zip(index, lengths, strict=True))
+        histograms = (heat_map(axis[None], [side], per_cell) for axis, side in zip(positions, size, strict=True))
         picture = PositionPicture(
             row=row,
             axes=tuple(AXES[axis - dims] for axis in learnt),
             size=size,
             bins_per_cell=per_cell,
-            heat=torch.bincount(high * width + wide, minlength=height * width).reshape(height, width),
-            histograms=tuple(tuple(along.tolist()) for along in counts),
+            heat=heat_map(positions, size, per_cell),
+            histograms=tuple(tuple(histogram[0].tolist()) for histogram in histograms),
             extents=tuple(dict.fromkeys(olds)),
             even_share=1 - math.prod(max(0.0, 1 - 2 * BORDER_MARGIN / (side - 1)) for side in size if side > 1),
         )

@@ -6,12 +6,20 @@ import math
 import textwrap
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from ..checkpoints.folder import PAGE, PICTURE
 from ..errors import DclsConvertError, printable, shown
+from ..files import can_plot
 from ..layers.interpolation import position_limits
 from ..options import FigureName
-from .pictures import Pictures
+from ..planning.plan import ConversionPlan
+from ..reports.report import ConversionReport
+from .page import page
+from .pictures import Pictures, pictures_of_model
 from .stages import cost_charts
 
 if TYPE_CHECKING:
@@ -44,6 +52,15 @@ def saved(figure: Callable[[], "Figure"], suffix: str, **style: Any) -> bytes:
         metadata = UNDATED.get(suffix.lower())
         figure().savefig(file, format=suffix[1:].lower(), metadata=metadata, bbox_inches="tight")
     return file.getvalue()
+
+
+def picture_files(
+    model: nn.Module, plan: ConversionPlan, folder: str | Path, report: ConversionReport
+) -> dict[str, bytes]:
+    """Names and contents for `save_converted(pictures=...)`: the page, and with matplotlib the positions."""
+    pictures = pictures_of_model(model, plan, Path(folder), report)
+    files = {PAGE: page(pictures).encode()}
+    return files | {PICTURE: draw(pictures, "positions", ".png")} if can_plot() else files
 
 
 def new_figure(width: float, height: float) -> "Figure":

@@ -70,10 +70,7 @@ def field_pictures(
     notify: Notify,
     note: Notify,
 ) -> FieldPictures:
-    """The fields of a checkpoint's last replaced layer; of the network before conversion too, where it can be had.
-
-    Raises CheckpointError where the file of original weights cannot be read or does not fit the network.
-    """
+    """The fields of a checkpoint's last replaced layer; of the network before conversion too, where it can be had."""
     images, words = _images(model, plan, options, note)
     if not images:
         return FieldPictures(fields=(), notes=(f"There is no effective receptive field: {words}.",))
@@ -102,9 +99,9 @@ def field_pictures(
 def _before(
     source: ModelSource, plan: ConversionPlan, state: Mapping[str, Tensor], weights: Path | None
 ) -> tuple[str, nn.Module] | None:
-    """What the unconverted network is, and the network: with the weights of the file, or of its random initialisation.
+    """What the unconverted network is, and the network: with the weights of the file, or its random ones.
 
-    The checkpoint was converted from the latter if all tensors that conversion leaves alone are equal.
+    The checkpoint was converted from random weights if all tensors that conversion leaves alone are equal.
     """
     model = build_model(source, seed=SEED, trust_code=True)
     if weights is not None:
@@ -136,9 +133,8 @@ def _images(
 def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> Tensor:
     """Mean over images of |d sum of channels / d pixel|, summed over input channels: (rows, columns), in float64.
 
-    The gradient begins at the unit in the middle of the layer's output, at its last call. Images are (channels,
-    *spatial); those of one axis give one row; of three, the sum over the first. The model is in float32, run in eval
-    mode, and left as it is. ModelError where it does not run, or the gradient is not finite.
+    The gradient begins at the unit in the middle of the layer's output, at its last call. Images (channels, *spatial)
+    of one axis give one row; of three, the sum over the first. ModelError where there is no finite gradient.
     """
     outputs: list[Tensor] = []
     gradients: list[Tensor] = []

@@ -12,7 +12,7 @@ import torchvision
 from rich.console import Console
 from torch import nn
 
-from dcls_convert.compare.survey import ModelRow, chosen_rows, model_row, names_matching, rows_to_dicts, survey_models
+from dcls_convert.compare.survey import ModelRow, chosen_rows, model_row, names_matching, survey_models
 from dcls_convert.errors import ModelError
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.source import ModelSource, build_model, registry_names, stated_input_size
@@ -240,7 +240,8 @@ def test_json_is_all_of_stdout_and_a_failure_is_exit_code_1(monkeypatch):
     data = json.loads(out)
     assert list(data) == ["format", "options", "models", "summary"]
     rows = [model_row(name, PlanOptions(dilated_size=9, scope="stage")) for name in names]
-    assert data["models"] == rows_to_dicts(chosen_rows(rows, kind="depthwise", sort="macs"))
+    rows = chosen_rows(rows, kind="depthwise", sort="macs")
+    assert data["models"] == json.loads(survey_json(rows, PlanOptions(), pattern=None, input_size=None))["models"]
     assert [row["status"] for row in data["models"]] == ["planned", "planned", "failed"]
     assert err.splitlines()[-1] == "3 models: 2 planned, 0 nothing matches, 1 failed"
     assert "failed: timm:no_such_model: " in err
