@@ -107,7 +107,7 @@ _Value = Callable[[SweepRow], Any]
 _macs: _Value = attrgetter("macs")
 
 
-def step_ms(row: SweepRow) -> float | None:
+def step_ms(row: SweepRow) -> Any:
     return row.step_ms.median if row.step_ms else None
 
 
@@ -131,9 +131,10 @@ def compared(done: Sequence[SweepRow]) -> list[tuple[float, ...]]:
     """What rows that are done are compared by, where it is known of all; of each number, less is better."""
     times: list[_Value] = [step_ms, lambda row: row.forward_ms and row.forward_ms.median]
     costs = [value for value in times if _known(done, value)] or [_macs] * _known(done, _macs)
-    gain: _Value = _error if _known(done, _error) else lambda row: -row.elements
+    gain: _Value = _error if _known(done, _error) else lambda row: -(row.elements or 0)
+    values: list[_Value] = [attrgetter("params"), *costs, gain]
     return [
-        (*(-side for side in sides), *(value(row) for value in (attrgetter("params"), *costs, gain)))
+        (*(-side for side in sides), *(value(row) for value in values))
         for row, sides in zip(done, _sides(done), strict=True)
     ]
 

@@ -33,12 +33,12 @@ def layer_html(layer: "DclsConvNd") -> str:
     if positions.is_meta or len(sides) > 2 or not bool(positions.isfinite().all()):
         return f"<div>{shown}</div>"
     heat = heat_map(positions, sides, 1)
-    rows, columns = heat.shape
+    height, width = heat.shape
     squares = "".join(
-        f'<rect x="{cell % columns * CELL}" y="{cell // columns * CELL}" width="{CELL}" height="{CELL}" '
+        f'<rect x="{cell % width * CELL}" y="{cell // width * CELL}" width="{CELL}" height="{CELL}" '
         f'fill="#1f77b4" fill-opacity="{count / int(heat.max()):.2f}"><title>{count:,}</title></rect>'
         for cell, count in enumerate(heat.flatten().tolist())
     )
-    size = f'width="{columns * CELL}" height="{rows * CELL}"'
+    size = f'width="{width * CELL}" height="{height * CELL}"'
     frame = f'<rect {size} fill="none" stroke="#888"/>'
     return f'<div>{shown}<svg xmlns="http://www.w3.org/2000/svg" {size}>{squares}{frame}</svg></div>'

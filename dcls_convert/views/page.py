@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch import Tensor
 
 from .. import __version__
 from ..errors import printable
+from ..reports.report import Change
 from .counts import arrow, exact, percent, short_count
+from .elements import LayerKernels
 from .pictures import Pictures
+from .receptive_field import FieldPicture
 from .stages import cost_charts
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -25,7 +29,6 @@ PLACES_PER_CELL = 100  # of coordinates, which are 16-bit integers in the page
 def page(pictures: Pictures) -> str:
     """The text of the page, in ASCII: names from data can neither end the script nor hold control characters."""
     report, inspection, seen = pictures.report, pictures.inspection, pictures.fields
-    fields, decades = (seen.fields, seen.decades) if seen else ((), 0)
     facts = {
         "Parameters": f"{arrow(report.params)} ({percent(report.params)})",
         "MACs for one image": f"{arrow(report.macs, short_count)} ({percent(report.macs) or 'not counted'})",
@@ -34,47 +37,6 @@ def page(pictures: Pictures) -> str:
         "At the border": f"{100 * inspection.share('border_share'):.1f} %",
         "Overlapping": f"{100 * inspection.share('overlap_share'):.1f} %",
     }
-    kernels = [
-        {
-            "name": layer.name,
-            "total": layer.total,
-            "share": layer.energy_share,
-            "size": layer.cells.shape[1:],
-            "elements": layer.weights.shape[1],
-            "channels": layer.channels,
-            "scales": _largest(layer.weights).flatten().tolist(),
-            "cells": _packed(127 * layer.cells.double() / _largest(layer.cells), torch.int8),
-            "places": _packed(PLACES_PER_CELL * layer.positions, torch.int16),
-            "weights": _packed(127 * layer.weights.double() / _largest(layer.weights), torch.int8),
-        }
-        for layer in pictures.kernels
-    ]
-    maps = [
-        {
-            "name": field.title,
-            "what": field.what,
-            "size": field.logs.shape,
-            "pixels": field.size,
-            "values": _packed((1 + field.logs / decades) * 255, torch.uint8),
-            "sentence": field.sentence,
-        }
-        for field in fields
-    ]
-    costs = [
-        {
-            "unit": unit,
-            "rows": [
-                {
-                    "name": stage,
-                    "before": change.before,
-                    "after": change.after,
-                    "labels": [short_count(change.before), short_count(change.after)],
-                }
-                for stage, change in changes.items()
-            ],
-        }
-        for unit, changes in cost_charts(report.layers).items()
-    ]
     content = {
         "title": pictures.name,
         "subtitle": f"{report.model or 'a model'} with learnable element positions (DCLS)",
@@ -82,13 +44,18 @@ def page(pictures: Pictures) -> str:
         "margin": inspection.border_margin,
         "near": inspection.overlap_distance,
         "positions": pictures.positions,
-        "kernels": kernels,
+        "kernels": [*map(_kernels, pictures.kernels)],
         "volumes": any(len(layer.dilated_size) == 3 for layer in report.layers),
         "rawWeights": pictures.raw_weights,
-        "costs": costs,
+        "costs": [{"unit": unit, "rows": _bars(chart)} for unit, chart in cost_charts(report.layers).items()],
         "untouched": exact(report.params_untouched),
         "macsNote": report.macs.note,
-        "fields": seen and {"notes": seen.notes, "decades": decades, "maps": maps},
+        "fields": seen
+        and {
+            "notes": seen.notes,
+            "decades": seen.decades,
+            "maps": [_map(field, seen.decades) for field in seen.fields],
+        },
         "history": pictures.history,
         "made": f"Made by dcls-convert {__version__}. This page uses no network.",
     }
@@ -96,6 +63,44 @@ def page(pictures: Pictures) -> str:
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
     return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, data)
+
+
+def _kernels(layer: LayerKernels) -> dict[str, Any]:
+    return {
+        "name": layer.name,
+        "total": layer.total,
+        "share": layer.energy_share,
+        "size": layer.cells.shape[1:],
+        "elements": layer.weights.shape[1],
+        "channels": layer.channels,
+        "scales": _largest(layer.weights).flatten().tolist(),
+        "cells": _packed(127 * layer.cells.double() / _largest(layer.cells), torch.int8),
+        "places": _packed(PLACES_PER_CELL * layer.positions, torch.int16),
+        "weights": _packed(127 * layer.weights.double() / _largest(layer.weights), torch.int8),
+    }
+
+
+def _map(field: FieldPicture, decades: int) -> dict[str, Any]:
+    return {
+        "name": field.title,
+        "what": field.what,
+        "size": field.logs.shape,
+        "pixels": field.size,
+        "values": _packed((1 + field.logs / decades) * 255, torch.uint8),
+        "sentence": field.sentence,
+    }
+
+
+def _bars(chart: Mapping[str, Change]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": stage,
+            "before": one.before,
+            "after": one.after,
+            "labels": [*map(short_count, (one.before, one.after))],
+        }
+        for stage, one in chart.items()
+    ]
 
 
 def _plain(value: Any) -> Any:

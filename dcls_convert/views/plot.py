@@ -7,7 +7,7 @@ import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -44,11 +44,8 @@ def saved(figure: Callable[[], "Figure"], suffix: str, **style: Any) -> bytes:
     """A figure, drawn with these settings of matplotlib, as a file that is the same on every day."""
     import matplotlib
 
-    file = io.BytesIO()
-    with (
-        warnings.catch_warnings(action="ignore"),  # characters that the font lacks
-        matplotlib.rc_context({"svg.hashsalt": HASH_SALT, **style}),
-    ):
+    file, settings = io.BytesIO(), cast(Any, {"svg.hashsalt": HASH_SALT} | style)
+    with warnings.catch_warnings(action="ignore"), matplotlib.rc_context(settings):  # characters that the font lacks
         metadata = UNDATED.get(suffix.lower())
         figure().savefig(file, format=suffix[1:].lower(), metadata=metadata, bbox_inches="tight")
     return file.getvalue()
