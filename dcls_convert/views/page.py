@@ -16,7 +16,7 @@ from ..reports.report import Change
 from .counts import arrow, exact, percent, short_count
 from .elements import LayerKernels
 from .pictures import Pictures
-from .receptive_field import FieldPicture
+from .receptive_field import FieldPictures
 from .stages import cost_charts
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -50,12 +50,7 @@ def page(pictures: Pictures) -> str:
         "costs": [{"unit": unit, "rows": _bars(chart)} for unit, chart in cost_charts(report.layers).items()],
         "untouched": exact(report.params_untouched),
         "macsNote": report.macs.note,
-        "fields": seen
-        and {
-            "notes": seen.notes,
-            "decades": seen.decades,
-            "maps": [_map(field, seen.decades) for field in seen.fields],
-        },
+        "fields": seen and _fields(seen),
         "history": pictures.history,
         "made": f"Made by dcls-convert {__version__}. This page uses no network.",
     }
@@ -80,15 +75,19 @@ def _kernels(layer: LayerKernels) -> dict[str, Any]:
     }
 
 
-def _map(field: FieldPicture, decades: int) -> dict[str, Any]:
-    return {
-        "name": field.title,
-        "what": field.what,
-        "size": field.logs.shape,
-        "pixels": field.size,
-        "values": _packed((1 + field.logs / decades) * 255, torch.uint8),
-        "sentence": field.sentence,
-    }
+def _fields(seen: FieldPictures) -> dict[str, Any]:
+    maps = [
+        {
+            "name": field.title,
+            "what": field.what,
+            "size": field.logs.shape,
+            "pixels": field.size,
+            "values": _packed((1 + field.logs / seen.decades) * 255, torch.uint8),
+            "sentence": field.sentence,
+        }
+        for field in seen.fields
+    ]
+    return {"notes": seen.notes, "decades": seen.decades, "maps": maps}
 
 
 def _bars(chart: Mapping[str, Change]) -> list[dict[str, Any]]:
