@@ -64,7 +64,7 @@ def save_converted(
         force: Replace an existing checkpoint folder. Anything else that is in the way is never touched.
         fingerprint: Run the model once, on a random image of the plan's input size, and note its output in the weights
             file, for `dcls-convert verify`. Without it, nothing of the model's code runs.
-        pictures: Files to add, from `views.files.picture_files`; the model card shows them.
+        pictures: Files to add, from `views.plot.picture_files`; the model card shows them.
         meta: An unconverted meta model of the plan's source, if there is one already; converted in place.
 
     Returns:

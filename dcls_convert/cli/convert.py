@@ -77,6 +77,7 @@ def convert(
         from ..progress import silent
         from ..reports.report import predict_report
         from ..views.next_steps import next_steps
+        from ..views.plot import picture_files
         from ..views.report import report_view
 
         job = network.job(

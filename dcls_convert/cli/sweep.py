@@ -148,10 +148,10 @@ def sweep(
         console.show(SweepView(sweep), *[f" {choice}" for choice in choices()], least_width=WIDTH_IN_A_FILE)
         console.show(*taken)
     if picture is not None:
-        from ..views.sweep_plot import draw
+        from ..views.sweep_plot import draw_sweep
 
         with new_file(picture, force=force) as partial:
-            draw(sweep, partial)
+            partial.write_bytes(draw_sweep(sweep, picture.suffix))
         console.message(f"{network.model}: wrote {picture}")
     if sweep.interrupted:
         raise KeyboardInterrupt

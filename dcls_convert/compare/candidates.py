@@ -1,9 +1,11 @@
 """Plan, fit and time each combination of a sweep. What goes wrong in one is its row."""
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -16,21 +18,34 @@ from ..pipeline import Job
 from ..planning.plan import ConversionPlan, taken_from
 from ..reports.report import predict_report
 from .sweep import Asked, Size, Sweep, SweepRow, TimingSettings, choose, with_dominated
-from .timing import Timed, time_
+from .timing import Clock, converted_copy, summary
+
+LEAST_ROUNDS, MOST_ROUNDS = 3, 100
 
 
 @dataclass(slots=True)
 class Candidate:
-    """A combination, what is known of it, and its plan; None where it does not fit."""
+    """A combination, or the original, and what is known of it."""
 
     row: SweepRow
-    plan: ConversionPlan | None = None
+    plan: ConversionPlan | None = None  # None: the original, or it does not fit
+    model: nn.Module | None = None  # while it is timed
+    runs: list[tuple[float, float]] = field(default_factory=list)  # milliseconds of forward passes and training steps
 
-    def fail(self, error: BaseException, doing: str) -> None:
-        """Keep what is known, with the reason why there is no more."""
-        kind = "" if isinstance(error, DclsConvertError) else f"{type(error).__name__}: "
-        self.row = replace(self.row, status="failed", reason=f"{doing}: {kind}{one_line(error)[:200]}")
-        self.plan = None
+    def change(self, **known: Any) -> None:
+        self.row = replace(self.row, **known)
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Where this fails, the row keeps what is known, with the reason why there is no more."""
+        try:
+            yield
+        except (NothingMatchesError, RuleError):  # no combination can be planned
+            raise
+        except Exception as error:
+            kind = "" if isinstance(error, DclsConvertError) else f"{type(error).__name__}: "
+            self.change(status="failed", reason=f"{what}: {kind}{one_line(error)[:200]}")
+            self.plan = self.model = None
 
 
 def combinations(
@@ -50,10 +65,9 @@ def make_sweep(
     timing: tuple[TimingSettings, torch.device] | None = None,
     slower: float,
 ) -> Sweep:
-    """All rows, the dense original first. KeyboardInterrupt ends it early, with what is known by then.
+    """All rows, the dense original first; KeyboardInterrupt ends it early, with what is known by then.
 
-    `command` gives the command line that converts as a combination; `slower`, for `choose`, is in percent.
-    DclsConvertError where no combination can be planned, or the network cannot be built.
+    `command` gives the command line that converts as a combination; `slower` is for `choose`.
     """
     convs, source = job.convs, job.source
     assert source is not None
@@ -61,15 +75,17 @@ def make_sweep(
         raise CheckpointError(f"{job.where}: has elements of its own, so there is nothing to compare")
     if convs.macs is None and (job.input_size is not None or (timing and convs.input_size is None)):
         raise PlanError(f"{shown(source.name)}: {convs.macs_note}")
-    original = SweepRow(
-        asked=None, status="original", params=convs.params, macs=convs.macs, folded_bytes=_state_bytes(job.meta)
-    )
+    folded_bytes = _state_bytes(job.meta)
+    original = SweepRow(asked=None, status="original", params=convs.params, macs=convs.macs, folded_bytes=folded_bytes)
     candidates = [Candidate(original)]
     interrupted = False
     try:
         for number, one in enumerate(asked, 1):
             job.notify(f"planning {number} of {len(asked)}")
-            candidates.append(_planned(job, one, command(one)))
+            candidate = Candidate(SweepRow(asked=one, status="done", command=command(one)))
+            with candidate.doing("planning"):
+                _plan(job, candidate, one)
+            candidates.append(candidate)
         planned = [candidate for candidate in candidates if candidate.plan]
         for number, candidate in enumerate(planned if job.trained else [], 1):
             job.notify(f"fitting {candidate.row.window}, {number} of {len(planned)}")
@@ -91,28 +107,23 @@ def make_sweep(
     )
 
 
-def _planned(job: Job, asked: Asked, command: str) -> Candidate:
-    """One combination; one that does not fit has the reason in its row."""
+def _plan(job: Job, candidate: Candidate, asked: Asked) -> None:
     count = AUTO if asked.kernel_count is None else asked.kernel_count
     budget = DEFAULT_BUDGET if asked.budget is None else asked.budget
-    candidate = Candidate(SweepRow(asked=asked, status="done", command=command))
     try:
         plan = job.plan(replace(job.options, dilated_size=asked.size, kernel_count=count, budget=budget))
-    except (NothingMatchesError, RuleError):  # no combination can be planned
+    except (NothingMatchesError, RuleError):
         raise
     except DclsConvertError as error:
-        candidate.row = replace(candidate.row, status="does not fit", reason=str(error))
-        return candidate
-    except Exception as error:
-        candidate.fail(error, "planning")
-        return candidate
+        candidate.change(status="does not fit", reason=str(error))
+        return
     report = predict_report(plan)
     grown = sum(
         (layer.folded_weights - layer.dense_weights) * cast(Any, job.meta.get_submodule(layer.name)).weight.itemsize
         for layer in plan.layers
     )
-    row = replace(
-        candidate.row,
+    candidate.plan = plan
+    candidate.change(
         layers=len(plan.layers),
         dilated_sizes=tuple(sorted({layer.dilated_size for layer in plan.layers})),
         kernel_counts=tuple(sorted({layer.kernel_count for layer in plan.layers})),
@@ -121,7 +132,6 @@ def _planned(job: Job, asked: Asked, command: str) -> Candidate:
         macs=report.macs.after,
         folded_bytes=_state_bytes(job.meta) + grown,
     )
-    return Candidate(row, plan)
 
 
 def _fit(job: Job, candidate: Candidate) -> None:
@@ -130,40 +140,43 @@ def _fit(job: Job, candidate: Candidate) -> None:
     network = job.network
     if job.calibration is not None:  # read once, for all candidates
         job.calibration = calibrate(network, candidate.plan, job.calibration, note=job.note)
-    try:
+    with candidate.doing("fitting"):
         done = job.convert(candidate.plan, model=copy.deepcopy(network))
-    except Exception as error:
-        candidate.fail(error, "fitting")
-        return
-    outcome = done.report.outcome
-    if outcome is not None:
-        kept = taken_from(outcome, SweepRow)
-        candidate.row = replace(candidate.row, **kept | ({} if outcome.images else {"output_error": done.moved}))
+        if (outcome := done.report.outcome) is not None:
+            moved = {} if outcome.images else {"output_error": done.moved}
+            candidate.change(**taken_from(outcome, SweepRow) | moved)
 
 
 def _time(job: Job, candidates: Sequence[Candidate], settings: TimingSettings, device: torch.device) -> None:
-    """Measure those that have a plan, and the original, and put the times into their rows."""
-    size = job.convs.input_size
-    assert size is not None
-    network = job.network.to(device)
-    timed: list[tuple[Candidate, Timed]] = []
+    """Measure the original and those that have a plan, which take turns, and put the times into their rows."""
+    assert job.convs.input_size is not None
+    network, clock = job.network.to(device), Clock(job.convs.input_size, settings, device)
     for candidate in candidates:
-        if candidate.plan is None and candidate.row.asked is not None:
-            continue
-        job.notify(f"building {candidate.row.window}")
-        try:
-            timed.append((candidate, Timed.of(network, candidate.plan)))
-        except Exception as error:
-            candidate.fail(error, "building")
-    try:
-        time_([one for _, one in timed], size, settings, device, notify=job.notify)
-    finally:
-        for candidate, one in timed:
-            candidate.row = replace(candidate.row, ways=dict(one.ways))
-            if one.error is not None:
-                candidate.fail(one.error, "timing")
-            else:
-                candidate.row = replace(candidate.row, forward_ms=one.forward_ms, step_ms=one.step_ms)
+        if candidate.plan is not None or candidate.row.asked is None:
+            job.notify(f"building {candidate.row.window}")
+            with candidate.doing("building"):
+                candidate.model = network if candidate.plan is None else converted_copy(network, candidate.plan)
+    begun = time.perf_counter()
+    for count in range(-1, MOST_ROUNDS):  # a round for warmth first
+        spent = time.perf_counter() - begun
+        going = [candidate for candidate in candidates if candidate.model is not None]
+        if (spent >= settings.seconds and count >= LEAST_ROUNDS) or not going:
+            break
+        job.notify("warming up" if count < 0 else f"timing, round {count + 1}, {spent:.0f} of {settings.seconds:g} s")
+        for candidate in going:
+            with candidate.doing("timing"):
+                _measure(candidate, clock, warm=count >= 0)
+
+
+def _measure(candidate: Candidate, clock: Clock, *, warm: bool) -> None:
+    assert candidate.model is not None
+    if not warm:
+        candidate.change(ways=dict(clock.ways(candidate.model)))
+    times = clock.measure(candidate.model)
+    if warm:
+        candidate.runs.append(times)
+        forward, step = zip(*candidate.runs, strict=True)
+        candidate.change(forward_ms=summary(forward), step_ms=summary(step))
 
 
 def _state_bytes(model: nn.Module) -> int:

@@ -19,7 +19,6 @@ from ..networks.sites import kinds_of_convs
 from ..networks.source import ModelSource, registry_names
 from ..options import Kind, PlanOptions, Sort
 from ..pipeline import Job
-from ..records import adapter
 from ..reports.report import Change, MacsChange, predict_report
 from .workers import run_jobs
 
@@ -45,16 +44,10 @@ class ModelRow:
     macs: MacsChange = field(default_factory=MacsChange)
 
 
-def rows_to_dicts(rows: Sequence[ModelRow]) -> list[dict[str, Any]]:
-    """Plain JSON values."""
-    return list(adapter(Sequence[ModelRow]).dump_python(rows, mode="json"))
-
-
 def names_matching(pattern: str | None, known: Sequence[str] | None = None) -> list[str]:
-    """Names, with prefix, in the order timm, torchvision; of `known` or both registries. ModelError if none matches.
+    """Names, with prefix, of `known` or both registries; ModelError if none matches.
 
-    The pattern is a shell pattern for names with or without prefix: `convnext_*`, `torchvision:*`. Without wildcards it
-    is a name, or where no model is called so, a part of names. Case does not matter. None is for all.
+    A shell pattern for names with or without prefix. Without wildcards it is a name, else a part of names.
     """
     known = registry_names() if known is None else known
     if pattern is None:
@@ -110,11 +103,7 @@ def survey_models(
     timeout: float | None = None,
     advance: Callable[[ModelRow], None] = lambda row: None,
 ) -> list[ModelRow]:
-    """A row for every name, in their order; `advance` gets each as soon as it is ready.
-
-    A model that crashes, hangs or takes more than `timeout` seconds gets a row too. Without `workers`, there is one for
-    each processor, but none with fewer models than are worth its start.
-    """
+    """A row for every name, in their order; `advance` gets each as soon as it is ready."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = workers or max(1, min(processors, len(names) // MODELS_A_WORKER))
     work = functools.partial(model_row, options=options, input_size=input_size)
@@ -127,11 +116,7 @@ def survey_models(
 
 
 def chosen_rows(rows: Sequence[ModelRow], *, sort: Sort | None = None, kind: Kind | None = None) -> list[ModelRow]:
-    """Rows in an order, or those of which convolutions of this kind are replaced, and what failed.
-
-    `sort` puts the least first, by what models have before conversion, or by the count of elements or of layers
-    replaced; those of which it is not known come last.
-    """
+    """Rows of which convolutions of this kind are replaced, or that failed; sorted, with unknown values last."""
     if kind is not None:
         rows = [row for row in rows if row.status == "failed" or kind in {name.split()[0] for name in row.replaced}]
     if sort is None:

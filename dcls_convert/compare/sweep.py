@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 from ..depthwise.geometry import size_text
 from ..records import Record
@@ -59,12 +59,6 @@ class SweepRow:
     dominated: bool = False  # another row is no worse in anything, and better in something
 
     @property
-    def spread(self) -> float | None:
-        """Percent of the median step by which the middle half of its runs differ."""
-        step = self.step_ms
-        return 100 * (step.third_quartile - step.first_quartile) / step.median if step else None
-
-    @property
     def window(self) -> str:
         """ "17x17"; "7x7..9x9" where there are several; as it was asked for where nothing was planned."""
         if self.asked is None:
@@ -109,25 +103,15 @@ class Sweep(Record):
     choice: Choice
 
 
-_Value = Callable[[SweepRow], float | None]
+_Value = Callable[[SweepRow], Any]
 _macs: _Value = attrgetter("macs")
 
 
-def _sides(rows: Sequence[SweepRow]) -> dict[int, tuple[int, ...]]:
-    """Sides of the windows of the rows that are done, by index, all along as many axes."""
-    sizes = {index: row.asked.size for index, row in enumerate(rows) if row.asked and row.status == "done"}
-    axes = max((len(size) for size in sizes.values() if isinstance(size, tuple)), default=1)
-    return {
-        index: (size,) * axes if isinstance(size, int) else (*size, *[1] * (axes - len(size)))
-        for index, size in sizes.items()
-    }
-
-
-def step_ms(row: SweepRow) -> float | None:
+def step_ms(row: SweepRow) -> Any:
     return row.step_ms.median if row.step_ms else None
 
 
-def _error(row: SweepRow) -> float | None:
+def _error(row: SweepRow) -> Any:
     """Of the outputs where they were compared with images, else of the kernels."""
     return row.output_error if row.images else row.kernel_error
 
@@ -136,20 +120,23 @@ def _known(rows: Sequence[SweepRow], value: _Value) -> bool:
     return bool(rows) and all(value(row) is not None for row in rows)
 
 
-def compared(rows: Sequence[SweepRow]) -> dict[int, tuple[float, ...]]:
-    """What the rows that are done are compared by, by index; of each number, less is better.
+def _sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
+    """Sides of the rows' windows, along as many axes."""
+    sizes = [row.asked.size for row in done if row.asked]
+    axes = max((len(size) for size in sizes if isinstance(size, tuple)), default=1)
+    return [(size,) * axes if isinstance(size, int) else size for size in sizes]
 
-    What is not known of all is left out; times count instead of MACs, and errors instead of the number of elements.
-    """
-    members = [row for row in rows if row.status == "done"]
-    times: list[_Value] = [step_ms, lambda row: row.forward_ms.median if row.forward_ms else None]
-    timed = [value for value in times if _known(members, value)]
-    costs: list[_Value] = [attrgetter("params"), *(timed or [_macs] * _known(members, _macs))]
-    costs.append(_error if _known(members, _error) else lambda row: -(row.elements or 0))
-    return {
-        index: (*(-side for side in sides), *(float(value(rows[index]) or 0) for value in costs))
-        for index, sides in _sides(rows).items()
-    }
+
+def compared(done: Sequence[SweepRow]) -> list[tuple[float, ...]]:
+    """What rows that are done are compared by, where it is known of all; of each number, less is better."""
+    times: list[_Value] = [step_ms, lambda row: row.forward_ms and row.forward_ms.median]
+    costs = [value for value in times if _known(done, value)] or [_macs] * _known(done, _macs)
+    gain: _Value = _error if _known(done, _error) else lambda row: -(row.elements or 0)
+    values: list[_Value] = [attrgetter("params"), *costs, gain]
+    return [
+        (*(-side for side in sides), *(value(row) for value in values))
+        for row, sides in zip(done, _sides(done), strict=True)
+    ]
 
 
 def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -157,54 +144,43 @@ def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def with_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
-    numbers = compared(rows)
-    return tuple(
-        replace(row, dominated=index in numbers and any(dominates(other, numbers[index]) for other in numbers.values()))
-        for index, row in enumerate(rows)
-    )
+    numbers = compared([row for row in rows if row.status == "done"])
+    marks = iter([any(dominates(other, own) for other in numbers) for own in numbers])
+    return tuple(replace(row, dominated=next(marks)) if row.status == "done" else row for row in rows)
 
 
-def growth(row: SweepRow, original: SweepRow, value: _Value) -> float:  # percent, of what is known of both
-    return 100 * (float(value(row) or 0) / float(value(original) or 1) - 1)
+def growth(row: SweepRow, original: SweepRow, value: _Value) -> float:
+    """In percent."""
+    return float(100 * (value(row) / value(original) - 1))
 
 
 def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
-    """The row to take, and why, in one sentence.
-
-    Among rows with windows larger than the old kernels (if there are any: others give elements nowhere new to go) and
-    no more parameters than the original (or the fewest, where all have more), whose cost grows by at most `slower`
-    percent: the largest window, and of equal windows the most elements; where there are weights to keep,
-    of the rows with the least error (EQUAL_ERRORS). The cost is the time of a training step where it was measured, else
-    the MACs. Where all cost more, the one that costs least. The dense original is the first row.
-    """
-    original, done = rows[0], {index: row for index, row in enumerate(rows) if row.status == "done"}
-    cost = next((value for value in (step_ms, _macs) if _known([original, *done.values()], value)), None)
+    """The row to take, and why, in one sentence; docs/choosing.md says how. The dense original is the first row."""
+    original, done = rows[0], [row for row in rows if row.status == "done"]
+    cost = next((value for value in (step_ms, _macs) if _known([original, *done], value)), None)
     if not done or cost is None:
         return Choice(why="neither MACs nor times are known" if done else "no row is done")
-    grown = {index: row for index, row in done.items() if (row.folded_bytes or 0) > (original.folded_bytes or 0)}
-    pool = grown or done
-    most = max(original.params or 0, min(row.params or 0 for row in pool.values()))
-    pool = {index: row for index, row in pool.items() if (row.params or 0) <= most}
-    within = [index for index, row in pool.items() if growth(row, original, cost) <= slower]
-    fitted = _known([*done.values()], _error)
-    if fitted and within:
-        least = min(_error(rows[index]) or 0 for index in within)
-        within = [index for index in within if (_error(rows[index]) or 0) <= least + EQUAL_ERRORS]
-    sides = _sides(rows)
-    if within:
-        taken = max(within, key=lambda index: (math.prod(sides[index]), rows[index].elements or 0, -index))
-    else:
-        taken = min(pool, key=lambda index: cost(rows[index]) or 0)
-    row, held = rows[taken], "no more parameters than the original" if most == original.params else "fewest parameters"
+    params, folded = attrgetter("params"), attrgetter("folded_bytes")
+    # In windows no larger than the old kernels, elements have nowhere new to go.
+    grown = [row for row in done if folded(row) > folded(original)]
+    most = max(params(original), min(map(params, grown or done)))
+    pool = [row for row in grown or done if params(row) <= most]
+    held = "no more parameters than the original" if most == original.params else "fewest parameters"
     limit = f"{slower:g} % more {'time for a training step' if cost is step_ms else 'MACs'}"
-    percent = f"{growth(row, original, cost):+.1f} %"
-    if within:
-        merit = "largest window"
-        if fitted:
-            of = "outputs for images held out" if row.images else "kernels"
-            merit = f"least error of {of} ({_error(row):.3f}; of those within {EQUAL_ERRORS:g}, the largest window)"
-        why = f"the {merit} with {held} and at most {limit} ({percent})"
-    else:
+    within = [row for row in pool if growth(row, original, cost) <= slower]
+    if not within:
+        taken = min(pool, key=cost)
         larger = "windows larger than the old kernels" if grown else "those"
+        percent = f"{growth(taken, original, cost):+.1f} %"
         why = f"it costs the least ({percent}) of {larger} with {held}; none has at most {limit}"
-    return Choice(row=taken, why=why, command=row.command)
+    else:
+        fitted, merit = _known(done, _error), "largest window"
+        if fitted:
+            within = [row for row in within if _error(row) <= min(map(_error, within)) + EQUAL_ERRORS]
+        cells = {row: math.prod(sides) for row, sides in zip(map(id, done), _sides(done), strict=True)}
+        taken = max(within, key=lambda row: (cells[id(row)], row.elements))
+        if fitted:
+            of = "outputs for images held out" if taken.images else "kernels"
+            merit = f"least error of {of} ({_error(taken):.3f}; of those within {EQUAL_ERRORS:g}, the largest window)"
+        why = f"the {merit} with {held} and at most {limit} ({growth(taken, original, cost):+.1f} %)"
+    return Choice(row=rows.index(taken), why=why, command=taken.command)

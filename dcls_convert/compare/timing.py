@@ -1,16 +1,11 @@
-"""Milliseconds of a forward pass and of a training step, of several models that take turns.
-
-The models share every parameter that is not of a converted layer, so that memory holds little more than one of them;
-training steps have the learning rate 0 and change nothing, but for running statistics.
-"""
+"""Milliseconds of a forward pass and of a training step of models that take turns."""
 
 import copy
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,41 +17,10 @@ from ..layers.dcls_conv import DclsConvNd
 from ..networks.outputs import tensors_in
 from ..networks.running import run
 from ..planning.plan import ConversionPlan
-from ..progress import Notify
 from ..surgery.start import apply_plan_
 from .sweep import Timing, TimingSettings
 
-LEAST_ROUNDS, MOST_ROUNDS = 3, 100
 CALLS_ON_GPU = 5  # a measured run on a GPU is their mean, since the end of the last alone is waited for
-
-
-@dataclass(slots=True)
-class Timed:
-    """A model, and the milliseconds of its runs so far."""
-
-    model: nn.Module
-    forward: list[float] = field(default_factory=list)
-    step: list[float] = field(default_factory=list)
-    ways: Counter[str] = field(default_factory=Counter)  # of `depthwise_way`; converted layers that go each of them
-    error: Exception | None = None  # for which it was given up
-
-    @classmethod
-    def of(cls, model: nn.Module, plan: ConversionPlan | None) -> Self:
-        """The model itself, or converted with random elements; what is not converted is then the model's own."""
-        if plan is None:
-            return cls(model)
-        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        converted = copy.deepcopy(model, shared)
-        apply_plan_(converted, plan, init="random")
-        return cls(converted)
-
-    @property
-    def forward_ms(self) -> Timing | None:
-        return _summary(self.forward)
-
-    @property
-    def step_ms(self) -> Timing | None:
-        return _summary(self.step)
 
 
 def check_device(name: str) -> torch.device:
@@ -74,45 +38,29 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
-def time_(
-    timed: Sequence[Timed], input_size: Sequence[int], settings: TimingSettings, device: torch.device, *, notify: Notify
-) -> None:
-    """Measure models, which take turns; one that fails is given up. An interrupt leaves the times measured so far."""
-    images = torch.randn(settings.batch, *input_size, generator=torch.Generator().manual_seed(0))
-    clock = _Clock(images.to(device), device, settings.amp)
-    begun = time.perf_counter()
-    for count in range(-1, MOST_ROUNDS):  # a round for warmth first
-        spent = time.perf_counter() - begun
-        going = [one for one in timed if one.error is None]
-        if (spent >= settings.seconds and count >= LEAST_ROUNDS) or not going:
-            break
-        notify("warming up" if count < 0 else f"timing, round {count + 1}, {spent:.0f} of {settings.seconds:g} s")
-        for one in going:
-            clock.measure(one, keep=count >= 0)
+def converted_copy(model: nn.Module, plan: ConversionPlan) -> nn.Module:
+    """With random elements; what is not converted is the model's own, so that memory holds little more than one."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    converted = copy.deepcopy(model, shared)
+    apply_plan_(converted, plan, init="random")
+    return converted
 
 
-def _summary(runs: Sequence[float]) -> Timing | None:
-    """Quartiles, by linear interpolation; None without runs."""
-    if not runs:
-        return None
+def summary(runs: Sequence[float]) -> Timing:
+    """Quartiles, by linear interpolation."""
     low, middle, high = statistics.quantiles(runs, n=4, method="inclusive") if len(runs) > 1 else [runs[0]] * 3
     return Timing(median=middle, first_quartile=low, third_quartile=high, runs=len(runs))
 
 
-class _Clock:
-    def __init__(self, images: Tensor, device: torch.device, amp: bool) -> None:
-        self.images, self.device, self.amp = images, device, amp
+class Clock:
+    """Measures models on the same images."""
 
-    def measure(self, timed: Timed, *, keep: bool) -> None:
-        """A forward pass and a training step. The first one, which is not kept, notes the ways that layers go."""
-        model, ways = timed.model, dict[Any, str]()
+    def __init__(self, input_size: Sequence[int], settings: TimingSettings, device: torch.device) -> None:
+        images = torch.randn(settings.batch, *input_size, generator=torch.Generator().manual_seed(0))
+        self.images, self.device, self.amp = images.to(device), device, settings.amp
 
-        def watch(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            ways.setdefault(layer, self._way(layer, inputs[0]))
-
-        def forward() -> None:
-            with torch.no_grad(), self._autocast():
-                run(model, self.images)
+    def measure(self, model: nn.Module) -> tuple[float, float]:
+        """A forward pass and a training step, whose learning rate is 0: it changes running statistics alone."""
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)
@@ -122,24 +70,32 @@ class _Clock:
             torch.autograd.backward(torch.as_tensor(loss))
             optimizer.step()
 
-        layers = [] if keep else [layer for layer in model.modules() if isinstance(layer, DclsConvNd)]
-        hooks = [layer.register_forward_hook(watch) for layer in layers]
         try:
-            model.eval()
-            forward_ms = self._milliseconds(forward)
-            model.train()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            step_ms = self._milliseconds(step)
-        except Exception as error:
-            timed.error = error
-        else:
-            timed.forward += [forward_ms] * keep
-            timed.step += [step_ms] * keep
+            forward_ms = self._milliseconds(lambda: self._forward(model.eval()))
+            optimizer = torch.optim.SGD(model.train().parameters(), lr=0.0)
+            return forward_ms, self._milliseconds(step)
+        finally:
+            model.zero_grad(set_to_none=True)
+
+    def ways(self, model: nn.Module) -> Counter[str]:
+        """Of `depthwise_way`: how many converted layers go each of them in a forward pass."""
+        ways = dict[Any, str]()
+
+        def watch(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            ways.setdefault(layer, self._way(layer, inputs[0]))
+
+        hooks = [part.register_forward_hook(watch) for part in model.modules() if isinstance(part, DclsConvNd)]
+        try:
+            self._forward(model.eval())
         finally:
             for hook in hooks:
                 hook.remove()
-            timed.ways.update(ways.values())
-            model.zero_grad(set_to_none=True)
+        return Counter(ways.values())
+
+    @torch.no_grad()
+    def _forward(self, model: nn.Module) -> None:
+        with self._autocast():
+            run(model, self.images)
 
     def _milliseconds(self, call: Callable[[], object]) -> float:
         calls = CALLS_ON_GPU if self.device.type != "cpu" else 1

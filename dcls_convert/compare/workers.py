@@ -39,10 +39,9 @@ def run_jobs(
     timeout: float | None = None,
     set_up: Callable[[], None] | None = None,
 ) -> Iterator[Outcome]:
-    """Call `function` for every job in processes of their own; one outcome a job, each as soon as it is ready.
+    """Call `function` for every job in worker processes; one outcome a job, each as soon as it is ready.
 
-    When the iterator ends, is closed or is interrupted (KeyboardInterrupt), it ends all workers. `timeout` is seconds
-    for one job, without the start of its worker; `set_up` is called in every process before its first job.
+    Workers end with the iterator. `timeout` is seconds for one job, without the start of its worker.
     """
     left, before = dict(enumerate(jobs)), 0
     while left and len(left) != before:  # a pool breaks when a worker dies without a job; the next pool takes over
@@ -72,10 +71,7 @@ def run_jobs(
 
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Threads and processes that start inside do not get SIGINT, which a terminal sends to the workers too.
-
-    A worker that is still importing would print a traceback. Only the parent is to answer.
-    """
+    """Threads and processes that start inside do not get SIGINT, which a terminal sends to the workers too."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

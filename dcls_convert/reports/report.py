@@ -1,5 +1,6 @@
 """What a conversion costs and gains, as data; `views.report` shows it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, cast
@@ -50,11 +51,7 @@ class MacsChange(Change):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerReport:
-    """One replaced convolution. Tied positions are counted in the first layer of their group.
-
-    For a folded model, the parameters are those of the plain convolution that stands in the layer's place, and the
-    kernel count is the one before folding.
-    """
+    """One replaced convolution; folded, the plain one in its place, with the kernel count of before."""
 
     name: str
     stage: str | None
@@ -67,7 +64,7 @@ class LayerReport:
     params_before: int  # with bias
     params_after: int  # with bias, and with the positions that are counted here
     weight_params: int  # of params_after: weights of the elements; folded, of the whole window
-    position_params: int  # of params_after: positions and sigma; 0 where they are tied and counted elsewhere
+    position_params: int  # of params_after: positions and sigma; tied ones in the first layer of their group
     macs_before: int | None
     macs_after: int | None
     fit_error: float | None = None  # relative kernel error of a warm start
@@ -151,11 +148,8 @@ class ConversionReport(Record):
 
         return report_view(self)
 
-    def __str__(self) -> str:
-        return as_text(self)
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
+    __str__ = as_text
+    _repr_html_ = as_html
 
 
 def predict_report(plan: ConversionPlan) -> ConversionReport:
@@ -170,23 +164,25 @@ def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
     Parameters are counted tensor by tensor. MACs come from torch's flop counter in a forward pass on the meta device;
     the construction of the kernels is not counted.
     """
-    flops: dict[str, dict[str, int]] = {}
-    total = None
-    if plan.macs is not None and plan.input_size is not None:
-        flops = trace(model, plan.input_size).flops
-        inside = [flops.get(name, {}) for layer in plan.layers for name in layer.names]
-        construction = sum(sum(counts.values()) - counts.get("convolution", 0) for counts in inside)
-        total = (sum(flops[""].values()) - construction) // 2
-    rows = []
+    known = plan.macs is not None and plan.input_size is not None
+    flops: Any = trace(model, plan.input_size or ()).flops if known else {}
+    construction, rows = 0, []
     for layer in plan.layers:
         row, module = _planned_layer(plan, layer), cast(Any, model.get_submodule(layer.name))
         shared = (module.positions, module.sigma) if row.position_params else ()
+        inside = sum((Counter(flops.get(name)) for name in layer.names), Counter[str]())
+        construction += inside.total() - inside["convolution"]
         weights, positions = module.weight.numel(), sum(part.numel() for part in shared if part is not None)
-        after = weights + positions + (module.bias.numel() if module.bias is not None else 0)
-        macs = sum(flops.get(name, {}).get("convolution", 0) for name in layer.names) // 2
-        row = replace(row, params_after=after, weight_params=weights, position_params=positions)
-        rows.append(replace(row, macs_after=None if total is None else macs))
-    return _report(plan, sum(p.numel() for p in model.parameters()), total, rows)
+        row = replace(
+            row,
+            params_after=weights + positions + (module.bias.numel() if module.bias is not None else 0),
+            weight_params=weights,
+            position_params=positions,
+            macs_after=inside["convolution"] // 2 if known else None,
+        )
+        rows.append(row)
+    macs = (sum(flops[""].values()) - construction) // 2 if known else None
+    return _report(plan, sum(p.numel() for p in model.parameters()), macs, rows)
 
 
 def _report(plan: ConversionPlan, params: int, macs: int | None, layers: Sequence[LayerReport]) -> ConversionReport:

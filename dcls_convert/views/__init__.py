@@ -1,5 +1,4 @@
-"""Pictures of a converted model: first as data, then as one self-contained page or as static files.
+"""What people look at: records as tables, pictures as data, and these as one page or as files.
 
-A page runs nothing but its own script and asks no network for anything. Every count in a picture is that of the
-checkpoint; where a picture shows a part only, it says so.
+A page asks no network for anything. Where a picture shows a part only, it says so.
 """

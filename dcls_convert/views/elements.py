@@ -1,10 +1,10 @@
 """Where the elements of each positions tensor are, and the kernels with the most energy that they make in each layer.
 
-Axes: O output channels, I input channels per group, E elements, N kernels that are shown.
+Axes: A learnt axes, O output channels, I input channels per group, E elements, N kernels that are shown.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,9 +40,12 @@ class PositionPicture:
     even_share: float  # of elements spread evenly, that within the border's margin of the window's limit
 
 
-def even_border_share(size: tuple[int, ...]) -> float:
-    """The share at the border of elements that are spread evenly over a window of these cells."""
-    return 1 - math.prod(max(0.0, 1 - 2 * BORDER_MARGIN / (side - 1)) for side in size if side > 1)
+def heat_map(positions: Tensor, size: Sequence[int], per_cell: int) -> Tensor:
+    """Elements in each bin of the last two learnt axes, of one row where there is one alone; positions (A, ..., E)."""
+    along = [bins(axis.flatten(), side, per_cell) for axis, side in zip(positions, size, strict=True)]
+    rows, columns = [1, *(side * per_cell for side in size)][-2:]
+    row, column = [torch.zeros_like(along[0]), *along][-2:]
+    return torch.bincount(row * columns + column, minlength=rows * columns).reshape(rows, columns)
 
 
 def position_pictures(
@@ -55,21 +58,17 @@ def position_pictures(
     for place, row in zip(sets, inspection.positions, strict=True):
         dims, size, positions = len(row.dilated_size), place.learnt_size, state[place.parameters["positions"]]
         learnt = learnt_axes(dims, row.dense_axes)
-        index = [bins(axis.flatten(), side, per_cell) for axis, side in zip(positions, size, strict=True)]
-        lengths = [side * per_cell for side in size]
-        high, wide = [torch.zeros_like(index[0]), *index][-2:]
-        height, width = [1, *lengths][-2:]
         olds = [tuple(extent(old.kernel_size[axis], old.dilation[axis]) for axis in learnt) for old in place.layers]
-        counts = (torch.bincount(places, minlength=length) for places, length in zip(index, lengths, strict=True))
+        histograms = (heat_map(axis[None], [side], per_cell) for axis, side in zip(positions, size, strict=True))
         picture = PositionPicture(
             row=row,
             axes=tuple(AXES[axis - dims] for axis in learnt),
             size=size,
             bins_per_cell=per_cell,
-            heat=torch.bincount(high * width + wide, minlength=height * width).reshape(height, width),
-            histograms=tuple(tuple(along.tolist()) for along in counts),
+            heat=heat_map(positions, size, per_cell),
+            histograms=tuple(tuple(histogram[0].tolist()) for histogram in histograms),
             extents=tuple(dict.fromkeys(olds)),
-            even_share=even_border_share(size),
+            even_share=1 - math.prod(max(0.0, 1 - 2 * BORDER_MARGIN / (side - 1)) for side in size if side > 1),
         )
         pictures.append(picture)
     return tuple(pictures)
@@ -93,15 +92,8 @@ def kernel_pictures(
     plan: ConversionPlan, state: Mapping[str, Tensor], model: nn.Module | None
 ) -> tuple[LayerKernels, ...]:
     """The kernels of each layer, with the weights that the rebuilt model standardises; without a model, as stored."""
-    shared = {
-        layer.name: {kind: state[name].float().cpu() for kind, name in place.parameters.items()}
-        for place in position_sets(plan)
-        for layer in place.layers
-    }
-    numbers = 0
-    for layer in plan.layers:
-        elements = layer.kernel_count * math.prod(layer.dilated_size[axis] for axis in layer.dense_axes)
-        numbers += math.prod(layer.dilated_size) + 3 * elements
+    sets = {layer.name: place for place in position_sets(plan) for layer in place.layers}
+    numbers = sum(math.prod(layer.dilated_size) + 3 * math.prod(layer.position_shape[3:]) for layer in plan.layers)
     most = max(1, min(MOST_KERNELS, MOST_NUMBERS // max(numbers, 1)))
     pictures = []
     for layer in plan.layers:
@@ -114,7 +106,8 @@ def kernel_pictures(
         else:
             stored = tuple(state[name].shape) if name in state else "missing"
             raise CheckpointError(f"{name} is {stored}, the plan has {shape}")
-        pictures.append(_strongest(layer, weight.float().cpu(), most=most, **shared[layer.name]))
+        shared = {kind: state[name].float().cpu() for kind, name in sets[layer.name].parameters.items()}
+        pictures.append(_strongest(layer, weight.float().cpu(), most=most, **shared))
     return tuple(pictures)
 
 

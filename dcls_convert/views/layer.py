@@ -8,6 +8,7 @@ from rich.text import Text
 
 from ..depthwise.geometry import size_text
 from ..tables import Column, Table, as_html, title
+from .elements import heat_map
 
 if TYPE_CHECKING:
     from ..layers.dcls_conv import DclsConvNd
@@ -17,10 +18,7 @@ CELL = 10  # pixels of the picture
 
 @torch.no_grad()
 def layer_html(layer: "DclsConvNd") -> str:
-    """A table of a row; and where elements move along one or two axes, a map of their window as SVG.
-
-    Each cell is a square, the darker the more elements of all kernels are nearest to it.
-    """
+    """A table of a row; and for one or two axes, a map of the window, darker where more elements are nearest."""
     columns: list[Column[DclsConvNd]] = [
         Column("Channels", lambda layer: f"{layer.in_channels} → {layer.out_channels}"),
         Column("Kernel", lambda layer: size_text(layer.dilated_kernel_size), left=True),
@@ -34,16 +32,13 @@ def layer_html(layer: "DclsConvNd") -> str:
     positions, sides = layer.positions, [layer.dilated_kernel_size[axis] for axis in layer.learnt_axes]
     if positions.is_meta or len(sides) > 2 or not bool(positions.isfinite().all()):
         return f"<div>{shown}</div>"
-    cells = (1, *sides)[-2:]
-    index = torch.zeros_like(positions[0], dtype=torch.long)
-    for along, side in zip(positions, sides, strict=True):
-        index = index * side + (along.float() + side // 2).round().long().clamp(0, side - 1)
-    counts = index.flatten().bincount(minlength=cells[0] * cells[1]).tolist()
+    heat = heat_map(positions, sides, 1)
+    height, width = heat.shape
     squares = "".join(
-        f'<rect x="{cell % cells[1] * CELL}" y="{cell // cells[1] * CELL}" width="{CELL}" height="{CELL}" '
-        f'fill="#1f77b4" fill-opacity="{count / max(counts):.2f}"><title>{count:,}</title></rect>'
-        for cell, count in enumerate(counts)
+        f'<rect x="{cell % width * CELL}" y="{cell // width * CELL}" width="{CELL}" height="{CELL}" '
+        f'fill="#1f77b4" fill-opacity="{count / int(heat.max()):.2f}"><title>{count:,}</title></rect>'
+        for cell, count in enumerate(heat.flatten().tolist())
     )
-    size = f'width="{cells[1] * CELL}" height="{cells[0] * CELL}"'
+    size = f'width="{width * CELL}" height="{height * CELL}"'
     frame = f'<rect {size} fill="none" stroke="#888"/>'
     return f'<div>{shown}<svg xmlns="http://www.w3.org/2000/svg" {size}>{squares}{frame}</svg></div>'

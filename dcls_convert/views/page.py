@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from torch import Tensor
 
 from .. import __version__
 from ..errors import printable
+from ..reports.report import Change
 from .counts import arrow, exact, percent, short_count
+from .elements import LayerKernels
 from .pictures import Pictures
-from .stages import stage_rows
+from .receptive_field import FieldPictures
+from .stages import cost_charts
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PLACE = "/* data */"  # in the template
@@ -25,7 +29,6 @@ PLACES_PER_CELL = 100  # of coordinates, which are 16-bit integers in the page
 def page(pictures: Pictures) -> str:
     """The text of the page, in ASCII: names from data can neither end the script nor hold control characters."""
     report, inspection, seen = pictures.report, pictures.inspection, pictures.fields
-    fields, decades = (seen.fields, seen.decades) if seen else ((), 0)
     facts = {
         "Parameters": f"{arrow(report.params)} ({percent(report.params)})",
         "MACs for one image": f"{arrow(report.macs, short_count)} ({percent(report.macs) or 'not counted'})",
@@ -34,32 +37,6 @@ def page(pictures: Pictures) -> str:
         "At the border": f"{100 * inspection.share('border_share'):.1f} %",
         "Overlapping": f"{100 * inspection.share('overlap_share'):.1f} %",
     }
-    kernels = [
-        {
-            "name": layer.name,
-            "total": layer.total,
-            "share": layer.energy_share,
-            "size": layer.cells.shape[1:],
-            "elements": layer.weights.shape[1],
-            "channels": layer.channels,
-            "scales": _largest(layer.weights).flatten().tolist(),
-            "cells": _packed(127 * layer.cells.double() / _largest(layer.cells), torch.int8),
-            "places": _packed(PLACES_PER_CELL * layer.positions, torch.int16),
-            "weights": _packed(127 * layer.weights.double() / _largest(layer.weights), torch.int8),
-        }
-        for layer in pictures.kernels
-    ]
-    maps = [
-        {
-            "name": field.title,
-            "what": field.what,
-            "size": field.logs.shape,
-            "pixels": field.size,
-            "values": _packed((1 + field.logs / decades) * 255, torch.uint8),
-            "sentence": field.sentence,
-        }
-        for field in fields
-    ]
     content = {
         "title": pictures.name,
         "subtitle": f"{report.model or 'a model'} with learnable element positions (DCLS)",
@@ -67,13 +44,13 @@ def page(pictures: Pictures) -> str:
         "margin": inspection.border_margin,
         "near": inspection.overlap_distance,
         "positions": pictures.positions,
-        "kernels": kernels,
+        "kernels": [*map(_kernels, pictures.kernels)],
         "volumes": any(len(layer.dilated_size) == 3 for layer in report.layers),
         "rawWeights": pictures.raw_weights,
-        "costs": _costs(pictures),
+        "costs": [{"unit": unit, "rows": _bars(chart)} for unit, chart in cost_charts(report.layers).items()],
         "untouched": exact(report.params_untouched),
         "macsNote": report.macs.note,
-        "fields": seen and {"notes": seen.notes, "decades": decades, "maps": maps},
+        "fields": seen and _fields(seen),
         "history": pictures.history,
         "made": f"Made by dcls-convert {__version__}. This page uses no network.",
     }
@@ -81,6 +58,48 @@ def page(pictures: Pictures) -> str:
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
     return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, data)
+
+
+def _kernels(layer: LayerKernels) -> dict[str, Any]:
+    return {
+        "name": layer.name,
+        "total": layer.total,
+        "share": layer.energy_share,
+        "size": layer.cells.shape[1:],
+        "elements": layer.weights.shape[1],
+        "channels": layer.channels,
+        "scales": _largest(layer.weights).flatten().tolist(),
+        "cells": _packed(127 * layer.cells.double() / _largest(layer.cells), torch.int8),
+        "places": _packed(PLACES_PER_CELL * layer.positions, torch.int16),
+        "weights": _packed(127 * layer.weights.double() / _largest(layer.weights), torch.int8),
+    }
+
+
+def _fields(seen: FieldPictures) -> dict[str, Any]:
+    maps = [
+        {
+            "name": field.title,
+            "what": field.what,
+            "size": field.logs.shape,
+            "pixels": field.size,
+            "values": _packed((1 + field.logs / seen.decades) * 255, torch.uint8),
+            "sentence": field.sentence,
+        }
+        for field in seen.fields
+    ]
+    return {"notes": seen.notes, "decades": seen.decades, "maps": maps}
+
+
+def _bars(chart: Mapping[str, Change]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": stage,
+            "before": one.before,
+            "after": one.after,
+            "labels": [*map(short_count, (one.before, one.after))],
+        }
+        for stage, one in chart.items()
+    ]
 
 
 def _plain(value: Any) -> Any:
@@ -109,19 +128,3 @@ def _packed(values: Tensor, dtype: torch.dtype) -> str:
     limits = torch.iinfo(dtype)
     numbers = values.double().round().clamp(limits.min, limits.max).to(dtype)
     return base64.b64encode(numbers.contiguous().numpy().tobytes()).decode("ascii")
-
-
-def _costs(pictures: Pictures) -> list[dict[str, Any]]:
-    """A chart for each cost that is known of all stages."""
-    charts = []
-    for unit, name in {"Parameters": "params", "MACs for one image": "macs"}.items():
-        changes = {row.name: getattr(row, name) for row in stage_rows(pictures.report.layers)}
-        if any(change.delta is None for change in changes.values()):
-            continue
-        counts = {stage: [change.before, change.after] for stage, change in changes.items()}
-        rows = [
-            {"name": stage, "before": before, "after": after, "labels": [short_count(before), short_count(after)]}
-            for stage, (before, after) in counts.items()
-        ]
-        charts.append({"unit": unit, "rows": rows})
-    return charts

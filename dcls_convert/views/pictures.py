@@ -54,10 +54,9 @@ def pictures_of_folder(
     *,
     trust_code: bool,
 ) -> Pictures:
-    """Pictures of a checkpoint folder; of what fields and history describe only where they are given.
+    """Pictures of a checkpoint folder.
 
-    A model that needs `trust_code` and does not get it is not rebuilt: kernels are then those of the stored weights,
-    and there are no receptive fields.
+    A model that needs `trust_code` and does not get it is not rebuilt: kernels are then those of the stored weights.
     """
     track = None if history is None else read_history(history)
     inspection = inspect_folder(folder)

@@ -70,40 +70,38 @@ def field_pictures(
     notify: Notify,
     note: Notify,
 ) -> FieldPictures:
-    """The fields of a checkpoint's last replaced layer; of the network before conversion too, where it can be had.
-
-    Raises CheckpointError where the file of original weights cannot be read or does not fit the network.
-    """
-    notify("building the network of before")
-    networks, notes = {"After": ("this checkpoint", model.float())}, []
-    before = _before(source, plan, state, options.original)
-    if before is None:
-        notes = ["The checkpoint holds no weights from before the conversion; --original FILE draws their field."]
-    else:
-        networks = {"Before": before, **networks}
+    """The fields of a checkpoint's last replaced layer; of the network before conversion too, where it can be had."""
     images, words = _images(model, plan, options, note)
     if not images:
-        return FieldPictures(fields=(), notes=(*notes, f"There is no effective receptive field: {words}."))
+        return FieldPictures(fields=(), notes=(f"There is no effective receptive field: {words}.",))
+    notify("building the network of before")
     layer, fields = plan.layers[-1].name, []
-    for title, (what, network) in networks.items():
+    notes = [
+        f"How much each pixel counts for the unit in the middle of {layer}, the last replaced layer: mean "
+        f"absolute gradient over {words}, as a share of the largest, on a logarithmic scale."
+    ]
+    networks = {"Before": _before(source, plan, state, options.original), "After": ("this checkpoint", model.float())}
+    for title, stated in networks.items():
+        if stated is None:
+            notes.append(
+                "The checkpoint holds no weights from before the conversion; --original FILE draws their field."
+            )
+            continue
+        what, network = stated
         notify(f"effective receptive field {title.lower()}")
         try:
             fields.append(field_picture(receptive_field(network, layer, images), title, what))
         except DclsConvertError as error:
             notes.append(f"There is no field of {what}: {one_line(error)}.")
-    explanation = (
-        f"How much each pixel counts for the unit in the middle of {layer}, the last replaced layer: mean "
-        f"absolute gradient over {words}, as a share of the largest, on a logarithmic scale."
-    )
-    return FieldPictures(fields=tuple(fields), notes=(explanation, *notes))
+    return FieldPictures(fields=tuple(fields), notes=tuple(notes))
 
 
 def _before(
     source: ModelSource, plan: ConversionPlan, state: Mapping[str, Tensor], weights: Path | None
 ) -> tuple[str, nn.Module] | None:
-    """What the unconverted network is, and the network: with the weights of the file, or of its random initialisation.
+    """What the unconverted network is, and the network: with the weights of the file, or its random ones.
 
-    The checkpoint was converted from the latter if all tensors that conversion leaves alone are equal.
+    The checkpoint was converted from random weights if all tensors that conversion leaves alone are equal.
     """
     model = build_model(source, seed=SEED, trust_code=True)
     if weights is not None:
@@ -113,8 +111,7 @@ def _before(
     kept = [name for name in own if name in state and name not in replaced]
     if not kept or not all(torch.equal(own[name], state[name]) for name in kept):
         return None
-    what = f"{plan.model}, with the random weights from which the checkpoint was converted"
-    return what, model.float().eval()
+    return f"{plan.model}, with the random weights from which the checkpoint was converted", model.float().eval()
 
 
 def _images(
@@ -136,24 +133,23 @@ def _images(
 def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> Tensor:
     """Mean over images of |d sum of channels / d pixel|, summed over input channels: (rows, columns), in float64.
 
-    The gradient begins at the unit in the middle of the layer's output, at its last call. Images are (channels,
-    *spatial); those of one axis give one row; of three, the sum over the first. The model is in float32, run in eval
-    mode, and left as it is. ModelError where it does not run, or the gradient is not finite.
+    The gradient begins at the unit in the middle of the layer's output, at its last call. Images (channels, *spatial)
+    of one axis give one row; of three, the sum over the first. ModelError where there is no finite gradient.
     """
     outputs: list[Tensor] = []
     gradients: list[Tensor] = []
     handle = model.get_submodule(layer).register_forward_hook(lambda module, args, output: outputs.append(output))
     try:
-        for image in images:
-            outputs.clear()
-            pixels = image.unsqueeze(0).clone().requires_grad_()
-            with evaluating(model), torch.enable_grad(), reproducible(), quietly():
+        with evaluating(model), torch.enable_grad(), reproducible(), quietly():
+            for image in images:
+                pixels = image.unsqueeze(0).clone().requires_grad_()
                 model(pixels)
                 unit = outputs[-1][0]
+                outputs.clear()
                 for side in unit.shape[1:]:
                     unit = unit[:, side // 2]
                 (gradient,) = torch.autograd.grad(unit.sum(), pixels)
-            gradients.append(gradient.abs().sum((0, 1)).double())
+                gradients.append(gradient.abs().sum((0, 1)).double())
     except Exception as error:  # the model's own code may raise anything
         message = f"the model's gradient cannot be had: {type(error).__name__}: {one_line(error)[:200]}"
         raise ModelError(message) from error
@@ -169,23 +165,19 @@ def field_picture(field: Tensor, title: str, what: str) -> FieldPicture:
     """A field (rows, columns) as a picture."""
     rows, columns = field.shape
     shrunk = F.adaptive_avg_pool2d(field[None], (min(rows, MOST_SIDE), min(columns, MOST_SIDE)))[0]
-    most = float(shrunk.max())
-    sides = {share: central_side(field, share) for share in SHARES}
-    held = ", ".join(f"{side} x {side} hold {100 * share:.0f} %" for share, side in sides.items())
+    most = float(shrunk.max()) or 1.0
+    sides = [f"{(side := central_side(field, share))} x {side} hold {100 * share:.0f} %" for share in SHARES]
     return FieldPicture(
         title=title,
         what=what,
         size=(rows, columns),
-        logs=(shrunk / most if most > 0 else shrunk).clamp(min=10.0**-MOST_DECADES).log10(),
-        sentence=f"Of the gradient, the central pixels: {held}, of {size_text(field.shape)}.",
+        logs=(shrunk / most).clamp(min=10.0**-MOST_DECADES).log10(),
+        sentence=f"Of the gradient, the central pixels: {', '.join(sides)}, of {size_text(field.shape)}.",
     )
 
 
 def central_side(field: Tensor, share: float) -> int:
     """The side of the smallest square in the middle that holds this share of a field (rows, columns)."""
-    rows, columns = ((torch.arange(side) - (side - 1) / 2).abs() for side in field.shape)
-    distance = torch.maximum(rows[:, None], columns[None, :]).flatten()
-    order = distance.argsort(stable=True)
-    held = field.flatten()[order].cumsum(0)
-    first = int((held < share * held[-1] * (1 - 1e-9)).sum().clamp(max=len(held) - 1))
-    return min(math.floor(2 * float(distance[order[first]])) + 1, max(field.shape))
+    rows, columns = ((2 * torch.arange(side) - side + 1).abs() for side in field.shape)  # twice the distance
+    held = torch.bincount(torch.maximum(rows[:, None], columns).flatten(), field.flatten()).cumsum(0)
+    return min(int((held < share * held[-1] * (1 - 1e-9)).sum()) + 1, max(field.shape))

@@ -8,12 +8,12 @@ from typing import get_args
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..compare.survey import ModelRow, Status, rows_to_dicts
+from ..compare.survey import ModelRow, Status
 from ..depthwise.geometry import size_text
 from ..errors import printable
 from ..options import PlanOptions
 from ..planning.rules import RuleSet
-from ..records import write_json
+from ..records import adapter, write_json
 from ..reports.report import Change
 from ..tables import Column, Table, counted, span
 from .counts import short_arrow, short_count
@@ -56,7 +56,7 @@ def survey_json(
         {
             "format": SURVEY_FORMAT,
             "options": {"pattern": pattern, **asdict(options), "rules": rules, "input_size": input_size},
-            "models": rows_to_dicts(rows),
+            "models": [adapter(ModelRow).dump_python(row, mode="json") for row in rows],
             "summary": {name.replace(" ", "_"): count for name, count in summary(rows).items()},
         }
     )

@@ -1,9 +1,11 @@
 """How a sweep looks: a table for the terminal, JSON and CSV."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from ..compare.sweep import Sweep, SweepRow, Timing, growth
@@ -25,22 +27,18 @@ class SweepView:
     sweep: Sweep
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        keys, costs, measured = _columns(self.sweep)
-        tables = [self._table([*keys, *costs, *measured], self.sweep.rows)]
-        rows = [row for row in self.sweep.rows if any(column.value(row) is not None for column in measured)]
+        sweep, (keys, costs, measured) = self.sweep, _columns(self.sweep)
+        table = functools.partial(Table, style=lambda row: _sign(sweep, row)[1])
+        tables = [table([*keys, *costs, *measured], sweep.rows)]
+        rows = [row for row in sweep.rows if any(column.value(row) is not None for column in measured)]
         if rows and tables[0].surplus(console, options) > 0:
-            tables = [self._table([*keys, *costs], self.sweep.rows), self._table([*keys, *measured], rows)]
-        size = self.sweep.input_size
-        yield title(self.sweep.model, f", input {size_text(size)}" if size else "")
-        for table in tables:
+            tables = [table([*keys, *costs], sweep.rows), table([*keys, *measured], rows)]
+        yield title(sweep.model, f", input {size_text(sweep.input_size)}" if sweep.input_size else "")
+        for each in tables:
             yield Text()
-            yield table
+            yield each
         yield Text()
-        for line, style in _notes(self.sweep):
-            yield indented(line, style)
-
-    def _table(self, columns: Sequence[Column[SweepRow]], rows: Sequence[SweepRow]) -> Table[SweepRow]:
-        return Table(columns, rows, style=lambda row: _sign(self.sweep, row)[1])
+        yield from _notes(self.sweep)
 
 
 def _sign(sweep: Sweep, row: SweepRow) -> tuple[str, str]:
@@ -90,70 +88,69 @@ def _time(timing: Timing) -> str:
     return f"{timing.median:,.{digits}f} ±{spread:,.{digits}f}"
 
 
-def _notes(sweep: Sweep) -> Iterator[tuple[str, str]]:
-    """Lines, and their styles."""
+def _notes(sweep: Sweep) -> Iterator[RenderableType]:
     rows, choice, timing = sweep.rows, sweep.choice, sweep.timing
     for reason in dict.fromkeys(f"{WITHOUT} {row.window} {row.status}: {row.reason}" for row in rows if row.reason):
-        yield reason, "yellow"
+        yield indented(reason, "yellow")
     if any(row.dominated for row in rows):
         done = [row for row in rows if row.status == "done"]
         timed, fitted = (all(getattr(row, name) is not None for row in done) for name in ("step_ms", "kernel_error"))
         error = f"error of {'outputs' if all(row.images for row in done) else 'kernels'}"
         compared = f"{'times' if timed else 'MACs'} and {error if fitted else 'number of elements'}"
-        yield f"{DOMINATED} another row is as good in window, parameters, {compared}, and better in one.", "dim"
-    yield "Fold: the model's weights when folded.", ""
+        yield indented(
+            f"{DOMINATED} another row is as good in window, parameters, {compared}, and better in one.", "dim"
+        )
+    yield indented("Fold: the model's weights when folded.")
     if sweep.macs_note:
-        yield f"MACs were not counted: {sweep.macs_note}.", ""
+        yield indented(f"MACs were not counted: {sweep.macs_note}.")
     if timing is not None and any(row.forward_ms for row in rows):
         threads = f", {counted(timing.threads, 'thread')}" if timing.threads else ""
-        yield (
-            (
-                f"Times: median of runs by turns ± half the interquartile range; {counted(timing.batch, 'image')} at a "
-                f"time in {'bfloat16 autocast' if timing.amp else 'float32'}, {timing.device}{threads}, torch "
-                f"{timing.torch}. Step: forward, backward, SGD."
-            ),
-            "",
+        yield indented(
+            f"Times: median of runs by turns ± half the interquartile range; {counted(timing.batch, 'image')} at a "
+            f"time in {'bfloat16 autocast' if timing.amp else 'float32'}, {timing.device}{threads}, torch "
+            f"{timing.torch}. Step: forward, backward, SGD."
         )
-        widest = max(row.spread or 0 for row in rows)
+        steps = [row.step_ms for row in rows if row.step_ms]
+        widest = max((100 * (step.third_quartile - step.first_quartile) / step.median for step in steps), default=0)
         if widest > sweep.slower:
-            yield f"Equal runs differ by {widest:.0f} %: measure longer (--seconds), on an idle machine.", ""
+            yield indented(f"Equal runs differ by {widest:.0f} %: measure longer (--seconds), on an idle machine.")
         if ways := sorted(set[str]().union(*(row.ways for row in rows))):
-            yield f"New layers are convolved by {' and '.join(ways)}.", ""
+            yield indented(f"New layers are convolved by {' and '.join(ways)}.")
     images = next((row.images for row in rows if row.images is not None), None)
     if images is not None:
         compared = f"{counted(images, 'image')} held out of the calibration" if images else "random images"
         top1 = " Top-1: share of them with the same class as before." * any(row.same_top1 is not None for row in rows)
-        yield f"Kernels: mean relative error. Outputs: relative error for {compared}.{top1}", ""
+        yield indented(f"Kernels: mean relative error. Outputs: relative error for {compared}.{top1}")
     if sweep.interrupted:
-        yield "Interrupted: rows or measurements are missing.", "bold yellow"
+        yield indented("Interrupted: rows or measurements are missing.", "bold yellow")
     if choice.row is None:
-        yield f"There is no row to take: {choice.why}.", ""
+        yield indented(f"There is no row to take: {choice.why}.")
         return
-    yield PAPER, ""
+    yield indented(PAPER)
     taken = rows[choice.row]
-    yield f"{TAKEN} Take {taken.window} with {span(taken.kernel_counts)} elements: {choice.why}.", "bold"
+    yield indented(f"{TAKEN} Take {taken.window} with {span(taken.kernel_counts)} elements: {choice.why}.", "bold")
 
 
 def sweep_csv(sweep: Sweep) -> str:
     """A line for each row; a value that is not known is empty."""
 
-    def of_timing(part: str, name: str) -> Column[SweepRow]:
+    def known(name: str) -> Column[SweepRow]:
+        return Column(name, attrgetter(name))
+
+    def time(part: str, name: str) -> Column[SweepRow]:
         return Column(f"{part}_{name}", lambda row: getattr(getattr(row, part), name, None))
 
-    def field(name: str) -> Column[SweepRow]:
-        return Column(name, lambda row: getattr(row, name))
-
-    numbers = ("median", "first_quartile", "third_quartile", "runs")
+    numbers = [field.name for field in fields(Timing)]
     columns = [
-        field("window"),
+        known("window"),
         Column("asked_kernel_count", lambda row: row.asked and row.asked.kernel_count),
         Column("asked_budget", lambda row: row.asked and row.asked.budget),
-        *map(field, ("status", "layers")),
+        *map(known, ("status", "layers")),
         Column("kernel_counts", lambda row: " ".join(map(str, row.kernel_counts))),
-        *map(field, ("elements", "params", "macs", "folded_bytes")),
-        *(of_timing(part, name) for part in ("forward_ms", "step_ms") for name in numbers),
+        *map(known, ("elements", "params", "macs", "folded_bytes")),
+        *(time(part, number) for part in ("forward_ms", "step_ms") for number in numbers),
         Column("ways", lambda row: " ".join(f"{way}:{count}" for way, count in row.ways.items())),
-        *map(field, ("kernel_error", "images", "output_error", "same_top1", "dominated", "reason", "command")),
+        *map(known, ("kernel_error", "images", "output_error", "same_top1", "dominated", "reason", "command")),
         Column("taken", lambda row: _sign(sweep, row)[0] == TAKEN),
     ]
     return Table(columns, sweep.rows).csv()

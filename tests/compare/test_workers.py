@@ -98,15 +98,11 @@ def test_every_crash_fails_its_job_alone_and_nobody_hears_of_it(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_worker_does_many_jobs_and_no_jobs_need_no_worker():
+def test_a_worker_does_many_jobs_and_workers_that_cannot_start_fail_all():
     assert len({outcome.value for outcome in outcomes(["pid"] * 4, workers=1)} | {os.getpid()}) == 2
     assert outcomes([], workers=3) == []
-
-
-def test_workers_that_cannot_start_fail_all_jobs():
-    assert {outcome.failure for outcome in outcomes(["square"] * 3, workers=2, set_up=die)} == {
-        "the worker processes died before they took a job"
-    }
+    failures = {outcome.failure for outcome in outcomes(["square"] * 3, workers=2, set_up=die)}
+    assert failures == {"the worker processes died before they took a job"}
 
 
 def test_closing_the_iterator_ends_the_workers_in_the_middle_of_their_jobs():

@@ -36,12 +36,12 @@ def printed(report, *, verbose=0, width=80, **console):
 
 def test_the_json_has_the_documented_keys_and_values():
     data = json.loads(replace(report_of("convnext_tiny", dilated_size=17), output="convnext_tiny-dcls17").to_json())
-    wanted = json.loads(DOCUMENTED.read_text())
+    documented = json.loads(DOCUMENTED.read_text())
     assert [row["name"] for row in data["layers"]] == [
         f"stages.{stage}.blocks.{block}.conv_dw" for stage, depth in enumerate([3, 3, 9, 3]) for block in range(depth)
     ]
     firsts = {row["stage"]: row for row in reversed(data["layers"])}
-    assert data | {"layers": list(reversed(firsts.values())), "skipped": data["skipped"][:2]} == wanted
+    assert data | {"layers": list(reversed(firsts.values())), "skipped": data["skipped"][:2]} == documented
 
 
 def test_rows_and_rest_sum_to_the_total():
@@ -60,10 +60,7 @@ def test_a_number_that_is_not_finite_is_never_written():
         report.with_fit_errors({report.layers[0].name: float("nan")}).to_json()
 
 
-ZOO = ["convnext_tiny", "resnet50", "mixnet_s"]
-
-
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", ["convnext_tiny", "mixnet_s"])
 def test_views_keep_to_80_columns_and_say_each_number(name):
     report = report_of(name)
     short, long, longest = [printed(report, verbose=verbose) for verbose in (0, 1, 2)]
@@ -78,30 +75,30 @@ def test_views_keep_to_80_columns_and_say_each_number(name):
     assert "MACs rise although parameters do not" in long
     assert all(layer.name in long.replace("\n", "") for layer in report.layers)
     assert all(skip.name in longest.replace("\n", "") for skip in report.skipped)
+    # No digit is lost at any width; names may lose their middle.
+    layers = tuple(replace(layer, name="layer", stage="stage") for layer in report.layers[-6:])
+    for verbose in (0, 1):
+        texts = [printed(replace(report, layers=layers), verbose=verbose, width=width) for width in (30, 66, 200)]
+        first, *others = [Counter(filter(str.isdigit, text)) for text in texts]
+        assert others == [first, first]
+        assert "…" not in "".join(texts)
 
 
 def test_the_verdict_comes_first_in_twelve_lines():
-    lines = printed(report_of("convnext_tiny", dilated_size=17)).splitlines()
+    report = report_of("convnext_tiny", dilated_size=17)
+    lines = printed(report).splitlines()
     assert len(lines) <= 12
+    assert str(report) == "\n".join(lines)
+    assert "28,587,688" in "".join(xml.etree.ElementTree.fromstring(report._repr_html_()).itertext())
+    assert f"| {report.params.after:,} |" in report_markdown(report)
     assert " ".join(lines[:2]) == (
         "28,589,128 → 28,587,688 parameters (-0.01 %), 4.46 → 4.97 G MACs (+11.6 %) "
         "34 elements in 17x17: timm:convnext_tiny, input 3x224x224"
     )
 
 
-@pytest.mark.parametrize("width", [30, 66, 200])
-@pytest.mark.parametrize("name", ZOO)
-def test_no_digit_is_lost_at_any_width(name, width):
-    report = report_of(name)  # whose names may lose their middle
-    report = replace(report, layers=tuple(replace(layer, name="layer", stage="stage") for layer in report.layers))
-    for verbose in (0, 1):
-        narrow, wide = [printed(report, verbose=verbose, width=columns) for columns in (width, 400)]
-        assert Counter(filter(str.isdigit, narrow)) == Counter(filter(str.isdigit, wide))
-        assert "…" not in narrow
-
-
 def test_a_column_has_one_unit():
-    report = report_of("convnext_tiny")
+    report = report_of("convnext_tiny", dilated_size=17)
     small = replace(report.layers[0], macs_before=1_230, macs_after=15_900_000_000)
     text = printed(replace(report, layers=(small, *report.layers[5:])))
     assert "MACs, k" in text
@@ -110,20 +107,14 @@ def test_a_column_has_one_unit():
 
 def test_colours_say_what_words_say():
     for colour, options in {"32": {}, "31": {"kernel_count": 40}}.items():
-        report = report_of("convnext_tiny", **options)
+        report = report_of("test_convnext", **options)
         text = printed(report, force_terminal=True, color_system="standard")
         assert f"\x1b[1;{colour}m{report.params.before:,}" in text
-    assert "OVER BUDGET by 55,584" in " ".join(printed(report).split())
-
-
-def test_print_and_notebooks_show_the_report():
-    report = report_of("convnext_tiny")
-    assert str(report) == printed(report).rstrip("\n")
-    assert "28,587,688" in "".join(xml.etree.ElementTree.fromstring(report._repr_html_()).itertext())
+    assert f"OVER BUDGET by {-report.budget.slack:,}" in " ".join(printed(report).split())
 
 
 def test_the_count_of_each_stage_stands_in_its_row():
-    report = report_of("convnext_tiny", scope="stage")
+    report = report_of("convnext_tiny", dilated_size=17, scope="stage")
     report = replace(report, layers=(replace(report.layers[0], kernel_count=31), *report.layers[1:]))
     rows = [line.split() for line in printed(report).splitlines() if line.lstrip().startswith("stages.")]
     counts = {row[0]: row[row.index("→") + 2] for row in rows}
@@ -152,15 +143,6 @@ def test_missing_macs_are_said_and_not_made_up():
     assert "n/a" in report_markdown(report)
 
 
-def test_markdown_tables_are_well_formed():
-    report = report_of("convnext_tiny")
-    tables = [block for block in report_markdown(report).split("\n\n") if block.startswith("|")]
-    assert len(tables) == 2
-    for table in tables:
-        assert len({line.count("|") for line in table.splitlines()}) == 1
-    assert f"{report.params.after:,}" in tables[1]
-
-
 # Predicted, and measured on the converted model.
 
 MODELS = {
@@ -169,7 +151,7 @@ MODELS = {
     "without bias": (lambda: Net(lambda: [depthwise(bias=False), nn.Conv2d(4, 4, 3, padding=1)]), IMAGE),
     "1-D": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=4), nn.Conv1d(4, 4, 5, groups=4)), (4, 126)),
     "3-D": (lambda: nn.Sequential(nn.Conv3d(4, 8, (1, 3, 3), groups=4, padding=1, stride=(1, 2, 1))), (4, 5, 9, 7)),
-    "resnet18": (lambda: timm.create_model("resnet18"), (3, 64, 64)),
+    "resnet": (lambda: timm.create_model("test_resnet"), (3, 64, 64)),
 }
 
 

@@ -1,5 +1,7 @@
-"""The pictures as data: nothing is lost in a heat map, and a montage shows the layer's own kernels."""
+"""The pictures: nothing is lost in a heat map, a montage shows the layer's own kernels, and figures are files."""
 
+import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.layers.position_statistics import border_share
 from dcls_convert.planning.rules import parse_rules
-from dcls_convert.views.elements import even_border_share
 from dcls_convert.views.pictures import Pictures, pictures_of_model
+from dcls_convert.views.plot import FIGURES, draw
+from dcls_convert.views.receptive_field import FieldPictures, field_picture
 from dcls_convert.views.stages import stage_rows
 
 from ..checkpoints.folders import convert
@@ -25,18 +28,22 @@ def pictures_of(model, plan) -> Pictures:
     return pictures_of_model(model, plan, Path("folder"), predict_report(plan))
 
 
-def of_module(module, input_size, size, rule=""):
+def of_module(module, input_size, size, rule="", **options):
     rules = parse_rules(f"format: 1\nrules: [{{{rule}}}]")
-    plan = plan_conversion(find_convs(module, input_size), dilated_size=size, rules=rules)
+    plan = plan_conversion(find_convs(module, input_size), dilated_size=size, rules=rules, **options)
     apply_plan_(module, plan, init="random", positions="uniform", generator=torch.Generator().manual_seed(0))
     return module.eval(), plan
 
 
+def depthwise():
+    return [nn.Conv2d(4, 4, 7, padding=3, groups=4) for _ in range(2)]
+
+
 CASES = {
-    "tied": lambda: convert(),
-    "untied": lambda: convert(tie="none"),
-    "gaussian": lambda: convert(interpolation="gaussian"),
-    "rectangular": lambda: convert(size=(9, 11)),
+    "tied": convert,
+    "untied": lambda: of_module(nn.Sequential(*depthwise()), (4, 16, 16), 9, tie="none"),
+    "gaussian": lambda: of_module(nn.Sequential(*depthwise()), (4, 16, 16), 9, interpolation="gaussian"),
+    "rectangular": lambda: of_module(nn.Sequential(*depthwise()), (4, 16, 16), (9, 11)),
     "volume": lambda: of_module(nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv3d(4, 4, 3)), (2, 12, 12, 12), 5),
     "line": lambda: of_module(nn.Sequential(nn.Conv1d(2, 4, 5, padding=2)), (2, 32), 9),
     "standardised": lambda: of_module(nn.Sequential(StdConv2d(4, 6, 3, padding=1)), (4, 16, 16), 7),
@@ -44,9 +51,14 @@ CASES = {
 }
 
 
+@functools.cache
+def case_of(name):
+    return CASES[name]()
+
+
 @pytest.fixture(params=CASES)
 def case(request):
-    return CASES[request.param]()
+    return case_of(request.param)
 
 
 def test_a_heat_map_and_each_histogram_hold_every_element_once(case):
@@ -58,11 +70,14 @@ def test_a_heat_map_and_each_histogram_hold_every_element_once(case):
         sums = [picture.heat.sum(1), picture.heat.sum(0)][-len(picture.size) :]
         assert [tuple(counts.tolist()) for counts in sums] == list(picture.histograms[-2:])
         assert {sum(counts) for counts in picture.histograms} == {positions[0].numel()}
+        generator = torch.Generator().manual_seed(0)
+        uniform = [(side - 1) * torch.rand(1, 1, 100_000, generator=generator) - side // 2 for side in picture.size]
+        assert picture.even_share == pytest.approx(border_share(torch.stack(uniform), picture.size), abs=0.01)
     assert sum(picture.row.elements for picture in pictures.positions) == pictures.inspection.elements
 
 
 def test_elements_are_counted_where_they_are():
-    model, plan = convert(tie="none")
+    model, plan = CASES["untied"]()
     layer = model.get_submodule(plan.layers[0].name)
     with torch.no_grad():
         layer.positions.zero_()
@@ -73,14 +88,6 @@ def test_elements_are_counted_where_they_are():
     expected[middle, 7 * fine + middle] = 1
     expected[4 * fine + middle, 4 * fine + middle] = layer.positions[0].numel() - 1
     assert torch.equal(picture.heat, expected)
-
-
-@pytest.mark.parametrize("size", [(9,), (9, 11), (1, 7)])
-def test_the_even_share_is_that_of_evenly_spread_positions(size):
-    places = torch.rand(len(size), 1, 1, 200_000, generator=torch.Generator().manual_seed(0))
-    for axis, side in zip(places, size, strict=True):
-        axis.mul_(side - 1).sub_(side // 2)
-    assert even_border_share(size) == pytest.approx(border_share(places, size), abs=0.01)
 
 
 def test_a_montage_shows_the_layers_kernels_with_the_most_energy_first(case):
@@ -100,15 +107,33 @@ def test_a_montage_shows_the_layers_kernels_with_the_most_energy_first(case):
 @pytest.mark.parametrize("name", ["tied", "rectangular", "line", "volume", "dense"])
 def test_the_elements_behind_a_kernel_make_it(name):
     """By bilinear interpolation."""
-    for layer in pictures_of(*CASES[name]()).kernels:
+    for layer in pictures_of(*case_of(name)).kernels:
         size = tuple(layer.cells.shape[1:])
         again = construct_kernel(layer.weights[None], layer.positions.movedim(-1, 0)[:, None], size)[0]
         torch.testing.assert_close(again, layer.cells, rtol=0, atol=FLOAT32_ATOL)
 
 
 def test_costs_by_stage_sum_to_the_reports():
-    report = pictures_of(*convert()).report
+    report = pictures_of(*case_of("tied")).report
     for unit in ("params", "macs"):
         for when in ("before", "after"):
             total = sum(getattr(getattr(row, unit), when) for row in stage_rows(report.layers))
             assert total == sum(getattr(layer, f"{unit}_{when}") for layer in report.layers)
+
+
+DRAWN = {"cost": (".svg", ".pdf", ".PNG"), "positions": (".svg",), "kernels": (".svg",), "receptive-field": (".svg",)}
+
+
+def test_every_figure_is_drawn_and_the_same_on_every_day(monkeypatch):
+    """That of a history: test_history.py."""
+    field = field_picture(torch.ones(4, 4), "After", "a $network")
+    fields = FieldPictures(fields=(field,), notes=())
+    pictures = replace(pictures_of(*case_of("dense")), fields=fields)
+    assert {*DRAWN, "history"} == set(FIGURES)
+    for figure, suffixes in DRAWN.items():
+        for suffix in suffixes:
+            monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")  # what matplotlib takes for the time
+            first = draw(pictures, figure, suffix)
+            assert first.startswith({".svg": b"<?xml", ".pdf": b"%PDF-"}.get(suffix, b"\x89PNG\r\n"))
+            monkeypatch.setenv("SOURCE_DATE_EPOCH", "100000")
+            assert figure != "cost" or draw(pictures, figure, suffix) == first

@@ -13,7 +13,7 @@ from dcls_convert.views.page import page
 from dcls_convert.views.receptive_field import FieldPictures, field_picture
 
 from ..checkpoints.folders import convert
-from .test_figures import CASES, pictures_of
+from .test_figures import CASES, case_of, pictures_of
 
 HOSTILE = "</script><b onclick=alert(1)>&\x1b[31m\u202e\u2028"
 
@@ -39,14 +39,14 @@ def data_of(text):
     return json.loads(Page(text).scripts[0])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def converted():
-    return convert()
+    return case_of("tied")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_page_refers_to_nothing_outside(name):
-    text = page(pictures_of(*CASES[name]()))
+    text = page(pictures_of(*case_of(name)))
     assert text.isascii()
     assert not re.search(r"https?:|//\w+\.|url\(|@import|\bimport\(|fetch\(|XMLHttp", text)
     for _, attributes in Page(text).tags:
