@@ -129,6 +129,7 @@ def test_a_layer_of_small_weights_is_not_lost_for_the_sum(count, seed):
     assert all(near <= far * (1 + 1e-6) for near, far in zip(fitted, largest, strict=True))
 
 
+@pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("scale", [1e-30, 1e15])
 def test_the_scale_of_the_kernels_does_not_matter(scale):
     case = CASES["dense 3x3"]
@@ -151,6 +152,7 @@ def test_lines_are_fitted_alike_however_many_are_fitted_together(monkeypatch):
 CELLS = st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-20, 1e10, 0.5]), min_size=9, max_size=9)
 
 
+@pytest.mark.usefixtures("quick_fit")
 @given(
     st.lists(CELLS | st.just([0.0] * 9), min_size=2, max_size=2),
     st.integers(1, 8),
@@ -231,6 +233,7 @@ def depthwise_net():
     return nn.Sequential(nn.Conv2d(3, 6, 1), nn.Sequential(*blocks))
 
 
+@pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize(
     ("init", "device"), [*((i, "cpu") for i in ("fit", "largest", "exact", "random")), ("fit", "meta")]
 )
