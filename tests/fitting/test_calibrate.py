@@ -61,7 +61,8 @@ def error_of(model, before, images):
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize(
-    ("options", "tie"), [({}, "stage"), ({}, "none"), ({"bias": True}, "stage"), ({"bias": True, "norm": False}, "none")]
+    ("options", "tie"),
+    [({}, "stage"), ({}, "none"), ({"bias": True}, "stage"), ({"bias": True, "norm": False}, "none")],
 )
 def test_every_channel_has_its_mean_and_variance_again(options, tie):
     model, images = network(**options), photos(12)

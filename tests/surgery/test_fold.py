@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 from timm.models import save_for_hf
-from timm.models.byobnet import ByobNet, ByoBlockCfg, ByoModelCfg
+from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 from timm.utils import reparameterize_model
 from torch import nn
 
