@@ -15,7 +15,7 @@ QUICK = ("test_resnet", "test_efficientnet", "test_nfnet", "coat_lite_tiny")  # 
 # One small model of each: what runs in the layers that are replaced, input, rules.
 FAMILIES = {
     "test_resnet": {},
-    "test_efficientnet": {"options": {"pad_type": "same"}},  # dynamic SAME padding, strides of 2 and sizes of 5
+    "test_efficientnet": {"options": {"pad_type": "same"}},  # dynamic SAME padding, strides of 2
     "test_nfnet": {},  # scaled weight standardisation, gain, grouped
     "coat_lite_tiny": {"options": SMALL_COAT},  # shared instances
     "tf_mixnet_s": {"window": 13},  # sizes from 3 to 11 side by side, dynamic SAME padding
