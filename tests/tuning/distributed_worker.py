@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -143,10 +144,11 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
 
 
 def finetune(options: str, port: int) -> None:
-    """One run of the example, in this process."""
+    """One run of the example, in this process; without pictures, which take long."""
     from accelerate.state import AcceleratorState
 
     os.environ["MASTER_PORT"] = str(port)  # of its own: that of an ended run may still be taken
+    sys.modules["finetune_pictures"] = SimpleNamespace(draw=lambda *_: None)
     with patch.object(sys, "argv", ["finetune.py", "tiny-dcls9", *options.split()]):
         runpy.run_path(str(FINETUNE), run_name="__main__")
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -7,11 +7,11 @@ import dataclasses
 import functools
 import os
 import random
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import timm
 import torch
@@ -30,20 +30,20 @@ FLOAT64_ATOL = 1e-9  # Adam divides by roots of small gradients, which amplifies
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
-def start(folder: Path, *runs: str) -> list[psutil.Popen]:
+def start(folder: Path, *runs: str) -> list[subprocess.Popen]:
     """Two processes, as torchrun starts them, that make these runs; once for many, since starting takes longest."""
     shared = {"WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": random.randint(10_000, 30_000)}
     command = [sys.executable, "-m", "tests.tuning.distributed_worker", str(folder), *runs]
     environments = [
         ENVIRONMENT | {k: str(v) for k, v in {**shared, "RANK": r, "LOCAL_RANK": r}.items()} for r in range(2)
     ]
-    return [psutil.Popen(command, cwd=ROOT, env=environment) for environment in environments]
+    return [subprocess.Popen(command, cwd=ROOT, env=environment) for environment in environments]
 
 
-def kill(processes: list[psutil.Popen]) -> None:
+def kill(processes: list[subprocess.Popen]) -> None:
     for process in processes:
         process.kill()
-    psutil.wait_procs(processes)
+        process.wait()
 
 
 @pytest.fixture(scope="module")
