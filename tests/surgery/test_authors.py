@@ -1,19 +1,16 @@
-"""What the authors' package trained lands in our layers without loss: their layers against ours, two families end to
-end, and files that do not fit.
+"""What the authors' package trained lands in our layers without loss: their layers against ours, networks with them,
+and files that do not fit.
 
 Axes: O output channels, I input channels per group, E kernel elements, A spatial axes.
 """
 
 import re
 from collections import OrderedDict
-from functools import partial
 
 import DCLS.construct.modules as authors
 import pytest
 import timm
 import torch
-import torchvision
-from timm.models.resnet import Bottleneck, ResNet
 from torch import nn
 
 import dcls_convert
@@ -29,9 +26,8 @@ from ..test_pipeline import assert_unchanged, snapshot
 
 FLOAT64_ATOL = 1e-10  # their normaliser, were it left out, would make 1e-7
 FLOAT32_TOLERANCE = 1e-5
-CLASSES, COUNT = 1000, 5
+COUNT = 5
 SMALL = ("--input-size", "3x32x32")  # for speed
-RESNET = f"{__name__}:resnet"
 INTERPOLATIONS = {"v0": "bilinear", "v1": "bilinear", "max": "triangle", "gauss": "gaussian"}
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
@@ -69,11 +65,11 @@ def trained_(model):
     return model.eval()
 
 
-def with_their_layers(build, name, size, version):
+def with_their_layers(build, name, version):
     """A network, each convolution of that name in its blocks replaced by their layer."""
     torch.manual_seed(0)
     model = build()
-    options = {"kernel_count": COUNT, "dilated_kernel_size": size, "padding": size // 2, "version": version}
+    options = {"kernel_count": COUNT, "dilated_kernel_size": 17, "padding": 8, "version": version}
     for path, old in list(model.named_modules()):
         if version and path.endswith(f".{name}"):
             options |= {"stride": old.stride, "groups": old.groups, "bias": old.bias is not None}
@@ -94,7 +90,7 @@ def small():
 
 
 def authors_small(version):
-    model = with_their_layers(small, "dw", 17, version)
+    model = with_their_layers(small, "dw", version)
     with torch.no_grad():
         for layer in model.modules():
             if isinstance(layer, authors.Dcls2d):
@@ -103,19 +99,7 @@ def authors_small(version):
 
 
 def convnext(version):
-    return with_their_layers(lambda: timm.create_model(TINY), "conv_dw", 17, version)
-
-
-def resnet(num_classes=CLASSES):
-    """timm's, to be converted."""
-    return ResNet(Bottleneck, (1, 2, 1, 1), num_classes=num_classes, base_width=8)
-
-
-def authors_resnet(version):
-    """torchvision's, every 3x3 of whose blocks is their layer."""
-    blocks = torchvision.models.resnet.Bottleneck
-    build = partial(torchvision.models.ResNet, blocks, [1, 2, 1, 1], num_classes=CLASSES, width_per_group=8)
-    return with_their_layers(build, "conv2", 7, version)
+    return with_their_layers(lambda: timm.create_model(TINY), "conv_dw", version)
 
 
 def file_of(model):
@@ -215,22 +199,18 @@ def test_numbers_of_v0_are_the_very_numbers_and_places_may_have_any_precision(st
             assert torch.equal(model.state_dict()[name], tensor)
 
 
-# --- Two families, from the file to timm's factory
+# --- Networks, from the file to timm's factory
 
 
-@pytest.mark.parametrize(("model", "version"), [(TINY, "v0"), (RESNET, "v1")])
-def test_networks_give_the_authors_outputs_through_the_command_line(model, version):
-    theirs, size = (authors_resnet(version), 7) if model == RESNET else (convnext(version), 17)
+def test_a_network_gives_the_authors_outputs_through_the_command_line():
+    theirs = convnext("v0")
     torch.save({"model": file_of(theirs), "epoch": 3}, "theirs.pth")
-    options = [] if version == "v0" else ["--authors-version", "v1"]
-    out, err = run(model, *SMALL, "--checkpoint", "theirs.pth", "--dilated-size", size, *options, "--output", "out")
+    out, err = run(TINY, *SMALL, "--checkpoint", "theirs.pth", "--dilated-size", 17, "--output", "out")
     assert "Wrote out, from the authors' elements and positions" in out
-    assert ("note: " in err) == (version == "v0")
-    expected = outputs(theirs)
-    ours = dcls_convert.load_converted("out", trust_code=True)
-    close(outputs(ours), expected)
-    if model != RESNET:  # timm never runs code of the user's own
-        close(outputs(timm.create_model("local-dir:out", pretrained=True)), expected)
+    assert "note: " in err
+    ours = dcls_convert.load_converted("out")
+    for model in (ours, timm.create_model("local-dir:out", pretrained=True)):
+        close(outputs(model), outputs(theirs))
     layers = [module for module in ours.modules() if isinstance(module, DclsConvNd)]
     assert {layer.kernel_count for layer in layers} == {COUNT}
     assert sum(layer.is_tied for layer in layers) >= 2

@@ -29,9 +29,9 @@ from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv2d
 
 FINETUNE = Path(__file__).parents[2] / "examples" / "finetune.py"
-# 4 updates per epoch, a state saved every 2 updates.
-OPTIONS = "--batch-size 72 --accumulate 2 --save-every 2 --mixup 0.2"
-KILLED = f"{OPTIONS} --epochs 2 --lr 0.005 --drop-path 0.2"
+# 2 updates per epoch, a state saved at each.
+OPTIONS = "--data images --img-size 32 --batch-size 2 --accumulate 2 --save-every 1 --mixup 0.2"
+KILLED = f"{OPTIONS} --epochs 4 --lr 0.005 --drop-path 0.2"
 TAUGHT = f"{OPTIONS} --epochs 1 --lr 0 --drop-path 0 --teacher tiny-dcls9"
 RUNS = {
     "killed": f"{KILLED} --output killed",

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten_with_path
 import dcls_convert
 
 from ..conftest import TINY
+from ..photographs import photographs
 from .distributed_worker import CASES, converted, train
 
 pytestmark = pytest.mark.distributed
@@ -50,6 +51,7 @@ def kill(processes: list[subprocess.Popen]) -> None:
 def folder(tmp_path_factory):
     """What all runs leave: one of them was killed as soon as it had saved its first state, and resumed."""
     folder = tmp_path_factory.mktemp("distributed")
+    photographs(folder / "images")
     torch.manual_seed(0)
     model = timm.create_model(TINY)
     report = dcls_convert.convert_(model, dilated_size=9)
@@ -64,7 +66,7 @@ def folder(tmp_path_factory):
     state.with_name("first.pt").write_bytes(state.read_bytes())
     processes = start(folder, "resumed", "whole", "taught", "taught-fsdp", "steps")
     try:
-        assert not any(process.wait(timeout=300) for process in processes)
+        assert not any(process.wait(timeout=600) for process in processes)
     finally:
         kill(processes)
     return folder
