@@ -36,6 +36,13 @@ def tiny() -> nn.Module:
         return timm.create_model(TINY).eval()
 
 
+@pytest.fixture
+def quick_fit(monkeypatch):
+    """Fits of fewer steps, where how close they come is not the question."""
+    for name in ("warm_start.STARTS", "least_squares.MOST_LOOKS", "least_squares.STEPS_BETWEEN_LOOKS"):
+        monkeypatch.setattr(f"dcls_convert.fitting.{name}", 2)
+
+
 @pytest.fixture(autouse=True)
 def _signals_as_they_were():
     """The command line sets handlers for the rest of its process."""

@@ -1,8 +1,7 @@
-"""Algebra of many small matrices at once.
+"""Algebra of many small matrices at once: in a tensor (N, P, Q), each of N lines has its matrix.
 
-The first axis counts the lines; in a tensor (N, P, Q) each line has its matrix. Two layouts in memory are fast. Where
-the matrices are tiny, the lines are innermost, so that one instruction does the same for several lines. Otherwise every
-matrix lies by itself, as libraries want it. All functions take and keep either layout.
+Where the matrices are tiny, lines innermost in memory are the fastest: one instruction does the same for several lines.
+All functions take and keep either layout.
 """
 
 import functools

@@ -1,14 +1,12 @@
 """Positions that the layers of a tie group share, and weights for each layer, with kernels close to given ones.
 
-For given positions, the weights are linear least squares, in closed form. The positions are refined on the residual by
-Levenberg-Marquardt steps: variable projection, doi:10.1137/0710036, with Kaufman's Jacobian,
-doi:10.1007/BF01932995.
-Nothing here knows of networks: a line is one kernel of the group, seen in a box of cells.
+For given positions, the weights are linear least squares. The positions are refined by Levenberg-Marquardt steps:
+variable projection, doi:10.1137/0710036, with Kaufman's Jacobian, doi:10.1007/BF01932995. A line is one kernel.
 
 Axes: N lines, L layers, E elements, A axes, S cells of the box, flat.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,13 +79,10 @@ class _Problem:
     roots: Tensor | None
     ridge: Tensor  # (N, 1): in proportion to what an element in the middle of a cell is worth
 
-    def __getitem__(self, lines: Tensor) -> "_Problem":
-        roots = None if self.roots is None else self.roots[lines]
-        return replace(self, targets=self.targets[lines], roots=roots, ridge=self.ridge[lines])
-
-    def lines_innermost(self) -> "_Problem":
-        roots = None if self.roots is None else lines_innermost(self.roots)
-        return replace(self, targets=lines_innermost(self.targets), roots=roots, ridge=lines_innermost(self.ridge))
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "_Problem":
+        """The problem with each of its tensors changed alike."""
+        roots = None if self.roots is None else change(self.roots)
+        return replace(self, targets=change(self.targets), roots=roots, ridge=change(self.ridge))
 
     def at(self, places: Tensor) -> _State:
         """The best weights there, and what they leave."""
@@ -156,10 +151,11 @@ class _Run:
 
     def _step_(self, lines: Tensor) -> Tensor:
         """Whether each of these lines still gains."""
-        problem, places, damping = self.problem[lines], self.places[lines], self.damping[lines]
+        problem = self.problem.changed(lambda tensor: tensor[lines])
+        places, damping = self.places[lines], self.damping[lines]
         inner = problem.targets.shape[2] if problem.roots is not None else 0  # of products with roots
         if max(places[0].numel(), inner) <= LINES_INNERMOST:
-            problem, places = problem.lines_innermost(), lines_innermost(places)
+            problem, places = problem.changed(lines_innermost), lines_innermost(places)
         state = problem.at(places)
         before = state.cost
         for _ in range(STEPS_BETWEEN_LOOKS):

@@ -26,10 +26,8 @@ def fit_elements(
 ) -> tuple[list[Tensor], Tensor]:
     """Elements whose constructed kernels have the least squared distance to the old ones, summed over the group.
 
-    Arguments and result as of `largest_elements`. Positions are shared by the layers, and stay where the old kernel
-    was; weights are each layer's own: the least squares for these positions. In no layer is the distance larger than
-    that of the largest elements. Elements spread with the interpolation's initial sigma. With roots of (in_channels, S,
-    S), the error e of a line that sees that channel counts as the squares of e @ root, instead of its own.
+    Arguments and result as of `largest_elements`, than which no layer is farther. Positions stay where the old kernel
+    was. With roots (in_channels, S, S), an error e of a line that sees that channel counts as the squares of e @ root.
     """
     largest, grid = box.largest(kernels, kernel_count)
     exact = kernel_count >= len(box.cells()) and find_interpolation(box.interpolation).exact_on_cells

@@ -22,7 +22,8 @@ from ..options import AuthorsVersion
 from ..planning.plan import ConversionPlan, LayerCounts, LayerPlan
 from .place import put_layers_
 
-# The entries of one of their layers, beside its bias.
+# The entries of one of their layers, beside its bias: (O, I, E), (A, O, I, E) in the version's order of axes, and as
+# these, less the least value and of either sign.
 _WEIGHT, _POSITIONS, _SIGMA = "weight", "P", "SIG"
 _AXES = {1: (0,), 2: (0, 1), 3: (0, 2, 1)}  # dims -> the axes of P[0], P[1], ... in version v0; else they are reversed
 # All versions but v0 add this to the sum by which an element's spread is divided. DCLS 0.1.1, ConstructKernel1d to 3d.
@@ -31,30 +32,21 @@ RELEASED_VERSION: AuthorsVersion = "v0"  # of the checkpoints that they publishe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AuthorsLayer:
-    """The elements of one of their layers, as they stand in the file."""
-
-    weight: Tensor  # (O, I, E)
-    positions: Tensor  # (A, O, I, E), in the version's order of axes
-    sigma: Tensor | None  # as positions, less its least value, of either sign
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class AuthorsWeights:
     """A state dict with layers of the authors' package, sorted."""
 
     where: str  # what messages call it
-    layers: dict[str, AuthorsLayer]
+    layers: dict[str, dict[str, Tensor]]  # by name and entry
     rest: dict[str, Tensor]  # every other entry
 
     @property
     def kernel_counts(self) -> LayerCounts:
-        counts = {name: layer.weight.shape[-1] for name, layer in self.layers.items()}
+        counts = {name: layer[_WEIGHT].shape[-1] for name, layer in self.layers.items()}
         return LayerCounts(source=self.where, counts=counts)
 
     @property
     def has_sigma(self) -> bool:
-        return any(layer.sigma is not None for layer in self.layers.values())
+        return any(_SIGMA in layer for layer in self.layers.values())
 
 
 def sort_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | None:
@@ -66,14 +58,14 @@ def sort_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | No
     if not any(f"{name}.{_WEIGHT}" in state for name in marked):
         return None
     rest = dict(state)
-    layers: dict[str, AuthorsLayer] = {}
+    layers: dict[str, dict[str, Tensor]] = {}
     for name in marked:
         if f"{name}.{_WEIGHT}" not in state:
             raise CheckpointError(f"{where}: has {name}.{_POSITIONS}, but no {name}.{_WEIGHT}")
-        weight, positions = rest.pop(f"{name}.{_WEIGHT}"), rest.pop(f"{name}.{_POSITIONS}")
-        sigma, shape = rest.pop(f"{name}.{_SIGMA}", None), weight.shape
-        parts = {_WEIGHT: weight, _POSITIONS: positions} | ({} if sigma is None else {_SIGMA: sigma})
-        for entry, tensor in parts.items():
+        entries = [entry for entry in (_WEIGHT, _POSITIONS, _SIGMA) if f"{name}.{entry}" in state]
+        layers[name] = {entry: rest.pop(f"{name}.{entry}") for entry in entries}
+        shape = layers[name][_WEIGHT].shape
+        for entry, tensor in layers[name].items():
             fits = len(shape) == 3 and min(shape) > 0 and tensor.shape[1:] == shape and tensor.shape[0] in _AXES
             if entry != _WEIGHT and not fits:
                 raise CheckpointError(
@@ -83,7 +75,6 @@ def sort_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | No
                 )
             if not tensor.is_floating_point() or not_finite(name, tensor, mask=False):
                 raise CheckpointError(f"{where}: {name}.{entry} must be finite floating-point numbers")
-        layers[name] = AuthorsLayer(weight=weight, positions=positions, sigma=sigma)
     return AuthorsWeights(where=where, layers=layers, rest=rest)
 
 
@@ -97,10 +88,9 @@ def start_from_authors_(
 ) -> list[str]:
     """Load the weights into the model and convert it, so that it gives the outputs of the authors' network.
 
-    The plan is made with `kernel_count=weights.kernel_counts`. With SIG, its windows must be those of the training:
-    elements are normalised over the window, which the file does not state. Returns names that kept their initial
-    values, as `load_weights_`. CheckpointError: an entry without a place in the model or the plan, or the reverse; the
-    model is then unchanged.
+    The plan is made with `kernel_count=weights.kernel_counts`. Returns names that kept their initial values, as
+    `load_weights_`. CheckpointError: an entry without a place in the model or the plan, or the reverse; the model is
+    then unchanged.
     """
     elements = element_state(weights, plan, version)
     for layer in plan.layers:
@@ -134,9 +124,7 @@ def element_state(
         )
     released = version in (None, RELEASED_VERSION)
     ours = {layer.name: _translated(layer, weights, released) for layer in plan.layers}
-    for layer in plan.layers:
-        alike = [ours[other.name]["positions"] for other in plan.layers if other.dilated_size == layer.dilated_size]
-        _check_window(layer, ours[layer.name]["positions"], alike, weights.where)
+    _check_windows(plan, {name: parts["positions"] for name, parts in ours.items()}, weights.where)
     state: dict[str, Tensor] = {}
     for layer in plan.layers:
         own = ours[layer.name] if layer.tie_group is None else {"weight": ours[layer.name]["weight"]}
@@ -162,51 +150,54 @@ def _translated(layer: LayerPlan, weights: AuthorsWeights, released: bool) -> di
     theirs = next((weights.layers[name] for name in layer.names if name in weights.layers), None)
     if theirs is None:
         raise CheckpointError(f"{weights.where}: has no elements for {layer.name}, which is to be converted")
-    if (theirs.sigma is not None) != find_interpolation(layer.interpolation).has_sigma:
+    sigma, positions = theirs.get(_SIGMA), theirs[_POSITIONS]
+    if (sigma is not None) != find_interpolation(layer.interpolation).has_sigma:
         allowed = f"no {_SIGMA}, so its interpolation is bilinear, not {layer.interpolation}"
-        if theirs.sigma is not None:
+        if sigma is not None:
             allowed = f"a {_SIGMA}, so its interpolation is triangle (their version max) or gaussian (gauss), which "
             allowed += "the file does not say; use --interpolation"
         raise CheckpointError(f"{weights.where}: {layer.name} has {allowed}")
-    if tuple(theirs.positions.shape) != layer.position_shape:
+    if tuple(positions.shape) != layer.position_shape:
         raise CheckpointError(
-            f"{weights.where}: {layer.name}.{_POSITIONS} has shape {tuple(theirs.positions.shape)}, the model needs "
+            f"{weights.where}: {layer.name}.{_POSITIONS} has shape {tuple(positions.shape)}, the model needs "
             f"{layer.position_shape}"
         )
-    size, is_v0 = layer.dilated_size, released and theirs.sigma is None
+    size, is_v0 = layer.dilated_size, released and sigma is None
     axes = _AXES[len(size)] if is_v0 else tuple(reversed(range(len(size))))
     order = [axes.index(axis) for axis in range(len(size))]
     # DCLS centres with the wrong axis's size; shift by the difference.
     shift = [size[index] // 2 - size[axis] // 2 for axis, index in enumerate(order)]
-    offset = torch.tensor(shift, device=theirs.positions.device).reshape(-1, 1, 1, 1)
-    precise = torch.float64 if theirs.positions.dtype == torch.float64 else torch.float32
-    parts = {"weight": theirs.weight, "positions": theirs.positions.to(precise)[order] + offset}
-    if theirs.sigma is not None:
+    offset = torch.tensor(shift, device=positions.device).reshape(-1, 1, 1, 1)
+    precise = torch.float64 if positions.dtype == torch.float64 else torch.float32
+    parts = {"weight": theirs[_WEIGHT], "positions": positions.to(precise)[order] + offset}
+    if sigma is not None:
         least = find_interpolation(layer.interpolation).min_sigma or 0.0
-        parts["sigma"] = theirs.sigma.to(precise)[order].abs() + least
+        parts["sigma"] = sigma.to(precise)[order].abs() + least
     if not is_v0:  # our elements are spread to exactly their weight, theirs are not
-        sigma = parts["sigma"].double() if "sigma" in parts else None
-        total = spread_sum(parts["positions"].double(), sigma, size, layer.interpolation)  # (O, I, E)
-        parts["weight"] = (theirs.weight.double() * total / (total + _NORMALISER)).to(theirs.weight.dtype)
+        exact = {name: tensor.double() for name, tensor in parts.items()}
+        total = spread_sum(exact["positions"], exact.get("sigma"), size, layer.interpolation)  # (O, I, E)
+        parts["weight"] = (exact["weight"] * total / (total + _NORMALISER)).to(theirs[_WEIGHT].dtype)
     return parts
 
 
-def _check_window(layer: LayerPlan, places: Tensor, alike: Sequence[Tensor], where: str) -> None:
+def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where: str) -> None:
     """Refuse positions outside their window, and name the window that would hold those of all layers of this size."""
-    size = layer.dilated_size
-    held = _holding(size, places)
-    if held == size:
-        return
-    needed = tuple(map(max, zip(*(_holding(size, other) for other in alike), strict=True)))
-    if len(set(size)) == 1:
-        needed = (max(needed),) * len(needed)
-    option = needed[0] if len(set(needed)) == 1 else size_text(needed)
-    axis = next(axis for axis, side in enumerate(held) if side != size[axis])
-    raise CheckpointError(
-        f"{where}: {layer.name} has elements {places[axis].abs().max().item():g} cells from the centre (axis {axis}), "
-        f"outside of its window {size_text(size)}; use the window of its training, at least {size_text(needed)} "
-        f"(--dilated-size {option})"
-    )
+    held = {layer.name: _holding(layer.dilated_size, positions[layer.name]) for layer in plan.layers}
+    for layer in plan.layers:
+        name, size = layer.name, layer.dilated_size
+        if held[name] == size:
+            continue
+        alike = [held[other.name] for other in plan.layers if other.dilated_size == size]
+        needed = tuple(map(max, zip(*alike, strict=True)))
+        if len(set(size)) == 1:
+            needed = (max(needed),) * len(needed)
+        option = needed[0] if len(set(needed)) == 1 else size_text(needed)
+        axis = next(axis for axis, side in enumerate(held[name]) if side != size[axis])
+        raise CheckpointError(
+            f"{where}: {name} has elements {positions[name][axis].abs().max().item():g} cells from the centre (axis "
+            f"{axis}), outside of its window {size_text(size)}; use the window of its training, at least "
+            f"{size_text(needed)} (--dilated-size {option})"
+        )
 
 
 def _holding(size: Sequence[int], positions: Tensor) -> tuple[int, ...]:

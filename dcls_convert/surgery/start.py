@@ -59,16 +59,7 @@ def apply_plan_(
         DclsConvertError: The model is not the one that was planned for, or does not take the images. Whatever is
             raised, running out of memory included, the model is then unchanged.
     """
-    for name, value, allowed in [("init", init, INITS), ("positions", positions, POSITIONS)]:
-        if value not in allowed:
-            raise PlanError(f"{name}={value!r} must be one of {', '.join(allowed)}")
-    for layer in plan.layers if init == EXACT else ():
-        cells = layer.dense_weights // layer.lines
-        if layer.kernel_count < cells or not find_interpolation(layer.interpolation).exact_on_cells:
-            raise PlanError(
-                f"{layer.name}: an exact start needs {cells} elements and an interpolation that keeps them in their "
-                f"cells, the plan has {layer.kernel_count}, {layer.interpolation}; plan with kernel_count='exact'"
-            )
+    _check_start(plan, init, positions)
     groups = make_layers(model, plan)
     generator = generator or torch.Generator().manual_seed(0)
     seed = fit_seed(generator)
@@ -80,14 +71,13 @@ def apply_plan_(
             places = random_positions(weights[0], layer.dilated_size, layer.dense_axes, generator, uniform=uniform)
             _fill_(group, (weights, places))
     elif calibration is None:
-        # Work is counted in kernel weights, which time goes with.
-        work = [sum(layer.dense_weights for layer in group.plans) for group in groups]
-        for index, group in enumerate(groups):
-            first = 1 + sum(len(before.plans) for before in groups[:index])
+        first, done, total = 1, 0, sum(layer.dense_weights for layer in plan.layers)  # which time goes with
+        for group in groups:
             last = first + len(group.plans) - 1
             which = f"layer {last}" if last == first else f"layers {first} to {last}"
-            notify(f"fitting {group.title}, {which} of {len(plan.layers)}", sum(work[:index]), sum(work))
+            notify(f"fitting {group.title}, {which} of {len(plan.layers)}", done, total)
             _fill_from_kernels_(group, None, init, seed)
+            first, done = last + 1, done + sum(layer.dense_weights for layer in group.plans)
     else:
         images = calibrate(model, plan, calibration, note=note)
         fill = partial(_fill_from_kernels_, init=init, seed=seed)
@@ -106,6 +96,20 @@ def apply_plan_(
             if offset.home is not None:
                 offset.home.add_(offset.values.to(offset.home), alpha=offset.sign)
     return errors
+
+
+def _check_start(plan: ConversionPlan, init: Init, positions: Positions) -> None:
+    """Refuse ways to start that do not exist, and an exact start for which the plan has too few elements."""
+    for name, value, allowed in [("init", init, INITS), ("positions", positions, POSITIONS)]:
+        if value not in allowed:
+            raise PlanError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+    for layer in plan.layers if init == EXACT else ():
+        cells = layer.dense_weights // layer.lines
+        if layer.kernel_count < cells or not find_interpolation(layer.interpolation).exact_on_cells:
+            raise PlanError(
+                f"{layer.name}: an exact start needs {cells} elements and an interpolation that keeps them in their "
+                f"cells, the plan has {layer.kernel_count}, {layer.interpolation}; plan with kernel_count='exact'"
+            )
 
 
 def _fill_(group: LayerGroup, elements: Elements) -> None:

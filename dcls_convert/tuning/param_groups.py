@@ -3,7 +3,6 @@
 import importlib
 import math
 from collections.abc import Iterable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,31 +49,19 @@ def param_groups(
     Raises:
         DclsConvertError: A rate, scale or decay that is negative or not finite.
     """
-    sigma_lr_scale = position_lr_scale if sigma_lr_scale is None else sigma_lr_scale
+    kinds = {"positions": position_lr_scale, "sigma": position_lr_scale if sigma_lr_scale is None else sigma_lr_scale}
     rates = {"lr": lr, "weight_decay": weight_decay, "layer_decay": layer_decay}
-    rates |= {"position_lr_scale": position_lr_scale, "sigma_lr_scale": sigma_lr_scale}
+    rates |= {f"{kind.removesuffix('s')}_lr_scale": scale for kind, scale in kinds.items()}
     for name, value in rates.items():
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise DclsConvertError(f"{name}={value!r} must be a finite number of at least 0")
-    model = unwrapped(model)
-    parameters = position_parameters(model)
-    scales = {id(one.tensor): sigma_lr_scale if one.kind == "sigma" else position_lr_scale for one in parameters}
-    # timm reads the depth from a name, and takes a parameter of a stage that is in no block for a part of the head.
-    names = {one.name: one.name_below_layer for one in parameters}
-    named = [(names.get(name, name), parameter) for name, parameter in model.named_parameters()]
-    # What timm's functions read of a model, with these names.
-    seen = SimpleNamespace(named_parameters=lambda: named, pretrained_cfg=getattr(model, "pretrained_cfg", None) or {})
-    if hasattr(model, "group_matcher"):
-        seen.group_matcher = model.group_matcher
-    own: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
-    timm_options["no_weight_decay_list"] = {*own, *timm_options.get("no_weight_decay_list", ())}
-    optim = importlib.import_module("timm.optim")
-    make = optim.param_groups_weight_decay
     if layer_decay is not None:
-        make = partial(optim.param_groups_layer_decay, layer_decay=layer_decay)
+        timm_options["layer_decay"] = layer_decay
+    model = unwrapped(model)
+    scales = {id(one.tensor): kinds[one.kind] for one in position_parameters(model)}
     groups: list[dict[str, Any]] = []
     moving: dict[float, list[nn.Parameter]] = {}  # lr_scale -> positions and sigmas
-    for group in make(seen, weight_decay=weight_decay, **timm_options):
+    for group in _groups_of_timm(model, weight_decay=weight_decay, **timm_options):
         if rest := [parameter for parameter in group["params"] if id(parameter) not in scales]:
             groups.append({**group, "params": rest})
         for parameter in group["params"]:
@@ -86,4 +73,21 @@ def param_groups(
     if lr is not None:
         for group in groups:
             group["lr"] = lr * group.pop("lr_scale", 1.0)
+    return groups
+
+
+def _groups_of_timm(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
+    """timm's own groups, with `lr_scale` where it is asked for `layer_decay`."""
+    # timm reads the depth from a name, and takes a parameter of a stage that is in no block for a part of the head.
+    names = {one.name: one.name_below_layer for one in position_parameters(model)}
+    named = [(names.get(name, name), parameter) for name, parameter in model.named_parameters()]
+    # What timm's functions read of a model, with these names.
+    seen = SimpleNamespace(named_parameters=lambda: named, pretrained_cfg=getattr(model, "pretrained_cfg", None) or {})
+    if hasattr(model, "group_matcher"):
+        seen.group_matcher = model.group_matcher
+    own: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
+    options["no_weight_decay_list"] = {*own, *options.get("no_weight_decay_list", ())}
+    optim: Any = importlib.import_module("timm.optim")
+    make = optim.param_groups_layer_decay if "layer_decay" in options else optim.param_groups_weight_decay
+    groups: list[dict[str, Any]] = make(seen, **options)
     return groups

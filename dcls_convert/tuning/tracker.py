@@ -18,7 +18,7 @@ from ..errors import CheckpointError, DclsConvertError, one_line
 from ..files import read_bytes
 from ..layers.interpolation import position_limits
 from ..layers.position_statistics import bins, border_share, mean_distance, overlap_share, spread
-from ..networks.positions import position_parameters, unwrapped, whole
+from ..networks.positions import PositionParameter, position_parameters, unwrapped, whole
 from ..records import Record, adapter
 
 TRACK_FORMAT = 1
@@ -113,42 +113,9 @@ class PositionTracker:
         """
         if not isinstance(step, int) or isinstance(step, bool) or (self._step is not None and step <= self._step):
             raise DclsConvertError(f"step={step!r} must be an integer above the last step, {self._step}")
-        rows = []
-        for parameter in position_parameters(unwrapped(self.model)):
-            if parameter.kind != "positions":
-                continue
-            now, sigma = whole(parameter.tensor.detach()), parameter.layers[0].sigma
-            name, size = INSIDE_WRAPPERS.sub("", parameter.name), parameter.learnt_size
-            speed = None
-            if self._step is not None and name in self._before:
-                exact = torch.promote_types(now.dtype, torch.float32)
-                moved = (now.to(exact) - self._before[name].to(now.device, exact)).abs_()
-                speed = _finite(float(moved.mean(dtype=torch.float64)) / (step - self._step))
-            histograms = []
-            for coordinate, side in zip(now, size, strict=True):
-                index = bins(coordinate[coordinate.isfinite()], side, self.bins_per_cell)
-                counts = tuple(torch.bincount(index, minlength=side * self.bins_per_cell).tolist())
-                low = position_limits(side)[0] - 0.5
-                histograms.append(Histogram(low=low, width=1 / self.bins_per_cell, counts=counts))
-            flat = now.flatten(1)
-            count = min(FOLLOWED, flat.shape[1])
-            followed = flat[:, torch.arange(count, device=now.device) * flat.shape[1] // count].double().tolist()
-            row = TrackedPositions(
-                name=name,
-                layers=tuple(INSIDE_WRAPPERS.sub("", layer) for layer in parameter.layer_names),
-                speed=speed,
-                border_share=border_share(now, size),
-                overlap_share=overlap_share(now),
-                spread=tuple(map(_finite, spread(now))),
-                mean_distance=_finite(mean_distance(now)),
-                mean_sigma=None if sigma is None else _finite(float(whole(sigma).mean(dtype=torch.float64))),
-                histograms=tuple(histograms),
-                followed=tuple(tuple(_finite(round(value, FOLLOWED_DIGITS)) for value in axis) for axis in followed),
-            )
-            rows.append(row)
-            self._before[name] = now.clone()
+        parameters = [one for one in position_parameters(unwrapped(self.model)) if one.kind == "positions"]
+        record = TrackRecord(step=step, positions=tuple(self._row(parameter, step) for parameter in parameters))
         self._step = step
-        record = TrackRecord(step=step, positions=tuple(rows))
         if self.path is not None and is_first_rank():
             try:
                 with self.path.open("ab") as file:
@@ -156,6 +123,36 @@ class PositionTracker:
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be written: {one_line(error)}") from error
         return record
+
+    def _row(self, parameter: PositionParameter, step: int) -> TrackedPositions:
+        now, sigma = whole(parameter.tensor.detach()), parameter.layers[0].sigma
+        name, size = INSIDE_WRAPPERS.sub("", parameter.name), parameter.learnt_size
+        speed, before = None, self._before.get(name)
+        self._before[name] = now.clone()
+        if self._step is not None and before is not None:
+            exact = torch.promote_types(now.dtype, torch.float32)
+            moved = (now.to(exact) - before.to(now.device, exact)).abs_()
+            speed = _finite(float(moved.mean(dtype=torch.float64)) / (step - self._step))
+        flat = now.flatten(1)
+        count = min(FOLLOWED, flat.shape[1])
+        followed = flat[:, torch.arange(count, device=now.device) * flat.shape[1] // count].double().tolist()
+        return TrackedPositions(
+            name=name,
+            layers=tuple(INSIDE_WRAPPERS.sub("", layer) for layer in parameter.layer_names),
+            speed=speed,
+            border_share=border_share(now, size),
+            overlap_share=overlap_share(now),
+            spread=tuple(map(_finite, spread(now))),
+            mean_distance=_finite(mean_distance(now)),
+            mean_sigma=None if sigma is None else _finite(float(whole(sigma).mean(dtype=torch.float64))),
+            histograms=tuple(self._histogram(*pair) for pair in zip(now, size, strict=True)),
+            followed=tuple(tuple(_finite(round(value, FOLLOWED_DIGITS)) for value in axis) for axis in followed),
+        )
+
+    def _histogram(self, coordinate: Tensor, side: int) -> Histogram:
+        index = bins(coordinate[coordinate.isfinite()], side, self.bins_per_cell)
+        counts = tuple(torch.bincount(index, minlength=side * self.bins_per_cell).tolist())
+        return Histogram(low=position_limits(side)[0] - 0.5, width=1 / self.bins_per_cell, counts=counts)
 
 
 def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:

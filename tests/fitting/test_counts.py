@@ -84,6 +84,7 @@ def two_stages():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize(
     ("budget", "tie", "calibrated"), [(60, "stage", False), (100, "none", False), (60, "none", True)]
 )

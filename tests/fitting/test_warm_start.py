@@ -68,7 +68,9 @@ def distances(kernels, weights, positions, box):
 
 
 MATRIX = [(name, "bilinear") for name in CASES] + [
-    pytest.param(name, other, marks=pytest.mark.slow) for name in CASES for other in ("triangle", "gaussian")
+    pytest.param(name, other, marks=pytest.mark.slow)
+    for name in ("not square", "dilated", "1-D", "partly dense")
+    for other in ("triangle", "gaussian")
 ]
 
 
@@ -108,16 +110,6 @@ def test_a_kernel_that_was_constructed_from_elements_is_found_again():
     assert distances([kernel], *fit_elements([kernel], box, kernel_count=18), box)[0] < 0.02 * float(kernel.norm())
 
 
-def test_smooth_kernels_are_fitted_much_better_than_by_their_largest_cells():
-    torch.manual_seed(0)
-    blur = torch.tensor([1.0, 2.0, 1.0]) / 4
-    rough = torch.randn(3 * 32, 1, 9, 9)
-    kernels = nn.functional.conv2d(rough, (blur[:, None] * blur)[None, None]).reshape(3, 32, 1, 7, 7).unbind(0)
-    box = box_of((7, 7), (1, 1), (17, 17), "bilinear")
-    fitted = distances(kernels, *fit_elements(kernels, box, kernel_count=34), box)
-    assert sum(fitted) < 0.2 * sum(distances(kernels, *box.largest(kernels, 34), box))
-
-
 @pytest.mark.parametrize(("count", "seed"), [(3, 0), (5, 0), (5, 4), (7, 0)])
 def test_a_layer_of_small_weights_is_not_lost_for_the_sum(count, seed):
     """Where the fit of both layers together would leave it worse than its largest cells."""
@@ -129,6 +121,7 @@ def test_a_layer_of_small_weights_is_not_lost_for_the_sum(count, seed):
     assert all(near <= far * (1 + 1e-6) for near, far in zip(fitted, largest, strict=True))
 
 
+@pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("scale", [1e-30, 1e15])
 def test_the_scale_of_the_kernels_does_not_matter(scale):
     case = CASES["dense 3x3"]
@@ -151,6 +144,7 @@ def test_lines_are_fitted_alike_however_many_are_fitted_together(monkeypatch):
 CELLS = st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-20, 1e10, 0.5]), min_size=9, max_size=9)
 
 
+@pytest.mark.usefixtures("quick_fit")
 @given(
     st.lists(CELLS | st.just([0.0] * 9), min_size=2, max_size=2),
     st.integers(1, 8),
@@ -201,7 +195,7 @@ def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
         moved.view(-1)[index] += 1e-6
         gradient[index] = (problem.at(moved).cost - state.cost)[0] / 1e-6
     torch.testing.assert_close(-2 * state.downhill.mT.flatten(), gradient, rtol=1e-3, atol=1e-3)
-    for name, value in asdict(problem.lines_innermost().at(lines_innermost(places))).items():
+    for name, value in asdict(problem.changed(lines_innermost).at(lines_innermost(places))).items():
         torch.testing.assert_close(value, getattr(state, name), msg=lambda text, name=name: f"{name}: {text}")
     step = _step(state, torch.full((1,), 1e6, dtype=torch.double)).flatten()  # so damped that it is steepest descent
     assert float(step @ gradient) < 0
@@ -231,6 +225,7 @@ def depthwise_net():
     return nn.Sequential(nn.Conv2d(3, 6, 1), nn.Sequential(*blocks))
 
 
+@pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize(
     ("init", "device"), [*((i, "cpu") for i in ("fit", "largest", "exact", "random")), ("fit", "meta")]
 )

@@ -10,39 +10,24 @@ from dcls_convert.networks.source import build_model, resolve_model
 from dcls_convert.planning.rules import parse_rules
 
 FACTORISED = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [1, 7]}\n  - match: {kernel_size: [7, 1]}\n")
-FIRST_STAGE = parse_rules("format: 1\nrules:\n  - match: {dims: 3, stage: layer1}\n")
-QUICK = ("resnet18", "mobilenetv2_050", "tf_efficientnet_b0", "coat_lite_tiny", "nf_regnet_b0")  # the others are `slow`
+SMALL_COAT = {"img_size": 64, "embed_dims": (16,) * 4, "serial_depths": (1,) * 4}
+QUICK = ("test_resnet", "test_efficientnet", "test_nfnet", "coat_lite_tiny")  # the others are `slow`
 # One small model of each: what runs in the layers that are replaced, input, rules.
 FAMILIES = {
-    "convnext_atto": {},
-    "resnet18": {},
-    "mobilenetv2_050": {},
-    "tf_efficientnet_b0": {},  # dynamic SAME padding, strides of 2 and sizes of 5
+    "test_resnet": {},
+    "test_efficientnet": {"options": {"pad_type": "same"}},  # dynamic SAME padding, strides of 2
+    "test_nfnet": {},  # scaled weight standardisation, gain, grouped
+    "coat_lite_tiny": {"options": SMALL_COAT},  # shared instances
     "tf_mixnet_s": {"window": 13},  # sizes from 3 to 11 side by side, dynamic SAME padding
-    "regnety_002": {},  # grouped
-    "inception_v3": {"input": (3, 96, 96)},
     "inception_v4": {"input": (3, 96, 96), "rules": FACTORISED, "window": 9},
-    "coat_lite_tiny": {"input": (3, 224, 224)},  # shared instances
-    "nf_regnet_b0": {},  # scaled weight standardisation, gain
-    "eca_nfnet_l0": {},
-    "resnetv2_50x1_bit": {},  # weight standardisation
-    "vit_base_r50_s16_224": {"input": (3, 224, 224), "options": {"depth": 1}},  # that, with dynamic SAME padding
+    "vit_base_r50_s16_224": {"input": (3, 224, 224), "options": {"depth": 1}},  # standardisation and dynamic SAME
     "fastvit_t8": {},
     "convmixer_768_32": {"window": 9},  # padding="same"
-    "caformer_s18": {},
     "edgenext_xx_small": {"window": 11},
-    "hrnet_w18_small": {},
-    "repvgg_a0": {},
-    "xception41": {},
     "ghostnet_050": {},  # depth multiplier
-    "res2net50_26w_4s": {},
-    "mobileone_s0": {},
     "torchvision:vgg11": {"options": {"num_classes": 2}},
-    "torchvision:shufflenet_v2_x0_5": {},
     "torchvision:deeplabv3_mobilenet_v3_large": {},  # dilated, a mapping as output
     "torchvision:r2plus1d_18": {"input": (3, 4, 32, 32)},  # 1x3x3 and 3x1x1
-    "torchvision:r3d_18": {"input": (3, 4, 16, 16), "rules": FIRST_STAGE},
-    "torchvision:s3d": {"input": (3, 13, 209, 209)},  # the least that its last pooling takes
 }
 
 

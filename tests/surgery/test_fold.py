@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from timm.models import save_for_hf
+from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 from timm.utils import reparameterize_model
 from torch import nn
 
@@ -45,13 +46,6 @@ def positions_in(model):
     return [name for name in model.state_dict() if "dcls_" in name or "positions" in name]
 
 
-def tiny(**options):
-    """A converted model and its plan."""
-    model = timm.create_model(TINY)
-    report = convert_(model, input_size=IMAGE, init="random", positions="uniform", **{"dilated_size": 9, **options})
-    return trained(model), report.plan
-
-
 class Stage(nn.Module):
     def __init__(self, dims):
         super().__init__()
@@ -62,6 +56,14 @@ class Stage(nn.Module):
 
     def forward(self, x):
         return self.last(self.others(self.first(x)))
+
+
+def converted():
+    """Two stages whose six layers share their positions."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(Stage(2), Stage(2)), nn.Tanh())
+    convert_(model, dilated_size=7, input_size=IMAGE, init="random", positions="uniform")
+    return trained(model)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_folding_and_a_folded_plan_keep_outputs_and_books(dims, tie, interpolati
     assert relative_error(expected, outputs(model, size)) < FLOAT64_ERROR
     assert not positions_in(model)
     folded_plan = replace(plan, folded=True)
-    apply_plan_(source, folded_plan)
+    apply_plan_(source, folded_plan, init="random")
     source.load_state_dict(model.state_dict())
     assert torch.equal(outputs(source.eval(), size), outputs(model, size))
     report = measure_report(model, folded_plan)
@@ -92,8 +94,9 @@ def test_folding_and_a_folded_plan_keep_outputs_and_books(dims, tie, interpolati
 
 
 def test_timms_saver_writes_a_folded_model_that_timm_loads(tmp_path):
-    model, _ = tiny()
-    expected = outputs(model)
+    model = timm.create_model(TINY)
+    convert_(model, input_size=IMAGE, init="random", positions="uniform", dilated_size=9)
+    expected = outputs(trained(model))
     save_for_hf(model, tmp_path / "before", safe_serialization=True)
     loaded = timm.create_model(f"local-dir:{tmp_path / 'before'}", pretrained=True).eval()
     for number, folded in enumerate([model, loaded]):
@@ -127,8 +130,7 @@ def through_torch(model):
     ids=["itself", "a copy that timm makes", "deepcopy", "torch.save", "in another module"],
 )
 def test_reparameterize_model_folds_all(through, inplace):
-    model, _ = tiny()
-    model.double()
+    model = converted().double()
     expected, names = outputs(model), positions_in(model)
     carried = through(model)
     folded = reparameterize_model(carried, inplace=inplace)
@@ -146,15 +148,17 @@ def test_reparameterize_model_folds_all(through, inplace):
 
 
 def test_a_part_copied_alone_folds_itself_alone():
-    model, _ = tiny()
-    part = copy.deepcopy(model.stages)
+    model = converted()
+    part = copy.deepcopy(model[1])
     part.reparameterize()
     assert not any(isinstance(module, DclsConvNd) for module in part.modules())
-    assert sum(isinstance(module, DclsConvNd) for module in model.modules()) == 9
+    assert sum(isinstance(module, DclsConvNd) for module in model.modules()) == 6
 
 
 def test_timm_fuses_the_rest_of_its_own_models_too():
-    model = timm.create_model("repvgg_a0")
+    torch.manual_seed(0)
+    block = ByoBlockCfg(type="rep", d=2, c=8, s=2, gs=0, br=0.0)
+    model = ByobNet(ByoModelCfg(blocks=(block, block), stem_type="rep", stem_chs=8), num_classes=3)  # a small RepVGG
     convert_(model, dilated_size=7, input_size=IMAGE, init="random")
     trained(model).double()
     expected = outputs(model)

@@ -71,6 +71,7 @@ def test_an_unknown_way_to_start_is_refused_and_the_model_unchanged(options):
     refused(model, plan_of(model), PlanError, match="must be one of", **options)
 
 
+@pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_a_failure_after_the_layers_are_in_place_takes_them_out_again(calibrated, monkeypatch):
     def fail(*_):
@@ -92,6 +93,7 @@ def test_a_model_that_is_itself_the_layer_cannot_be_changed_in_place_and_that_is
         change(model)
 
 
+@pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("init", ["largest", "fit", "random"])
 def test_converting_depends_on_the_seed_alone_and_leaves_the_global_generator(init):
     start = Net()

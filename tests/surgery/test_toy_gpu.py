@@ -11,16 +11,15 @@ from .toy_gpu import OnToyGpu, put_on_toy_gpu_, toy_gpu
 
 # torch compiles decompositions of its own where operations are looked at.
 pytestmark = [
+    pytest.mark.usefixtures("quick_fit"),  # operations on the toy take long
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
     pytest.mark.skipif(not hasattr(torch._C, "_ensureCUDADeviceGuardSet"), reason="a newer torch can have such a GPU"),
 ]
 
 
-@pytest.mark.parametrize("options", [{"init": "random"}, {"calibration": [photos()]}], ids=["random", "calibration"])
-def test_a_model_on_a_gpu_stays_there_and_becomes_what_it_becomes_on_the_cpu(options, monkeypatch):
+@pytest.mark.parametrize("options", [{"init": "random"}, {"calibration": [photos(2)]}], ids=["random", "calibration"])
+def test_a_model_on_a_gpu_stays_there_and_becomes_what_it_becomes_on_the_cpu(options):
     """Where new tensors are on the GPU by default, too: a generator of the CPU then needs the CPU to be named."""
-    for name in ("warm_start.STARTS", "least_squares.MOST_LOOKS", "least_squares.STEPS_BETWEEN_LOOKS"):
-        monkeypatch.setattr(f"dcls_convert.fitting.{name}", 2)  # operations on the toy take long
     options = {"dilated_size": 9, "budget": 60, "input_size": SMALL, **options}
     ours, theirs = network(bias=True), network(bias=True)
     convert_(ours, **options)

@@ -1,14 +1,19 @@
-"""What `test_distributed` runs in every process: two steps of training, in one process or as one of several.
+"""What `test_distributed` runs in every process: two steps of training, and runs of examples/finetune.py.
 
-python -m tests.tuning.distributed_worker RANK PROCESSES FOLDER runs all cases and leaves the results in FOLDER/RANK.pt.
+python -m tests.tuning.distributed_worker FOLDER RUN... as one of several processes, with the environment that
+torchrun sets, makes the runs one after the other, in FOLDER. Steps leave their results in FOLDER/RANK.pt.
 """
 
 import contextlib
+import os
+import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import timm
 import torch
@@ -23,6 +28,18 @@ import dcls_convert
 from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv2d
 
+FINETUNE = Path(__file__).parents[2] / "examples" / "finetune.py"
+# 2 updates per epoch, a state saved at each.
+OPTIONS = "--data images --img-size 32 --batch-size 2 --accumulate 2 --save-every 1 --mixup 0.2"
+KILLED = f"{OPTIONS} --epochs 4 --lr 0.005 --drop-path 0.2"
+TAUGHT = f"{OPTIONS} --epochs 1 --lr 0 --drop-path 0 --teacher tiny-dcls9"
+RUNS = {
+    "killed": f"{KILLED} --output killed",
+    "resumed": f"{KILLED} --output killed --resume",
+    "whole": f"{KILLED} --output whole",
+    "taught": f"{TAUGHT} --output taught",
+    "taught-fsdp": f"{TAUGHT} --output taught-fsdp --fsdp",
+}
 BATCH, STEPS = 4, 2
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -126,12 +143,31 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
     }
 
 
-def main(rank: int, processes: int, folder: Path) -> None:
+def finetune(options: str, port: int) -> None:
+    """One run of the example, in this process; without pictures, which take long."""
+    from accelerate.state import AcceleratorState
+
+    os.environ["MASTER_PORT"] = str(port)  # of its own: that of an ended run may still be taken
+    sys.modules["finetune_pictures"] = SimpleNamespace(draw=lambda *_: None)
+    with patch.object(sys, "argv", ["finetune.py", "tiny-dcls9", *options.split()]):
+        runpy.run_path(str(FINETUNE), run_name="__main__")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def main(folder: Path, *runs: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=processes)
-    torch.save([train(case, rank, processes) for case in CASES], folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    sys.path.insert(0, str(FINETUNE.parent))
+    os.chdir(folder)
+    port = int(os.environ["MASTER_PORT"])
+    for index, run in enumerate(runs):
+        if run in RUNS:
+            finetune(RUNS[run], port + index)
+            continue
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=processes)
+        torch.save([train(case, rank, processes) for case in CASES], f"{rank}.pt")
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

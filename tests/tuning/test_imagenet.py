@@ -47,14 +47,14 @@ CHANGED = {
     "--input-size 3 224 224": "--input-size 3 32 32",
     "--input-size 3 160 160": "--input-size 3 32 32",
     "--batch-size 128": "--batch-size 4",
-    "--batch-size 64": "--batch-size 4",
+    "--batch-size 64": "--batch-size 8",  # in one process
     "--warmup-epochs 20": "--warmup-epochs 1",
     "--warmup-epochs 5": "--warmup-epochs 1",
     "--repulsive-loss-from 21": "--repulsive-loss-from 1",
     "--epochs 280": "--epochs {convnext}",  # after one of warmup
     "--epochs 100": "--epochs {resnet}",
 }
-IMAGES = 8  # for training: one batch of each process, so an epoch is a step
+IMAGES = 8  # for training: one batch of all processes, so an epoch is a step
 FIRST, RESUMED = {"convnext": 1, "resnet": 2}, {"convnext": 3, "resnet": 4}  # epochs; two steps, and four
 # What stands in for a cluster's programs.
 STUBS = {
@@ -64,6 +64,8 @@ STUBS = {
     "srun": 'shift; exec "$@"',
     "scontrol": '[[ $1 == show ]] && echo 127.0.0.1 || echo "$@" >>requeued',
 }
+# torchrun without its options: one process, which starts in half the time.
+ALONE = 'while [[ $1 == --* ]]; do shift 2; done; exec python "$@"'
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "node1"}
 
 
@@ -111,11 +113,15 @@ def cluster(tmp_path_factory):
     script = Path(os.environ.get("TIMM_TRAIN_SCRIPT") or Path(__file__).with_name("small_train.py"))
     on_cpus = script.read_text().replace("device_ids=[device], ", "")  # which DDP refuses for a model on the CPU
     (folder / "train.py").write_text(on_cpus)
-    (folder / "bin").mkdir()
     for name, line in STUBS.items():
-        (folder / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
-        (folder / "bin" / name).chmod(0o755)
+        program(folder / "bin" / name, line)
     return folder
+
+
+def program(path: Path, line: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{line}\n")
+    path.chmod(0o755)
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +141,15 @@ def prepared(cluster):
 
 @pytest.fixture(scope="module")
 def runs(prepared):
-    """What was printed, and the last checkpoint: ConvNeXt-T by SLURM, for two steps and then two more; ResNet-50."""
+    """What was printed, and the last checkpoint: ConvNeXt-T by SLURM, for two steps and then two more; ResNet-50.
+
+    ResNet-50 trains in one process.
+    """
+    program(prepared / "alone" / "torchrun", ALONE)
     shared, (tiny, *_) = array_and_commands(CONVNEXT)
     convnext, done = SLURM + shared + tiny, {}
-    blocks = {"first": (convnext, FIRST), "resumed": (convnext, RESUMED), "resnet": (TORCHRUN + RESNET, FIRST)}
+    resnet = f"PATH=alone:$PATH\n{TORCHRUN}{RESNET}"
+    blocks = {"first": (convnext, FIRST), "resumed": (convnext, RESUMED), "resnet": (resnet, FIRST)}
     for name, (block, epochs) in blocks.items():
         printed = finished(prepared, changed(block, epochs))
         experiment = "test_resnet" if name == "resnet" else "test_convnext"
@@ -228,9 +239,7 @@ def test_convnexts_schedule_is_300_epochs_of_which_20_of_linear_warmup(monkeypat
 
 def test_a_job_that_is_told_its_time_is_up_asks_to_be_requeued(cluster):
     subprocess.run(["bash", "-n", cluster / "imagenet.slurm"], check=True)
-    (cluster / "slow").mkdir()
-    (cluster / "slow" / "torchrun").write_text('#!/bin/bash\necho "$@" >started\nexec sleep 60\n')
-    (cluster / "slow" / "torchrun").chmod(0o755)
+    program(cluster / "slow" / "torchrun", 'echo "$@" >started\nexec sleep 60')
     told, requeued = cluster / "started", cluster / "requeued"
     with started(cluster, "PATH=slow:$PATH exec bash imagenet.slurm train.py --some option") as job:
         wait_for(told)

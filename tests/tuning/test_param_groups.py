@@ -1,6 +1,7 @@
 """Parameter groups, weight decay by timm's own optimizers, and clamping."""
 
 import copy
+import functools
 import math
 import pickle
 
@@ -43,7 +44,8 @@ class Plain(nn.Module):
         return {"token"}
 
 
-def converted(kind: str) -> nn.Module:
+@functools.cache
+def original(kind: str) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if kind == "plain":
@@ -54,6 +56,10 @@ def converted(kind: str) -> nn.Module:
             size = 5 if kind == "resnet" else 9
             dcls_convert.convert_(model, dilated_size=size, init="random", interpolation=interpolation)
         return model
+
+
+def converted(kind: str) -> nn.Module:
+    return copy.deepcopy(original(kind))
 
 
 @pytest.fixture(params=["tied", "gaussian", "resnet", "plain", "no dcls"])
@@ -162,8 +168,8 @@ def test_muon_of_timm_leaves_positions_to_adamw(tied):
 def test_layer_decay_is_as_timm_has_it_for_the_model_that_was_converted(kind):
     model = converted(kind)
     names = dict(model.named_parameters()).keys()
-    original = timm.create_model("test_resnet" if kind == "resnet" else TINY)
-    timms = scales(original, param_groups_layer_decay(original, weight_decay=0.1, layer_decay=0.5))
+    before = timm.create_model("test_resnet" if kind == "resnet" else TINY)
+    timms = scales(before, param_groups_layer_decay(before, weight_decay=0.1, layer_decay=0.5))
     relative = tuning.param_groups(model, weight_decay=0.1, layer_decay=0.5)
     ours = scales(model, relative)
     assert {name: ours[name] for name in names - moving_names(model)} == timms
@@ -188,15 +194,16 @@ def scales(model, groups) -> dict[str, tuple[float, float]]:
     }
 
 
-def test_wrapped_models_are_grouped_as_what_they_wrap(tied):
+def test_wrapped_models_are_grouped_and_recorded_as_what_they_wrap(tied):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrapped = [wrap(tied) for wrap in (nn.parallel.DistributedDataParallel, torch.compile, nn.DataParallel)]
     finally:
         dist.destroy_process_group()
-    alone = named(tied, tuning.param_groups(tied))
+    alone, record = named(tied, tuning.param_groups(tied)), tuning.PositionTracker(tied).update(0)
     for one in wrapped:
         assert unwrapped(one) is tied
+        assert tuning.PositionTracker(one).update(0) == record
         assert named(tied, tuning.param_groups(one)) == alone
         assert tuning.no_weight_decay(one) == moving_names(one)
     for average in (ModelEmaV3(tied), torch.optim.swa_utils.AveragedModel(tied)):
@@ -205,6 +212,7 @@ def test_wrapped_models_are_grouped_as_what_they_wrap(tied):
     for group in (groups := named(tied, tuning.param_groups(tied))):
         group["params"] = [name.replace("_orig_mod.", "") for name in group["params"]]
     assert groups == alone
+    assert tuning.PositionTracker(tied).update(0) == record
     model = nn.Sequential(Plain())  # one child alone makes no wrapper
     assert unwrapped(model) is model
     assert tuning.no_weight_decay(model) == {"0.shared", "0.first.positions", "0.first.sigma"}
@@ -240,7 +248,7 @@ def test_what_the_model_itself_names_stays_named_and_comes_back():
     of_class, of_instance = (WithOwn(nn.Conv2d(8, 8, 3, padding=1, groups=8)) for _ in range(2))
     of_instance.no_weight_decay = lambda: {"0.weight"}
     for model, own in [(of_class, ["0.bias"]), (of_instance, {"0.weight"})]:
-        dcls_convert.convert_(model, dilated_size=5, input_size=(8, 16, 16))
+        dcls_convert.convert_(model, dilated_size=5, input_size=(8, 16, 16), init="random")
         assert model.no_weight_decay() == {*own, "0.positions"}
         assert dcls_convert.fold_to_dense_(model) == 1
         assert not isinstance(vars(model).get("no_weight_decay"), SpareFromDecay)

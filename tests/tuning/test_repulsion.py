@@ -34,20 +34,16 @@ def _blocks(request, monkeypatch):
     monkeypatch.setattr(repulsion, "MOST_DISTANCES", request.param)
 
 
-every_shape = pytest.mark.parametrize("shape", [(1, 3, 2, 4), (3, 2, 1, 6), (2, 2, 1, 3, 4)])
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("_blocks")
-@every_shape
-def test_gradients_and_theirs_are_those_of_the_loss(shape):
-    positions = seeded(*shape).requires_grad_()
+def test_gradients_and_theirs_are_those_of_the_loss():
+    positions = seeded(2, 2, 1, 3, 4).requires_grad_()
     assert torch.autograd.gradcheck(loss_of, positions)
     assert torch.autograd.gradgradcheck(lambda p: loss_of(p) ** 2, positions)
 
 
 @pytest.mark.usefixtures("_blocks")
-@every_shape
+@pytest.mark.parametrize("shape", [(1, 3, 2, 4), (3, 2, 1, 6), (2, 2, 1, 3, 4)])
 def test_the_repulsive_loss_is_the_formula(shape):
     positions = seeded(*shape)
     torch.testing.assert_close(loss_of(positions).item(), oracle(positions), **FLOAT64)

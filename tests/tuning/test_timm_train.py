@@ -11,14 +11,14 @@ import timm
 import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
+from torch import nn
 
-import dcls_convert
-from dcls_convert import tuning
+from dcls_convert import DclsConv2d, tuning
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.networks.positions import position_parameters
 from dcls_convert.tuning import timm_train
 
-from ..conftest import TINY
+from .test_param_groups import converted
 
 
 def creating(**options):
@@ -42,8 +42,8 @@ LAYER_DECAY = {"layer_decay": 0.7, "layer_decay_min_scale": 0.2}
 @pytest.mark.parametrize(
     "options", [{"layer_decay_min_scale": 0.0}, LAYER_DECAY, {"filter_bias_and_bn": False}, {"opt": "muon"}]
 )
-def test_all_but_positions_is_grouped_as_by_timm(tiny, options):
-    dcls_convert.convert_(tiny, dilated_size=9, init="random")
+def test_all_but_positions_is_grouped_as_by_timm(options):
+    tiny = converted("tied")
     options = {"opt": "adamw", "lr": 0.001, "weight_decay": 0.05, **options}
     stock = groups_of(create_optimizer_v2(tiny, **options), tiny)
     optimizer = creating()(tiny, **options)
@@ -59,15 +59,17 @@ def test_all_but_positions_is_grouped_as_by_timm(tiny, options):
             assert (scale, weight_decay) == stock[name][1:]
 
 
-def test_what_is_grouped_already_and_plain_models_pass_through(tiny):
-    def the_same(*arguments, **options):
-        ours, timms = (make(*arguments, **options) for make in (creating(), create_optimizer_v2))
-        assert groups_of(ours, tiny) == groups_of(timms, tiny)
+def test_what_is_grouped_already_and_plain_models_pass_through():
+    plain, tiny = converted("no dcls"), converted("tied")
 
-    the_same(tiny, "adamw", 0.1, 0.05)
-    dcls_convert.convert_(tiny, dilated_size=9, init="random")
-    the_same([*tiny.parameters()], "sgd", 0.1)
-    the_same(tiny, "sgd", 0.1, param_group_fn=lambda model: [{"params": [*model.parameters()]}])
+    def the_same(model, *arguments, **options):
+        optimizers = [make(*arguments, **options) for make in (creating(), create_optimizer_v2)]
+        ours, timms = (groups_of(optimizer, model) for optimizer in optimizers)
+        assert ours == timms
+
+    the_same(plain, plain, "adamw", 0.1, 0.05)
+    the_same(tiny, [*tiny.parameters()], "sgd", 0.1)
+    the_same(tiny, tiny, "sgd", 0.1, param_group_fn=lambda model: [{"params": [*model.parameters()]}])
 
 
 # The repulsive loss, clamping and the record.
@@ -76,10 +78,11 @@ FLOAT64_ATOL = 1e-9  # Adam divides by roots of small gradients, which amplifies
 
 
 def at_the_border():
+    """Two layers, many of whose positions are at the window's border."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = timm.create_model(TINY, num_classes=3, ls_init_value=0.5)
-        dcls_convert.convert_(model, dilated_size=9, init="random")
+        layers = [DclsConv2d(c, 8, kernel_count=6, dilated_kernel_size=9, padding=4, stride=2) for c in (3, 8)]
+        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 3))
     with torch.no_grad():
         for one in position_parameters(model):
             one.tensor.mul_(4)
@@ -88,7 +91,7 @@ def at_the_border():
 
 def train_one_epoch(epoch, model, optimizer, scaler, step=lambda loss, epoch: loss, after=lambda: None):
     """Two batches, one step."""
-    images = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(epoch))
+    images = torch.randn(4, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(epoch))
     for batch in images.split(2):
         loss = torch.nn.functional.cross_entropy(model(batch), torch.tensor([0, 1]))
         scaler.scale(step(loss, epoch) / 2).backward()
@@ -145,11 +148,10 @@ def test_what_cannot_be_had_is_refused(options, tiny, script):
 
 
 SCRIPT = """
-import dcls_convert, helper_beside, timm
+import dcls_convert, helper_beside
 from timm.optim import create_optimizer_v2
 if __name__ == "__main__":
-    model = timm.create_model("test_convnext")
-    dcls_convert.convert_(model, dilated_size=9, init="random")
+    model = dcls_convert.DclsConv2d(3, 4, kernel_count=3, dilated_kernel_size=5)
     helper_beside.optimizer = create_optimizer_v2(model, opt="adamw", lr=0.001)
 """
 

@@ -74,7 +74,7 @@ def test_speed_is_the_mean_absolute_change_of_a_coordinate_per_step(model, dtype
         assert row.speed > 0
 
 
-def test_tied_positions_are_recorded_once_under_all_wrappers(tiny):
+def test_tied_positions_are_recorded_once(tiny):
     assert tuning.PositionTracker(tiny).update(0).positions == ()
     dcls_convert.convert_(tiny, dilated_size=9, init="random")
     plain = tuning.PositionTracker(tiny).update(0)
@@ -85,9 +85,6 @@ def test_tied_positions_are_recorded_once_under_all_wrappers(tiny):
         ("stages.3.blocks.dcls_positions", 2),
     ]
     assert plain.positions[1].layers == ("stages.1.blocks.0.conv_dw", "stages.1.blocks.1.conv_dw")
-    assert tuning.PositionTracker(torch.compile(tiny)).update(0) == plain
-    tiny.stages[1] = torch.compile(tiny.stages[1])
-    assert tuning.PositionTracker(tiny).update(0) == plain
 
 
 def test_what_is_written_is_read_back_equal(model, tmp_path):
