@@ -77,7 +77,6 @@ def convert(
         from ..progress import silent
         from ..reports.report import predict_report
         from ..views.next_steps import next_steps
-        from ..views.plot import picture_files
         from ..views.report import report_view
 
         job = network.job(
@@ -105,9 +104,7 @@ def convert(
 
 
 def _not_of_a_checkpoint(path: Path) -> str | None:
-    from ..checkpoints.folder import (
-        not_of_a_checkpoint,
-    )  # imports torch, and is needed only where something is replaced
+    from ..checkpoints.folder import not_of_a_checkpoint  # imports torch; needed only where something is replaced
 
     return not_of_a_checkpoint(path)
 
@@ -115,7 +112,7 @@ def _not_of_a_checkpoint(path: Path) -> str | None:
 def _carry_out(job: "Job", plan: "ConversionPlan", output: Path, *, force: bool, html: bool) -> "Conversion":
     """Convert, and write the checkpoint."""
     from ..checkpoints.save import save_converted
-    from ..views.files import picture_files
+    from ..views.plot import picture_files
 
     check_output(output, force=force, foreign=_not_of_a_checkpoint)
     done = job.convert(plan)
