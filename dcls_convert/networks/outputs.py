@@ -64,7 +64,13 @@ def same_top1(outputs: Any, others: Any) -> float | None:
 def _errors(place: str, value: Any, other: Any) -> Iterator[float]:
     """The error of each tensor, at its place, such as "output['logits'][0]"."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
-        yield _error_of(place, value, other)
+        if value.shape != other.shape:
+            raise ComparisonError(f"{place} has shape {tuple(value.shape)} and {tuple(other.shape)}")
+        a, b = (t.detach().cpu().to(torch.complex128 if t.is_complex() else torch.float64) for t in (value, other))
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise ComparisonError(f"{place} has values that are not finite (NaN or infinite)")
+        difference, scale = (float(t.abs().max()) if t.numel() else 0.0 for t in (a - b, a))
+        yield difference / scale if scale else math.inf if difference else 0.0
     elif (
         isinstance(value, CONTAINERS)
         and type(value) is type(other)
@@ -78,18 +84,6 @@ def _errors(place: str, value: Any, other: Any) -> Iterator[float]:
 
 def _entries(container: Any) -> dict[Any, Any]:
     return dict(container if isinstance(container, dict) else enumerate(container))
-
-
-def _error_of(place: str, tensor: Tensor, other: Tensor) -> float:
-    if tensor.shape != other.shape:
-        raise ComparisonError(f"{place} has shape {tuple(tensor.shape)} and {tuple(other.shape)}")
-    a, b = (t.detach().cpu().to(torch.complex128 if t.is_complex() else torch.float64) for t in (tensor, other))
-    if not (a.isfinite().all() and b.isfinite().all()):
-        raise ComparisonError(f"{place} has values that are not finite (NaN or infinite)")
-    if torch.equal(a, b):
-        return 0.0
-    scale = float(a.abs().max())
-    return float((a - b).abs().max()) / scale if scale else math.inf
 
 
 def _described(value: object) -> str:

@@ -120,7 +120,11 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         except Exception as error:  # any model code may run here; without a trace, the model can still be converted
             note = f"the model does not run on the meta device at {size}: {one_line(error)[:200]}"
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
-    stages = find_stages(model, _output_strides(traced) if traced else {}, spatial)
+    strides: dict[str, OutputStride] = {}  # of each convolution whose output has all of the image's axes
+    for name, calls in traced.calls.items() if traced and size else ():
+        if len(sides := calls.sizes[0]) == len(size) - 1 and min(sides) > 0:
+            strides[name] = output_stride(size[1:], sides)
+    stages = find_stages(model, strides, spatial)
     holders: dict[int, list[str]] = {}  # id of a parameter -> the modules that hold it
     for name, module in model.named_modules():
         for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -145,13 +149,6 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         stages_from=stages.source,
         trace=traced,
     )
-
-
-def _output_strides(traced: Trace) -> dict[str, OutputStride]:
-    """Of the first call of each convolution whose output has all of the image's axes."""
-    image = traced.input_size[1:]
-    sizes = {name: calls.sizes[0] for name, calls in traced.calls.items()}
-    return {name: output_stride(image, s) for name, s in sizes.items() if len(s) == len(image) and min(s) > 0}
 
 
 def _site(

@@ -28,11 +28,9 @@ class Stages:
 
 
 def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: Set[str]) -> Stages:
-    """The stages of a model, as `group_matcher(coarse=True)` says; where that names single blocks, by its structure.
+    """As timm's `group_matcher` says; else by container and output stride; without strides, by the module path.
 
-    Then the convolutions of one container with one output stride are a stage. Without output strides, a stage is the
-    module path up to its first number. Only `spatial` convolutions, with a side above 1, name stages: a 1x1 convolution
-    before a strided one still works at the resolution of the previous stage.
+    Only `spatial` convolutions name stages: a 1x1 before a strided one still works at the previous resolution.
     """
     blocks, stems = _timm_patterns(model)
     if sum(any(stem.match(name + ".") for stem in stems) for name in spatial) > MOST_STEM_CONVS:

@@ -75,10 +75,7 @@ def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
 
 
 def check_same_shapes(before: Trace | None, windows: Windows) -> None:
-    """Refuse (PlanError) a conversion that would change an output size of a convolution, or of the model.
-
-    A layer's padding grows with its window; but a model may pad outside, by its convolutions' `kernel_size`.
-    """
+    """Refuse (PlanError) windows that would change an output size: a model may pad outside its convolutions."""
     if before is None:
         return
     meta = before.meta
@@ -153,24 +150,20 @@ def _outputs(model: nn.Module, image: Tensor) -> object:
                 raise ValueError(f"what a {type(model).__name__} computes depends on how many regions it finds")
             if base.__name__ in ONE_STAGE_DETECTORS:
                 # Up to the end of its head: the rest, without MACs, sorts boxes by their values.
-                with model.get_submodule("head").register_forward_hook(_stop), contextlib.suppress(_HeadIsDoneError):
+                with model.get_submodule("head").register_forward_hook(_stop), contextlib.suppress(StopIteration):
                     model([image[0]])
                 return None
     return model(image)
 
 
-class _HeadIsDoneError(Exception):
-    pass
-
-
 def _stop(*_: object) -> None:
-    raise _HeadIsDoneError
+    raise StopIteration
 
 
 def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
-    """A meta model: a copy in eval mode whose tensors are on the meta device, without the user's forward hooks.
+    """A copy in eval mode on the meta device, without the user's forward hooks.
 
-    `real_attributes` keeps tensors that are plain attributes, whose values a model may read (YOLO's strides). But
+    `real_attributes` keeps tensors that are plain attributes, whose values a model may read (YOLO's strides); but
     copy.deepcopy refuses those that are computed from parameters (weight_norm, pruning).
     """
     memo: dict[int, Any] = {}
