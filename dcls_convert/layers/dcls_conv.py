@@ -349,8 +349,7 @@ def _clamp_in_graph(tensor: Tensor, low: list[float], high: list[float]) -> None
     _clamp_(tensor, low, high)
 
 
-# A new layer takes over the dictionaries of forward and backward hooks themselves: a handle that the user kept for
-# `handle.remove()` points to them.
+# Taken over are the dictionaries of hooks themselves: a handle that the user kept for `handle.remove()` points to them.
 _HOOK_REGISTRIES = {name for name in vars(nn.Module()) if "ward_" in name and "hook" in name}
 # Attributes that convolutions and DCLS layers have by their class; `_carry_over` leaves them out.
 _OWN_ATTRIBUTES = frozenset(

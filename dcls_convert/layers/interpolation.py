@@ -62,7 +62,7 @@ class Interpolation:
         """The normalised profile with the initial sigma and its slope: cells (*C, E) -> (*C, E, length) each."""
         if self.hat:
             return _hat(cells, length)
-        sigma = torch.full_like(cells, 1.0 if self.initial_sigma is None else self.initial_sigma)
+        sigma = torch.full_like(cells, self.initial_sigma or 1.0)
         value, slope = self.profile(cells, sigma, length), self.slope(cells, sigma, length)
         total = value.sum(-1, keepdim=True)
         value = value / total

@@ -90,12 +90,14 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
                 layers[conv] = DCLS_LAYERS[len(window)].like(conv, 1, window, INTERPOLATIONS[0], dense_axes)
                 kernel_size = (*conv.weight.shape[:2], *window)
                 layers[conv].kernel = functools.partial(Tensor.new_empty, conv.weight, kernel_size)
-        _put(meta, {name: layers[conv] for name, conv in convs.items()})
+        for name, conv in convs.items():
+            meta.set_submodule(name, layers[conv])
         shapes = _run(meta, before.input_size, calls)
     except Exception as error:  # any model code may run here
         failure = error
     finally:
-        _put(meta, convs)
+        for name, conv in convs.items():
+            meta.set_submodule(name, conv)
     sizes = [(name, old.sizes, calls[name].sizes) for name, old in before.calls.items() if name in calls]
     for name, olds, news in [*sizes, ("", before.shapes, shapes)]:
         for old, new in zip(olds, news, strict=False):
@@ -107,12 +109,6 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
                 )
     if failure is not None:
         raise PlanError(f"with these windows, the model would not run any more: {one_line(failure)[:200]}")
-
-
-def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    for name, module in modules.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, module)
 
 
 def _run(meta: nn.Module, input_size: Sequence[int], calls: dict[str, Calls]) -> list[tuple[int, ...]]:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from dcls_convert.errors import PlanError
 from dcls_convert.planning.budget import parse_percent, solve_counts
 from dcls_convert.planning.planner import plan_conversion
-from dcls_convert.planning.rules import parse_rules
 
 from .nets import Net, convs_of, plan_of
 
@@ -173,36 +172,13 @@ def test_counts_of_the_paper(model, size, options, counts):
     assert sum(unit.used for unit in plan.budget) <= sum(unit.limit for unit in plan.budget)
 
 
-# From plan to budget and back.
-
-
-def test_counts_that_rules_state_are_paid_from_the_same_budget():
-    rules = parse_rules("""
-format: 1
-rules:
-- {match: {kind: depthwise, stage: stages.0}, kernel_count: 10}
-- {match: {kind: depthwise, stage: [stages.1, stages.2]}}
-- {match: {kind: depthwise, stage: stages.3}, kernel_count: auto}
-""")
-    plan = plan_conversion(convs_of("convnext_tiny"), rules, dilated_size=17)
-    assert {layer.kernel_count for layer in plan.layers if layer.stage == "stages.0"} == {10}
-    # The first stage saves, and the others have it.
-    others = [layer for layer in plan.layers if layer.stage != "stages.0"]
-    assert {layer.kernel_count for layer in others} == {35}
-    (unit,) = plan.budget
-    assert 0 <= unit.limit - unit.used < sum(layer.lines for layer in others) + 2 * 1344
-
-
 @pytest.mark.parametrize(
     ("count", "message"),
     [
         *((count, "must be a positive integer, auto or exact") for count in (0, 1.5, True, "34", None)),
-        (
-            290,
-            r"stages.0.blocks.0.conv_dw: kernel count 290 is more than the 289 cells of its window; use 289 or fewer",
-        ),
+        (50, r"layer1.0: kernel count 50 is more than the 49 cells of its window; use 49 or fewer"),
     ],
 )
 def test_a_kernel_count_that_cannot_be_is_refused(count, message):
     with pytest.raises(PlanError, match=message):
-        plan_conversion(convs_of("convnext_tiny"), dilated_size=17, kernel_count=count)
+        plan_of(Net(), kernel_count=count)
