@@ -121,9 +121,10 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
             note = f"the model does not run on the meta device at {size}: {one_line(error)[:200]}"
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
     strides: dict[str, OutputStride] = {}  # of each convolution whose output has all of the image's axes
-    for name, calls in traced.calls.items() if traced and size else ():
-        if len(sides := calls.sizes[0]) == len(size) - 1 and min(sides) > 0:
-            strides[name] = output_stride(size[1:], sides)
+    image = traced.input_size[1:] if traced else ()
+    for name, calls in traced.calls.items() if traced else ():
+        if len(sides := calls.sizes[0]) == len(image) and min(sides) > 0:
+            strides[name] = output_stride(image, sides)
     stages_from, stage_of, in_stem = find_stages(model, strides, spatial)
     holders: dict[int, list[str]] = {}  # id of a parameter -> the modules that hold it
     for name, module in model.named_modules():
@@ -144,7 +145,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         sites=tuple(sites),
         skipped=tuple(skipped),
         params=sum(p.numel() for p in model.parameters() if not isinstance(p, nn.parameter.UninitializedParameter)),
-        macs=traced.macs if traced else None,
+        macs=sum(traced.flops[""].values()) // 2 if traced else None,  # two operations are one multiply-accumulate
         input_size=size,
         macs_note=note,
         stages_from=stages_from,

@@ -82,9 +82,7 @@ def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pat
 
 
 def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str]) -> dict[str, str]:
-    """A container with a number in its name ("layer1") is a stage that the author made. Where a container only counts
-    its children ("features.0", "features.1", ...), those with the same output stride are a stage.
-    """
+    """Containers with numbers in their names ("layer1"); where they only count ("features.0"), children by stride."""
     stages: dict[str, str] = {}
     counted: dict[tuple[str, OutputStride], list[str]] = {}
     versions = _versions(strides)

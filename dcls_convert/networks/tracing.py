@@ -42,11 +42,6 @@ class Trace:
     flops: dict[str, dict[str, int]]  # module name ("" is the model) -> operator -> floating-point operations
     meta: nn.Module  # the meta copy that ran
 
-    @property
-    def macs(self) -> int:
-        """Multiply-accumulates; torch's counter takes each for two operations."""
-        return sum(self.flops[""].values()) // 2
-
 
 def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
     """Send an image (channels, *spatial) through a meta copy in eval mode. Raises what the model's own code does."""
@@ -157,13 +152,10 @@ def _stop(*_: object) -> None:
 
 
 def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
-    """A copy in eval mode on the meta device, without the user's forward hooks.
-
-    `real_attributes` keeps tensors that are plain attributes, whose values a model may read (YOLO's strides); but
-    copy.deepcopy refuses those that are computed from parameters (weight_norm, pruning).
-    """
+    """A copy in eval mode on meta, without hooks; `real_attributes` keeps plain tensors, which YOLO's models read."""
     memo: dict[int, Any] = {}
     for module in model.modules():
+        # copy.deepcopy refuses those that are computed from parameters (weight_norm, pruning).
         attributes = () if real_attributes else vars(module).values()
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False), *attributes]:
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
