@@ -353,14 +353,8 @@ def convert_from_authors_(
     Raises:
         DclsConvertError: With one line that says what does not fit; the model is then unchanged.
     """
-    state = weights if isinstance(weights, Mapping) else Path(weights)
-    job = Job(
-        model=model,
-        weights=state,
-        options=PlanOptions(**planning),
-        input_size=input_size,
-        authors_version=version,
-    )
+    state, options = weights if isinstance(weights, Mapping) else Path(weights), PlanOptions(**planning)
+    job = Job(model=model, weights=state, options=options, input_size=input_size, authors_version=version)
     if sort_weights(job.state, job.where) is None:
         raise CheckpointError(f"{job.where}: has no layers of the authors' package, with a P beside the weight")
     return job.convert().report

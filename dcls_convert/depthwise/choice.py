@@ -1,7 +1,4 @@
-"""Depthwise convolution of two axes in the fastest way known: same outputs and gradients as torch's, sooner.
-
-The rule for GPUs is an estimate, put to the test where torch times its own ways: `torch.backends.cudnn.benchmark`.
-"""
+"""Depthwise convolution in the fastest way known; on GPUs by an estimate, or timed where cudnn.benchmark asks so."""
 
 import math
 import os
@@ -17,9 +14,8 @@ from torch.compiler import assume_constant_result
 from ..errors import DclsConvertError, did_you_mean, shown
 from . import matmul, onednn
 from .eager import is_channels_last, is_compiled, is_eager, is_watched
-from .geometry import Padding, padded_cells, size_text
+from .geometry import Padding, Pair, padded_cells, size_text
 
-Pair = tuple[int, int]
 Way = Literal["torch", "onednn", "matmul"]
 Preference = Literal["auto", "torch", "matmul"]
 VARIABLE = "DCLS_CONVERT_DEPTHWISE"
@@ -70,11 +66,7 @@ def conv2d(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """`torch.nn.functional.conv2d`, with the same values, memory format and gradients of any order.
-
-    Depthwise convolutions go the way that `depthwise_way` says, but not under torch.func's transforms, nor in exported
-    and traced programs, which hold torch's convolution. Of compiled ones the compiler chooses, but for matrix products.
-    """
+    """`torch.nn.functional.conv2d`, the way that `depthwise_way` says; torch's own in exports and under torch.func."""
     tensors = [input, kernel] if bias is None else [input, kernel, bias]
     eager = is_eager(*tensors)
     if input.dim() == 4 and (eager or is_compiled(*tensors)):
@@ -102,11 +94,9 @@ def depthwise_way(
     *,
     tensors: tuple[Tensor, Tensor] | None = None,
 ) -> Way:
-    """The way that `conv2d` takes for input_size (N, C, H, W) and kernel_size (O, C / groups, R, S).
+    """The way of `conv2d` for input_size (N, C, H, W) and kernel_size (O, C / groups, R, S).
 
-    The dtype is that of the computation, None where tensors differ. Without `tensors`, the input and the kernel,
-    nothing is timed or kept. What was chosen for a case on a GPU holds for the process: a block of layers that is
-    computed again, from a checkpoint, must be computed in the same way.
+    `dtype` is of the computation; None where tensors differ. Without `tensors`, input and kernel, nothing is timed.
     """
     preferred, cells, kind = preference(), _cells(padding, kernel_size), device.type
     is_depthwise = kernel_size[1] == 1 and groups == input_size[1] and tuple(dilation) == (1, 1)
@@ -158,6 +148,7 @@ def preference() -> Preference:
 
 def _choose(case: Case, batch: int, tensors: tuple[Tensor, Tensor] | None) -> Way:
     """What was chosen for the case, or is at first sight: by time where the user asks for it and nothing forbids it."""
+    # It holds for the process: a block of layers computed again, from a checkpoint, must be computed in the same way.
     key = case, batch.bit_length()
     choice = chosen.get(key)
     if choice is None and tensors is not None:

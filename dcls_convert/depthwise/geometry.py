@@ -9,7 +9,8 @@ from ..errors import PlanError
 MOST_CELLS = 1 << 28  # of one layer's constructed kernels: a gigabyte in float32
 # TensorFlow's SAME padding, which depends on the input's size: the rule of timm's Conv2dSame and related classes.
 DYNAMIC_SAME = "dynamic_same"
-Uneven = tuple[tuple[int, int], ...]  # cells before and after each axis
+Pair = tuple[int, int]
+Uneven = tuple[Pair, ...]  # cells before and after each axis
 Padding = str | tuple[int, ...] | Uneven  # "same", "valid", DYNAMIC_SAME, or cells on either side of each axis
 
 
@@ -60,17 +61,13 @@ def check_cells(kernels: int, window: Sequence[int]) -> None:
 def grown_padding(
     padding: Padding, kernel_size: Sequence[int], dilation: Sequence[int], window: Sequence[int], stride: Sequence[int]
 ) -> Padding:
-    """The padding with which a window that `check_window` takes keeps the output size and the old kernel's centre.
-
-    'same' and dynamic SAME padding stay what they are: both put an odd cell at the end, for kernel and window alike.
-    Dynamic SAME padding is refused (PlanError) for a kernel that is smaller than the stride.
-    """
+    """The padding with which a window that `check_window` takes keeps the output size and the old kernel's centre."""
     extents = list(map(extent, kernel_size, dilation))
     if padding == DYNAMIC_SAME:
         for kernel, old, step in zip(kernel_size, extents, stride, strict=True):
             if old < step:  # SAME may then cut cells off instead of padding; a window would not
                 raise PlanError(f"dynamic SAME padding needs a kernel of at least the stride {step}, not {kernel}")
-    if padding in ("same", DYNAMIC_SAME):
+    if padding in ("same", DYNAMIC_SAME):  # both put an odd cell at the end, for kernel and window alike
         return str(padding)
     more = [(size - old) // 2 for size, old in zip(window, extents, strict=True)]
     cells = padded_cells(padding, (), extents, ())

@@ -3,7 +3,7 @@
 Axes: N images, C channels, H x W a map, R x S the window, T x U outputs in a patch, A x B the inputs that a patch sees.
 
 A patch's outputs are its inputs times the bank (T * U, A * B), whose row of the output (t, u) is the window shifted by
-(t, u); the patches of a channel are the rows of one matrix. Stride and dilation are 1. Backward makes them again.
+(t, u). Stride and dilation are 1.
 """
 
 from collections.abc import Sequence

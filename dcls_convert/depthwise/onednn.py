@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .geometry import Pair
+
 MOST_COLUMNS = {"AVX512": 6, "AVX2": 4}  # of padding; on other processors nothing has been measured, or changes
 DTYPES = frozenset({torch.float32, torch.bfloat16})  # oneDNN convolves these; no other was faster in this way
 FEWEST_CELLS = 49  # in windows whose gradient is convolved; smaller ones may lose on channels_last maps
 PART = 2**22  # numbers held at once in the per-image gradients of a window
-
-Pair = tuple[int, int]
 
 
 @functools.cache
@@ -71,10 +71,7 @@ class _Depthwise(torch.autograd.Function):
 
 
 def _kernel_gradient(input: Tensor, grad: Tensor, kernel: Tensor, stride: Pair, padding: Pair) -> Tensor:
-    """input (N, C, H, W), grad (N, C, H', W') -> (C, 1, R, S), summed in float32 at least.
-
-    The stride becomes the dilation. Where it left cells at the end of a map unread, the result is cut to R x S.
-    """
+    """input (N, C, H, W), grad (N, C, H', W') -> (C, 1, R, S), summed in float32 at least; stride becomes dilation."""
     dtype = torch.promote_types(kernel.dtype, torch.float32)
     extents = [step * (side - 1) + 1 for step, side in zip(stride, grad.shape[2:], strict=True)]
     most = cast(int, most_columns())
@@ -90,5 +87,6 @@ def _kernel_gradient(input: Tensor, grad: Tensor, kernel: Tensor, stride: Pair, 
         planes = maps.to(dtype).contiguous().reshape(1, count, *maps.shape[2:])
         windows = out.to(dtype).contiguous().reshape(count, 1, *out.shape[2:])
         of_each = F.conv2d(planes, windows, padding=inner, dilation=stride, groups=count)
+        # Cut: the stride may have left cells at the end of a map unread.
         total = total + of_each[0, :, :height, :width].reshape(-1, *kernel.shape).sum(0)
     return cast(Tensor, total).to(kernel.dtype)

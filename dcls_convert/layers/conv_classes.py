@@ -154,9 +154,6 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     return None
 
 
-# What timm's classes do besides convolving: SAME padding and weight standardisation.
-
-
 def register_timm_convs() -> None:
     from timm.layers.conv2d_same import Conv2dSame
     from timm.layers.std_conv import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame

@@ -14,10 +14,9 @@ from torch import Tensor, fx, nn
 from ..depthwise.choice import conv2d
 from ..depthwise.geometry import DYNAMIC_SAME, Padding, check_window, extent, grown_padding, is_uneven, padded_cells
 from .bilinear import per_axis
-from .construction import construct_kernel
 from .conv_classes import PLAIN, Conv, ConvForm, find_form, padding_of, why_not_replaceable
 from .elements import POSITION_STD, largest_elements
-from .interpolation import find_interpolation, learnt_axes, position_limits
+from .interpolation import construct_kernel, find_interpolation, learnt_axes, position_limits
 from .ties import Tied
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
@@ -354,8 +353,7 @@ def _clamp_in_graph(tensor: Tensor, low: list[float], high: list[float]) -> None
     _clamp_(tensor, low, high)
 
 
-# A new layer takes over the dictionaries of forward and backward hooks themselves: a handle that the user kept for
-# `handle.remove()` points to them.
+# Taken over are the dictionaries of hooks themselves: a handle that the user kept for `handle.remove()` points to them.
 _HOOK_REGISTRIES = {name for name in vars(nn.Module()) if "ward_" in name and "hook" in name}
 # Attributes that convolutions and DCLS layers have by their class; `_carry_over` leaves them out.
 _OWN_ATTRIBUTES = frozenset(

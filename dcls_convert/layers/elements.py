@@ -1,7 +1,6 @@
 """The cells of dense kernels as elements of a DCLS kernel.
 
-Axes: L layers of a tie group, O output channels, I input channels per group, D cells of dense axes, K cells of the old
-kernel along learnt axes, E kernel elements, A learnt axes.
+Axes: L layers of a tie group, O outputs, I inputs per group, D dense cells, K old cells, E elements, A learnt axes.
 """
 
 import itertools
@@ -28,10 +27,9 @@ def largest_elements(
     dense_axes: Sequence[int] = (),
     effective: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """The cells of kernels (O, I, *kernel size) with the most energy over all layers of the group, at their old places.
+    """The cells of kernels (O, I, *kernel size) with the most energy over the group, as convolved (`effective`).
 
-    Energy is that of the kernels as convolved, `effective`. Elements are in the order of the cells; of equal ones the
-    first are kept. Elements beyond the number of cells have weight 0 and lie in the centre.
+    In their order and at their old places; of equal ones, the first. Elements beyond them have weight 0 in the centre.
     """
     axes = learnt_axes(len(size), dense_axes)
     kernel_size = kernels[0].shape[2:]

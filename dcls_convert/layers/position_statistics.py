@@ -1,7 +1,6 @@
-"""Where a layer's elements are in their windows: at the border, on top of one another, how far from the centre.
+"""Where elements are in their windows: at the border, on top of one another, how far from the centre; no gradients.
 
-Axes: A learnt axes, *C kernels (output channel, input channel, cell of a dense axis), E elements of one kernel.
-Positions are in cells from the kernel centre. No function here keeps a gradient.
+Axes: A learnt axes, *C kernels, E elements of one kernel. Positions are in cells from the kernel centre.
 """
 
 import itertools
@@ -55,10 +54,7 @@ def bins(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
 
 
 def pairs(kernels: Tensor, most_distances: int) -> Iterator[tuple[tuple[slice, slice], list[Tensor], Tensor]]:
-    """All pairs of elements of one kernel, in parts of at most so many; kernels (A, C, E).
-
-    Yields the part of (C, E) with the first elements, differences along each axis and squared distances (C, rows, E).
-    """
+    """All pairs in kernels (A, C, E), in parts: the first ones' part of (C, E), differences, squared distances."""
     # Coordinate by coordinate: torch.cdist with matrix products is not exact, and without them slow for small kernels.
     count = kernels.shape[-1]
     at_once, rows = max(1, most_distances // max(count * count, 1)), max(1, most_distances // max(count, 1))

@@ -32,11 +32,7 @@ class Tied(nn.Module):
         return shared.to(self.weight.device) if self.__dict__.get("_is_replica") else shared
 
     def tie_(self, owner: nn.Module, names: dict[str, str]) -> None:
-        """Use the parameters of `owner`, a module that holds the layer, and drop the layer's own.
-
-        `names`: "positions" (and "sigma") -> name on the owner. It is looked up at each use: what `to_empty`,
-        `assign=True` or FSDP2 put there counts.
-        """
+        """Use the parameters that `owner`, a module that holds the layer, has under `names`; looked up at each use."""
         for name in names:
             delattr(self, name)
         self.__dict__["_owner"], self._owner_names = owner, dict(names)
@@ -90,10 +86,7 @@ class OwnMethod:
 
 
 class KeepFormat(OwnMethod):
-    """`_apply` of an owner of tied parameters, which keeps memory formats away from them.
-
-    `model.to(memory_format=torch.channels_last)` fails for tensors of five axes, `channels_last_3d` for those of four.
-    """
+    """`_apply` of an owner that keeps its tied parameters' format: channels_last fails for tensors of five axes."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)

@@ -63,33 +63,24 @@ def same_top1(outputs: Any, others: Any) -> float | None:
 
 def _errors(place: str, value: Any, other: Any) -> Iterator[float]:
     """The error of each tensor, at its place, such as "output['logits'][0]"."""
+    alike = type(value) is type(other)
     if isinstance(value, Tensor) and isinstance(other, Tensor):
-        yield _error_of(place, value, other)
-    elif (
-        isinstance(value, CONTAINERS)
-        and type(value) is type(other)
-        and _entries(value).keys() == _entries(other).keys()
-    ):
+        if value.shape != other.shape:
+            raise ComparisonError(f"{place} has shape {tuple(value.shape)} and {tuple(other.shape)}")
+        a, b = (t.detach().cpu().to(torch.complex128 if t.is_complex() else torch.float64) for t in (value, other))
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise ComparisonError(f"{place} has values that are not finite (NaN or infinite)")
+        difference, scale = (float(t.abs().max()) if t.numel() else 0.0 for t in (a - b, a))
+        yield difference / scale if scale else math.inf if difference else 0.0
+    elif isinstance(value, CONTAINERS) and alike and _entries(value).keys() == _entries(other).keys():
         for key, part in _entries(value).items():
             yield from _errors(f"{place}[{key!r}]", part, _entries(other)[key])
-    elif isinstance(value, CONTAINERS) or type(value) is not type(other) or value != other:
+    elif isinstance(value, CONTAINERS) or not alike or value != other:
         raise ComparisonError(f"{place} is {_described(value)} and {_described(other)}")
 
 
 def _entries(container: Any) -> dict[Any, Any]:
     return dict(container if isinstance(container, dict) else enumerate(container))
-
-
-def _error_of(place: str, tensor: Tensor, other: Tensor) -> float:
-    if tensor.shape != other.shape:
-        raise ComparisonError(f"{place} has shape {tuple(tensor.shape)} and {tuple(other.shape)}")
-    a, b = (t.detach().cpu().to(torch.complex128 if t.is_complex() else torch.float64) for t in (tensor, other))
-    if not (a.isfinite().all() and b.isfinite().all()):
-        raise ComparisonError(f"{place} has values that are not finite (NaN or infinite)")
-    if torch.equal(a, b):
-        return 0.0
-    scale = float(a.abs().max())
-    return float((a - b).abs().max()) / scale if scale else math.inf
 
 
 def _described(value: object) -> str:

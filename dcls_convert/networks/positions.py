@@ -28,11 +28,6 @@ class PositionParameter:
         """Cells of the window along the learnt axes."""
         return tuple(self.layers[0].dilated_kernel_size[axis] for axis in self.layers[0].learnt_axes)
 
-    @property
-    def name_below_layer(self) -> str:
-        """The name that the parameter would have if its first layer owned it."""
-        return f"{self.layer_names[0]}.{self.kind}".lstrip(".")
-
 
 def position_parameters(model: nn.Module) -> tuple[PositionParameter, ...]:
     """Every positions and sigma tensor of the model once, in the order of the layers."""

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,7 @@ from ..depthwise.geometry import Padding, conv_macs, size_text
 from ..errors import PlanError, one_line
 from ..layers.conv_classes import AnyConv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
-from .stages import OutputStride, Stages, find_stages, output_stride
+from .stages import OutputStride, find_stages, output_stride
 from .tracing import Trace, trace
 
 IMAGE_CHANNELS = 3  # where no input size is known
@@ -120,7 +120,12 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         except Exception as error:  # any model code may run here; without a trace, the model can still be converted
             note = f"the model does not run on the meta device at {size}: {one_line(error)[:200]}"
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
-    stages = find_stages(model, _output_strides(traced) if traced else {}, spatial)
+    strides: dict[str, OutputStride] = {}  # of each convolution whose output has all of the image's axes
+    image = traced.input_size[1:] if traced else ()
+    for name, calls in traced.calls.items() if traced else ():
+        if len(sides := calls.sizes[0]) == len(image) and min(sides) > 0:
+            strides[name] = output_stride(image, sides)
+    stages_from, stage_of, in_stem = find_stages(model, strides, spatial)
     holders: dict[int, list[str]] = {}  # id of a parameter -> the modules that hold it
     for name, module in model.named_modules():
         for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -132,31 +137,23 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         if reason is None and len(sharing := holders[id(conv.weight)]) > 1:
             reason = f"its weight is shared with {' and '.join(sharing)}"
         if reason is None:
-            sites.append(_site(conv, names, stages, traced, size[0] if size else IMAGE_CHANNELS, first=not sites))
+            site = _site(conv, names, traced, size[0] if size else IMAGE_CHANNELS, first=not sites)
+            sites.append(replace(site, stage=stage_of(site.name), stem=site.stem or in_stem(site.name)))
         else:
             skipped.append(Skipped(name=names[0], type=type(conv).__name__, reason=reason))
     return ModelConvs(
         sites=tuple(sites),
         skipped=tuple(skipped),
         params=sum(p.numel() for p in model.parameters() if not isinstance(p, nn.parameter.UninitializedParameter)),
-        macs=traced.macs if traced else None,
+        macs=sum(traced.flops[""].values()) // 2 if traced else None,  # two operations are one multiply-accumulate
         input_size=size,
         macs_note=note,
-        stages_from=stages.source,
+        stages_from=stages_from,
         trace=traced,
     )
 
 
-def _output_strides(traced: Trace) -> dict[str, OutputStride]:
-    """Of the first call of each convolution whose output has all of the image's axes."""
-    image = traced.input_size[1:]
-    sizes = {name: calls.sizes[0] for name, calls in traced.calls.items()}
-    return {name: output_stride(image, s) for name, s in sizes.items() if len(s) == len(image) and min(s) > 0}
-
-
-def _site(
-    conv: AnyConv, names: Sequence[str], stages: Stages, traced: Trace | None, image_channels: int, *, first: bool
-) -> ConvSite:
+def _site(conv: AnyConv, names: Sequence[str], traced: Trace | None, image_channels: int, *, first: bool) -> ConvSite:
     calls = traced.calls.get(names[0]) if traced else None
     takes_image = calls.takes_image if calls else traced is None and first
     depthwise = conv.groups == conv.in_channels and conv.groups > 1
@@ -167,8 +164,8 @@ def _site(
         names=tuple(names),
         type=type(conv).__name__,
         kind="depthwise" if depthwise else "grouped" if conv.groups > 1 else "dense",
-        stage=stages.stage_of(names[0]),
-        stem=stages.in_stem(names[0]) or (takes_image and conv.in_channels == image_channels),
+        stage=None,
+        stem=takes_image and conv.in_channels == image_channels,
         padding=padding_of(conv),
         bias=conv.bias is not None,
         output_size=calls.sizes[0] if calls else None,
@@ -190,11 +187,8 @@ def _input_size(model: nn.Module, asked: Sequence[int] | None, dims: int) -> tup
         stated = config.get("input_size") if isinstance(config, Mapping) else None
         channels = getattr(model, "_model_args", {}).get("in_chans")  # as timm was asked; its config still says 3
         return (channels or stated[0], *stated[1:]) if stated else None
-    if (
-        not isinstance(asked, Sequence)
-        or not 2 <= len(asked) <= 4
-        or any(not isinstance(side, int) or side < 1 for side in asked)
-    ):
+    sides = asked if isinstance(asked, Sequence) else ()
+    if not 2 <= len(sides) <= 4 or any(not isinstance(side, int) or side < 1 for side in sides):
         raise PlanError(f"input size {asked!r} must be channels and spatial sizes, such as (3, 224, 224)")
     if len(asked) not in (dims, dims + 1):
         raise PlanError(f"input size {size_text(asked)} must be channels and {dims} sides, the model is {dims}-D")

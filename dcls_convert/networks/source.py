@@ -151,10 +151,7 @@ def build_model(
 ) -> nn.Module:
     """Build the model, in the mode (training or eval) that its factory leaves it in; DclsConvertError where it cannot.
 
-    Args:
-        device: "meta" gives a meta model, or one of which only the weights are on meta; the CPU's where both fail.
-        seed: Leaves the global generators alone; None draws from them.
-        trust_code: The source may be a factory of any module, the hub or a folder. Without it, `check_source` decides.
+    On "meta", at least the weights are there, or else all is on the CPU. Without a seed, global generators are used.
     """
     if not trust_code:
         check_source(source)
@@ -170,9 +167,11 @@ def build_model(
         if not isinstance(config.get("architecture"), str):
             raise ModelError(f"{source.name}: {path} names no architecture; it is not a config of timm")
     with seeded(seed), warnings.catch_warnings(action="ignore"):
-        for way in (torch.device("meta"), _EmptyWeights()) if device == "meta" and not pretrained else ():
+        for everything in (
+            (torch.device("meta"), contextlib.nullcontext()) if device == "meta" and not pretrained else ()
+        ):
             try:
-                with way, _Unfilled():
+                with everything, _MetaWeights():
                     return _build(source, pretrained=False)
             except _EndlessError:
                 raise
@@ -264,28 +263,20 @@ def _check_hub(name: str, *, offline: bool) -> None:
         raise ModelError(f"{name}: cannot be built: {problem}") from error
 
 
-class _EmptyWeights(TorchFunctionMode):
-    """Let `torch.empty` give meta tensors: layers get meta weights; what a factory calculates stays real."""
+class _MetaWeights(TorchFunctionMode):
+    """`torch.empty`, which makes weights, gives meta tensors, never filled; what a factory calculates is real."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in FILLING and args[0].is_meta:  # torch would calculate shapes in Python, operation by operation
+            return args[0]
         kwargs = kwargs or {}
         if func is torch.empty and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
 
 
-class _Unfilled(TorchFunctionMode):
-    """Skip initial values of meta tensors: torch would calculate their shapes in Python, operation by operation."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return args[0] if func in FILLING and args[0].is_meta else func(*args, **(kwargs or {}))
-
-
 def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
-    """The input (channels, *spatial) that a model is made for; clips are (channels, frames, rows, columns).
-
-    None for timm's models, which state it themselves, and for the user's own in 1-D and 3-D.
-    """
+    """(channels, *spatial); None for timm's models, which state it themselves, and the user's own in 1-D and 3-D."""
     if source.kind == "timm" or source.kind in FOREIGN_SOURCES or getattr(model, "pretrained_cfg", None):
         return None
     if source.kind == "torchvision":

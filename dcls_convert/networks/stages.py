@@ -4,7 +4,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
 from torch import nn
@@ -18,22 +17,11 @@ MOST_STRIDES_OF_A_STAGE = 2  # its own, and that of its input
 OutputStride = tuple[int, ...]  # input cells for one output cell, per axis
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stages:
-    """Which stage a module belongs to, by its qualified name."""
-
-    source: str  # how the stages were found
-    stage_of: Callable[[str], str | None]
-    in_stem: Callable[[str], bool]
-
-
-def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: Set[str]) -> Stages:
-    """The stages of a model, as `group_matcher(coarse=True)` says; where that names single blocks, by its structure.
-
-    Then the convolutions of one container with one output stride are a stage. Without output strides, a stage is the
-    module path up to its first number. Only `spatial` convolutions, with a side above 1, name stages: a 1x1 convolution
-    before a strided one still works at the resolution of the previous stage.
-    """
+def find_stages(
+    model: nn.Module, strides: Mapping[str, OutputStride], spatial: Set[str]
+) -> tuple[str, Callable[[str], str | None], Callable[[str], bool]]:
+    """How the stages were found, a module's stage, and whether it is in the stem; the latter by its qualified name."""
+    # Only `spatial` convolutions name stages: a 1x1 before a strided one still works at the previous resolution.
     blocks, stems = _timm_patterns(model)
     if sum(any(stem.match(name + ".") for stem in stems) for name in spatial) > MOST_STEM_CONVS:
         stems = []
@@ -46,12 +34,11 @@ def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: 
         return next((match.group(0).rstrip(".") for match in matches if match and match.groups()), None)
 
     if blocks:
-        return Stages(source="timm's group_matcher", stage_of=stage_by_timm, in_stem=in_stem)
+        return "timm's group_matcher", stage_by_timm, in_stem
     if strides:
-        stages = _stages_from_structure(
-            {name: stride for name, stride in strides.items() if not in_stem(name)}, spatial
-        )
-        return Stages(source="output stride and module path", stage_of=stages.get, in_stem=in_stem)
+        outside = {name: stride for name, stride in strides.items() if not in_stem(name)}
+        stages = _stages_from_structure(outside, spatial)
+        return "output stride and module path", stages.get, in_stem
     parent = common_parent(spatial)
     depth = len(parent.split(".")) if parent else 0
 
@@ -63,7 +50,7 @@ def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: 
         first = [index for index in numbered if index > depth or index in counts] or numbered
         return ".".join(parts[: next(iter(first), 0)]) or None
 
-    return Stages(source="module path", stage_of=stage_by_path, in_stem=in_stem)
+    return "module path", stage_by_path, in_stem
 
 
 def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> OutputStride:
@@ -95,9 +82,7 @@ def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pat
 
 
 def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str]) -> dict[str, str]:
-    """A container with a number in its name ("layer1") is a stage that the author made. Where a container only counts
-    its children ("features.0", "features.1", ...), those with the same output stride are a stage.
-    """
+    """Containers with numbers in their names ("layer1"); where they only count ("features.0"), children by stride."""
     stages: dict[str, str] = {}
     counted: dict[tuple[str, OutputStride], list[str]] = {}
     versions = _versions(strides)

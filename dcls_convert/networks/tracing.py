@@ -42,11 +42,6 @@ class Trace:
     flops: dict[str, dict[str, int]]  # module name ("" is the model) -> operator -> floating-point operations
     meta: nn.Module  # the meta copy that ran
 
-    @property
-    def macs(self) -> int:
-        """Multiply-accumulates; torch's counter takes each for two operations."""
-        return sum(self.flops[""].values()) // 2
-
 
 def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
     """Send an image (channels, *spatial) through a meta copy in eval mode. Raises what the model's own code does."""
@@ -75,10 +70,7 @@ def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
 
 
 def check_same_shapes(before: Trace | None, windows: Windows) -> None:
-    """Refuse (PlanError) a conversion that would change an output size of a convolution, or of the model.
-
-    A layer's padding grows with its window; but a model may pad outside, by its convolutions' `kernel_size`.
-    """
+    """Refuse (PlanError) windows that would change an output size: a model may pad outside its convolutions."""
     if before is None:
         return
     meta = before.meta
@@ -93,12 +85,14 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
                 layers[conv] = DCLS_LAYERS[len(window)].like(conv, 1, window, INTERPOLATIONS[0], dense_axes)
                 kernel_size = (*conv.weight.shape[:2], *window)
                 layers[conv].kernel = functools.partial(Tensor.new_empty, conv.weight, kernel_size)
-        _put(meta, {name: layers[conv] for name, conv in convs.items()})
+        for name, conv in convs.items():
+            meta.set_submodule(name, layers[conv])
         shapes = _run(meta, before.input_size, calls)
     except Exception as error:  # any model code may run here
         failure = error
     finally:
-        _put(meta, convs)
+        for name, conv in convs.items():
+            meta.set_submodule(name, conv)
     sizes = [(name, old.sizes, calls[name].sizes) for name, old in before.calls.items() if name in calls]
     for name, olds, news in [*sizes, ("", before.shapes, shapes)]:
         for old, new in zip(olds, news, strict=False):
@@ -110,12 +104,6 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
                 )
     if failure is not None:
         raise PlanError(f"with these windows, the model would not run any more: {one_line(failure)[:200]}")
-
-
-def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    for name, module in modules.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, module)
 
 
 def _run(meta: nn.Module, input_size: Sequence[int], calls: dict[str, Calls]) -> list[tuple[int, ...]]:
@@ -153,28 +141,21 @@ def _outputs(model: nn.Module, image: Tensor) -> object:
                 raise ValueError(f"what a {type(model).__name__} computes depends on how many regions it finds")
             if base.__name__ in ONE_STAGE_DETECTORS:
                 # Up to the end of its head: the rest, without MACs, sorts boxes by their values.
-                with model.get_submodule("head").register_forward_hook(_stop), contextlib.suppress(_HeadIsDoneError):
+                with model.get_submodule("head").register_forward_hook(_stop), contextlib.suppress(StopIteration):
                     model([image[0]])
                 return None
     return model(image)
 
 
-class _HeadIsDoneError(Exception):
-    pass
-
-
 def _stop(*_: object) -> None:
-    raise _HeadIsDoneError
+    raise StopIteration
 
 
 def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
-    """A meta model: a copy in eval mode whose tensors are on the meta device, without the user's forward hooks.
-
-    `real_attributes` keeps tensors that are plain attributes, whose values a model may read (YOLO's strides). But
-    copy.deepcopy refuses those that are computed from parameters (weight_norm, pruning).
-    """
+    """A copy in eval mode on meta, without hooks; `real_attributes` keeps plain tensors, which YOLO's models read."""
     memo: dict[int, Any] = {}
     for module in model.modules():
+        # copy.deepcopy refuses those that are computed from parameters (weight_norm, pruning).
         attributes = () if real_attributes else vars(module).values()
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False), *attributes]:
             if isinstance(tensor, Tensor) and id(tensor) not in memo:

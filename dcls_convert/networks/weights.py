@@ -124,16 +124,13 @@ def build_with_state(
     seed: int = 0,
     new_classifier: bool = False,
 ) -> tuple[nn.Module, list[str]]:
-    """The network of a trusted source, changed by `prepare_`, with a state dict's weights; names as of `load_weights_`.
-
-    Weights are drawn only where the state dict does not give all values. `meta` is the network on meta, if it is there.
-    """
+    """A trusted source's network, changed by `prepare_`, with a state dict's weights; names as of `load_weights_`."""
     if source.kind in LIBRARIES:  # the user's own code is run once
         model = build_model(source, device="meta", trust_code=True) if meta is None else meta
         prepare_(model)
         if assign_weights_(model, state, where, new_classifier=new_classifier):
             return model, []
-    model = build_model(source, seed=seed, trust_code=True)
+    model = build_model(source, seed=seed, trust_code=True)  # with values for all that the state dict lacks
     prepare_(model)
     return model, load_weights_(model, state, where, new_classifier=new_classifier)
 
@@ -141,10 +138,7 @@ def build_with_state(
 def check_weights(
     model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
 ) -> list[str]:
-    """Refuse (CheckpointError) a state dict that differs from the model, which may be on meta, or is not finite.
-
-    With `new_classifier`, a classifier of another shape may keep its initial values; its names are returned.
-    """
+    """Refuse (CheckpointError) what does not fit or is not finite; the names of a classifier that keeps its values."""
     kept: list[str] = []
     if new_classifier:
         config = getattr(model, "pretrained_cfg", None)

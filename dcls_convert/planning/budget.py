@@ -1,7 +1,6 @@
 """How many elements a parameter budget admits: the largest count within the parameters replaced (paper, section 3).
 
-A kernel line is one (output channel, input channel per group, cell of a dense axis). One more element in every kernel
-costs one weight for each line of each layer, and the element's coordinates for each line of each tie group.
+One more element costs a weight for each kernel line of each layer, and coordinates for each line of each tie group.
 """
 
 import math

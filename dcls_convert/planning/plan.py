@@ -142,16 +142,19 @@ class ConversionPlan(Record):
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the plan") -> Self:
-        """The plan that `to_json` wrote.
-
-        Raises:
-            CheckpointError: It is damaged, of a newer format, or contradicts itself; begins with `where`.
-        """
+        """The plan that `to_json` wrote. CheckpointError, from `where`: damaged, newer, or contradicts itself."""
         plan = super().from_json(text, where)
         try:
             for layer in plan.layers:
                 _check_layer(layer)
-            _check_tie_groups(plan)
+            for group in plan.tie_groups:
+                layers = [layer for layer in plan.layers if layer.tie_group == group.name]
+                shapes = {(layer.position_shape, layer.dilated_size, layer.interpolation) for layer in layers}
+                if len(shapes) > 1:
+                    raise PlanError(f"tie group {shown(group.name)}: its layers have {len(shapes)} different shapes")
+            if plan.tie_groups != named_owners(plan.layers):
+                names = listed(group.name for group in plan.tie_groups)
+                raise PlanError(f"the plan's tie groups are not those of its layers: {names}")
         except PlanError as error:
             raise CheckpointError(f"{where}: {error}") from error
         return plan
@@ -211,17 +214,6 @@ def named_owners(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
         parameters = {parameter: f"dcls_{parameter}{suffix}" for parameter in members[0].shared_parameters}
         ties.append(TieGroup(name=name, owner=owner, parameters=parameters, layers=names))
     return tuple(ties)
-
-
-def _check_tie_groups(plan: ConversionPlan) -> None:
-    for group in plan.tie_groups:
-        layers = [layer for layer in plan.layers if layer.tie_group == group.name]
-        shapes = {(layer.position_shape, layer.dilated_size, layer.interpolation) for layer in layers}
-        if len(shapes) > 1:
-            raise PlanError(f"tie group {shown(group.name)}: its layers have {len(shapes)} different shapes")
-    if plan.tie_groups != named_owners(plan.layers):
-        names = listed(group.name for group in plan.tie_groups)
-        raise PlanError(f"the plan's tie groups are not those of its layers: {names}")
 
 
 def _check_layer(layer: LayerPlan) -> None:

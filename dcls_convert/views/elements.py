@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from ..checkpoints.inspection import Inspection, PositionRow, position_sets
 from ..depthwise.geometry import extent
 from ..errors import CheckpointError
-from ..layers.construction import construct_kernel
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.interpolation import learnt_axes
+from ..layers.interpolation import construct_kernel, learnt_axes
 from ..layers.position_statistics import BORDER_MARGIN, bins
 from ..planning.plan import ConversionPlan, LayerPlan
 

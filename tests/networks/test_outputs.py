@@ -7,13 +7,7 @@ import math
 import pytest
 import torch
 
-from dcls_convert.networks.outputs import (
-    ComparisonError,
-    check_equal,
-    relative_distance,
-    relative_error,
-    tensors_in,
-)
+from dcls_convert.networks.outputs import ComparisonError, check_equal, relative_distance, relative_error, tensors_in
 
 
 def test_the_relative_error_is_that_of_the_worst_tensor():

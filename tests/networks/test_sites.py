@@ -4,7 +4,6 @@ import pytest
 import timm
 import torch
 import torchvision
-from timm.layers.conv2d_same import Conv2dSameExport
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -140,7 +139,6 @@ def replaced_forward(conv):
 OWN = "has a forward of its own"
 ODD = {
     "transposed": (lambda: nn.ConvTranspose2d(4, 4, 3, padding=1), "transposed convolution"),
-    "timm Conv2dSameExport": (lambda: Conv2dSameExport(4, 4, 3, padding=1), OWN),
     "own __call__": (lambda: OwnCall(4, 4, 3, padding=1), OWN),
     "forward on the instance": (lambda: changed(depthwise(), replaced_forward), "forward of its own"),
     "parametrised weight": (lambda: parametrizations.weight_norm(depthwise()), "its weight is parametrised"),
@@ -204,11 +202,10 @@ class Mixed(nn.Module):
     ("build", "input_size", "runs"),
     [
         (Mixed, (4, 9, 14), True),
-        (Mixed, None, False),
         (lambda: Mixed(fails=True), (4, 9, 14), False),
         (lambda: Mixed().to("meta").half(), (4, 9, 14), True),
     ],
-    ids=["mixed", "without a size", "fails", "half on meta"],
+    ids=["mixed", "fails", "half on meta"],
 )
 def test_the_model_is_left_exactly_as_it_was(build, input_size, runs):
     model = build()

@@ -62,9 +62,7 @@ def test_tables_1_and_2_with_dense_kernels(name, size, digits, cost):
     [
         ("convnext_tiny", ADE20K, 950 - 939),
         pytest.param("convnext_tiny", COCO, 751 - 741, marks=slow),
-        pytest.param("convnext_small", ADE20K, 1045 - 1027, marks=slow),
         pytest.param("convnext_base", ADE20K, 1193 - 1170, marks=slow),
-        pytest.param("convnext_small", COCO, 844 - 827, marks=slow),
         pytest.param("convnext_base", COCO, 987 - 964, marks=slow),
     ],
 )
