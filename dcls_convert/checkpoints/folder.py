@@ -1,8 +1,4 @@
-"""The files of a checkpoint folder, how they are read, and what holds them together. Nothing that is read runs code.
-
-config.json states the hash of the tensors, and the weights file the hash of what matters in config.json: if one of the
-two comes from another folder, or is edited in more than labels, descriptions and layout, they no longer fit.
-"""
+"""The files of a checkpoint folder, read without running code, and the hashes that hold config and weights together."""
 
 import contextlib
 import hashlib
@@ -124,10 +120,7 @@ def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tu
 
 
 def check_stamp(stamp: Stamp | None, config: FolderConfig) -> None:
-    """Refuse (CheckpointError) weights whose stamp, or lack of one, does not fit the config.
-
-    Folders of timm's own savers have neither a stamp nor a hash of the tensors: names and shapes alone are checked.
-    """
+    """Refuse weights whose stamp, or lack of one, does not fit the config; timm's savers write neither."""
     if stamp is None and config.tensors is not None:
         raise CheckpointError(
             f"{config.weights}: has no metadata of dcls-convert, but {CONFIG} states its tensors; was it overwritten? "

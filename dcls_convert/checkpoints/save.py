@@ -111,11 +111,7 @@ def convert_and_save_(model: nn.Module, folder: str | Path, *, force: bool = Fal
 
 
 def check_fits_plan(model: nn.Module, plan: ConversionPlan, meta: nn.Module | None = None) -> None:
-    """Refuse a model that could not be loaded again from what a folder says about it.
-
-    The plan's layers must be there, tied as planned; names and shapes must be those of a meta model that is converted
-    by the plan, if timm or torchvision have it; and all values must be finite.
-    """
+    """Refuse a model that could not be loaded again: other layers, ties, names or shapes than the plan's, or NaN."""
     state = model.state_dict()
     problem = None if plan.folded else next(_layer_problems(model, plan), None)
     source = ModelSource(name=plan.model or "", args=plan.model_args)
