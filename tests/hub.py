@@ -88,9 +88,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self.reply(401, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
         stored = self.hub.repos[repo]
         sha = stored.heads.get(revision, revision)
-        if sha not in stored.commits:
-            missing = "EntryNotFound" if revision == "main" else "RevisionNotFound"
-            return self.reply(404, {"error": missing}, {"X-Error-Code": missing})
         data = stored.commits[sha].get(path)
         if data is None:
             return self.reply(404, {"error": path}, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha})
