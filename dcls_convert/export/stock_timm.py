@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.folder import CARD, WEIGHTS, not_of_a_checkpoint
-from ..checkpoints.save import loading_code, model_card, save_converted, timm_config, write_files
+from ..checkpoints.folder import CARD, WEIGHTS, not_of_a_checkpoint, write_files
+from ..checkpoints.save import loading_code, model_card, save_converted, timm_config
 from ..errors import DclsConvertError, ModelError
 from ..networks.outputs import ComparisonError, check_equal
 from ..networks.sites import find_convs

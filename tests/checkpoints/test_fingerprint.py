@@ -1,7 +1,6 @@
 """A fingerprint tells models apart, and taking one leaves the model and the process as they were."""
 
 import logging
-import os
 import warnings
 
 import pytest
@@ -17,13 +16,10 @@ from .folders import IMAGE
 
 
 def state_of_the_process():
-    mask = os.umask(0)
-    os.umask(mask)
     return (
         torch.get_rng_state().tolist(),
         torch.get_num_threads(),
         torch.is_grad_enabled(),
-        mask,
         logging.root.manager.disable,
         logging.root.level,
         list(warnings.filters),

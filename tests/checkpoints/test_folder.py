@@ -13,16 +13,7 @@ from torch import nn
 import dcls_convert
 from dcls_convert import convert_and_save_, load_converted, predict_report, save_converted
 from dcls_convert.checkpoints.fingerprint import take_fingerprint
-from dcls_convert.checkpoints.folder import (
-    CONFIG,
-    FILES,
-    METADATA_KEY,
-    WEIGHTS,
-    config_hash,
-    read_plan,
-    read_stamp,
-    tensors_hash,
-)
+from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, config_hash, read_plan, read_stamp, tensors_hash
 from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.planning.rules import builtin_rules, parse_rules
@@ -92,7 +83,7 @@ def test_a_folder_holds_what_the_design_says(converted, tmp_path):
     assert config["model_args"]["plan"] == plan.to_dict()
     assert config["model_args"]["plan"]["rules_text"] == builtin_rules()["depthwise"].read_text()
     assert config["pretrained_cfg"]["mean"] == list(model.pretrained_cfg["mean"])
-    assert config[METADATA_KEY] == {"tensors": tensors_hash(model.state_dict().items())}
+    assert config["dcls_convert"] == {"tensors": tensors_hash(model.state_dict().items())}
     assert read_plan(folder) == plan
     report = json.loads((folder / "report.json").read_text())
     assert report == replace(predict_report(plan), output=".").to_dict()

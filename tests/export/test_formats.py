@@ -145,7 +145,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch, checkpoints, for
     def fail(*_args, **_kwargs):
         raise error
 
-    for culprit in ("dcls_convert.checkpoints.save.write_files", "torch.onnx.export", "torch.export.save"):
+    for culprit in ("dcls_convert.checkpoints.folder.save_file", "torch.onnx.export", "torch.export.save"):
         monkeypatch.setattr(culprit, fail)
     with pytest.raises((DclsConvertError, KeyboardInterrupt)):
         fold_checkpoint(checkpoints / "Plain", format, tmp_path / f"x.{format}", trust_code=True)
