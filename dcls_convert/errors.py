@@ -1,7 +1,4 @@
-"""What can go wrong through the user's doing, as exceptions with one-line messages.
-
-A message says where, what was found and what is allowed. The command line prints it and exits with `exit_code`.
-"""
+"""What can go wrong through the user's doing, as exceptions of one line: where, what was found, what is allowed."""
 
 import difflib
 import json

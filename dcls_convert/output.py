@@ -1,8 +1,4 @@
-"""Outputs that appear whole or not at all, whatever interrupts the writing.
-
-An output is made in a folder `.NAME.xxxxxxxx.partial` beside it, and then takes its final name or exchanges names with
-the old output. A killed run may leave that folder; the next run with the same output removes it.
-"""
+"""Outputs that appear whole or not at all: made in a folder `.NAME.xxxxxxxx.partial` beside them, then renamed."""
 
 import contextlib
 import ctypes
@@ -52,10 +48,7 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]:
-    """A folder to fill. It takes its final name when the block ends well, and vanishes if the block fails.
-
-    With `force`, an old folder has the name until then. CheckpointError as by `check_output`, or where writing fails.
-    """
+    """A folder to fill, which takes its final name when the block ends well; until then an old one has it."""
     with _partial(folder, force, foreign) as new:
         new.mkdir()
         yield new
@@ -72,16 +65,14 @@ def not_a_file(path: Path) -> str | None:
 
 
 def clean_up(output: Path) -> None:
-    """Remove what other runs left beside this output, and give an old output its name back if it lost it.
-
-    A run that is still writing fails for it: its folder is renamed first, so that it publishes all or nothing.
-    """
+    """Remove what other runs left beside this output, and give an old output its name back if it lost it."""
     with contextlib.suppress(OSError):
         name = f".{glob.escape(output.name)}.{'[0-9a-f]' * 8}.partial"
         for entry in sorted(output.absolute().parent.glob(name)):
             old = entry / (output.name + OLD)
             if os.path.lexists(old) and not os.path.lexists(output):
                 old.rename(output)
+            # Renamed first, so that a run that is still writing there publishes all or nothing.
             shutil.rmtree(entry.rename(_new_partial(output)), ignore_errors=True)
 
 

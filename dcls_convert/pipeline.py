@@ -120,9 +120,8 @@ class Job:
             if stated:
                 raise CheckpointError(f"{self.where}: has elements of its own, with positions; leave {option}")
         if not elements.has_sigma and self.authors_version is None:
-            self.note(
-                f"{self.where} is taken for version {RELEASED_VERSION} of the authors' layers; see --authors-version"
-            )
+            taken = f"is taken for version {RELEASED_VERSION} of the authors' layers"
+            self.note(f"{self.where} {taken}; see --authors-version")
         return elements
 
     @cached_property
@@ -151,9 +150,8 @@ class Job:
         """The plan, with other options than the job's if given; for scope "error" alone, the network is built."""
         options = self._with_counts(options or self.options)
         source = self.rebuilt_from
-        plan = make_plan(
-            self.convs, options, model=source.name if source else None, model_args=source.args if source else None
-        )
+        name, args = (source.name, source.args) if source else (None, None)
+        plan = make_plan(self.convs, options, model=name, model_args=args)
         check_same_shapes(self.convs.trace, plan.windows)
         if self.elements is not None:
             element_state(self.elements, plan, self.authors_version)
@@ -176,10 +174,7 @@ class Job:
         return replace(plan, folded=False)
 
     def convert(self, plan: ConversionPlan | None = None, *, model: nn.Module | None = None) -> Conversion:
-        """Carry out a plan (the job's own without one), and measure the result. On any error, the model is as before.
-
-        `model` is converted in place instead of the job's network, of which it is a copy.
-        """
+        """Carry out a plan, or the job's own, on the network or its copy `model`; on any error, that is as before."""
         plan, model = plan or self.plan(), model or self.network
         self.notify("converting")
         elements = self.elements
@@ -236,9 +231,8 @@ class Job:
         if self.elements is not None:
             counts = set(self.elements.kernel_counts.counts.values())
             if stated and (stated != ["kernel count"] or counts != {options.kernel_count}):
-                raise CheckpointError(
-                    f"{self.where}: has elements of its own, {listed(sorted(counts))} in a kernel; {leave}"
-                )
+                own = f"has elements of its own, {listed(sorted(counts))} in a kernel"
+                raise CheckpointError(f"{self.where}: {own}; {leave}")
             return replace(options, kernel_count=self.elements.kernel_counts)
         if self.init == EXACT:
             if stated and options.kernel_count != EXACT:
@@ -353,7 +347,8 @@ def convert_from_authors_(
     Raises:
         DclsConvertError: With one line that says what does not fit; the model is then unchanged.
     """
-    state, options = weights if isinstance(weights, Mapping) else Path(weights), PlanOptions(**planning)
+    state = weights if isinstance(weights, Mapping) else Path(weights)
+    options = PlanOptions(**planning)
     job = Job(model=model, weights=state, options=options, input_size=input_size, authors_version=version)
     if sort_weights(job.state, job.where) is None:
         raise CheckpointError(f"{job.where}: has no layers of the authors' package, with a P beside the weight")

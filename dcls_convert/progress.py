@@ -36,15 +36,11 @@ def show_progress(
     name: str,
     *,
     wait: float = 0.0,
-    every: float = 0.0,
+    every: float = 0.0,  # seconds at least between lines of counted steps
     line: Callable[[str], None] = _print_line,
-    redirect: bool = False,
+    redirect: bool = False,  # what others print appears above the bar, by replacing sys.stdout and sys.stderr
 ) -> Iterator[Notify]:
-    """Show steps until the block ends, but nothing before `wait` seconds.
-
-    Where stderr is no terminal, `line` prints them; counted ones are `every` seconds apart at least. With `redirect`,
-    what others print meanwhile appears above the bar, by replacing `sys.stdout` and `sys.stderr`.
-    """
+    """Show steps until the block ends, but nothing before `wait` seconds."""
     console = Console(stderr=True, highlight=False, force_jupyter=False)
     bar = console.is_terminal and not console.is_dumb_terminal
     display = _Bar(shown(name), console, redirect) if bar else _Lines(shown(name), every, line)

@@ -38,10 +38,7 @@ class Column(Generic[Row]):
 
 @dataclass(frozen=True, slots=True)
 class Table(Generic[Row]):
-    """A row for each record. The first column holds names, which lose their middle where there is no room.
-
-    Columns of which no value is known are left out, but in CSV.
-    """
+    """A row for each record. The first column holds names, which lose their middle where there is no room."""
 
     columns: Sequence[Column[Row]]
     rows: Sequence[Row]

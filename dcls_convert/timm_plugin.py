@@ -9,23 +9,17 @@ from typing import Any
 
 
 def dcls_convert(pretrained: bool = False, **kwargs: Any) -> Any:
-    """The model of one of our folders. `timm.create_model("local-dir:FOLDER")` calls this, with its config's arguments.
-
-    timm takes this function's name for its registry: without `import dcls_convert`, timm says "Unknown model
-    (dcls_convert)".
-    """
+    """One of our folders, for `timm.create_model("local-dir:FOLDER")`; timm's registry takes this function's name."""
     from .checkpoints.timm_model import create_converted
 
     return create_converted(pretrained=pretrained, **kwargs)
 
 
 def register_when_timm_is_imported() -> None:
-    """Register `dcls_convert` with timm, now if timm is there, else as soon as it is imported.
-
-    timm has no plug-in mechanism, and importing it here would cost every command the seconds that torch takes.
-    """
+    """Register `dcls_convert` with timm, now if timm is there, else as soon as it is imported."""
     if sys.modules.get("timm") is not None:
         _register()
+    # timm has no plug-ins, and importing it here would cost every command the seconds that torch takes.
     elif not any(isinstance(finder, _TimmFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TimmFinder())
 
@@ -41,10 +35,7 @@ def _register() -> None:
 
 
 class _TimmFinder(importlib.abc.MetaPathFinder):
-    """Finds timm by the other finders, and has it registered after it was executed.
-
-    It stays: timm can be looked up any number of times before it is executed.
-    """
+    """Finds timm by the other finders, and has it registered after it was executed; it may be looked up before."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

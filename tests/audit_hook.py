@@ -43,7 +43,8 @@ class _Watch:
             case "open":
                 return self._may_open(*args) or self._importing()
             case "os":
-                return event not in STARTS and (event not in CHANGES or self._may_change(event, args))
+                paths = [path for path in args if isinstance(path, str | bytes)]
+                return event not in STARTS and (event not in CHANGES or all(_is_in(p, self.folders) for p in paths))
             case "import":
                 return args[0].partition(".")[0] in self.known or self._importing()
             case "exec" | "compile" | "marshal":
@@ -60,13 +61,6 @@ class _Watch:
                 name = frame.f_locals["name"]  # in the end the first of imports inside each other
         return name.partition(".")[0] in self.known
 
-    def _may_change(self, event: str, args: tuple) -> bool:
-        folder = args[-1] if event != "os.truncate" else -1  # a descriptor, or -1
-        base = os.readlink(f"/proc/self/fd/{folder}") if isinstance(folder, int) and folder >= 0 else ""
-        paths = [path for path in args if isinstance(path, str | bytes)]
-        made = paths[1:] if event in ("os.link", "os.symlink") else paths  # what a link leads to is not changed
-        return all(_is_in(os.path.join(base, os.fsdecode(path)), self.folders) for path in made)
-
     def _may_open(self, path: object, _mode: object, flags: int) -> bool:
         if not isinstance(path, str | bytes | os.PathLike):
             return True  # a descriptor, which was opened before
@@ -75,7 +69,6 @@ class _Watch:
 
 
 _watch: _Watch | None = None
-_hooked = False
 
 
 @contextmanager
@@ -84,10 +77,7 @@ def watched(*folders: object) -> Iterator[list[str]]:
 
     Libraries that were imported before may import more of themselves.
     """
-    global _watch, _hooked
-    if not _hooked:
-        sys.addaudithook(_hook)
-        _hooked = True
+    global _watch
     _watch = watch = _Watch(folders)
     try:
         yield watch.events
@@ -106,3 +96,6 @@ def _is_in(path: object, folders: tuple[str, ...]) -> bool:
     """By its name: links lead out of the hub's cache too, and are followed."""
     found = os.path.abspath(os.fsdecode(path))
     return any(found == folder or found.startswith(f"{folder}{os.sep}") for folder in folders)
+
+
+sys.addaudithook(_hook)

@@ -18,12 +18,6 @@ class Repo:
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     heads: dict[str, str] = field(default_factory=dict)
 
-    def commit(self, changes: dict[str, bytes], tag: str = "main") -> None:
-        files = {**self.commits.get(self.heads.get("main", ""), {}), **changes}
-        sha = hashlib.sha1(repr((len(self.commits), sorted(files.items()))).encode()).hexdigest()
-        self.commits[sha] = files
-        self.heads |= {"main": sha, tag: sha}
-
 
 class Hub:
     """`with Hub() as hub:`; `hub.environment` is for the processes that are to use it."""
@@ -41,10 +35,12 @@ class Hub:
         switches = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
         return {"HF_ENDPOINT": self.url, "HF_TOKEN": "hf_of_the_test", "NO_PROXY": "127.0.0.1", **switches}
 
-    def upload(self, folder: Path, repo: str, **options: str) -> None:
+    def upload(self, folder: Path, name: str, tag: str = "main") -> None:
         """All files of a folder, as one commit."""
-        files = {path.name: path.read_bytes() for path in folder.iterdir()}
-        self.repos.setdefault(repo, Repo()).commit(files, **options)
+        repo, files = self.repos.setdefault(name, Repo()), {path.name: path.read_bytes() for path in folder.iterdir()}
+        sha = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+        repo.commits[sha] = files
+        repo.heads |= {"main": sha, tag: sha}
 
     def __enter__(self) -> "Hub":
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
@@ -88,9 +84,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self.reply(401, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
         stored = self.hub.repos[repo]
         sha = stored.heads.get(revision, revision)
-        if sha not in stored.commits:
-            missing = "EntryNotFound" if revision == "main" else "RevisionNotFound"
-            return self.reply(404, {"error": missing}, {"X-Error-Code": missing})
         data = stored.commits[sha].get(path)
         if data is None:
             return self.reply(404, {"error": path}, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha})

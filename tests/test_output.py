@@ -1,6 +1,5 @@
 """Outputs appear whole or not at all: what is refused, what is replaced, and what a failure or a kill leaves."""
 
-import contextlib
 import errno
 import functools
 import itertools
@@ -243,20 +242,6 @@ def test_of_two_runs_that_write_one_output_at_once_the_later_one_does(tmp_path, 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def kill(number=signal.SIGKILL):
-    os.kill(os.getpid(), number)
-
-
-@contextlib.contextmanager
-def ending():
-    """End this process after the block, with 0 only where it ended well."""
-    try:
-        yield
-        os._exit(0)
-    finally:
-        os._exit(1)
-
-
 def ends(pid):
     """The exit code of a child, or minus the signal that killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -272,9 +257,12 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_one_and_the_next_run_clean
         if force:
             kind("old")(path)
         if not (pid := os.fork()):
-            with ending():
-                watch(step, kill)
+            try:
+                watch(step, lambda: os.kill(os.getpid(), signal.SIGKILL))
                 kind("new")(path, force=force)
+                os._exit(0)
+            finally:
+                os._exit(1)
         code = ends(pid)
         if output._renameat2 is without_renameat2:
             clean_up(path)  # as the next run does
@@ -293,8 +281,6 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_one_and_the_next_run_clean
 
 
 # --- Command lines that are killed
-
-CONVERT = (NET, "--dilated-size", "9", "--input-size", "3x32x32", "--quiet", "--force")
 
 
 def snapshot(folder):
@@ -320,7 +306,7 @@ def started(line):
 def test_a_killed_command_leaves_the_old_or_the_new_output_whole(tmp_path):
     """At random times: a dozen kills, and with HYPOTHESIS_PROFILE=campaign a hundred."""
     random, old, out = Random(0), tmp_path / "old", tmp_path / "place" / "out"
-    line = [*CONVERT, "--output", str(out)]
+    line = [NET, "--dilated-size", "9", "--input-size", "3x32x32", "--quiet", "--force", "--output", str(out)]
     run(*line, "--seed", 1)
     out.rename(old)
     began = time.monotonic()

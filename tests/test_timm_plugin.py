@@ -18,9 +18,7 @@ for thread in threads: thread.join()
 ORDERS = {
     "ours first": "import dcls_convert, timm",
     "timm first": "import timm, dcls_convert",
-    "looked up before": f"{LOOK_UP}; import dcls_convert, timm",
     "looked up again and again": f"import dcls_convert; {LOOK_UP}; {LOOK_UP}; import timm; {LOOK_UP}",
-    "a submodule, ours, timm": "import timm.data; import dcls_convert, timm",
     "after a failure": """
 import dcls_convert, sys
 sys.modules["torchvision"] = None

@@ -53,10 +53,7 @@ class Fingerprint(Record):
 
 
 def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fingerprint:
-    """Run the model once, in eval mode and one thread, on a seeded random image; model and process stay as they were.
-
-    Where it cannot run on an image of `input_size`, the fingerprint has a reason instead of outputs.
-    """
+    """The outputs for a seeded random image, or why there are none. Model and process stay as they were."""
     dtype = image_dtype(model)
     name: Any = str(dtype).removeprefix("torch.")
     if input_size is None:
@@ -80,10 +77,7 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
 
 
 def deviation(taken: Fingerprint, stored: Fingerprint) -> float:
-    """The largest difference of any number, as a share of the norm of the output that it belongs to.
-
-    Infinite where outputs have another number or shapes, or where one is finite and the other is not.
-    """
+    """The largest difference, as a share of its output's norm; infinite where number, shapes or finiteness differ."""
     if taken.outputs is None or stored.outputs is None or len(taken.outputs) != len(stored.outputs):
         return math.inf
     largest = 0.0

@@ -1,8 +1,4 @@
-"""The files of a checkpoint folder, how they are read, and what holds them together. Nothing that is read runs code.
-
-config.json states the hash of the tensors, and the weights file the hash of what matters in config.json: if one of the
-two comes from another folder, or is edited in more than labels, descriptions and layout, they no longer fit.
-"""
+"""The files of a checkpoint folder, read without running code, and hashes that hold config and weights together."""
 
 import contextlib
 import hashlib
@@ -14,16 +10,18 @@ from typing import Any
 
 import torch
 from pydantic import ConfigDict
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
+from .. import __version__
 from ..errors import CheckpointError, one_line, shown
 from ..files import check_folder, read_bytes
 from ..networks.source import ModelSource
-from ..networks.weights import opened
+from ..networks.weights import alias_names, opened
 from ..planning.plan import ConversionPlan
-from ..records import Record, read_json
+from ..records import Record, read_json, write_json
 from ..surgery.place import TIMM_ARCHITECTURE
-from .fingerprint import Fingerprint
+from .fingerprint import Fingerprint, take_fingerprint
 
 WEIGHTS, CONFIG, REPORT, CARD = "model.safetensors", "config.json", "report.json", "README.md"
 FILES = (WEIGHTS, CONFIG, REPORT, CARD)
@@ -123,11 +121,37 @@ def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tu
                 yield name, file.get_tensor(name)
 
 
-def check_stamp(stamp: Stamp | None, config: FolderConfig) -> None:
-    """Refuse (CheckpointError) weights whose stamp, or lack of one, does not fit the config.
+def write_files(
+    model: nn.Module,
+    plan: ConversionPlan,
+    folder: Path,
+    config: Mapping[str, Any],
+    texts: Mapping[str, str],
+    *,
+    fingerprint: bool = True,
+) -> None:
+    """Fill an empty folder: the config, the other texts by name, and the weights, which hold the config's hash."""
+    outputs = take_fingerprint(model, plan.input_size) if fingerprint else None
+    aliases, storages = alias_names(model), set[int]()
+    tensors: dict[str, Tensor] = {}  # every one once, on the CPU, each in memory of its own
+    for name, tensor in model.state_dict().items():
+        if name not in aliases:
+            ready = tensor.detach().cpu().contiguous()
+            storage = ready.untyped_storage().data_ptr()
+            tensors[name] = ready.clone() if storage in storages and ready.numel() else ready  # views of one memory
+            storages.add(storage)
+    config_text = write_json({**config, METADATA_KEY: {"tensors": tensors_hash(tensors.items())}})
+    for name, text in {CONFIG: config_text, **texts}.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="")
+    stamp = Stamp(version=__version__, config=config_hash(json.loads(config_text)), fingerprint=outputs)
+    (folder / WEIGHTS).touch()  # with the usual permissions, which safetensors does not give
+    mode = (folder / WEIGHTS).stat().st_mode
+    save_file(tensors, folder / WEIGHTS, metadata={METADATA_KEY: stamp.to_json()})
+    (folder / WEIGHTS).chmod(mode)
 
-    Folders of timm's own savers have neither a stamp nor a hash of the tensors: names and shapes alone are checked.
-    """
+
+def check_stamp(stamp: Stamp | None, config: FolderConfig) -> None:
+    """Refuse weights whose stamp, or lack of one, does not fit the config; timm's savers write neither."""
     if stamp is None and config.tensors is not None:
         raise CheckpointError(
             f"{config.weights}: has no metadata of dcls-convert, but {CONFIG} states its tensors; was it overwritten? "

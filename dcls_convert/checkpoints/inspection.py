@@ -121,10 +121,7 @@ def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
 
 
 def inspect_folder(folder: str | Path) -> Inspection:
-    """Reads the plan and the positions alone, of folders of timm's own savers too; builds no model.
-
-    CheckpointError: it is no checkpoint, is damaged, or is folded and so has no positions.
-    """
+    """Reads the plan and the positions alone; CheckpointError: no checkpoint, damaged, or folded."""
     folder = Path(folder)
     config = read_folder(folder)
     plan, path = the_plan(config), config.weights

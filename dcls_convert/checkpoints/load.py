@@ -52,18 +52,14 @@ def rebuilt(
     where: str,
     prepare_: Callable[[nn.Module], None] = lambda _: None,
 ) -> nn.Module:
-    """The network of a source that `buildable` allowed, converted by the plan if there is one, as `build_with_state`.
-
-    `prepare_` changes the converted model, which may be on meta, before it takes its weights.
-    """
+    """The source's network, converted by the plan, if any; `prepare_` changes it before it takes its weights."""
 
     def prepare(model: nn.Module) -> None:
         if plan is not None:
             place_(model, plan)
         prepare_(model)
 
-    model, _ = build_with_state(source, state, where, prepare_=prepare)
-    return model
+    return build_with_state(source, state, where, prepare_=prepare)[0]
 
 
 def buildable(config: FolderConfig, *, trust_code: bool) -> ModelSource:

@@ -1,40 +1,23 @@
 """A converted model into a folder, which appears whole or not at all."""
 
-import json
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from .. import __version__
 from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.source import REGISTRIES, ModelSource, build_model
-from ..networks.weights import alias_names, check_weights, misfits
+from ..networks.weights import check_weights, misfits
 from ..output import check_output, new_folder
 from ..pipeline import convert_
 from ..planning.plan import ConversionPlan
-from ..records import write_json
 from ..reports.report import ConversionReport, measure_report, predict_report
 from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
-from .fingerprint import take_fingerprint
-from .folder import (
-    CARD,
-    CONFIG,
-    METADATA_KEY,
-    PAGE,
-    PICTURE,
-    REPORT,
-    WEIGHTS,
-    Stamp,
-    config_hash,
-    not_of_a_checkpoint,
-    read_plan,
-    tensors_hash,
-)
+from .folder import CARD, CONFIG, PAGE, PICTURE, REPORT, not_of_a_checkpoint, read_plan, write_files
 from .load import place_
 
 OUTPUT_IN_FOLDER = "."  # report.json's name for its own folder, which can be moved
@@ -111,11 +94,7 @@ def convert_and_save_(model: nn.Module, folder: str | Path, *, force: bool = Fal
 
 
 def check_fits_plan(model: nn.Module, plan: ConversionPlan, meta: nn.Module | None = None) -> None:
-    """Refuse a model that could not be loaded again from what a folder says about it.
-
-    The plan's layers must be there, tied as planned; names and shapes must be those of a meta model that is converted
-    by the plan, if timm or torchvision have it; and all values must be finite.
-    """
+    """Refuse a model that could not be loaded again: other layers, ties, names or shapes than the plan's, or NaN."""
     state = model.state_dict()
     problem = None if plan.folded else next(_layer_problems(model, plan), None)
     source = ModelSource(name=plan.model or "", args=plan.model_args)
@@ -143,35 +122,6 @@ def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
             for layer_name in group.layers:
                 if getattr(modules[layer_name], key) is not shared:
                     yield f"{layer_name} has {key} of its own; the plan shares them in {group.name}"
-
-
-def write_files(
-    model: nn.Module,
-    plan: ConversionPlan,
-    folder: Path,
-    config: Mapping[str, Any],
-    texts: Mapping[str, str],
-    *,
-    fingerprint: bool = True,
-) -> None:
-    """Fill an empty folder: the config, the other texts by name, and the weights, which hold the config's hash."""
-    outputs = take_fingerprint(model, plan.input_size) if fingerprint else None
-    aliases, storages = alias_names(model), set[int]()
-    tensors: dict[str, Tensor] = {}  # every one once, on the CPU, each in memory of its own
-    for name, tensor in model.state_dict().items():
-        if name not in aliases:
-            ready = tensor.detach().cpu().contiguous()
-            storage = ready.untyped_storage().data_ptr()
-            tensors[name] = ready.clone() if storage in storages and ready.numel() else ready  # views of one memory
-            storages.add(storage)
-    config_text = write_json({**config, METADATA_KEY: {"tensors": tensors_hash(tensors.items())}})
-    for name, text in {CONFIG: config_text, **texts}.items():
-        (folder / name).write_text(text, encoding="utf-8", newline="")
-    stamp = Stamp(version=__version__, config=config_hash(json.loads(config_text)), fingerprint=outputs)
-    (folder / WEIGHTS).touch()  # with the usual permissions, which safetensors does not give
-    mode = (folder / WEIGHTS).stat().st_mode
-    save_file(tensors, folder / WEIGHTS, metadata={METADATA_KEY: stamp.to_json()})
-    (folder / WEIGHTS).chmod(mode)
 
 
 def _tuned(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:

@@ -32,15 +32,11 @@ def create_converted(
     pretrained_cfg: Any = None,
     pretrained_cfg_overlay: dict[str, Any] | None = None,
     cache_dir: str | Path | None = None,
-    pretrained_model_args: Mapping[str, Any] | None = None,
+    pretrained_model_args: Mapping[str, Any] | None = None,  # the config's `model_args`, unchanged
     features_only: bool = False,
-    **kwargs: Any,
+    **kwargs: Any,  # of the base model
 ) -> nn.Module:
-    """Build the model that `config.json` describes, from the arguments that timm's factory passes.
-
-    `pretrained_model_args` is the config's `model_args`, unchanged; `kwargs` go to the base model. Layers without
-    weights in the folder, such as a new head, draw them from torch's global generator, as timm's own models do.
-    """
+    """Build the model that `config.json` describes; a new head draws from torch's generator, as timm's own do."""
     from timm.models import load_pretrained, resolve_pretrained_cfg
 
     if plan is None:

@@ -79,10 +79,7 @@ Rebuild = Callable[[Path, bool], list[Check]]  # folder, and whether to trust it
 def verify_folder(
     folder: str | Path, *, trust_code: bool = False, rebuild: Rebuild | None = None, notify: Notify = silent
 ) -> Verification:
-    """Check a checkpoint folder: its files, that they belong together, and the model they describe, by `rebuild`.
-
-    An edited report or model card is its user's business.
-    """
+    """Check a checkpoint folder: its files, that they belong together, and the model they describe, by `rebuild`."""
     folder, checks = check_folder(Path(folder)), Checks()
     notify("checking the files")
     config = checks.attempt(folder / CONFIG, lambda: read_folder(folder))

@@ -129,10 +129,7 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
 
 
 def _raise_interrupts() -> list[int]:
-    """Let each signal raise KeyboardInterrupt, so that everything cleans up; the list will hold those that came.
-
-    A signal that was ignored when the program started (by nohup, or for a shell's background job) stays ignored.
-    """
+    """Let each signal that nobody ignored raise KeyboardInterrupt; the list will hold those that came."""
     interrupts: list[int] = []
 
     def interrupt(number: int, _frame: object) -> None:
@@ -140,6 +137,6 @@ def _raise_interrupts() -> list[int]:
         raise KeyboardInterrupt
 
     for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
+        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, or for a shell's job in the background
             signal.signal(number, interrupt)
     return interrupts

@@ -1,7 +1,4 @@
-"""What the commands' arguments have in common: their types, groups for --help, and the records that hold them.
-
-A command that has a parameter of the class `Network` or `PlanOptions` gets an argument for each field of it.
-"""
+"""What the commands' arguments have in common: their types, groups for --help, and the records that hold them."""
 
 import functools
 import inspect
@@ -48,20 +45,9 @@ def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
 
 
 def number(
-    kind: type[int] | type[float],
-    least: Any,
-    most: int,
-    panel: str,
-    help: str,
-    *,
-    word: str = "",
-    unit: str = "",
-    **settings: Any,
+    kind: type[Any], least: Any, most: int, panel: str, help: str, *, word: str = "", unit: str = "", **settings: Any
 ) -> Any:
-    """An option for a number in plain decimal digits, with or without its unit, or for the one word that stands for it.
-
-    int() and float() also take `1_000`, ` 17 `, `nan` and digits of other scripts, so typing mistakes would pass.
-    """
+    """An option for a number in plain digits, or one word: int() and float() also take `1_000`, ` 17 ` and `nan`."""
     digits = r"[0-9]{1,19}" if kind is int else r"[0-9]{1,19}(\.[0-9]{1,19})?"
     allowed = f"{'an integer' if kind is int else 'a number'} from {least} to {most}{word and f', or {word}'}"
 
@@ -191,11 +177,11 @@ class Network:
 
     def check(self) -> None:
         """Refuse two sources of weights, what needs one where there is none, and files that are not there."""
+        untrained = self.options.scope == ERROR and not self.trained
         refuse(
             {
                 "--pretrained and --checkpoint exclude each other": self.pretrained and self.checkpoint is not None,
-                "--scope error needs trained kernels: --pretrained or --checkpoint": self.options.scope == ERROR
-                and not self.trained,
+                "--scope error needs trained kernels: --pretrained or --checkpoint": untrained,
             }
         )
         if self.checkpoint is not None:
@@ -208,10 +194,9 @@ class Network:
         from ..networks.source import resolve_model
         from ..pipeline import Job
 
+        classes, chans = self.num_classes, self.in_chans
         return Job(
-            source=resolve_model(
-                self.model, num_classes=self.num_classes, in_chans=self.in_chans, pretrained=self.pretrained
-            ),
+            source=resolve_model(self.model, num_classes=classes, in_chans=chans, pretrained=self.pretrained),
             pretrained=self.pretrained,
             weights=self.checkpoint,
             options=self.options,

@@ -1,7 +1,4 @@
-"""The one way to print: results to stdout, messages and progress to stderr.
-
-Control characters from data are escaped, and characters that an encoding lacks are replaced.
-"""
+"""The one way to print: results to stdout, messages and progress to stderr, control characters of data escaped."""
 
 import contextlib
 import os
@@ -40,10 +37,7 @@ def set_up() -> None:
 
 
 def show(*parts: RenderableType, least_width: int = 0) -> None:
-    """Print results to stdout: a string for each line, as long as it is, or what rich lays out, such as a table.
-
-    A table fits the terminal; in a file or pipe it has `least_width` columns or more.
-    """
+    """Print lines, or what rich lays out: a table fits the terminal, and has `least_width` columns in a file."""
     with _results() as stdout:
         stdout.write(_rendered(stdout, *parts, least_width=least_width))
 
@@ -73,12 +67,10 @@ def note(text: str, *_: int) -> None:
 
 @contextlib.contextmanager
 def steps(name: object, *, quiet: bool = False, lines: bool = True, every: float = 0.0) -> Iterator["Notify"]:
-    """Show what is being done, as `show_progress`; nothing when quiet, and on terminals alone without `lines`.
-
-    What models and their loaders print meanwhile is progress too, and goes to stderr, away from the results.
-    """
+    """Show what is being done, as `show_progress`; nothing when quiet, and on terminals alone without `lines`."""
     from ..progress import show_progress, silent
 
+    # What models and their loaders print meanwhile is progress too.
     loud = show_progress(str(name), every=every, line=message if lines else silent, redirect=True)
     with contextlib.nullcontext(silent) if quiet else loud as notify, contextlib.redirect_stdout(sys.stderr):
         yield notify

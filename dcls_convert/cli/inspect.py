@@ -48,14 +48,13 @@ def inspect(
             of_field: (images or original or input_size) and "receptive-field" not in drawn,
         }
     )
-    checks: list[tuple[Any, Path | None, str]] = [
-        (check_picture, picture, "--picture"),
-        (check_images, images, "images"),
-    ]
-    checks += [(check_weights_file, original, "original"), (check_weights_file, history, "history")]
-    for check, path, what in checks:
+    if picture is not None:
+        check_picture(picture, "--picture")
+    if images is not None:
+        check_images(images, "images")
+    for path, what in ((original, "original"), (history, "history")):
         if path is not None:
-            check(path, what)
+            check_weights_file(path, what)
     for path in outputs:
         check_output(path, force=force, foreign=not_a_file)
     check_folder(checkpoint)

@@ -31,9 +31,7 @@ def rules_list() -> None:
 
 
 @rules_app.command("show")
-def rules_show(
-    name: Annotated[str, argument("NAME|FILE", "A built-in set, or a file.", complete_rules)],
-) -> None:
+def rules_show(name: Annotated[str, argument("NAME|FILE", "A built-in set, or a file.", complete_rules)]) -> None:
     """Print a rule set as YAML."""
     from ..planning.rules import load_rules
 

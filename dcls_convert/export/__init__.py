@@ -1,4 +1,1 @@
-"""A folded checkpoint in other formats, one module for each: stock timm, ONNX, pt2.
-
-Every file or folder has given the outputs of the checkpoint's model before it takes its name.
-"""
+"""A folded checkpoint in other formats: stock timm, ONNX, pt2. What is written has given the checkpoint's outputs."""

@@ -1,7 +1,4 @@
-"""`dcls-convert fold`: a checkpoint's model with plain convolutions, in the format that is asked for.
-
-The table of formats stands here. Whatever is written has first given the outputs of the checkpoint's model.
-"""
+"""`dcls-convert fold`: a checkpoint's model with plain convolutions, in one of the formats of the table here."""
 
 import importlib.util
 import math
@@ -35,10 +32,7 @@ def fold_checkpoint(
     trust_code: bool = False,
     notify: Notify = silent,
 ) -> Folded:
-    """Fold a checkpoint's model, and write it for use without learnable positions.
-
-    Without an output, in the current directory: NAME-folded, NAME.onnx or NAME.pt2. The outputs are compared first.
-    """
+    """Fold a checkpoint's model, compare the outputs, and write it; without an output, into the current directory."""
     row = FORMATS[format]
     output = output or Path(checkpoint.resolve().name + row.suffix)
     plan = read_plan(checkpoint)
@@ -52,10 +46,8 @@ def fold_checkpoint(
     if plan.input_size is None:
         raise CheckpointError(f"{checkpoint}: its plan states no input size, so its outputs cannot be compared")
     if math.prod(plan.input_size[1:]) > MOST_PIXELS:
-        size = size_text(plan.input_size[1:])
-        raise CheckpointError(
-            f"{checkpoint}: its plan states images of {size} pixels; outputs are compared on {MOST_PIXELS:,} at most"
-        )
+        stated = f"its plan states images of {size_text(plan.input_size[1:])} pixels"
+        raise CheckpointError(f"{checkpoint}: {stated}; outputs are compared on {MOST_PIXELS:,} at most")
     notify("loading")
     model = load_converted(checkpoint, trust_code=trust_code)
     params_before = sum(p.numel() for p in model.parameters())

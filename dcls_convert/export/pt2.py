@@ -12,8 +12,6 @@ LOADING = 'import torch\n\nmodel = torch.export.load("{folder}").module()\n'
 
 
 def write(folding: Folding) -> Folded:
-    """Write the file."""
-
     def export(path: Path, images: Tensor, dynamic: bool) -> Exported:
         shapes = ({0: torch.export.Dim.DYNAMIC},) if dynamic else None
         program = io.BytesIO()  # where the disk is full, torch's own writer of files ends the process

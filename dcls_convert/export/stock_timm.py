@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.folder import CARD, WEIGHTS, not_of_a_checkpoint
-from ..checkpoints.save import loading_code, model_card, save_converted, timm_config, write_files
+from ..checkpoints.folder import CARD, WEIGHTS, not_of_a_checkpoint, write_files
+from ..checkpoints.save import loading_code, model_card, save_converted, timm_config
 from ..errors import DclsConvertError, ModelError
 from ..networks.outputs import ComparisonError, check_equal
 from ..networks.sites import find_convs
@@ -59,10 +59,7 @@ def write(folding: Folding) -> Folded:
 
 @contextlib.contextmanager
 def weights_in_file_alone(model: nn.Module, path: Path) -> Iterator[None]:
-    """Inside, a model's weights are on meta, to make room for another model; after an error they are read again.
-
-    Afterwards the model is good for counts alone. One whose modules stand in several places keeps its weights.
-    """
+    """Inside, the model's weights are on meta, to make room for another; they are read again after an error alone."""
     if alias_names(model):
         yield
         return

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from dcls_convert import load_converted, save_converted
+from dcls_convert import save_converted
 
-from .folders import convert, outputs, save
+from .folders import convert, save
 
 KINDS = {"seed": {"seed": 5}, "size": {"size": 11}, "gauss": {"interpolation": "gaussian"}}
 
@@ -30,11 +30,6 @@ def folders(tmp_path_factory, _converted):
     for name, options in KINDS.items():
         save(base / name, *convert(**options))
     return base
-
-
-@pytest.fixture(scope="session")
-def right(folders):
-    return outputs(load_converted(folders / "good"))
 
 
 @pytest.fixture

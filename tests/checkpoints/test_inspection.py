@@ -83,10 +83,7 @@ NAME = "stages.2.blocks.dcls_positions"
     [
         (lambda t: t.pop(NAME), f"{NAME} is missing; the plan has .*, for stages.2"),
         (lambda t: t[NAME].fill_(torch.nan), "values that are NaN or infinite; dcls-convert verify lists all problems"),
-        (
-            lambda t: t.update({NAME: t[NAME][:1].clone()}),
-            r"has shape \(1, 48, 1, \d+\) and is torch.float32",
-        ),
+        (lambda t: t.update({NAME: t[NAME][:1].clone()}), r"has shape \(1, 48, 1, \d+\) and is torch.float32"),
         (lambda t: t.update({NAME: t[NAME].to(torch.float8_e5m2)}), "floating-point of 16 bits or more"),
     ],
 )

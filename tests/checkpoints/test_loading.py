@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dcls_convert import load_converted
-from dcls_convert.checkpoints.folder import WEIGHTS
-from dcls_convert.checkpoints.save import write_files
+from dcls_convert.checkpoints.folder import WEIGHTS, write_files
 from dcls_convert.networks import weights
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.networks.weights import assign_weights_, build_with_state, load_weights_, read_weights

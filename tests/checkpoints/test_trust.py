@@ -26,16 +26,12 @@ from .folders import convert, edit_json, hub_cache, outputs, problems, same_stat
 # What a folder may try: the plan's model, and its arguments. CANARY is a file that must not appear or be opened.
 MODELS = {
     "os.system": ("os:system", {"command": "touch CANARY"}),
-    "getoutput": ("subprocess:getoutput", {"cmd": "touch CANARY"}),
     "torch.load": ("torch:load", {"f": "CANARY", "weights_only": False}),
-    "exec": ("builtins:exec", {}),
     "module": ("evil_module:build", {}),
     "hub": ("hf-hub:someone/model", {}),
     "local-dir": ("local-dir:CANARY", {}),
-    "timm hub": ("timm:hf-hub:someone/model", {}),
     "timm path": ("timm:../CANARY", {}),
     "our own entry": ("timm:dcls_convert", {}),
-    "no such model": ("timm:nope", {}),
     "torchvision path": ("torchvision:../CANARY", {}),
     "no model": (None, {}),
 }
@@ -46,7 +42,6 @@ ARGUMENTS = {
     "pretrained_cfg_overlay": {"url": "http://127.0.0.1:9/x"},
     "cache_dir": "CANARY",
     "weights": "DEFAULT",
-    "weights_backbone": "DEFAULT",
     "hf_hub_id": "someone/model",
     "url": "http://127.0.0.1:9/x",
     "file": "CANARY",

@@ -66,10 +66,7 @@ def refused(*arguments, says, code=MISTAKE):
 
 @table(
     {
-        f"{NET} --nope": "No such option: --nope",
-        f"{NET} --dilate-size 17": re.compile("No such option: --dilate-size.*--dilated-size"),
         f"{NET} --plan nowhere": "nowhere: is not a folder",
-        "no_model --pretrained --calibrate nowhere": "calibration images nowhere: there is no such folder",
         "rules nope": "No such command 'nope'",
         "rules show nope": "rules 'nope' are neither a file nor one of conv3x3, dense3x3",
         "inspect . --json --plan": "--plan and --json exclude each other",
@@ -90,21 +87,12 @@ def test_nothing_at_all_shows_the_help(given):
 
 @table(
     {
-        "misspelt": ("convnext_ato", "'convnext_ato'", "did you mean 'convnext_atto'"),
-        "not ASCII": ("é", "no model 'é'"),
         "newline": ("convnext_atto\n", r"no model 'convnext_atto\n'", "did you mean 'convnext_atto'"),
         "empty": ("", "model '' has no name"),
         "unknown tag": ("resnet18.nope", "no weights tagged 'nope'", "a1_in1k", "tv_in1k"),
-        "unknown in torchvision": (
-            "torchvision:resnet81",
-            "no model 'torchvision:resnet81'",
-            "did you mean 'resnet18'",
-        ),
+        "unknown in torchvision": ("torchvision:resnet81", "'torchvision:resnet81' (did you mean 'resnet18'"),
         "our entry": ("dcls_convert", re.compile("no model 'dcls_convert'|not a model by itself")),
-        "no module": ("nomodule_x:build", "module 'nomodule_x' cannot be imported", "No module named"),
         "no attribute": ("os:nothing", "module 'os' has no function 'nothing'"),
-        "function for no model": ("os:getcwd", "gives a str, not a torch.nn.Module"),
-        "local-dir gone": ("local-dir:nowhere", "local-dir:nowhere: nowhere/config.json cannot be read: No such file"),
         "hub, not cached": ("hf-hub:timm/nope-nope", "hf-hub:timm/nope-nope", "not in the local cache"),
     }
 )
@@ -151,11 +139,8 @@ def test_options_that_the_users_model_does_not_take(given, says):
 
 @table(
     {
-        "no config": (None, "local-dir:folder", "config.json"),
-        "no architecture": (
-            "{}",
-            "local-dir:folder: folder/config.json names no architecture; it is not a config of timm",
-        ),
+        "no config": (None, "local-dir:folder: folder/config.json cannot be read: No such file"),
+        "no architecture": ("{}", "local-dir:folder: folder/config.json names no architecture; it is not a config of"),
         "our architecture": ('{"architecture": "dcls_convert"}', '"dcls_convert" is not a model by itself'),
         "no weights": ('{"architecture": "test_convnext"}', "pretrained weights cannot be had", "folder"),
     }
@@ -209,11 +194,7 @@ def test_numbers_that_are_none(option, values, allowed):
 
 @table(
     {
-        "--dilated-size 16": re.compile(r"stages\.0\.1: window 16 .* must be odd as the kernel 7 is.* 15 or 17"),
-        "--dilated-size 5": re.compile("window 5 .* is smaller than the kernel 7 .* use 7 or more"),
         "--dilated-size 17x17x17": "stages.0.1: the size 17x17x17 is for 3-D, this convolution is 2-D",
-        "--kernel-count 290": "count 290 is more than the 289 cells of its window; use 289 or fewer",
-        "--budget 1": re.compile(r"a budget of 1 % .*; the smallest budget that does is [\d.]+ %"),
         "--input-size 4x64x64": re.compile("input size 4x64x64: .*hannel"),
         "--input-size 3x1x1": "input size 3x1x1: the model does not run on the meta device at (3, 1, 1): ",
         "--checkpoint gone.pth": "checkpoint gone.pth: there is no such file",
@@ -226,7 +207,6 @@ def test_numbers_that_are_none(option, values, allowed):
         "-q -v": "--quiet and --verbose exclude each other",
         "--json -v": "--json and --verbose exclude each other",
         "-q --dry-run": "--quiet with --dry-run would print nothing",
-        "--init largest": "--init largest needs trained kernels: --pretrained or --checkpoint",
         "--init exact --kernel-count 9": "an exact start takes an element for each cell of the old kernels: leave",
         "--init exact --interpolation gaussian": "gaussian interpolation spreads an element over several cells",
         "--init exact --positions uniform": "--positions is for random positions, --init auto or exact keeps",
@@ -235,7 +215,6 @@ def test_numbers_that_are_none(option, values, allowed):
         "--scope error --pretrained --init largest": "--scope error is for --init fit",
         "--calibrate .": "--calibrate is for --init fit, with --pretrained or --checkpoint",
         "--positions uniform --pretrained": re.compile("--positions is for random positions.*use --init random"),
-        "--kernel-count 3 --budget 50": "--kernel-count states the count, so --budget and --scope would have no effect",
     }
 )
 def test_options(given, says):
@@ -246,7 +225,7 @@ def test_options(given, says):
     {
         "--dilated-size 16": re.compile(r"use (\d+) or (\d+)"),
         "--dilated-size 5": re.compile(r"use (\d+) or more"),
-        "--kernel-count 290": re.compile(r"use (\d+) or fewer"),
+        "--kernel-count 290": re.compile(r"count 290 is more than the 289 cells of its window; use (\d+) or fewer"),
     }
 )
 def test_what_a_message_advises_works(given, says):
@@ -270,7 +249,6 @@ def in_rule(text):
         DEPTHWISE: "no dilated size is stated, neither by an option nor by the rules",
         f"{DEPTHWISE}, dilated_kernel_size: [17]": "stages.0.1: the size 17 is for 1-D, this convolution is 2-D",
         f"{RULE}}}, {{name: late, match: {{path: no*}}": "my.yaml: rule 'late' claims nothing: no convolution",
-        f"{RULE}}}, {{match: {{kernel_size: 7}}": "my.yaml: rule 'rules[1]' claims nothing: earlier rules claim all",
     }
 )
 def test_rules_that_do_not_fit_the_model(given, says):
@@ -289,26 +267,15 @@ def test_strict_refuses_what_would_be_skipped():
 # --- Exit code 3
 
 
-@table(
-    {
-        "test_vit": "nothing in the model matches rules 'conv3x3'; it has 1 dense 16x16",
-        f"{NET} --rules dense3x3": re.compile("it has 4 depthwise 7x7, .*; rules 'depthwise' would match 4"),
-    }
-)
-def test_models_in_which_nothing_matches(given, says):
-    refused(*given.split(), says=says, code=NOTHING_MATCHES)
-    model, _, rules = given.partition(" --rules ")
-    refused("rules", "check", rules or "conv3x3", "--model", model, says=says, code=NOTHING_MATCHES)
+def test_a_model_in_which_nothing_matches():
+    says = [re.compile("it has 4 depthwise 7x7, .*; rules 'depthwise' would match 4")]
+    refused(NET, "--rules", "dense3x3", says=says, code=NOTHING_MATCHES)
+    refused("rules", "check", "dense3x3", "--model", NET, says=says, code=NOTHING_MATCHES)
 
 
-@table(
-    {
-        "nn.ConvTranspose2d(3, 8, 3)": "it has 1 ConvTranspose2d (transposed convolution)",
-        "nn.Sequential(nn.Conv2d(3, 8, 3))": "it has 1 dense 3x3 in the stem",  # else, why does it not match?
-    }
-)
-def test_own_models_in_which_nothing_matches(given, says):
-    Path("mymodel.py").write_text(f"from torch import nn\ndef build(): return {given}")
+def test_a_model_without_a_convolution_that_could_match():
+    Path("mymodel.py").write_text("from torch import nn\ndef build(): return nn.ConvTranspose2d(3, 8, 3)")
+    says = ["it has 1 ConvTranspose2d (transposed convolution)"]
     refused("mymodel:build", says=says, code=NOTHING_MATCHES)
 
 
@@ -320,25 +287,16 @@ def test_a_converted_model_is_not_converted_again():
 # --- Files: a row each, since what is wrong with them is told in the tests of weights, rules and outputs
 
 
-def broken_files():
-    """What the rows name."""
-    Path("half.safetensors").write_bytes(b"{")
-    Path("bad.yaml").write_text("format: 1\nrules: [{}, {nam: x}]")
-    Path("foreign").mkdir()
-    Path("foreign/data.txt").write_text("the user's own")
-    Path("build-dcls7").mkdir()
-
-
 @table(
     {
         "--checkpoint half.safetensors": "checkpoint half.safetensors: not a readable safetensors file",
-        "--rules bad.yaml": "bad.yaml: rules[1]: unknown key 'nam' (did you mean 'name'?)",
-        "default output exists": ("", "output build-dcls7 already exists; --force replaces it, or name another"),
         "--output foreign --force": re.compile("output foreign holds 'data.txt'.* it is left as it is"),
         "--output ''": "output .: name a new folder, not one that is there already",
         "--output half.safetensors/x": "half.safetensors is not a folder",
     }
 )
 def test_files(given, says):
-    broken_files()
+    Path("half.safetensors").write_bytes(b"{")
+    Path("foreign").mkdir()
+    Path("foreign/data.txt").write_text("the user's own")
     refused(OWN, *shlex.split(given), says=says)

@@ -52,10 +52,8 @@ def test_a_shell_completes_the_model_of_the_default_command(monkeypatch, shell):
         "convnext_tiny --rules dep": {"depthwise"},
         "convnext_tiny --plan mo": {"models-dcls"},
         "inspect mo": {"models-dcls"},
-        "diff models-dcls mo": {"models-dcls"},
         "rules check c": {"conv3x3"},
         "rules check depthwise --model torchvision:vgg11_": {"torchvision:vgg11_bn"},
-        "models mixnet_": {"mixnet_s"},
     }.items(),
 )
 def test_what_is_completed_where(monkeypatch, typed, words):

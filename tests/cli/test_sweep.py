@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import shlex
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dcls_convert import DclsConv2d, convert_, fold_to_dense_
+from dcls_convert import convert_, fold_to_dense_
 from dcls_convert.compare.timing import Clock
 from dcls_convert.pipeline import Job
 
@@ -132,23 +133,16 @@ def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
     assert "Interrupted" in table(NET, "--sizes", "7..15", code=130)
 
 
-def _window(model):
-    sizes = {layer.dilated_kernel_size[0] for layer in model.modules() if isinstance(layer, DclsConv2d)}
-    return f"{max(sizes)}x{max(sizes)}" if sizes else "dense"
-
-
 def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
-    measure, calls = Clock.measure, []
+    measure, calls = Clock.measure, itertools.count(1)
 
     def interrupted(clock, model):
-        calls.append(_window(model))
-        if len(calls) == 8:
+        if next(calls) == 8:
             raise KeyboardInterrupt
         return measure(clock, model)
 
     monkeypatch.setattr(Clock, "measure", interrupted)
     found, _ = sweep(NARROW, "--sizes", "5,7", "--time", "--seconds", 1, code=130)
-    assert calls == ["dense", "5x5", "7x7", "dense", "5x5", "7x7", "dense", "5x5"]
     assert [row["forward_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
     assert [row["step_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
 
@@ -227,11 +221,9 @@ def test_a_picture_of_the_rows():
         (("--sizes", "23..7"), "runs backwards; give 7..23"),
         (("--sizes", "1..9999"), "has 5,000 values; 1,000 are allowed"),
         (("--sizes", "1..999", "--counts", "3,4,5"), "1,500 rows are asked for; 1,000 are allowed"),
-        (("--sizes", "7", "--counts", "3-5"), "is not a list of counts"),
         (("--sizes", "7", "--budgets", "0"), "is not a list of percentages"),
         (("--sizes", "7", "--counts", "3", "--budgets", "50"), "--counts and --budgets exclude each other"),
         (("--sizes", "7", "--counts", "3", "--scope", "stage"), "--counts states the counts"),
-        (("--sizes", "7", "--scope", "error"), "--scope error needs trained kernels"),
         (("--sizes", "7", "--device", "cuda"), "--device is for --time"),
         (("--sizes", "7", "--calibrate", "."), "--calibrate needs trained kernels"),
         (("--sizes", "7", "--json", "--csv"), "--json and --csv exclude each other"),
@@ -239,7 +231,6 @@ def test_a_picture_of_the_rows():
         (("--sizes", "7", "--force"), "--force replaces the file of --picture"),
         (("--sizes", "7", "--time", "--device", "abc"), "device abc: torch cannot use it here"),
         (("--sizes", "7", "--time", "--device", "meta"), "device meta computes nothing"),
-        (("--sizes", "7", "--checkpoint", "nowhere"), "nowhere: there is no such file"),
     ],
 )
 def test_mistakes_are_one_line(options, says):
