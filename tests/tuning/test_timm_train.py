@@ -196,7 +196,6 @@ def test_a_run_resumes_from_its_last_checkpoint_if_there_is_one(output, run_scri
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--repulsive-los", "1", "train.py"], "--repulsive-los"),
         (["--auto-resume", __file__], "--auto-resume needs the script's --experiment NAME"),
         (["--track", "nowhere/positions.jsonl", __file__], "nowhere/positions.jsonl: there is no folder"),
         (["nowhere/train.py"], "nowhere/train.py: no such script"),
