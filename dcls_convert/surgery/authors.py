@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..depthwise.geometry import size_text
 from ..errors import CheckpointError
 from ..fitting.groups import make_layers
-from ..layers.conv_classes import find_form
+from ..layers.conv_classes import PLAIN, find_form
 from ..layers.interpolation import find_interpolation, spread_sum
 from ..networks.weights import load_weights_, not_finite
 from ..options import AuthorsVersion
@@ -87,15 +87,14 @@ def start_from_authors_(
     elements = element_state(weights, plan, version)
     for layer in plan.layers:
         conv = model.get_submodule(layer.name)
-        form = find_form(conv)
-        if form is not None and form.weight is not None:
+        if (find_form(conv) or PLAIN).weight:
             raise CheckpointError(
                 f"{weights.where}: {layer.name} is a {type(conv).__name__}, which would transform the file's elements"
             )
     groups = make_layers(model, plan)
-    own = model.state_dict()
-    replaced = [f"{name}.weight" for layer in plan.layers for name in layer.names]
-    kernels = {name: own[name] for name in replaced if name in own}  # stand in, so that the rest must be complete
+    replaced = {f"{name}.weight" for layer in plan.layers for name in layer.names}
+    kernels = {name: tensor for name, tensor in model.state_dict().items() if name in replaced}
+    # Old kernels stand in for the elements, so that the rest must be complete.
     kept = load_weights_(model, weights.rest | kernels, weights.where, new_classifier=new_classifier)
     put_layers_(model, plan, groups)
     model.load_state_dict(elements, strict=False)

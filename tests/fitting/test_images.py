@@ -136,7 +136,6 @@ def files(draw):
 def read(tmp_path, monkeypatch):
     """Read a file, which gives an image or one line, without a word of the library."""
     monkeypatch.setattr(logging.root, "handlers", [])  # as in the program, where what is logged goes to stderr
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", "gs")  # as where Ghostscript is installed
     Image.init()
 
     def check(suffix, data):

@@ -200,21 +200,6 @@ def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
     assert float(step @ gradient) < 0
 
 
-def test_a_root_that_weighs_cells_moves_the_error():
-    case = CASES["dense 3x3"]
-    box, kernels = box_for(case), kernels_of(case)
-    heavy = torch.diag(torch.tensor([10.0, 1, 1, 1, 1, 1, 1, 1, 1])).expand(3, 9, 9)
-    corners = []
-    for roots in (None, heavy):
-        weights, positions = fit_elements(kernels, box, kernel_count=5, roots=roots)
-        lefts = [
-            constructed(weight, positions, box) - in_window(kernel, box)
-            for weight, kernel in zip(weights, kernels, strict=True)
-        ]
-        corners.append(sum(float(left[..., 2, 2].square().sum()) for left in lefts))
-    assert corners[1] < 0.2 * corners[0]
-
-
 # In a model.
 
 

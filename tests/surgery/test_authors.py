@@ -52,9 +52,6 @@ def trained_(model):
         for name, tensor in model.named_parameters():
             if not name.endswith(("P", "SIG")):
                 tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
-        for name, buffer in model.named_buffers():
-            if name.endswith("running_var"):
-                buffer.copy_(torch.rand(buffer.shape, generator=generator) * 4 + 2)
     shared = {}
     for layer in model.modules():
         if isinstance(layer, authors.Dcls2d):
