@@ -70,13 +70,10 @@ def tied():
     return converted("tied")
 
 
-def layers(model: nn.Module) -> list[DclsConvNd]:
-    return [module for module in model.modules() if isinstance(module, DclsConvNd)]
-
-
 def moving_names(model: nn.Module) -> set[str]:
     """Positions and sigmas, by what the layers use."""
-    used = {id(tensor) for layer in layers(model) for tensor in (layer.positions, layer.sigma)}
+    layers = [module for module in model.modules() if isinstance(module, DclsConvNd)]
+    used = {id(tensor) for layer in layers for tensor in (layer.positions, layer.sigma)}
     return {name for name, parameter in model.named_parameters() if id(parameter) in used}
 
 
@@ -159,11 +156,8 @@ def test_layer_decay_is_as_timm_has_it_for_the_model_that_was_converted(kind):
     relative = tuning.param_groups(model, weight_decay=0.1, layer_decay=0.5)
     ours = scales(model, relative)
     assert {name: ours[name] for name in names - moving_names(model)} == timms
-    first = {id(tensor): layer for layer in reversed(layers(model)) for tensor in (layer.positions, layer.sigma)}
-    weights = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name in moving_names(model):
-        weight = weights[id(first[id(model.get_parameter(name))].weight)]
-        assert ours[name] == (5 * timms[weight][0], 0.0)
+    for one in position_parameters(model):  # as the first of its layers
+        assert ours[one.name] == (5 * timms[f"{one.layer_names[0]}.weight"][0], 0.0)
     assert len({ours[name] for name in moving_names(model)}) > 1
     absolute = tuning.param_groups(model, lr=0.01, weight_decay=0.1, layer_decay=0.5)
     assert [group["lr"] for group in absolute] == pytest.approx([0.01 * group["lr_scale"] for group in relative])
