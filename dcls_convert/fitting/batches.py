@@ -1,7 +1,6 @@
-"""Algebra of many small matrices at once: in a tensor (N, P, Q), each of N lines has its matrix.
+"""Algebra of many small matrices at once, (N, P, Q): a matrix for each line.
 
-Where the matrices are tiny, lines innermost in memory are the fastest: one instruction does the same for several lines.
-All functions take and keep either layout.
+Lines innermost in memory are the fastest for tiny matrices. All functions take and keep either layout.
 """
 
 import functools
@@ -47,13 +46,9 @@ def last_summed(tensor: Tensor) -> Tensor:
 
 
 def solved(matrix: Tensor, right: Tensor) -> Tensor:
-    """Positive definite (N, P, P) and (N, P, Q) -> (N, P, Q), by Gauss-Jordan elimination.
-
-    Unlike a call of LAPACK for each line, it keeps all cores busy.
-    """
+    """Positive definite (N, P, P), (N, P, Q) -> (N, P, Q), by Gauss-Jordan elimination: LAPACK goes line by line."""
     rows = joined([matrix, right], 2)
-    eliminate_ = _eliminate_ if _is_innermost(rows) else _eliminate_blocks_
-    eliminate_(rows)
+    (_eliminate_ if _is_innermost(rows) else _eliminate_blocks_)(rows)
     return rows[:, :, matrix.shape[2] :]
 
 

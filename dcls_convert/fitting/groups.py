@@ -1,7 +1,4 @@
-"""The layers of a plan, made for a model and not in it yet, in the groups that share their positions.
-
-Loading a checkpoint needs these layers too, so nothing here imports a fit.
-"""
+"""The layers of a plan, made for a model and not in it yet, in the groups that share their positions."""
 
 from dataclasses import dataclass
 
@@ -104,8 +101,7 @@ def _find_conv(model: nn.Module, layer: LayerPlan) -> Conv:
 
 def _check_owner(model: nn.Module, group: TieGroup) -> None:
     try:
-        owner = model.get_submodule(group.owner)
-        inside = [model.get_submodule(name) for name in group.layers]
+        owner, *inside = map(model.get_submodule, (group.owner, *group.layers))
     except AttributeError as error:
         raise PlanError(f"tie group {group.name}: the plan is for another model: {error}") from error
     if not set(inside) <= set(owner.modules()):

@@ -31,7 +31,6 @@ class Calibration:
     held_out: tuple[Tensor, ...] = ()
 
     def __len__(self) -> int:
-        """Images to fit to."""
         return sum(map(len, self.batches))
 
 
@@ -75,11 +74,7 @@ def _batches(images: list[Tensor]) -> tuple[Tensor, ...]:
 def read_images(
     folder: Path, model: nn.Module, size: Sequence[int] | None, note: Notify, *, most: int = MOST_IMAGES
 ) -> list[Tensor]:
-    """So many images of a folder at most, evenly spaced over the order of their names, as the model takes them.
-
-    `note` is told about files that are no images. DclsConvertError: a size (channels, rows, columns) that is not known,
-    or that files of images cannot have.
-    """
+    """So many images of a folder at most, evenly spaced over the order of their names, as the model takes them."""
     if size is None:
         raise DclsConvertError("images: the size of the model's images is not known; state input_size")
     if len(size) != 3 or size[0] not in (1, 3):

@@ -8,6 +8,7 @@ Axes: N lines, L layers, E elements, A axes, S cells of the box, flat.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +30,7 @@ FLOATS_IN_CACHE = 1_000_000  # of matrices, for the lines that a processor works
 TINY = 1e-30  # instead of a divisor of zero
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _State:
+class _State(NamedTuple):
     """Where lines stand."""
 
     places: Tensor  # (N, E, A), in cells of the box
@@ -41,18 +41,17 @@ class _State:
 
     def better_of(self, other: "_State") -> "_State":
         gains = other.cost < self.cost
-        pairs = [(name, getattr(self, name), getattr(other, name)) for name in self.__slots__]
-        return _State(**{n: torch.where(gains.reshape(-1, *[1] * (a.dim() - 1)), b, a) for n, a, b in pairs})
+        pairs = zip(self, other, strict=True)
+        return _State(*(torch.where(gains.reshape(-1, *[1] * (old.dim() - 1)), new, old) for old, new in pairs))
 
 
 @torch.no_grad()
 def fit_lines(
     targets: Tensor, starts: Sequence[Tensor], box: Box, *, roots: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Places (N, E, A) in the box, and weights (N, L, E), whose kernels are close to the targets, (N, L, S).
+    """Places (N, E, A) in the box, and weights (N, L, E), whose kernels are close to the targets (N, L, S), of order 1.
 
-    Each line goes on from that start, of (N, E, A) each, that is soon the best for it. The values of its targets are of
-    the order of 1. With roots (N, S, S), an error e counts as the squares of e @ root; without, as its own.
+    Each line goes on from the start that is soon the best for it. With roots (N, S, S), errors e count as e @ root.
     """
     if roots is not None:
         seen = (targets @ roots).flatten(1).norm(dim=1)
@@ -80,7 +79,6 @@ class _Problem:
     ridge: Tensor  # (N, 1): in proportion to what an element in the middle of a cell is worth
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "_Problem":
-        """The problem with each of its tensors changed alike."""
         roots = None if self.roots is None else change(self.roots)
         return replace(self, targets=change(self.targets), roots=roots, ridge=change(self.ridge))
 
@@ -108,13 +106,7 @@ class _Problem:
         for rows in torch.split(curvature, elements, 1):
             for block in torch.split(rows, elements, 2):
                 block *= together
-        return _State(
-            places=places,
-            weights=weights,
-            cost=torch.where(cost.isfinite(), cost, torch.inf),
-            downhill=downhill,
-            curvature=curvature,
-        )
+        return _State(places, weights, torch.where(cost.isfinite(), cost, torch.inf), downhill, curvature)
 
 
 def _problem(targets: Tensor, box: Box, roots: Tensor | None) -> _Problem:
@@ -136,7 +128,6 @@ class _Run:
         self.damping = start.new_full((len(start),), DAMPING_AT_START)
 
     def inside(self, places: Tensor) -> Tensor:
-        """The nearest places in the box."""
         return places.clamp(min=0).minimum(self.last)
 
     def go_on_(self, looks: int) -> None:

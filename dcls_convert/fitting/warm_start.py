@@ -148,10 +148,7 @@ def _merged_neighbours(lines: Tensor, grid: Tensor, box: Box) -> Tensor:
 def _no_layer_worse(
     lines: Tensor, fitted: _Elements, fallback: _Elements, box: Box, metric: Metric | None, scale: Tensor
 ) -> _Elements:
-    """The fit, with the fallback for some lines, so that no layer as a whole is worse than with the fallback.
-
-    A line gains in the sum over layers; a layer with small weights can lose all the same.
-    """
+    """The fit, with the fallback for some lines, so that no layer as a whole is worse: one of small weights can be."""
     worth = scale.flatten(1).double().square()  # (N, 1)
     errors, others = (worth * _errors(lines, elements, box, metric) for elements in (fitted, fallback))  # (N, L)
     leave = ~errors.isfinite().all(dim=1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..depthwise.geometry import size_text
 from ..errors import CheckpointError
 from ..fitting.groups import make_layers
-from ..layers.conv_classes import find_form
+from ..layers.conv_classes import PLAIN, find_form
 from ..layers.interpolation import find_interpolation, spread_sum
 from ..networks.weights import load_weights_, not_finite
 from ..options import AuthorsVersion
@@ -50,10 +50,7 @@ class AuthorsWeights:
 
 
 def sort_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | None:
-    """The authors' layers in a state dict, and its other entries; None without such layers (no P beside a weight).
-
-    Names are those in the model to convert. CheckpointError: a layer whose entries do not belong together.
-    """
+    """The authors' layers in a state dict, and its other entries; None without such layers (no P beside a weight)."""
     marked = [name.removesuffix(f".{_POSITIONS}") for name in state if name.endswith(f".{_POSITIONS}")]
     if not any(f"{name}.{_WEIGHT}" in state for name in marked):
         return None
@@ -86,24 +83,18 @@ def start_from_authors_(
     version: AuthorsVersion | None = None,
     new_classifier: bool = False,
 ) -> list[str]:
-    """Load the weights into the model and convert it, so that it gives the outputs of the authors' network.
-
-    The plan is made with `kernel_count=weights.kernel_counts`. Returns names that kept their initial values, as
-    `load_weights_`. CheckpointError: an entry without a place in the model or the plan, or the reverse; the model is
-    then unchanged.
-    """
+    """Load the weights into the model and convert it; returns the names that kept their initial values."""
     elements = element_state(weights, plan, version)
     for layer in plan.layers:
         conv = model.get_submodule(layer.name)
-        form = find_form(conv)
-        if form is not None and form.weight is not None:
+        if (find_form(conv) or PLAIN).weight:
             raise CheckpointError(
                 f"{weights.where}: {layer.name} is a {type(conv).__name__}, which would transform the file's elements"
             )
     groups = make_layers(model, plan)
-    own = model.state_dict()
-    replaced = [f"{name}.weight" for layer in plan.layers for name in layer.names]
-    kernels = {name: own[name] for name in replaced if name in own}  # stand in, so that the rest must be complete
+    replaced = {f"{name}.weight" for layer in plan.layers for name in layer.names}
+    kernels = {name: tensor for name, tensor in model.state_dict().items() if name in replaced}
+    # Old kernels stand in for the elements, so that the rest must be complete.
     kept = load_weights_(model, weights.rest | kernels, weights.where, new_classifier=new_classifier)
     put_layers_(model, plan, groups)
     model.load_state_dict(elements, strict=False)
@@ -113,10 +104,7 @@ def start_from_authors_(
 def element_state(
     weights: AuthorsWeights, plan: ConversionPlan, version: AuthorsVersion | None = None
 ) -> dict[str, Tensor]:
-    """Weights, positions and sigmas of all layers of the plan, under their names in the converted model.
-
-    CheckpointError: The plan's layers cannot take them as they are.
-    """
+    """Weights, positions and sigmas of all layers of the plan, under their names in the converted model."""
     if version is not None and weights.has_sigma:
         raise CheckpointError(
             f"{weights.where}: has {_SIGMA} entries, so it is of version max or gauss (--interpolation triangle or "
@@ -143,10 +131,7 @@ def element_state(
 
 
 def _translated(layer: LayerPlan, weights: AuthorsWeights, released: bool) -> dict[str, Tensor]:
-    """weight (O, I, E), positions (A, O, I, E) from the centre in our order of axes, and sigma, if there is one.
-
-    CheckpointError: the file has no elements for the layer, or not with the sigma and shape that the plan needs.
-    """
+    """weight (O, I, E), positions (A, O, I, E) from the centre in our order of axes, and sigma, if there is one."""
     theirs = next((weights.layers[name] for name in layer.names if name in weights.layers), None)
     if theirs is None:
         raise CheckpointError(f"{weights.where}: has no elements for {layer.name}, which is to be converted")

@@ -55,11 +55,8 @@ def fold_to_dense_(model: nn.Module) -> int:
 
 
 def fold_before_timm_fuses_(model: nn.Module) -> None:
-    """Let timm's `reparameterize_model` fold a converted model before it fuses other things in it.
-
-    timm by itself would call each layer's `fuse` but leave the tied positions on their owner; and models that fuse a
-    convolution with its normalisation (RepViT, LeViT) would take the elements' weights for a kernel.
-    """
+    """Let timm's `reparameterize_model` fold a converted model before it fuses other things in it."""
+    # timm by itself leaves tied positions on their owner; RepViT and LeViT would take elements' weights for a kernel.
     for module in (model, *_children(model)):
         has_layers = any(isinstance(inner, DclsConvNd) for inner in module.modules())
         if has_layers and not isinstance(module, DclsConvNd | fx.GraphModule):

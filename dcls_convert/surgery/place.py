@@ -15,11 +15,7 @@ TIMM_ARCHITECTURE = "dcls_convert"  # our entry in timm's registry, which rebuil
 
 
 def place_layers_(model: nn.Module, plan: ConversionPlan) -> None:
-    """Replace every convolution of the plan by its DCLS layer (by a plain one if it is folded), without values yet.
-
-    The model stays on its device; biases keep their values. PlanError: it is not the one that was planned for, and then
-    unchanged.
-    """
+    """Replace every convolution of the plan by its DCLS layer, or if it is folded by a plain one, without values."""
     put_layers_(model, plan, make_layers(model, plan), with_values=False)
 
 

@@ -33,10 +33,7 @@ LAYER_GROUPING = {"layer_decay_min_scale": "min_scale", "layer_decay_no_opt_scal
 def create_optimizer(
     timms: Callable[..., Any], options: argparse.Namespace, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """timm's optimizer, with positions in groups of their own; it clamps them at every step, and repels them if asked.
-
-    Nothing changes for models without DCLS layers, and the groups stay where the script makes them.
-    """
+    """timm's optimizer, with positions in groups of their own, clamped at every step, and repelled if asked for."""
     by_epochs = options.repulsive_loss_from is not None or options.track is not None
     converted = isinstance(model, nn.Module) and len(position_parameters(model)) > 0
     if by_epochs and not (converted and hasattr(sys.modules["__main__"], "train_one_epoch")):
@@ -76,11 +73,8 @@ def follow_epochs_(model: nn.Module, optimizer: Any, options: argparse.Namespace
         return result
 
     def repel(stepping: Any, *_: Any) -> None:
-        """Add the gradient of `repulsive_loss(model) ** 2`.
-
-        Before a step, this is the same as adding the square to the loss: it depends on positions alone, so all
-        processes add the same, and once where gradients are accumulated. Clipping of gradients has come before.
-        """
+        # As if the square were in the loss: it depends on positions alone, so all processes add the same, and once
+        # where gradients are accumulated. Clipping of gradients has come before.
         if repelling and moving:
             scale = getattr(stepping, "grad_scale", None)  # of AMP; fused optimizers divide by it themselves
             for tensor, gradient in zip(moving, torch.autograd.grad(repulsive_loss(model) ** 2, moving), strict=True):

@@ -24,7 +24,6 @@ from ..records import Record, adapter
 TRACK_FORMAT = 1
 FOLLOWED = 64  # elements of each tensor whose own positions are recorded; a picture of more is a blot
 FOLLOWED_DIGITS = 2  # after the point; cells
-_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 Length = Annotated[float, Field(ge=-1e40, le=1e40)]  # cells; float32 has no larger ones
 Step = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -35,8 +34,6 @@ INSIDE_WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapp
 class Histogram:
     """How many elements lie where along one axis. Bin i reaches from `low + i * width` to `low + (i + 1) * width`."""
 
-    __pydantic_config__ = _STRICT
-
     low: Length  # cells; half a cell below the first position that the window allows
     width: Length  # cells
     counts: tuple[int, ...]  # elements beyond the window count in the outermost bins, those not finite nowhere
@@ -45,8 +42,6 @@ class Histogram:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedPositions:
     """One positions tensor at one step. A value that is not finite is None."""
-
-    __pydantic_config__ = _STRICT
 
     name: str  # of the parameter, without what wrappers add to it
     layers: tuple[str, ...]  # that use it
@@ -64,7 +59,7 @@ class TrackedPositions:
 class TrackRecord(Record):
     """All positions tensors of a model at one step."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)  # of the records inside too
 
     format: int = TRACK_FORMAT
     step: Step

@@ -136,7 +136,6 @@ def files(draw):
 def read(tmp_path, monkeypatch):
     """Read a file, which gives an image or one line, without a word of the library."""
     monkeypatch.setattr(logging.root, "handlers", [])  # as in the program, where what is logged goes to stderr
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", "gs")  # as where Ghostscript is installed
     Image.init()
 
     def check(suffix, data):
@@ -175,26 +174,21 @@ def test_damage_that_was_met(read):
 
 
 @pytest.mark.parametrize(
-    ("images", "message"),
+    ("images", "size", "message"),
     [
-        ("none", "there is no such folder"),
-        ("file", "is not a folder"),
-        (".", "there are no images"),
-        ([], "there are no images"),
-        ([torch.full((1, 3, 8, 8), float("nan"))], "not finite"),
+        ("none", SIZE, "there is no such folder"),
+        ("file", SIZE, "is not a folder"),
+        (".", SIZE, "there are no images"),
+        (".", None, "state input_size"),
+        (".", (4, 8, 8), "1 or 3 channels"),
+        ([], SIZE, "there are no images"),
+        ([torch.full((1, 3, 8, 8), float("nan"))], SIZE, "not finite"),
     ],
     ids=str,
 )
-def test_what_holds_no_images_is_refused(planned, tmp_path, images, message):
+def test_what_holds_no_images_is_refused(planned, tmp_path, images, size, message):
+    model, plan = planned
     for name in ("file", "a.png"):
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(DclsConvertError, match=message):
-        calibrate(*planned, tmp_path / images if isinstance(images, str) else images)
-
-
-@pytest.mark.parametrize(("size", "message"), [(None, "state input_size"), ((4, 8, 8), "1 or 3 channels")])
-def test_a_folder_is_of_no_use_without_a_size_of_images(planned, tmp_path, size, message):
-    write_images(tmp_path, 2)
-    model, plan = planned
-    with pytest.raises(DclsConvertError, match=message):
-        calibrate(model, replace(plan, input_size=size), tmp_path)
+        calibrate(model, replace(plan, input_size=size), tmp_path / images if isinstance(images, str) else images)

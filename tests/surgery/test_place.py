@@ -114,16 +114,3 @@ def test_converting_depends_on_the_seed_alone_and_leaves_the_global_generator(in
         assert differing <= positions | replaced
     else:
         assert differing == (positions if init == "random" else set())
-
-
-def test_folding_a_part_leaves_the_rest_as_it_was():
-    """Its tied positions belong to layers outside of the part as well."""
-    model = Net()
-    convert_(model, dilated_size=7, input_size=IMAGE, init="random")
-    model.eval()
-    image = torch.randn(2, *IMAGE, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected = model(image)
-        part = nn.Sequential(model.layer1[0], model.layer1[2])
-        assert fold_to_dense_(part) == 2
-        torch.testing.assert_close(model(image), expected, rtol=0, atol=0)

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -20,13 +19,11 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
 import dcls_convert
 from dcls_convert import tuning
 
 from ..command_line import run
-from . import small_train
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
@@ -217,24 +214,6 @@ def test_small_and_base_differ_from_tiny_in_names_and_drop_path_alone():
     _, (tiny, *others) = array_and_commands(CONVNEXT)
     for command, name, drop_path in zip(others, ("small", "base"), ("0.4", "0.5"), strict=True):
         assert command == tiny.replace("tiny", name).replace("--drop-path 0.1", f"--drop-path {drop_path}")
-
-
-def test_convnexts_schedule_is_300_epochs_of_which_20_of_linear_warmup(monkeypatch):
-    words = array_and_commands(CONVNEXT)[0].partition("(")[2].rpartition(")")[0].split()
-    monkeypatch.setattr("sys.argv", ["train.py", *words])
-    weight, position = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
-    args = small_train.parse()
-    optimizer = torch.optim.SGD([{"params": [weight]}, {"params": [position], "lr_scale": 5.0}], lr=args.lr)
-    updates = 313  # an epoch of 1,281,167 images in batches of 4096
-    scheduler, epochs = create_scheduler_v2(optimizer, **scheduler_kwargs(args), updates_per_epoch=updates)
-    assert epochs == 300
-    for step in range(0, 300 * updates, 100):
-        passed = (step / updates - 20) / 280
-        cosine = 1e-6 + (4e-3 - 1e-6) * (1 + math.cos(math.pi * passed)) / 2
-        expected = 4e-3 * step / (20 * updates) if passed < 0 else cosine
-        scheduler.step_update(step)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        assert rates == pytest.approx([expected, 5 * expected], abs=1e-15)
 
 
 def test_a_job_that_is_told_its_time_is_up_asks_to_be_requeued(cluster):

@@ -18,7 +18,7 @@ from dcls_convert.errors import DclsConvertError
 from dcls_convert.networks.positions import position_parameters
 from dcls_convert.tuning import timm_train
 
-from .test_param_groups import converted
+from .test_param_groups import converted, named
 
 
 def creating(**options):
@@ -28,12 +28,9 @@ def creating(**options):
 
 
 def groups_of(optimizer, model):
-    names = {id(p): n for n, p in model.named_parameters()}
-    return {
-        names[id(p)]: (group["lr"], group.get("lr_scale"), group["weight_decay"])
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
+    groups = named(model, optimizer.param_groups)
+    settings = [(group["lr"], group.get("lr_scale"), group["weight_decay"]) for group in groups]
+    return {name: one for group, one in zip(groups, settings, strict=True) for name in group["params"]}
 
 
 LAYER_DECAY = {"layer_decay": 0.7, "layer_decay_min_scale": 0.2}
@@ -196,7 +193,6 @@ def test_a_run_resumes_from_its_last_checkpoint_if_there_is_one(output, run_scri
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--repulsive-los", "1", "train.py"], "--repulsive-los"),
         (["--auto-resume", __file__], "--auto-resume needs the script's --experiment NAME"),
         (["--track", "nowhere/positions.jsonl", __file__], "nowhere/positions.jsonl: there is no folder"),
         (["nowhere/train.py"], "nowhere/train.py: no such script"),
