@@ -14,8 +14,6 @@ from ..planning.plan import ConversionPlan, LayerPlan, taken_from
 from ..records import Record
 from ..tables import as_html, as_text
 
-REPORT_FORMAT = 1
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
@@ -111,7 +109,7 @@ class Outcome:
 class ConversionReport(Record):
     """The books of a conversion. The layers' parameters and `params_untouched` sum to `params`, and so do the MACs."""
 
-    format: int = REPORT_FORMAT
+    format: int = 1
     model: str | None
     input_size: tuple[int, ...] | None
     output: str | None  # the checkpoint folder; None where nothing was written
