@@ -40,7 +40,7 @@ def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | N
     if path:
         source.args["num_classes"] = student.num_classes
         where = f"--teacher-checkpoint {path}"
-        teacher = build_with_state(source, read_weights(path), where, prepare_=lambda _: None)
+        teacher, _ = build_with_state(source, read_weights(path), where, prepare_=lambda _: None)
     else:
         teacher = build_network(source, pretrained=True, trust_code=True)
     if teacher.num_classes != student.num_classes:

@@ -268,7 +268,7 @@ class Clock:
     def _way(self, layer: Any, input: Tensor) -> str:
         if layer.dims != 2 or input.dim() != 4:
             return "torch"
-        input, padding = layer._padded(input)
+        input, padding = layer.padded_and_left(input)
         dtype = torch.bfloat16 if self.amp else input.dtype
         size = (layer.out_channels, layer.in_channels // layer.groups, *layer.dilated_kernel_size)
         geometry = (size, layer.stride, padding, layer.dilation, layer.groups)

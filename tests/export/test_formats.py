@@ -148,7 +148,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch, checkpoints, for
     for culprit in ("dcls_convert.checkpoints.save.write_files", "torch.onnx.export", "torch.export.save"):
         monkeypatch.setattr(culprit, fail)
     with pytest.raises((DclsConvertError, RuntimeError, KeyboardInterrupt)):
-        fold_checkpoint(checkpoints / "Plain", format, tmp_path / "new" / f"x.{format}", trust_code=True)
+        fold_checkpoint(checkpoints / "Plain", format, tmp_path / f"x.{format}", trust_code=True)
     assert list(tmp_path.iterdir()) == []
 
 

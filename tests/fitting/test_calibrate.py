@@ -13,7 +13,7 @@ from dcls_convert.fitting import warm_start
 from dcls_convert.fitting.images import Calibration
 from dcls_convert.planning.rules import parse_rules
 
-from ..test_pipeline import assert_unchanged, snapshot
+from ..planning.nets import state_of
 
 SMALL = (3, 24, 24)
 ALL_5X5 = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [5, 5]}\n")
@@ -199,10 +199,10 @@ def test_awkward_cases_work(case):
 def test_what_cannot_be_calibrated_is_refused_by_name_and_the_model_left_as_it_was(scale, images, message):
     model = network().half()
     model[1][1][0].weight.data *= scale
-    before = snapshot(model)
+    before = state_of(model)
     with pytest.raises(DclsConvertError, match=message):
         convert_(model, dilated_size=9, calibration=[images], input_size=SMALL)
-    assert_unchanged(model, before)
+    assert state_of(model) == before
 
 
 @pytest.mark.usefixtures("quick_fit")
@@ -220,11 +220,11 @@ def test_every_module_keeps_its_own_mode_without_hooks_and_a_model_that_fails_in
             return input
 
     model[1][1][2] = Failing()
-    modes, before = {name: module.training for name, module in model.named_modules()}, snapshot(model)
+    modes, before = {name: module.training for name, module in model.named_modules()}, state_of(model)
     with pytest.raises(MemoryError) if fails_at is not None else contextlib.nullcontext():
         convert_(model, dilated_size=9, calibration=[photos()], input_size=SMALL)
     if fails_at is not None:
-        assert_unchanged(model, before)
+        assert state_of(model) == before
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

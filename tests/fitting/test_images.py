@@ -20,7 +20,7 @@ from dcls_convert import DclsConvertError, calibrate, find_convs, plan_conversio
 from dcls_convert.files import SUFFIXES
 from dcls_convert.fitting.images import read_images
 
-from ..test_pipeline import assert_unchanged, snapshot
+from ..planning.nets import state_of
 
 READ = ["JPEG", "MPO", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF"]
 OTHERS = ["TGA", "SGI", "JPEG2000", "EPS", "PDF"]
@@ -73,11 +73,11 @@ def test_files_that_are_no_images_are_named_and_the_model_is_left_alone(planned,
     (tmp_path / "notes.txt").write_text("no image either")
     os.mkfifo(tmp_path / "endless.png")
     model, plan = planned
-    before, notes = snapshot(model), []
+    before, notes = state_of(model), []
     calibration = calibrate(model, plan, tmp_path, note=notes.append)
     assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'broken.jpg'} is not an image"]
     assert {tuple(batch.shape[1:]) for batch in calibration.batches} == {plan.input_size}
-    assert_unchanged(model, before)
+    assert state_of(model) == before
 
 
 def test_no_image_is_run_as_a_program(planned, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from dcls_convert.surgery.authors import sort_weights
 
 from ..command_line import run
 from ..conftest import TINY
-from ..test_pipeline import assert_unchanged, snapshot
+from ..planning.nets import state_of
 
 FLOAT64_ATOL = 1e-10  # their normaliser, were it left out, would make 1e-7
 FLOAT32_TOLERANCE = 1e-5
@@ -369,13 +369,13 @@ SIGMA = {
 def test_what_does_not_fit_is_one_line_and_leaves_the_model_alone(states, version, kind):
     change, options, says = (REFUSED | SIGMA)[kind]
     model = small()
-    before = snapshot(model)
+    before = state_of(model)
     with pytest.raises(dcls_convert.DclsConvertError, match=r"^the state dict: ") as caught:
         dcls_convert.convert_from_authors_(model, change(states[version]), **{"dilated_size": 17, **options})
     line = str(caught.value)
     assert "\n" not in line
     assert all(part in line for part in says.split(" | ")), line
-    assert_unchanged(model, before)
+    assert state_of(model) == before
 
 
 @pytest.mark.parametrize(

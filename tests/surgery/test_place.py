@@ -13,8 +13,7 @@ from dcls_convert.pipeline import convert_
 from dcls_convert.surgery.fold import fold_to_dense_
 from dcls_convert.surgery.start import apply_plan_
 
-from ..planning.nets import IMAGE, Net, Shared, depthwise, plan_of
-from ..test_pipeline import assert_unchanged, snapshot
+from ..planning.nets import IMAGE, Net, Shared, depthwise, plan_of, state_of
 
 
 class OwnForward(nn.Conv2d):
@@ -23,10 +22,10 @@ class OwnForward(nn.Conv2d):
 
 
 def refused(model, plan, error, match=None, **options):
-    before = snapshot(model)
+    before = state_of(model)
     with pytest.raises(error, match=match):
         apply_plan_(model, plan, **options)
-    assert_unchanged(model, before)
+    assert state_of(model) == before
 
 
 def placed(model):
