@@ -29,9 +29,6 @@ def distributions(modules):
     return of - {"dcls-convert"}
 
 
-# The bill of materials.
-
-
 def test_the_bill_of_materials_is_that_of_pyproject(supply):
     text = supply.SBOM.read_text(encoding="utf-8")
     assert text == supply.sbom_text(), "run python docs/supply.py"
@@ -43,9 +40,6 @@ def test_the_bill_of_materials_is_that_of_pyproject(supply):
     ranges = {(component["name"], component["versionRange"]) for component in components}
     assert len(bounds) > len(required)
     assert ranges <= {(name, f"vers:pypi/>={bound}") for name, bound in bounds}
-
-
-# Licences.
 
 
 def test_every_dependency_is_on_the_page_with_its_licence(supply):
@@ -62,9 +56,6 @@ def test_every_dependency_is_on_the_page_with_its_licence(supply):
         assert supply.families(supply.licence(name)) <= {"NVIDIA", "Apache", "MIT"} or name == "cuda-toolkit"
     assert "GPL" not in supply.families(" ".join(rows.values()))
     assert [name for name, text in rows.items() if "LGPL" in supply.families(text)] == ["pebble"]  # imported, unchanged
-
-
-# Who is imported, and when.
 
 
 def test_every_dependency_is_imported_and_every_import_is_declared(supply):

@@ -5,8 +5,8 @@ import torch
 
 from dcls_convert import find_convs, plan_conversion
 from dcls_convert.compare import candidates
-from dcls_convert.compare.sweep import Timing, TimingSettings
 from dcls_convert.compare.candidates import Clock, converted_copy, summary
+from dcls_convert.compare.sweep import Timing, TimingSettings
 from dcls_convert.depthwise import choice as depthwise
 from dcls_convert.depthwise.choice import depthwise_way
 from dcls_convert.layers.dcls_conv import DclsConvNd

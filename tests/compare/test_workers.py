@@ -157,9 +157,6 @@ def test_a_signal_ends_everything_without_a_word(tmp_path, number, moment):
     assert psutil.wait_procs(children, timeout=10)[1] == []
 
 
-# Models that harm their process.
-
-
 def shout():
     for number in (1, 2):
         os.write(number, b"many words of a model\n" * 100_000)
