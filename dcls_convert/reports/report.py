@@ -121,8 +121,7 @@ class ConversionReport(Record):
     stages_from: str
     params_untouched: int
     macs_untouched: int | None
-    # None, and not in the JSON, where nothing was trained or nothing carried out.
-    outcome: Outcome | None = None
+    outcome: Outcome | None = None  # and not in the JSON, where nothing was trained or nothing carried out
     plan: Annotated[ConversionPlan, Field(exclude=True)] = field(repr=False)  # what was carried out; not in the JSON
 
     @computed_field  # type: ignore[prop-decorator]

@@ -26,8 +26,6 @@ from .receptive_field import FieldOptions, FieldPictures, field_pictures
 from .stages import cost_charts
 
 TEMPLATE = Path(__file__).with_name("page.html")
-PLACE = "/* data */"  # in the template
-UNBROKEN_PERCENT = "\\u00a0%"  # in JSON
 DIGITS = 4  # significant, of numbers that are drawn
 PLACES_PER_CELL = 100  # of coordinates, which are 16-bit integers in the page
 
@@ -129,10 +127,10 @@ def page(pictures: Pictures) -> str:
         "history": pictures.history,
         "made": f"Made by dcls-convert {__version__}. This page uses no network.",
     }
-    data = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False).replace(" %", UNBROKEN_PERCENT)
+    data = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False).replace(" %", "\\u00a0%")
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
-    return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, data)
+    return TEMPLATE.read_text(encoding="utf-8").replace("/* data */", data)
 
 
 def _kernels(layer: LayerKernels) -> dict[str, Any]:

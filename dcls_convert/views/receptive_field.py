@@ -131,8 +131,7 @@ def _images(
 def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> Tensor:
     """Mean over images of |d sum of channels / d pixel|, summed over input channels: (rows, columns), in float64.
 
-    The gradient begins at the unit in the middle of the layer's output, at its last call. Images (channels, *spatial)
-    of one axis give one row; of three, the sum over the first. ModelError where there is no finite gradient.
+    Of the unit in the middle of the layer's last output. Images of one axis give one row; of three, the first is summed.
     """
     outputs: list[Tensor] = []
     gradients: list[Tensor] = []

@@ -116,6 +116,7 @@ REFUSED = {
     "--history page.html": "--history is for --html, or --picture with --figure history",
     "--picture x.png --images folder": "--images, --original and --input-size are for --html",
     "--html x.html --images nowhere": "images nowhere: there is no such folder",
+    "--html x.html --original nowhere": "original nowhere: there is no such file",
     "--html x.html --original page.html": "page.html",
     "--html x.html --history nowhere": "history nowhere: there is no such file",
     "--html x.html --history page.html": "page.html: line 1: ",
