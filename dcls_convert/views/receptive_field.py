@@ -131,7 +131,7 @@ def _images(
 def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> Tensor:
     """Mean over images of |d sum of channels / d pixel|, summed over input channels: (rows, columns), in float64.
 
-    Of the unit in the middle of the layer's last output. Images of one axis give one row; of three, the first is summed.
+    Of the unit in the middle of the layer's last output. Images of one axis give one row; of three, a sum over one.
     """
     outputs: list[Tensor] = []
     gradients: list[Tensor] = []
