@@ -195,8 +195,9 @@ def main() -> None:
     known = registry_names()
     names = [name for name in known if options.models in name and (name in failed or not options.failed)]
     rows: list[dict[str, Any]] = []
-    for outcome in run_jobs(sweep_one, names, workers=options.workers, timeout=SECONDS, set_up=set_up_worker):
-        row = outcome.value or {"name": names[outcome.index], "status": "failed", "reason": outcome.failure}
+    done = run_jobs(sweep_one, names, workers=options.workers, timeout=SECONDS, set_up=set_up_worker)
+    for index, value, failure in done:
+        row = value or {"name": names[index], "status": "failed", "reason": failure}
         rows.append(row)
         if row["status"] not in NOT_RUN:
             print(f"[{len(rows)}/{len(names)}] {json.dumps(row)}", file=sys.stderr, flush=True)

@@ -76,8 +76,7 @@ def convert(
         from ..checkpoints.folder import read_plan
         from ..progress import silent
         from ..reports.report import predict_report
-        from ..views.next_steps import next_steps
-        from ..views.report import report_view
+        from ..views.report import next_steps, report_view
 
         job = network.job(
             init=init,

@@ -65,8 +65,7 @@ def inspect(
         from ..views.inspection import inspection_view
 
         if outputs:
-            from ..views.page import page
-            from ..views.pictures import pictures_of_folder
+            from ..views.page import page, pictures_of_folder
             from ..views.plot import draw
             from ..views.receptive_field import FieldOptions
 

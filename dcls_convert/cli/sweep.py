@@ -136,7 +136,7 @@ def sweep(
         notify("planning")  # which begins with imports of some seconds
         from ..compare.candidates import combinations, make_sweep
         from ..depthwise import choices
-        from ..views.sweep import SweepView, sweep_csv
+        from ..views.sweep import SweepView, draw_sweep, sweep_csv
 
         timing = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
         job, asked = network.job(notify=notify, note=console.note), combinations(sizes, counts, budgets)
@@ -148,8 +148,6 @@ def sweep(
         console.show(SweepView(sweep), *[f" {choice}" for choice in choices()], least_width=WIDTH_IN_A_FILE)
         console.show(*taken)
     if picture is not None:
-        from ..views.sweep_plot import draw_sweep
-
         with new_file(picture, force=force) as partial:
             partial.write_bytes(draw_sweep(sweep, picture.suffix))
         console.message(f"{network.model}: wrote {picture}")
@@ -164,13 +162,13 @@ def _timing(
 ) -> tuple["TimingSettings", "torch.device"]:
     import torch
 
+    from ..compare.candidates import check_device
     from ..compare.sweep import TimingSettings
-    from ..compare.timing import check_device, device_name
 
     place = check_device(device or "cpu")
     on_cpu = place.type == "cpu"
     settings = TimingSettings(
-        device=device_name(place),
+        device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
         batch=batch or (CPU_BATCH if on_cpu else GPU_BATCH),
         seconds=seconds,
         amp=amp,

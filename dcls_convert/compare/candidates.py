@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import itertools
+import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -11,16 +13,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..depthwise.choice import depthwise_way
+from ..depthwise.eager import is_channels_last
 from ..errors import CheckpointError, DclsConvertError, NothingMatchesError, PlanError, RuleError, one_line, shown
 from ..fitting.images import calibrate
+from ..layers.dcls_conv import DclsConvNd
+from ..networks.outputs import tensors_in
+from ..networks.running import run
 from ..options import AUTO, DEFAULT_BUDGET
 from ..pipeline import Job
 from ..planning.plan import ConversionPlan, taken_from
 from ..reports.report import predict_report
-from .sweep import Asked, Size, Sweep, SweepRow, TimingSettings, choose, with_dominated
-from .timing import Clock, converted_copy, summary
+from ..surgery.start import apply_plan_
+from .sweep import Asked, Size, Sweep, SweepRow, Timing, TimingSettings, choose, with_dominated
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 100
+CALLS_ON_GPU = 5  # a measured run on a GPU is their mean, since the end of the last alone is waited for
 
 
 @dataclass(slots=True)
@@ -48,9 +56,7 @@ class Candidate:
             self.plan = self.model = None
 
 
-def combinations(
-    sizes: Sequence[Size], counts: Sequence[int] | None = None, budgets: Sequence[float] | None = None
-) -> list[Asked]:
+def combinations(sizes: Sequence[Size], counts: Sequence[int] | None, budgets: Sequence[float] | None) -> list[Asked]:
     """Every size with every count, or with every budget."""
     if counts:
         return [Asked(size=size, kernel_count=count) for size, count in itertools.product(sizes, counts)]
@@ -65,10 +71,7 @@ def make_sweep(
     timing: tuple[TimingSettings, torch.device] | None = None,
     slower: float,
 ) -> Sweep:
-    """All rows, the dense original first; KeyboardInterrupt ends it early, with what is known by then.
-
-    `command` gives the command line that converts as a combination; `slower` is for `choose`.
-    """
+    """All rows, with the commands that convert so; KeyboardInterrupt ends it early, with what is known by then."""
     convs, source = job.convs, job.source
     assert source is not None
     if job.elements is not None:
@@ -86,10 +89,10 @@ def make_sweep(
             with candidate.doing("planning"):
                 _plan(job, candidate, one)
             candidates.append(candidate)
-        planned = [candidate for candidate in candidates if candidate.plan]
-        for number, candidate in enumerate(planned if job.trained else [], 1):
+        planned = [(candidate, candidate.plan) for candidate in candidates if candidate.plan]
+        for number, (candidate, plan) in enumerate(planned if job.trained else [], 1):
             job.notify(f"fitting {candidate.row.window}, {number} of {len(planned)}")
-            _fit(job, candidate)
+            _fit(job, candidate, plan)
         if timing is not None and planned:
             _time(job, candidates, *timing)
     except KeyboardInterrupt:
@@ -134,14 +137,12 @@ def _plan(job: Job, candidate: Candidate, asked: Asked) -> None:
     )
 
 
-def _fit(job: Job, candidate: Candidate) -> None:
+def _fit(job: Job, candidate: Candidate, plan: ConversionPlan) -> None:
     """Convert a copy of the trained network, and state in the row what that keeps."""
-    assert candidate.plan is not None
-    network = job.network
     if job.calibration is not None:  # read once, for all candidates
-        job.calibration = calibrate(network, candidate.plan, job.calibration, note=job.note)
+        job.calibration = calibrate(job.network, plan, job.calibration, note=job.note)
     with candidate.doing("fitting"):
-        done = job.convert(candidate.plan, model=copy.deepcopy(network))
+        done = job.convert(plan, model=copy.deepcopy(job.network))
         if (outcome := done.report.outcome) is not None:
             moved = {} if outcome.images else {"output_error": done.moved}
             candidate.change(**taken_from(outcome, SweepRow) | moved)
@@ -159,27 +160,116 @@ def _time(job: Job, candidates: Sequence[Candidate], settings: TimingSettings, d
     begun = time.perf_counter()
     for count in range(-1, MOST_ROUNDS):  # a round for warmth first
         spent = time.perf_counter() - begun
-        going = [candidate for candidate in candidates if candidate.model is not None]
+        going = [(candidate, candidate.model) for candidate in candidates if candidate.model is not None]
         if (spent >= settings.seconds and count >= LEAST_ROUNDS) or not going:
             break
         job.notify("warming up" if count < 0 else f"timing, round {count + 1}, {spent:.0f} of {settings.seconds:g} s")
-        for candidate in going:
+        for candidate, model in going:
             with candidate.doing("timing"):
-                _measure(candidate, clock, warm=count >= 0)
-
-
-def _measure(candidate: Candidate, clock: Clock, *, warm: bool) -> None:
-    assert candidate.model is not None
-    if not warm:
-        candidate.change(ways=dict(clock.ways(candidate.model)))
-    times = clock.measure(candidate.model)
-    if warm:
-        candidate.runs.append(times)
-        forward, step = zip(*candidate.runs, strict=True)
-        candidate.change(forward_ms=summary(forward), step_ms=summary(step))
+                if count < 0:
+                    candidate.change(ways=dict(clock.ways(model)))
+                times = clock.measure(model)
+                if count >= 0:
+                    candidate.runs.append(times)
+                    forward, step = zip(*candidate.runs, strict=True)
+                    candidate.change(forward_ms=summary(forward), step_ms=summary(step))
 
 
 def _state_bytes(model: nn.Module) -> int:
     """Bytes of a model's state dict, a shared tensor once."""
     tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def check_device(name: str) -> torch.device:
+    """The device of this name; DclsConvertError where nothing can be timed on it."""
+    try:
+        device = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise DclsConvertError(f"device {shown(name)}: torch cannot use it here") from error
+    if device.type == "meta":
+        raise DclsConvertError("device meta computes nothing")
+    return device
+
+
+def converted_copy(model: nn.Module, plan: ConversionPlan) -> nn.Module:
+    """With random elements; what is not converted is the model's own, so that memory holds little more than one."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    converted = copy.deepcopy(model, shared)
+    apply_plan_(converted, plan, init="random")
+    return converted
+
+
+def summary(runs: Sequence[float]) -> Timing:
+    """Quartiles, by linear interpolation."""
+    low, middle, high = statistics.quantiles(runs, n=4, method="inclusive") if len(runs) > 1 else [runs[0]] * 3
+    return Timing(median=middle, first_quartile=low, third_quartile=high, runs=len(runs))
+
+
+class Clock:
+    """Measures models on the same images."""
+
+    def __init__(self, input_size: Sequence[int], settings: TimingSettings, device: torch.device) -> None:
+        images = torch.randn(settings.batch, *input_size, generator=torch.Generator().manual_seed(0))
+        self.images, self.device, self.amp = images.to(device), device, settings.amp
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.amp)
+
+    def measure(self, model: nn.Module) -> tuple[float, float]:
+        """A forward pass and a training step, whose learning rate is 0: it changes running statistics alone."""
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            with self.autocast:
+                outputs = tensors_in(run(model, self.images))
+                loss = sum(output.float().square().mean() for output in outputs if output.requires_grad)
+            torch.autograd.backward(torch.as_tensor(loss))
+            optimizer.step()
+
+        try:
+            forward_ms = self._milliseconds(lambda: self._forward(model.eval()))
+            optimizer = torch.optim.SGD(model.train().parameters(), lr=0.0)
+            return forward_ms, self._milliseconds(step)
+        finally:
+            model.zero_grad(set_to_none=True)
+
+    def ways(self, model: nn.Module) -> Counter[str]:
+        """Of `depthwise_way`: how many converted layers go each of them in a forward pass."""
+        ways = dict[Any, str]()
+
+        def watch(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            ways.setdefault(layer, self._way(layer, inputs[0]))
+
+        hooks = [part.register_forward_hook(watch) for part in model.modules() if isinstance(part, DclsConvNd)]
+        try:
+            self._forward(model.eval())
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return Counter(ways.values())
+
+    @torch.no_grad()
+    def _forward(self, model: nn.Module) -> None:
+        with self.autocast:
+            run(model, self.images)
+
+    def _milliseconds(self, call: Callable[[], object]) -> float:
+        calls = CALLS_ON_GPU if self.device.type != "cpu" else 1
+        self._wait()
+        begun = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self._wait()
+        return 1e3 * (time.perf_counter() - begun) / calls
+
+    def _wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def _way(self, layer: Any, input: Tensor) -> str:
+        if layer.dims != 2 or input.dim() != 4:
+            return "torch"
+        input, padding = layer.padded_and_left(input)
+        dtype = torch.bfloat16 if self.amp else input.dtype
+        size = (layer.out_channels, layer.in_channels // layer.groups, *layer.dilated_kernel_size)
+        geometry = (size, layer.stride, padding, layer.dilation, layer.groups)
+        return depthwise_way(self.device, dtype, is_channels_last(input), tuple(input.shape), *geometry)

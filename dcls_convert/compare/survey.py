@@ -45,10 +45,7 @@ class ModelRow:
 
 
 def names_matching(pattern: str | None, known: Sequence[str] | None = None) -> list[str]:
-    """Names, with prefix, of `known` or both registries; ModelError if none matches.
-
-    A shell pattern for names with or without prefix. Without wildcards it is a name, else a part of names.
-    """
+    """Names of `known` or both registries; without wildcards the pattern is a name, or else a part of names."""
     known = registry_names() if known is None else known
     if pattern is None:
         return list(known)
@@ -108,10 +105,9 @@ def survey_models(
     workers = workers or max(1, min(processors, len(names) // MODELS_A_WORKER))
     work = functools.partial(model_row, options=options, input_size=input_size)
     rows: dict[int, ModelRow] = {}
-    for outcome in run_jobs(work, names, workers=workers, timeout=timeout, set_up=set_up_worker):
-        row = outcome.value or ModelRow(name=names[outcome.index], status="failed", reason=outcome.failure)
-        rows[outcome.index] = row
-        advance(row)
+    for index, value, failure in run_jobs(work, names, workers=workers, timeout=timeout, set_up=set_up_worker):
+        rows[index] = value or ModelRow(name=names[index], status="failed", reason=failure)
+        advance(rows[index])
     return [rows[index] for index in range(len(names))]
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from ..depthwise.geometry import size_text
 from ..records import Record
 
-SWEEP_FORMAT = 1
 EQUAL_ERRORS = 0.005  # relative errors that differ less say little of what training will make of them
 Status = Literal["original", "done", "does not fit", "failed"]
 Size = int | tuple[int, ...]
@@ -92,7 +91,7 @@ class Choice:
 class Sweep(Record):
     """All rows, the dense original first."""
 
-    format: int = SWEEP_FORMAT
+    format: int = 1
     model: str
     input_size: tuple[int, ...] | None
     macs_note: str | None = None  # why MACs are not known
@@ -103,8 +102,8 @@ class Sweep(Record):
     choice: Choice
 
 
-_Value = Callable[[SweepRow], Any]
-_macs: _Value = attrgetter("macs")
+Value = Callable[[SweepRow], Any]
+_macs: Value = attrgetter("macs")
 
 
 def step_ms(row: SweepRow) -> Any:
@@ -116,7 +115,7 @@ def _error(row: SweepRow) -> Any:
     return row.output_error if row.images else row.kernel_error
 
 
-def _known(rows: Sequence[SweepRow], value: _Value) -> bool:
+def _known(rows: Sequence[SweepRow], value: Value) -> bool:
     return bool(rows) and all(value(row) is not None for row in rows)
 
 
@@ -129,10 +128,10 @@ def _sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
 
 def compared(done: Sequence[SweepRow]) -> list[tuple[float, ...]]:
     """What rows that are done are compared by, where it is known of all; of each number, less is better."""
-    times: list[_Value] = [step_ms, lambda row: row.forward_ms and row.forward_ms.median]
+    times: list[Value] = [step_ms, lambda row: row.forward_ms and row.forward_ms.median]
     costs = [value for value in times if _known(done, value)] or [_macs] * _known(done, _macs)
-    gain: _Value = _error if _known(done, _error) else lambda row: -(row.elements or 0)
-    values: list[_Value] = [attrgetter("params"), *costs, gain]
+    gain: Value = _error if _known(done, _error) else lambda row: -(row.elements or 0)
+    values: list[Value] = [attrgetter("params"), *costs, gain]
     return [
         (*(-side for side in sides), *(value(row) for value in values))
         for row, sides in zip(done, _sides(done), strict=True)
@@ -149,7 +148,7 @@ def with_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
     return tuple(replace(row, dominated=next(marks)) if row.status == "done" else row for row in rows)
 
 
-def growth(row: SweepRow, original: SweepRow, value: _Value) -> float:
+def growth(row: SweepRow, original: SweepRow, value: Value) -> float:
     """In percent."""
     return float(100 * (value(row) / value(original) - 1))
 

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -22,27 +21,15 @@ from ..errors import one_line, printable
 SECONDS_TO_LOOK = 1.0  # between two looks at whether the pool is still whole
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What became of one job."""
-
-    index: int  # of the job
-    value: Any = None  # what the function returned
-    failure: str | None = None  # one line that names the cause; None where the function returned
-
-
 def run_jobs(
     function: Callable[[Any], Any],
     jobs: Sequence[Any],
     *,
     workers: int,
-    timeout: float | None = None,
+    timeout: float | None = None,  # seconds for one job, without the start of its worker
     set_up: Callable[[], None] | None = None,
-) -> Iterator[Outcome]:
-    """Call `function` for every job in worker processes; one outcome a job, each as soon as it is ready.
-
-    Workers end with the iterator. `timeout` is seconds for one job, without the start of its worker.
-    """
+) -> Iterator[tuple[int, Any, str | None]]:
+    """Of every job, as soon as it is done: its index, what `function` returned, and one line if it failed instead."""
     left, before = dict(enumerate(jobs)), 0
     while left and len(left) != before:  # a pool breaks when a worker dies without a job; the next pool takes over
         before = len(left)
@@ -59,14 +46,14 @@ def run_jobs(
             while left and pool.active:
                 with contextlib.suppress(Empty, BrokenProcessPool):
                     future = done.get(timeout=SECONDS_TO_LOOK)
-                    value, failure = _result(future, timeout)
-                    del left[futures[future]]
-                    yield Outcome(index=futures[future], value=value, failure=failure)
+                    result, index = _result(future, timeout), futures[future]
+                    del left[index]
+                    yield index, *result
         finally:
             pool.stop()  # type: ignore[no-untyped-call]
             pool.join()
     for index in left:
-        yield Outcome(index=index, failure="the worker processes died before they took a job")
+        yield index, None, "the worker processes died before they took a job"
 
 
 @contextlib.contextmanager

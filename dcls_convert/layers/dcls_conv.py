@@ -292,7 +292,7 @@ class DclsConvNd(Tied):
 
     def _repr_html_(self) -> str:
         """The layer in a notebook."""
-        from ..views.layer import layer_html
+        from ..views.elements import layer_html
 
         return layer_html(self)
 

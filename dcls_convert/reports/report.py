@@ -14,8 +14,6 @@ from ..planning.plan import ConversionPlan, LayerPlan, taken_from
 from ..records import Record
 from ..tables import as_html, as_text
 
-REPORT_FORMAT = 1
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
@@ -111,7 +109,7 @@ class Outcome:
 class ConversionReport(Record):
     """The books of a conversion. The layers' parameters and `params_untouched` sum to `params`, and so do the MACs."""
 
-    format: int = REPORT_FORMAT
+    format: int = 1
     model: str | None
     input_size: tuple[int, ...] | None
     output: str | None  # the checkpoint folder; None where nothing was written
@@ -123,8 +121,7 @@ class ConversionReport(Record):
     stages_from: str
     params_untouched: int
     macs_untouched: int | None
-    # None, and not in the JSON, where nothing was trained or nothing carried out.
-    outcome: Outcome | None = None
+    outcome: Outcome | None = None  # and not in the JSON, where nothing was trained or nothing carried out
     plan: Annotated[ConversionPlan, Field(exclude=True)] = field(repr=False)  # what was carried out; not in the JSON
 
     @computed_field  # type: ignore[prop-decorator]

@@ -1,29 +1,99 @@
-"""The pictures as one page: their data as JSON in the template `page.html`, whose script draws them."""
+"""All pictures of a checkpoint: as data, and as one page, the template `page.html` whose script draws them."""
 
 import base64
 import dataclasses
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import __version__
-from ..errors import printable
-from ..reports.report import Change
+from ..checkpoints.folder import WEIGHTS, read_folder, read_tensors, the_plan
+from ..checkpoints.inspection import Inspection, inspect_folder, inspect_positions
+from ..checkpoints.load import buildable, load_converted
+from ..errors import DclsConvertError, one_line, printable
+from ..planning.plan import ConversionPlan
+from ..progress import Notify
+from ..reports.report import Change, ConversionReport, predict_report
 from .counts import arrow, exact, percent, short_count
-from .elements import LayerKernels
-from .pictures import Pictures
-from .receptive_field import FieldPictures
+from .elements import LayerKernels, PositionPicture, kernel_pictures, position_pictures
+from .history import HistoryPicture, read_history
+from .receptive_field import FieldOptions, FieldPictures, field_pictures
 from .stages import cost_charts
 
 TEMPLATE = Path(__file__).with_name("page.html")
-PLACE = "/* data */"  # in the template
-UNBROKEN_PERCENT = "\\u00a0%"  # in JSON
 DIGITS = 4  # significant, of numbers that are drawn
 PLACES_PER_CELL = 100  # of coordinates, which are 16-bit integers in the page
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pictures:
+    """What there is to see of a checkpoint."""
+
+    name: str  # of the folder
+    report: ConversionReport
+    inspection: Inspection
+    positions: tuple[PositionPicture, ...]
+    kernels: tuple[LayerKernels, ...]
+    raw_weights: str | None = None  # why kernels are of the stored weights; None where they are the rebuilt model's
+    fields: FieldPictures | None = None  # None: not asked for, or the model was not rebuilt
+    history: HistoryPicture | None = None  # None: not asked for
+
+
+def pictures_of_model(model: nn.Module, plan: ConversionPlan, folder: Path, report: ConversionReport) -> Pictures:
+    """Pictures of a converted model in memory, without those for which a model must run."""
+    state = model.state_dict()
+    inspection = inspect_positions(plan, state, folder)
+    return Pictures(
+        name=folder.name,
+        report=report,
+        inspection=inspection,
+        positions=position_pictures(plan, state, inspection),
+        kernels=kernel_pictures(plan, state, model),
+    )
+
+
+def pictures_of_folder(
+    folder: Path,
+    fields: FieldOptions | None,
+    history: Path | None,
+    notify: Notify,
+    note: Notify,
+    *,
+    trust_code: bool,
+) -> Pictures:
+    """Kernels are those of the stored weights where the model needs `trust_code` and does not get it."""
+    track = None if history is None else read_history(history)
+    inspection = inspect_folder(folder)
+    config = read_folder(folder)
+    plan, model, reason = the_plan(config), None, None
+    try:
+        source = buildable(config, trust_code=trust_code)
+    except DclsConvertError as error:
+        reason = one_line(error)
+        state: Mapping[str, Tensor] = dict(read_tensors(folder / WEIGHTS))
+    else:
+        notify("loading")
+        model = load_converted(folder, trust_code=trust_code)
+        state = model.state_dict()
+    notify("drawing positions and kernels")
+    seen = None
+    if fields is not None and model is not None:
+        seen = field_pictures(model, source, plan, state, fields, notify, note)
+    return Pictures(
+        name=folder.resolve().name,
+        report=predict_report(plan),
+        inspection=inspection,
+        positions=position_pictures(plan, state, inspection),
+        kernels=kernel_pictures(plan, state, model),
+        raw_weights=reason,
+        fields=seen,
+        history=track,
+    )
 
 
 def page(pictures: Pictures) -> str:
@@ -47,17 +117,20 @@ def page(pictures: Pictures) -> str:
         "kernels": [*map(_kernels, pictures.kernels)],
         "volumes": any(len(layer.dilated_size) == 3 for layer in report.layers),
         "rawWeights": pictures.raw_weights,
-        "costs": [{"unit": unit, "rows": _bars(chart)} for unit, chart in cost_charts(report.layers).items()],
+        "costs": [
+            {"unit": unit, "rows": [_bar(*each) for each in chart.items()]}
+            for unit, chart in cost_charts(report.layers).items()
+        ],
         "untouched": exact(report.params_untouched),
         "macsNote": report.macs.note,
         "fields": seen and _fields(seen),
         "history": pictures.history,
         "made": f"Made by dcls-convert {__version__}. This page uses no network.",
     }
-    data = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False).replace(" %", UNBROKEN_PERCENT)
+    data = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False).replace(" %", "\\u00a0%")
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
-    return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, data)
+    return TEMPLATE.read_text(encoding="utf-8").replace("/* data */", data)
 
 
 def _kernels(layer: LayerKernels) -> dict[str, Any]:
@@ -90,16 +163,9 @@ def _fields(seen: FieldPictures) -> dict[str, Any]:
     return {"notes": seen.notes, "decades": seen.decades, "maps": maps}
 
 
-def _bars(chart: Mapping[str, Change]) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": stage,
-            "before": one.before,
-            "after": one.after,
-            "labels": [*map(short_count, (one.before, one.after))],
-        }
-        for stage, one in chart.items()
-    ]
+def _bar(stage: str, cost: Change) -> dict[str, Any]:
+    labels = [short_count(cost.before), short_count(cost.after)]
+    return {"name": stage, "before": cost.before, "after": cost.after, "labels": labels}
 
 
 def _plain(value: Any) -> Any:

@@ -18,8 +18,7 @@ from ..layers.interpolation import position_limits
 from ..options import FigureName
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport
-from .page import page
-from .pictures import Pictures, pictures_of_model
+from .page import Pictures, page, pictures_of_model
 from .stages import cost_charts
 
 if TYPE_CHECKING:
@@ -107,10 +106,7 @@ def _extent(size: tuple[int, ...]) -> tuple[float, float, float, float]:
 
 
 def _kernels(pictures: Pictures) -> "Figure":
-    """The first layer of each positions tensor: its kernels with the most energy.
-
-    Elements are dots; filled ones are positive.
-    """
+    """Kernels of the first layer of each positions tensor; elements are dots, filled where they are positive."""
     first = [picture.row.layers[0] for picture in pictures.positions][:MOST_PANELS]
     layers = {layer.name: layer for layer in pictures.kernels}
     figure = new_figure(1.15 * KERNELS, 1.3 * len(first))

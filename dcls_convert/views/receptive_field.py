@@ -99,14 +99,12 @@ def field_pictures(
 def _before(
     source: ModelSource, plan: ConversionPlan, state: Mapping[str, Tensor], weights: Path | None
 ) -> tuple[str, nn.Module] | None:
-    """What the unconverted network is, and the network: with the weights of the file, or its random ones.
-
-    The checkpoint was converted from random weights if all tensors that conversion leaves alone are equal.
-    """
+    """What the unconverted network is, and the network: with the weights of the file, or the random ones of before."""
     model = build_model(source, seed=SEED, trust_code=True)
     if weights is not None:
         load_weights_(model, with_names_of(model, read_weights(weights)), f"original {weights}")
         return f"{plan.model}, with the weights of {weights.name}", model.float().eval()
+    # It was converted from random weights if all tensors that conversion leaves alone are equal.
     own, replaced = model.state_dict(), {f"{name}.weight" for layer in plan.layers for name in layer.names}
     kept = [name for name in own if name in state and name not in replaced]
     if not kept or not all(torch.equal(own[name], state[name]) for name in kept):
@@ -133,8 +131,7 @@ def _images(
 def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> Tensor:
     """Mean over images of |d sum of channels / d pixel|, summed over input channels: (rows, columns), in float64.
 
-    The gradient begins at the unit in the middle of the layer's output, at its last call. Images (channels, *spatial)
-    of one axis give one row; of three, the sum over the first. ModelError where there is no finite gradient.
+    Of the unit in the middle of the layer's last output. Images of one axis give one row; of three, a sum over one.
     """
     outputs: list[Tensor] = []
     gradients: list[Tensor] = []

@@ -1,33 +1,34 @@
-"""How a report looks: tables for the terminal and the model card, and what to say of them."""
+"""How a report looks: tables for the terminal and the model card, what to say of them, and what to do next."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ..checkpoints.save import training_code
 from ..depthwise.geometry import size_text
-from ..errors import printable, shown
+from ..errors import filled, printable, shown
+from ..options import EXACT
 from ..reports.report import Change, ConversionReport
 from ..tables import Column, Table, counted, indented, span
 from .counts import arrow, exact, in_one_unit, percent, short_arrow
 from .stages import COLUMNS, StageRow, stage_rows
 
+if TYPE_CHECKING:
+    from ..pipeline import Conversion, Job
+
 SMALL_ERROR = 1e-3  # of kernels; below, the outputs are the old ones as far as a user would ask
-MACS_SENTENCE = "every window cell is multiplied, empty or not."
 FOLDING_SENTENCE = (
-    "Folding the kernels into plain convolutions keeps the outputs and these MACs, saves the construction, and stores "
+    " Folding the kernels into plain convolutions keeps the outputs and these MACs, saves the construction, and stores "
     "window-sized kernels."
 )
-SHARED_SENTENCE = "* with the positions that the next layers of its tie group share"
 
 
 def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType:
-    """The report for a terminal of 80 columns or more: the verdict, and a row a stage.
-
-    Args:
-        verbose: From 1 on, a row a layer, sums, explanations, and by reason what is left alone; from 2 on by name, too.
-    """
+    """For a terminal of 80 columns or more; from `verbose=1` on a row a layer, from 2 on what is kept by name."""
     params, layers = report.params, StageRow(layers=report.layers)
     # Colours repeat what the numbers and words say.
     style = "bold" if not params.delta else "bold green" if params.delta < 0 else "bold yellow"
@@ -50,7 +51,8 @@ def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType
 
     rows = [StageRow(name=layer.name, layers=(layer,)) for layer in report.layers]
     parts.append(_costs_table([Column("Layer", lambda row: row.name), *COLUMNS[2:]], rows, layer_params))
-    parts += [Text(SHARED_SENTENCE, style="dim italic")] * any(layer.tie_group for layer in report.layers)
+    if any(layer.tie_group for layer in report.layers):
+        parts.append(Text("* with the positions that the next layers of its tie group share", style="dim italic"))
     parts += [Text(), _totals(report), Text(), *map(indented, _sentences(report))]
     if report.skipped:
         kinds = Counter((skip.type, skip.reason) for skip in report.skipped).most_common()
@@ -122,8 +124,8 @@ def _sentences(report: ConversionReport) -> list[str]:
         lines.append(f"MACs were not counted: {report.macs.note}.")
     else:
         held = (report.params.delta or 0) <= 0
-        rise = "MACs rise although parameters do not: " if held else "MACs rise with the window: "
-        lines.append(rise + MACS_SENTENCE + ("" if report.folded else f" {FOLDING_SENTENCE}"))
+        rise = f"MACs rise {'although parameters do not' if held else 'with the window'}"
+        lines.append(f"{rise}: every window cell is multiplied, empty or not.{FOLDING_SENTENCE * (not report.folded)}")
     return [printable(line) for line in [*lines, *outcome_sentences(report)]]
 
 
@@ -143,3 +145,32 @@ def outcome_sentences(report: ConversionReport) -> list[str]:
     if outcome.output_error is not None:
         parts.append(f"the outputs' relative error is {outcome.output_error:.3f}")
     return [kernels, f"Images held out of the calibration: {', and '.join(parts) or f'{outcome.images}'}."]
+
+
+def next_steps(job: "Job", done: "Conversion", output: Path) -> list[str | Text]:
+    """Lines for the terminal, below the report."""
+    code = filled(training_code(done.report.model), output).splitlines()
+    lines: list[str | Text] = ["", f"Wrote {output}, from {_start(job)}.", Text("Fine-tune it:\n", style="bold")]
+    lines += [f"    {line}" if line else "" for line in code]
+    outcome = done.report.outcome
+    if outcome:
+        lines += ["", *outcome_sentences(done.report)]
+    if done.moved is not None and not (outcome and outcome.images):
+        lines.append(f"Outputs for random images moved by {100 * done.moved:.2g} %.")
+    return lines
+
+
+def _start(job: "Job") -> str:
+    """What the new layers start from."""
+    if job.elements is not None:
+        return "the authors' elements and positions; it gives the outputs of their network"
+    if job.how == EXACT:
+        source = "the trained weights" if job.trained else f"random initialisation (seed {job.seed})"
+        return f"{source}; every old cell is an element at its place, so that the outputs are the old ones"
+    if not job.trained:
+        return f"random initialisation (seed {job.seed}), as in the paper; --pretrained or --checkpoint load weights"
+    if job.how == "random":
+        return "trained weights, but random elements in the new layers"
+    if job.how == "largest":
+        return "the trained kernels, reduced to their largest cells"
+    return f"the trained kernels, with elements fitted to {'what they give for images' if job.calibration else 'them'}"

@@ -14,8 +14,6 @@ from ..tables import Column, Table, counted, span, title
 if TYPE_CHECKING:
     from ..planning.plan import ConversionPlan
 
-OUTSIDE = "(no stage)"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRow:
@@ -62,7 +60,7 @@ def stage_rows(layers: Iterable[Any]) -> list[StageRow]:
     """Rows of the layers of a plan or report, in the layers' order."""
     stages: dict[str, list[Any]] = {}
     for layer in layers:
-        stages.setdefault(layer.stage or OUTSIDE, []).append(layer)
+        stages.setdefault(layer.stage or "(no stage)", []).append(layer)
     return [StageRow(name=name, layers=tuple(members)) for name, members in stages.items()]
 
 
@@ -82,7 +80,6 @@ COLUMNS: list[Column[StageRow]] = [
     Column("Kernel", lambda row: row.kernels, left=True),
     Column("Count", lambda row: row.counts),
 ]
-TIES: Column[StageRow] = Column("Tie groups", lambda row: len({layer.tie_group for layer in row.layers} - {None}))
 
 
 def plan_view(plan: "ConversionPlan") -> RenderableType:
@@ -91,4 +88,5 @@ def plan_view(plan: "ConversionPlan") -> RenderableType:
     head = title(f"{counted(len(plan.layers), 'layer')} of {plan.model or 'the model'}{', folded' * plan.folded}")
     lines = [f"Budget ({plan.scope}): {used:,} of {limit:,} parameters used."]
     lines += [f"{counted(len(plan.skipped), 'convolution')} kept."] * bool(plan.skipped)
-    return Group(head, Text(), Table([*COLUMNS, TIES], stage_rows(plan.layers)), Text(), *map(Text, lines))
+    ties: Column[StageRow] = Column("Tie groups", lambda row: len({layer.tie_group for layer in row.layers} - {None}))
+    return Group(head, Text(), Table([*COLUMNS, ties], stage_rows(plan.layers)), Text(), *map(Text, lines))

@@ -18,7 +18,6 @@ from ..reports.report import Change
 from ..tables import Column, Table, counted, span
 from .counts import short_arrow, short_count
 
-SURVEY_FORMAT = 1
 MOST_KINDS = 4  # of convolutions, named where nothing matches
 STYLES = {"planned": "", "nothing matches": "dim", "does not fit": "yellow", "failed": "red"}
 
@@ -54,7 +53,7 @@ def survey_json(
     rules = options.rules.source if isinstance(options.rules, RuleSet) else options.rules
     return write_json(
         {
-            "format": SURVEY_FORMAT,
+            "format": 1,
             "options": {"pattern": pattern, **asdict(options), "rules": rules, "input_size": input_size},
             "models": [adapter(ModelRow).dump_python(row, mode="json") for row in rows],
             "summary": {name.replace(" ", "_"): count for name, count in summary(rows).items()},

@@ -15,6 +15,7 @@ from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, measure_report, plan_conversion, predict_report
 from dcls_convert.views.report import report_markdown, report_view
+from dcls_convert.views.stages import stage_rows
 
 from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
 
@@ -45,12 +46,14 @@ def test_the_json_has_the_documented_keys_and_values():
 
 
 def test_rows_and_rest_sum_to_the_total():
-    data = report_of("convnext_tiny", dilated_size=17, scope="stage").to_dict()
-    rows = data["layers"]
-    for total, key in [("params", "params"), ("macs", "macs")]:
+    report = report_of("convnext_tiny", dilated_size=17, scope="stage")
+    data, stages = report.to_dict(), stage_rows(report.layers)
+    for unit in ("params", "macs"):
         for when in ("before", "after"):
-            assert sum(row[f"{key}_{when}"] for row in rows) + data[f"{key}_untouched"] == data[total][when]
-        assert data[total]["delta"] == data[total]["after"] - data[total]["before"]
+            replaced = sum(row[f"{unit}_{when}"] for row in data["layers"])
+            assert replaced == sum(getattr(getattr(stage, unit), when) for stage in stages)
+            assert replaced + data[f"{unit}_untouched"] == data[unit][when]
+        assert data[unit]["delta"] == data[unit]["after"] - data[unit]["before"]
     assert sum(unit["slack"] for unit in data["budget"]["units"]) == data["budget"]["slack"]
 
 
@@ -143,8 +146,6 @@ def test_missing_macs_are_said_and_not_made_up():
     assert "n/a" in report_markdown(report)
 
 
-# Predicted, and measured on the converted model.
-
 MODELS = {
     "net": (Net, IMAGE),
     "shared": (Shared, IMAGE),
@@ -168,14 +169,6 @@ def test_the_report_of_the_plan_is_that_of_the_converted_model(name, interpolati
     assert min(predicted.params_untouched, predicted.macs_untouched) >= 0
     assert all(row.macs_after > row.macs_before for row in predicted.layers)
     assert predicted.params.weights + predicted.params.positions == predicted.budget.used <= predicted.budget.limit
-
-
-def test_tied_positions_are_counted_in_the_first_layer_of_their_group():
-    report = predict_report(plan_of(Net()))
-    counted = {}
-    for row in report.layers:
-        counted.setdefault(row.tie_group or row.name, []).append(row.position_params > 0)
-    assert sorted(counted.values(), key=len) == [[True], [True], [True, False], [True, False]]
 
 
 def test_a_report_notices_a_model_that_is_not_what_was_planned():
