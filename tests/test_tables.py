@@ -4,7 +4,7 @@ import csv
 import io
 import re
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -30,6 +30,7 @@ def printed(table, width):
 
 
 @given(TEXTS, st.integers(0, 60))
+@example("路" * 40, 20)
 def test_what_is_shown_fits_and_keeps_both_ends(name, limit):
     text = shown(name, limit)
     assert text.isprintable()

@@ -179,7 +179,7 @@ def test_autocast(take, way):
 
 
 @every_way
-@pytest.mark.parametrize("shape", [(4, 20, 20), (2, 4, 20, 20)])
+@pytest.mark.parametrize("shape", [(4, 4, 20), (2, 4, 20, 20)])  # as many rows as channels, the one without a batch
 def test_maps_without_a_batch_and_dense_kernels_are_left_alone(take, way, shape):
     paddings, groups = take(way), 4 if len(shape) == 3 else 1
     arguments = torch.randn(shape), torch.randn(4, 4 // groups, 17, 17), None, (1, 1), (8, 8), (1, 1), groups
