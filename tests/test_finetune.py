@@ -44,6 +44,7 @@ def images(tmp_path):
     return tmp_path / "images"
 
 
+@pytest.mark.slow
 def test_a_folder_of_images(finetune, images, capsys):
     name, options = "test_efficientnet", ["--data", images, *SMALL]
     more = ["--repulsive", "1", "--aa", "rand-m3", "--lr", "0.003"]
@@ -102,6 +103,7 @@ def converted(model, folder, **options):
     return dcls_convert.save_converted(model, report.plan, folder)
 
 
+@pytest.mark.slow
 def test_a_converted_network_comes_closer_to_its_teacher(finetune, unlabelled, teacher, tmp_path, capsys):
     named, model = teacher
     folder = converted(model, tmp_path / "student", budget=40, init="random")
