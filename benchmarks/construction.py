@@ -182,7 +182,7 @@ def maker(implementation: str) -> Callable[[Case, str], Construct]:
 
 
 def ours(case: Case, device: str) -> Construct:
-    from dcls_convert.layers.interpolation import construct_kernel
+    from dcls_convert.layers.construction import construct_kernel
 
     def construct(weight: Any, positions: Any, sigma: Any = None) -> Any:
         interpolation = "bilinear" if sigma is None else "gaussian"

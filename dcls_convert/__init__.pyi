@@ -11,11 +11,11 @@ from .errors import PlanError as PlanError
 from .errors import RuleError as RuleError
 from .fitting.images import Calibration as Calibration
 from .fitting.images import calibrate as calibrate
+from .layers.construction import construct_kernel as construct_kernel
 from .layers.conv_classes import register_conv as register_conv
 from .layers.dcls_conv import DclsConv1d as DclsConv1d
 from .layers.dcls_conv import DclsConv2d as DclsConv2d
 from .layers.dcls_conv import DclsConv3d as DclsConv3d
-from .layers.interpolation import construct_kernel as construct_kernel
 from .networks.sites import find_convs as find_convs
 from .pipeline import convert_ as convert_
 from .pipeline import convert_from_authors_ as convert_from_authors_

@@ -14,9 +14,10 @@ from torch import Tensor, fx, nn
 from ..depthwise.choice import conv2d
 from ..depthwise.geometry import DYNAMIC_SAME, Padding, check_window, extent, grown_padding, is_uneven, padded_cells
 from .bilinear import per_axis
+from .construction import construct_kernel
 from .conv_classes import PLAIN, Conv, ConvForm, find_form, padding_of, why_not_replaceable
 from .elements import POSITION_STD, largest_elements
-from .interpolation import construct_kernel, find_interpolation, learnt_axes, position_limits
+from .interpolation import find_interpolation, learnt_axes, position_limits
 from .ties import Tied
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
@@ -131,9 +132,12 @@ class DclsConvNd(Tied):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound, generator=generator)
         nn.init.normal_(self.positions, 0.0, POSITION_STD, generator=generator)
+        self._reset_sigma_()
+        self.clamp_positions_()
+
+    def _reset_sigma_(self) -> None:
         if self.sigma is not None:
             nn.init.constant_(self.sigma, cast(float, find_interpolation(self.interpolation).initial_sigma))
-        self.clamp_positions_()
 
     def kernel(self) -> Tensor:
         """The constructed kernel, (O, I, *dilated_kernel_size), differentiable in weight, positions and sigma."""
@@ -246,8 +250,7 @@ class DclsConvNd(Tied):
             if (layer.dilated_kernel_size[axis], 1) != (conv.kernel_size[axis], conv.dilation[axis]):
                 raise ValueError(f"dense axis {axis} must keep its size {conv.kernel_size[axis]}, undilated")
         layer.to_empty(device=conv.weight.device)
-        if layer.sigma is not None:
-            nn.init.constant_(layer.sigma, cast(float, find_interpolation(interpolation).initial_sigma))
+        layer._reset_sigma_()
         layer.bias = cast(nn.Parameter | None, conv.bias)
         layer.form = find_form(conv) or PLAIN
         for name in layer.form.parameters:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ..checkpoints.inspection import Inspection, PositionRow, position_sets
 from ..depthwise.geometry import extent, size_text
 from ..errors import CheckpointError
+from ..layers.construction import construct_kernel
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.interpolation import construct_kernel, learnt_axes
+from ..layers.interpolation import learnt_axes
 from ..layers.position_statistics import BORDER_MARGIN, bins
 from ..planning.plan import ConversionPlan, LayerPlan
 from ..tables import Column, Table, as_html, title
@@ -163,10 +164,10 @@ def layer_html(layer: DclsConvNd) -> str:
     if positions.is_meta or len(sides) > 2 or not bool(positions.isfinite().all()):
         return f"<div>{shown}</div>"
     heat = heat_map(positions, sides, 1)
-    height, width = heat.shape
+    (height, width), most = heat.shape, int(heat.max())
     squares = "".join(
         f'<rect x="{cell % width * CELL}" y="{cell // width * CELL}" width="{CELL}" height="{CELL}" '
-        f'fill="#1f77b4" fill-opacity="{count / int(heat.max()):.2f}"><title>{count:,}</title></rect>'
+        f'fill="#1f77b4" fill-opacity="{count / most:.2f}"><title>{count:,}</title></rect>'
         for cell, count in enumerate(heat.flatten().tolist())
     )
     size = f'width="{width * CELL}" height="{height * CELL}"'

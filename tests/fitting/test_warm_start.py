@@ -16,7 +16,8 @@ from dcls_convert.fitting.batches import lines_innermost
 from dcls_convert.fitting.boxes import box_of
 from dcls_convert.fitting.least_squares import _problem, _step
 from dcls_convert.fitting.warm_start import fit_elements
-from dcls_convert.layers.interpolation import construct_kernel, find_interpolation
+from dcls_convert.layers.construction import construct_kernel
+from dcls_convert.layers.interpolation import find_interpolation
 from dcls_convert.planning.rules import parse_rules
 
 CASES = {

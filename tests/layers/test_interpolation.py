@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcls_convert.fitting.boxes import box_of
+from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d
-from dcls_convert.layers.interpolation import INTERPOLATIONS, Interpolation, construct_kernel, spread_sum
+from dcls_convert.layers.interpolation import INTERPOLATIONS, Interpolation, spread_sum
 
 from ..depthwise.gpu_forms import FORMS, Watch, as_on_a_gpu
 from .common import FLOAT64_ATOL, close, every_interpolation, randn

@@ -10,8 +10,8 @@ from timm.layers import StdConv2d
 from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_report
+from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.layers.interpolation import construct_kernel
 from dcls_convert.layers.position_statistics import border_share
 from dcls_convert.planning.rules import parse_rules
 from dcls_convert.views.page import Pictures, pictures_of_model
