@@ -162,8 +162,8 @@ def _timing(
 ) -> tuple["TimingSettings", "torch.device"]:
     import torch
 
-    from ..compare.candidates import check_device
     from ..compare.sweep import TimingSettings
+    from ..compare.timing import check_device
 
     place = check_device(device or "cpu")
     on_cpu = place.type == "cpu"

@@ -3,9 +3,7 @@
 import contextlib
 import copy
 import itertools
-import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -13,22 +11,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..depthwise.choice import depthwise_way
-from ..depthwise.eager import is_channels_last
 from ..errors import CheckpointError, DclsConvertError, NothingMatchesError, PlanError, RuleError, one_line, shown
 from ..fitting.images import calibrate
-from ..layers.dcls_conv import DclsConvNd
-from ..networks.outputs import tensors_in
-from ..networks.running import run
 from ..options import AUTO, DEFAULT_BUDGET
 from ..pipeline import Job
 from ..planning.plan import ConversionPlan, taken_from
 from ..reports.report import predict_report
-from ..surgery.start import apply_plan_
-from .sweep import Asked, Size, Sweep, SweepRow, Timing, TimingSettings, choose, with_dominated
+from .sweep import Asked, Size, Sweep, SweepRow, TimingSettings, choose, with_dominated
+from .timing import Clock, converted_copy, summary
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 100
-CALLS_ON_GPU = 5  # a measured run on a GPU is their mean, since the end of the last alone is waited for
 
 
 @dataclass(slots=True)
@@ -179,97 +171,3 @@ def _state_bytes(model: nn.Module) -> int:
     """Bytes of a model's state dict, a shared tensor once."""
     tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def check_device(name: str) -> torch.device:
-    """The device of this name; DclsConvertError where nothing can be timed on it."""
-    try:
-        device = torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise DclsConvertError(f"device {shown(name)}: torch cannot use it here") from error
-    if device.type == "meta":
-        raise DclsConvertError("device meta computes nothing")
-    return device
-
-
-def converted_copy(model: nn.Module, plan: ConversionPlan) -> nn.Module:
-    """With random elements; what is not converted is the model's own, so that memory holds little more than one."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    converted = copy.deepcopy(model, shared)
-    apply_plan_(converted, plan, init="random")
-    return converted
-
-
-def summary(runs: Sequence[float]) -> Timing:
-    """Quartiles, by linear interpolation."""
-    low, middle, high = statistics.quantiles(runs, n=4, method="inclusive") if len(runs) > 1 else [runs[0]] * 3
-    return Timing(median=middle, first_quartile=low, third_quartile=high, runs=len(runs))
-
-
-class Clock:
-    """Measures models on the same images."""
-
-    def __init__(self, input_size: Sequence[int], settings: TimingSettings, device: torch.device) -> None:
-        images = torch.randn(settings.batch, *input_size, generator=torch.Generator().manual_seed(0))
-        self.images, self.device, self.amp = images.to(device), device, settings.amp
-        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.amp)
-
-    def measure(self, model: nn.Module) -> tuple[float, float]:
-        """A forward pass and a training step, whose learning rate is 0: it changes running statistics alone."""
-
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            with self.autocast:
-                outputs = tensors_in(run(model, self.images))
-                loss = sum(output.float().square().mean() for output in outputs if output.requires_grad)
-            torch.autograd.backward(torch.as_tensor(loss))
-            optimizer.step()
-
-        try:
-            forward_ms = self._milliseconds(lambda: self._forward(model.eval()))
-            optimizer = torch.optim.SGD(model.train().parameters(), lr=0.0)
-            return forward_ms, self._milliseconds(step)
-        finally:
-            model.zero_grad(set_to_none=True)
-
-    def ways(self, model: nn.Module) -> Counter[str]:
-        """Of `depthwise_way`: how many converted layers go each of them in a forward pass."""
-        ways = dict[Any, str]()
-
-        def watch(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            ways.setdefault(layer, self._way(layer, inputs[0]))
-
-        hooks = [part.register_forward_hook(watch) for part in model.modules() if isinstance(part, DclsConvNd)]
-        try:
-            self._forward(model.eval())
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return Counter(ways.values())
-
-    @torch.no_grad()
-    def _forward(self, model: nn.Module) -> None:
-        with self.autocast:
-            run(model, self.images)
-
-    def _milliseconds(self, call: Callable[[], object]) -> float:
-        calls = CALLS_ON_GPU if self.device.type != "cpu" else 1
-        self._wait()
-        begun = time.perf_counter()
-        for _ in range(calls):
-            call()
-        self._wait()
-        return 1e3 * (time.perf_counter() - begun) / calls
-
-    def _wait(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-
-    def _way(self, layer: Any, input: Tensor) -> str:
-        if layer.dims != 2 or input.dim() != 4:
-            return "torch"
-        input, padding = layer.padded_and_left(input)
-        dtype = torch.bfloat16 if self.amp else input.dtype
-        size = (layer.out_channels, layer.in_channels // layer.groups, *layer.dilated_kernel_size)
-        geometry = (size, layer.stride, padding, layer.dilation, layer.groups)
-        return depthwise_way(self.device, dtype, is_channels_last(input), tuple(input.shape), *geometry)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dcls_convert import convert_, fold_to_dense_
-from dcls_convert.compare.candidates import Clock
+from dcls_convert.compare.timing import Clock
 from dcls_convert.pipeline import Job
 
 from ..command_line import NET, net, run

@@ -4,9 +4,9 @@ import timm
 import torch
 
 from dcls_convert import find_convs, plan_conversion
-from dcls_convert.compare import candidates
-from dcls_convert.compare.candidates import Clock, converted_copy, summary
+from dcls_convert.compare import timing
 from dcls_convert.compare.sweep import Timing, TimingSettings
+from dcls_convert.compare.timing import Clock, converted_copy, summary
 from dcls_convert.depthwise import choice as depthwise
 from dcls_convert.depthwise.choice import depthwise_way
 from dcls_convert.layers.dcls_conv import DclsConvNd
@@ -50,7 +50,7 @@ def test_the_ways_named_are_those_that_the_convolutions_ask_for(monkeypatch):
         return way
 
     monkeypatch.setattr(depthwise, "depthwise_way", spy("layers"))
-    monkeypatch.setattr(candidates, "depthwise_way", spy("sweeps"))
+    monkeypatch.setattr(timing, "depthwise_way", spy("sweeps"))
     model = timm.create_model("test_efficientnet").eval()
     for amp in (False, True):
         converted, clock, _ = converted_and_clock(model, (3, 32, 32), amp=amp)
