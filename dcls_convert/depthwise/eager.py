@@ -14,7 +14,7 @@ _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
 def is_eager(*tensors: Tensor) -> bool:
-    """Not while a graph is traced, under torch.func's transforms, for dual tensors, and for subclasses of Tensor."""
+    """Whether operations run at once: no graph is traced, no torch.func; no dual tensors, no subclasses of Tensor."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
     unpack: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from ..errors import PlanError, one_line
 from ..layers.conv_classes import AnyConv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
 from .stages import OutputStride, find_stages, output_stride
-from .tracing import Trace, trace
+from .tracing import Calls, Trace, trace
 
 IMAGE_CHANNELS = 3  # where no input size is known
 
@@ -122,8 +122,8 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
     strides: dict[str, OutputStride] = {}  # of each convolution whose output has all of the image's axes
     image = traced.input_size[1:] if traced else ()
-    for name, calls in traced.calls.items() if traced else ():
-        if len(sides := calls.sizes[0]) == len(image) and min(sides) > 0:
+    for name, own in traced.calls.items() if traced else ():
+        if len(sides := own.sizes[0]) == len(image) and min(sides) > 0:
             strides[name] = output_stride(image, sides)
     stages_from, stage_of, in_stem = find_stages(model, strides, spatial)
     holders: dict[int, list[str]] = {}  # id of a parameter -> the modules that hold it
@@ -137,8 +137,11 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         if reason is None and len(sharing := holders[id(conv.weight)]) > 1:
             reason = f"its weight is shared with {' and '.join(sharing)}"
         if reason is None:
-            site = _site(conv, names, traced, size[0] if size else IMAGE_CHANNELS, first=not sites)
-            sites.append(replace(site, stage=stage_of(site.name), stem=site.stem or in_stem(site.name)))
+            calls = traced.calls.get(names[0]) if traced else None
+            takes_image = calls.takes_image if calls else traced is None and not sites
+            stem = in_stem(names[0]) or (takes_image and conv.in_channels == (size[0] if size else IMAGE_CHANNELS))
+            never = 0 if traced else None  # output positions of what is not called
+            sites.append(_site(conv, names, calls, never, stage=stage_of(names[0]), stem=stem))
         else:
             skipped.append(Skipped(name=names[0], type=type(conv).__name__, reason=reason))
     return ModelConvs(
@@ -153,9 +156,9 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     )
 
 
-def _site(conv: AnyConv, names: Sequence[str], traced: Trace | None, image_channels: int, *, first: bool) -> ConvSite:
-    calls = traced.calls.get(names[0]) if traced else None
-    takes_image = calls.takes_image if calls else traced is None and first
+def _site(
+    conv: AnyConv, names: Sequence[str], calls: Calls | None, never: int | None, *, stage: str | None, stem: bool
+) -> ConvSite:
     depthwise = conv.groups == conv.in_channels and conv.groups > 1
     own: dict[str, Any] = {name: tuple(getattr(conv, name)) for name in ("kernel_size", "stride", "dilation")}
     own |= {name: getattr(conv, name) for name in ("in_channels", "out_channels", "groups", "padding_mode")}
@@ -164,13 +167,13 @@ def _site(conv: AnyConv, names: Sequence[str], traced: Trace | None, image_chann
         names=tuple(names),
         type=type(conv).__name__,
         kind="depthwise" if depthwise else "grouped" if conv.groups > 1 else "dense",
-        stage=None,
-        stem=takes_image and conv.in_channels == image_channels,
+        stage=stage,
+        stem=stem,
         padding=padding_of(conv),
         bias=conv.bias is not None,
         output_size=calls.sizes[0] if calls else None,
         input_extent=calls.input_extent if calls else None,
-        output_positions=calls.output_positions if calls else 0 if traced else None,  # 0: never called
+        output_positions=calls.output_positions if calls else never,
     )
 
 

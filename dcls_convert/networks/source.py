@@ -167,11 +167,11 @@ def build_model(
         if not isinstance(config.get("architecture"), str):
             raise ModelError(f"{source.name}: {path} names no architecture; it is not a config of timm")
     with seeded(seed), warnings.catch_warnings(action="ignore"):
-        for everything in (
-            (torch.device("meta"), contextlib.nullcontext()) if device == "meta" and not pretrained else ()
-        ):
+        # All on meta; or where the factory calculates with tensors, the weights alone.
+        ways = (torch.device("meta"), contextlib.nullcontext()) if device == "meta" and not pretrained else ()
+        for way in ways:
             try:
-                with everything, _MetaWeights():
+                with way, _MetaWeights():
                     return _build(source, pretrained=False)
             except _EndlessError:
                 raise

@@ -141,14 +141,18 @@ def _outputs(model: nn.Module, image: Tensor) -> object:
                 raise ValueError(f"what a {type(model).__name__} computes depends on how many regions it finds")
             if base.__name__ in ONE_STAGE_DETECTORS:
                 # Up to the end of its head: the rest, without MACs, sorts boxes by their values.
-                with model.get_submodule("head").register_forward_hook(_stop), contextlib.suppress(StopIteration):
+                with model.get_submodule("head").register_forward_hook(_stop), contextlib.suppress(_HeadIsDone):
                     model([image[0]])
                 return None
     return model(image)
 
 
+class _HeadIsDone(Exception):
+    """Not an error: nothing behind the head is looked at."""
+
+
 def _stop(*_: object) -> None:
-    raise StopIteration
+    raise _HeadIsDone
 
 
 def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
