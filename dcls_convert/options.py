@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
 Interpolation = Literal["bilinear", "triangle", "gaussian"]
-Scope = Literal["model", "stage", "layer", "error"]
+Scope = Literal["auto", "model", "stage", "layer", "error"]
 Tie = Literal["stage", "none"]
 Init = Literal["auto", "random", "largest", "fit", "exact"]
 Positions = Literal["normal", "uniform"]
@@ -23,7 +23,9 @@ INITS: tuple[str, ...] = get_args(Init)
 POSITIONS: tuple[str, ...] = get_args(Positions)
 
 AUTO = "auto"
-ERROR = "error"  # the scope by which each tie group gets as many elements as its kernels need; for trained kernels
+ERROR: Scope = (
+    "error"  # the scope by which each tie group gets as many elements as its kernels need; for trained kernels
+)
 EXACT = "exact"  # as many elements as the old kernel has cells, at their places: the same function
 MOST_SIDE = 9_999  # cells or pixels, four digits; a larger kernel or image is a typing mistake
 MOST_PIXELS = 2048 * 2048  # or voxels, of an image on which outputs are compared
@@ -38,7 +40,7 @@ class PlanOptions:
     dilated_size: int | tuple[int, ...] | None = None  # cells; None leaves it to the rules
     kernel_count: Any = AUTO  # "auto", "exact", an integer, or planning.plan.LayerCounts
     rules: Any = AUTO  # "auto", a name, a file, or a planning.rules.RuleSet
-    scope: Scope = "model"  # what one count is solved for
+    scope: Scope = "auto"  # what one count is solved for; "error" with images, else "model"
     tie: Tie = "stage"  # which layers share their positions
     budget: float = DEFAULT_BUDGET  # percent of the replaced weights
     interpolation: Interpolation | None = None  # for rules that state none; bilinear without it

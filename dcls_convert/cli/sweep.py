@@ -11,7 +11,7 @@ import typer
 
 from ..errors import PlanError, shown
 from ..files import check_picture
-from ..options import MOST_COUNT, MOST_SIDE, SCOPES, PlanOptions
+from ..options import AUTO, MOST_COUNT, MOST_SIDE, PlanOptions
 from ..output import check_output, new_file, not_a_file
 from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
 from . import console
@@ -114,7 +114,7 @@ def sweep(
 
     A row each; the last line is the command of the row to take.
     """
-    rows, scoped = len(sizes) * len(counts or budgets or [None]), network.options.scope != SCOPES[0]
+    rows, scoped = len(sizes) * len(counts or budgets or [None]), network.options.scope != AUTO
     untrained = network.calibrate is not None and not network.trained
     idle = {"--device": device, "--batch-size": batch_size, "--amp": amp, "--seconds": seconds}
     refuse(

@@ -1,5 +1,6 @@
 """Scope "error": how many elements each tie group gets, so that the summed error of all layers is the least."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from ..errors import PlanError
 from ..networks.running import reproducible
 from ..networks.sites import ModelConvs
-from ..options import ERROR, SCOPES, PlanOptions
+from ..options import AUTO, ERROR, PlanOptions
 from ..planning.plan import LayerCounts
 from ..planning.planner import make_plan
+from ..planning.rules import parse_rules
 from ..progress import Notify
-from .calibrate import seen_by_layers
+from .calibrate import Seen, look
 from .groups import LayerGroup, make_layers
 from .images import Calibration
 from .warm_start import fit_elements, relative_errors
@@ -23,6 +25,7 @@ from .warm_start import fit_elements, relative_errors
 MOST_UNITS = 1 << 21  # of parameters; a larger budget is counted in coarser ones
 FIRST_LOOKS = 6  # counts at which the error of a group is measured first
 ALL_LOOKED_AT = 9  # up to so many counts, all are measured
+MOST_LINES = 128  # of a group, by which its errors are measured
 
 
 @reproducible()
@@ -34,26 +37,33 @@ def counts_by_error(
     seed: int,
     calibration: Calibration | None,
     notify: Notify,
-) -> LayerCounts:
+) -> tuple[LayerCounts, Seen | None]:
     """The counts by which the layers' relative errors have the least sum, within the budget of the whole model.
 
-    With images, errors of outputs count instead of those of kernels. PlanError: the model has no values.
+    With images, errors of outputs count instead of those of kernels; what the model has seen in them comes with the
+    counts. Counts that rules state stay. PlanError: the model has no values.
     """
-    plans = [make_plan(convs, replace(options, scope=scope)) for scope in SCOPES if scope != ERROR]
+    plans = [make_plan(convs, replace(options, scope="model"))]  # whatever it refuses, has no counts
+    for scope in ("stage", "layer"):
+        with contextlib.suppress(PlanError):  # a unit too small for one element: no candidate
+            plans.append(make_plan(convs, replace(options, scope=scope)))
     groups = make_layers(model, plans[0])
     if any(conv.weight.is_meta for group in groups for conv in group.convs):
         raise PlanError(f"scope {ERROR!r} measures what the kernels lose, and the model is on the meta device")
-    seen: Sequence[Tensor | None] = [None] * len(groups)
-    if calibration is not None:
-        seen = seen_by_layers(model, groups, calibration, notify)
+    seen = None if calibration is None else look(model, groups, calibration, notify)
     count_of = [{layer.name: layer.kernel_count for layer in plan.layers} for plan in plans]
-    shares = []
-    for number, (group, roots) in enumerate(zip(groups, seen, strict=True)):
-        notify(f"measuring errors of {group.title}, {number + 1} of {len(groups)}", number, len(groups))
+    limit, shares, counts = sum(unit.limit for unit in plans[0].budget), [], dict(count_of[0])
+    rules = parse_rules(plans[0].rules_text)
+    stated = {rules.label(index) for index, rule in enumerate(rules.rules) if rule.kernel_count not in (None, AUTO)}
+    free = [group for group in groups if group.plans[0].rule not in stated]
+    for number, group in enumerate(free):
+        notify(f"measuring errors of {group.title}, {number + 1} of {len(free)}", number, len(free))
+        roots = None if seen is None else seen.roots(group)
         shares.append(_share(group, {counts[group.plans[0].name] for counts in count_of}, roots, seed))
-    chosen = least_error(shares, sum(unit.limit for unit in plans[0].budget))
-    counts = {layer.name: count for group, count in zip(groups, chosen, strict=True) for layer in group.plans}
-    return LayerCounts(source=f"scope {ERROR}", counts=counts)
+    limit -= sum(_cost(group) * group.plans[0].kernel_count for group in groups if group not in free)
+    for group, count in zip(free, least_error(shares, limit), strict=True):
+        counts |= {layer.name: count for layer in group.plans}
+    return LayerCounts(source=f"scope {ERROR}", counts=counts, solved=True), seen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,14 +77,35 @@ class Share:
 
 
 def _share(group: LayerGroup, tried: set[int], roots: Tensor | None, seed: int) -> Share:
-    first, kernels, box = group.plans[0], group.effective_kernels(), group.box
+    first, box = group.plans[0], group.box
+    kernels, roots = some_lines(group.effective_kernels(), roots, first.groups)
 
     def error(count: int) -> float:
-        elements = fit_elements(kernels, box, kernel_count=count, roots=roots, seed=seed)
+        elements = fit_elements(kernels, box, kernel_count=count, roots=roots, seed=seed, starts=1)
         return sum(relative_errors(kernels, *elements, box, roots=roots))
 
-    cost, most = first.lines * (len(group.plans) + first.coordinates), first.dense_weights // first.lines
-    return Share(cost=cost, most=max(most, *tried), tried=tried, error=error)
+    most = first.dense_weights // first.lines
+    return Share(cost=_cost(group), most=max(most, *tried), tried=tried, error=error)
+
+
+def _cost(group: LayerGroup) -> int:
+    """Parameters of one more element, in all layers."""
+    return group.plans[0].lines * (len(group.plans) + group.plans[0].coordinates)
+
+
+def some_lines(kernels: Sequence[Tensor], roots: Tensor | None, groups: int) -> tuple[list[Tensor], Tensor | None]:
+    """Kernels (O, I, *K) of every n-th channel, and the roots (groups * I, S, S) of these; MOST_LINES, or a few more.
+
+    Outputs of a group are left out first, then inputs, then groups, so that as many of the latter as may be are seen.
+    """
+    grouped = [torch.unflatten(kernel, 0, (groups, -1)) for kernel in kernels]
+    left, nth = math.prod(grouped[0].shape[:3]), [1, 1, 1]
+    for axis in (1, 2, 0):
+        nth[axis] = max(1, min(grouped[0].shape[axis], left // MOST_LINES))
+        left //= nth[axis]
+    every = [slice(None, None, step) for step in nth]
+    some = [kernel[every[0], every[1], every[2]].flatten(0, 1) for kernel in grouped]
+    return some, None if roots is None else torch.unflatten(roots, 0, (groups, -1))[every[0], every[2]].flatten(0, 1)
 
 
 def least_error(shares: Sequence[Share], limit: int) -> list[int]:

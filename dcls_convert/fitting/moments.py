@@ -7,8 +7,10 @@ Axes: G groups, Q output channels of a group, R lines that an output channel sum
 of the dense axes), S cells of the box in which a line is fitted, P places, E elements. There are N = G * Q * R lines.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,70 +29,102 @@ FLOATS_AT_ONCE = 1 << 20  # of patches; larger tensors would cost as much to get
 LEAST_PARTS = 16  # of a layer's groups, for as many processors
 ROWS_AT_ONCE = 256  # of the product of one large matrix
 
-# What some groups see of an image: a view of its patches, their shape (G, R * S, P) with -1 for G, and the wanted
-# outputs (G * Q, P).
-Part = tuple[Tensor, tuple[int, int, int], Tensor | None]
+PLACES = 128  # of an image, about; neighbours say much the same
+SHIFT = 7  # places by which the first one along a further axis moves more from image to image
+
+# What some groups see: of each image a view of its patches, with the axes (*groups, *patch, *output), and of the
+# outputs that are wanted there, (groups, Q, *output).
+Part = tuple[list[Tensor], list[Tensor]]
 
 
 class Moments:
-    """Means and covariances of a layer's patches, and of the outputs that are wanted there; in float64.
+    """Means and covariances of a layer's patches, and of the outputs that are wanted there.
 
     The lines that one output channel sums are seen together (joint), as G groups; else each line is a group of its own.
+    Products are summed as the images are, in float32 at least, and the sums of batches in float64.
     """
 
     def __init__(self, layer: DclsConvNd, box: Box, *, joint: bool) -> None:
-        self.layer, self.box = layer, box
-        self.rows = layer.in_channels * math.prod(layer.kernel_size[axis] for axis in layer.dense_axes)
-        self.groups = layer.groups if joint else self.rows
-        self.places = 0
-        self.sums: list[Tensor] = []  # of x (G, R * S), x x', and with wanted outputs y (G, Q), x y' and y^2
+        self.layer, self.box, self.joint = layer, box, joint
+        lines = layer.in_channels * math.prod(layer.kernel_size[axis] for axis in layer.dense_axes)
+        self.groups = layer.groups if joint else lines
+        self.length = lines * math.prod(box.sides) // self.groups  # R * S
+        self.images = 0
+        self.sums: Tensor | None = None  # of z z', (G, R * S + Q + 1, same): z is a patch, its wanted outputs, and 1
 
     def add(self, input: Tensor, wanted: Tensor | None = None) -> None:
         """Add what the layer sees in a batch, (N, in_channels, *spatial), and the outputs that are wanted there."""
         if input.dim() < self.layer.dims + 2:  # one image without the axis of a batch
             input, wanted = input.unsqueeze(0), None if wanted is None else wanted.unsqueeze(0)
-        for index, image in enumerate(self.layer.padded(input.detach())):
-            parts = self.parts(image, None if wanted is None else wanted[index].detach())
-            sums = [torch.cat(part) for part in zip(*in_parallel(_sums, parts, image.device), strict=True)]
-            self.sums = [old.add_(new) for old, new in zip(self.sums, sums, strict=True)] if self.sums else sums
-            self.places += parts[0][1][-1]
+        parts = self.parts(self.layer.padded(input.detach()), None if wanted is None else wanted.detach())
+        sums = torch.cat(in_parallel(lambda part: _products(self.rows(part)), parts, input.device))
+        self.sums = sums if self.sums is None else self.sums.add_(sums)
 
-    def parts(self, image: Tensor, wanted: Tensor | None = None) -> list[Part]:
-        """All groups of a padded image, some at a time; which ones depends on no number of threads, so no sum does."""
+    def parts(self, images: Tensor, wanted: Tensor | None = None) -> list[Part]:
+        """All groups in padded images, some at a time; which ones depends on no number of threads, so no sum does.
+
+        Of each image, some hundred places alone: every n-th along each axis, from another first one in each image.
+        """
         layer, dims = self.layer, self.layer.dims
-        patches = image
+        patches = images
         for axis in range(dims):
-            patches = patches.unfold(1 + axis, layer.kernel_size[axis], layer.stride[axis])
-        places = math.prod(patches.shape[1 : 1 + dims])
+            patches = patches.unfold(2 + axis, layer.kernel_size[axis], layer.stride[axis])
+
+        nth = max(1, round((math.prod(patches.shape[2 : 2 + dims]) / PLACES) ** (1 / dims)))
         for axis, first, side in zip(self.box.axes, self.box.origin, self.box.sides, strict=True):
-            patches = patches.narrow(1 + dims + axis, first + layer.kernel_size[axis] // 2, side)
-        window = [1 + dims + axis for axis in (*layer.dense_axes, *self.box.axes)]
-        patches = patches.permute(0, *window, *range(1, 1 + dims))  # (in_channels, *dense axes, *box, *output)
-        channels = max(1, layer.in_channels // self.groups)  # of the smallest part
-        most = -(-layer.in_channels // (channels * LEAST_PARTS))
-        step = channels * max(1, min(most, FLOATS_AT_ONCE // max(1, channels * patches[0].numel())))
-        shape = (-1, self.rows * math.prod(self.box.sides) // self.groups, places)
-        parts: list[Part] = []
-        for first in range(0, layer.in_channels, step):
-            outputs = slice(*(end * layer.out_channels // layer.in_channels for end in (first, first + step)))
-            own = None if wanted is None else wanted[outputs].flatten(1)
-            parts.append((patches[first : first + step], shape, own))
-        return parts
+            patches = patches.narrow(2 + dims + axis, first + layer.kernel_size[axis] // 2, side)
+        window = [2 + dims + axis for axis in (*layer.dense_axes, *self.box.axes)]
+        patches = patches.permute(0, 1, *window, *range(2, 2 + dims))  # (N, in_channels, *dense axes, *box, *output)
+        channels = layer.in_channels // layer.groups if self.joint else 1  # of a group
+        if self.joint:
+            patches = torch.unflatten(patches, 1, (-1, channels))
+        if wanted is not None:
+            wanted = torch.unflatten(wanted, 1, (self.groups, -1))
+        seen, targets = [], []
+        for image in range(len(patches)):
+            firsts = ((self.images + image) * SHIFT**axis % nth for axis in range(dims))
+            some: Any = (..., *(slice(first, None, nth) for first in firsts))
+            seen.append(patches[image][some])
+            targets += [] if wanted is None else [wanted[image][some]]
+        self.images += len(patches)
+        most = -(-len(seen[0]) // LEAST_PARTS)
+        step = max(1, min(most, FLOATS_AT_ONCE * len(seen[0]) // sum(image.numel() for image in seen)))
+        some_groups = [slice(first, first + step) for first in range(0, len(seen[0]), step)]
+        return [([image[some] for image in seen], [target[some] for target in targets]) for some in some_groups]
+
+    def rows(self, part: Part) -> Tensor:
+        """What the products are of: (groups, R * S + Q + 1, P)."""
+        (seen, wanted), dims = part, self.layer.dims
+        axes = 1 if self.joint else 1 + len(self.layer.dense_axes)
+        groups, outputs = math.prod(seen[0].shape[:axes]), wanted[0].shape[1] if wanted else 0
+        places = [math.prod(image.shape[-dims:]) for image in seen]
+        dtype = torch.promote_types(seen[0].dtype, torch.float32)
+        rows = seen[0].new_ones(groups, self.length + outputs + 1, sum(places), dtype=dtype)
+        for image, target, own in itertools.zip_longest(seen, wanted, torch.split(rows, places, dim=2)):
+            own = own.view(*own.shape[:2], *image.shape[-dims:])
+            own[:, : self.length].view(image.shape).copy_(image)
+            if outputs:
+                own[:, self.length : -1].copy_(target)
+        return rows
 
     def check(self, name: str) -> None:
         """Refuse values that are not finite, by the layer's name."""
-        if not all(bool(part.isfinite().all()) for part in self.sums):
+        if self.sums is not None and not bool(self.sums.isfinite().all()):
             raise DclsConvertError(f"calibration: {name} sees or gives values that are not finite (NaN or infinite)")
 
-    def covariance(self) -> Tensor:
-        """Of the patches, (G, R * S, R * S)."""
-        mean = self.sums[0] / self.places
-        return (self.sums[1] / self.places).baddbmm_(mean.unsqueeze(2), mean.unsqueeze(1), alpha=-1)
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Means (G, R * S + Q) and covariances of the patches and the wanted outputs behind them."""
+        assert self.sums is not None
+        products = self.sums / self.sums[0, -1, -1]  # the number of places
+        means = products[:, :-1, -1]
+        return means, torch.baddbmm(products[:, :-1, :-1], means.unsqueeze(2), means.unsqueeze(1), alpha=-1)
 
     def penalty(self, covariance: Tensor) -> Tensor:
         """(G, R * S): what is added to the covariance's diagonal, a share of the energy of each line's input."""
         cells = math.prod(self.box.sides)
-        energy = covariance.diagonal(dim1=1, dim2=2).reshape(self.groups, -1, cells).mean(-1)  # (G, R)
+        energy = (
+            covariance.diagonal(dim1=1, dim2=2)[:, : self.length].reshape(self.groups, -1, cells).mean(-1)
+        )  # (G, R)
         least = energy.mean() * LEAST_ENERGY + 1e-12
         return DAMPING * energy.maximum(least).repeat_interleave(cells, dim=1)
 
@@ -103,8 +137,8 @@ def shared_roots(moments: Sequence[Moments]) -> Tensor | None:
     """
     seen = []
     for alone in moments:
-        if alone.places:
-            covariance = alone.covariance()
+        if alone.sums is not None:
+            _, covariance = alone.statistics()
             covariance.diagonal(dim1=1, dim2=2).add_(alone.penalty(covariance))
             matrix = covariance.reshape(alone.layer.in_channels, -1, *covariance.shape[1:]).mean(1)
             seen.append(matrix / matrix.diagonal(dim1=1, dim2=2).mean())
@@ -114,16 +148,9 @@ def shared_roots(moments: Sequence[Moments]) -> Tensor | None:
     return torch.mul(vectors, values.clamp(min=0).sqrt().unsqueeze(-2)).float()
 
 
-def _sums(part: Part) -> list[Tensor]:
-    seen, shape, wanted = part
-    patches = seen.double().reshape(shape)
-    blocks = torch.split(patches, ROWS_AT_ONCE, dim=1) if len(patches) == 1 else [patches]
-    squares = in_parallel(lambda rows: rows @ patches.mT, blocks, patches.device)
-    sums = [patches.sum(-1), torch.cat(squares, dim=1)]
-    if wanted is None:
-        return sums
-    targets = wanted.double().reshape(len(patches), -1, shape[-1])
-    return [*sums, targets.sum(-1), targets @ patches.mT, targets.square().sum(-1)]
+def _products(rows: Tensor) -> Tensor:
+    blocks = torch.split(rows, ROWS_AT_ONCE, dim=1) if len(rows) == 1 else [rows]
+    return torch.cat(in_parallel(lambda some: (some @ rows.mT).double(), blocks, rows.device), dim=1)
 
 
 def best_weights(
@@ -136,23 +163,27 @@ def best_weights(
     energy, the kernel stays close to the old one (N, S).
     """
     places, old, start = places.double(), old.double(), start.double()
-    covariance = moments.covariance()
-    groups, length, _ = covariance.shape
-    mean_x, mean_y = moments.sums[0] / moments.places, moments.sums[2] / moments.places
-    cross = moments.sums[3] / moments.places - mean_y.unsqueeze(2) * mean_x.unsqueeze(1)  # (G, Q, R * S)
+    (means, everything), length = moments.statistics(), moments.length
+    covariance, cross = everything[:, :length, :length], everything[:, length:, :length]  # (G, Q, R * S)
     penalty = moments.penalty(covariance)
     footprint = moments.box.footprint(places)  # (N, E, S)
-    goal = cross + old.reshape(groups, -1, length) * penalty.unsqueeze(1)
+    goal = cross + old.reshape(moments.groups, -1, length) * penalty.unsqueeze(1)
     damped = covariance.diagonal_scatter(covariance.diagonal(dim1=1, dim2=2) + penalty, dim1=1, dim2=2)
     weights = start if fixed else _solved(damped, footprint, goal, start)
-    kernel = (weights.unsqueeze(1) @ footprint).reshape(groups, -1, length)
+    kernel = (weights.unsqueeze(1) @ footprint).reshape(goal.shape)
     variance = (kernel @ covariance * kernel).sum(-1)  # (G, Q)
-    wanted = (moments.sums[4] / moments.places - mean_y.square()).clamp(min=0)
+    wanted = everything.diagonal(dim1=1, dim2=2)[:, length:].clamp(min=0)
+    scale = torch.ones_like(variance) if fixed else scale_between(variance, wanted)
+    weights = weights * scale.flatten().repeat_interleave(len(weights) // scale.numel()).unsqueeze(1)
+    given = scale * (kernel @ means[:, :length].unsqueeze(2)).squeeze(2)
+    return weights, (means[:, length:] - given).flatten()
+
+
+def scale_between(variance: Tensor, wanted: Tensor) -> Tensor:
+    """By what outputs of these variances are to be multiplied for the wanted ones."""
     least = torch.finfo(torch.float32).eps * wanted.mean()
     scale = torch.where((wanted > least) & (variance > least), (wanted / variance.clamp(min=least)).sqrt(), 1.0)
-    scale = torch.ones_like(scale) if fixed else scale.clamp(1 / MOST_SCALE, MOST_SCALE)
-    weights = weights * scale.flatten().repeat_interleave(len(weights) // scale.numel()).unsqueeze(1)
-    return weights, (mean_y - scale * (kernel @ mean_x.unsqueeze(2)).squeeze(2)).flatten()
+    return scale.clamp(1 / MOST_SCALE, MOST_SCALE)
 
 
 def _solved(matrix: Tensor, footprint: Tensor, goal: Tensor, start: Tensor) -> Tensor:

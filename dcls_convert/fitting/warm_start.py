@@ -22,12 +22,19 @@ Metric = Callable[[Tensor], Tensor]  # indices of lines -> (lines, S, S), by whi
 
 
 def fit_elements(
-    kernels: Sequence[Tensor], box: Box, *, kernel_count: int, roots: Tensor | None = None, seed: int = 0
+    kernels: Sequence[Tensor],
+    box: Box,
+    *,
+    kernel_count: int,
+    roots: Tensor | None = None,
+    seed: int = 0,
+    starts: int = STARTS,
 ) -> tuple[list[Tensor], Tensor]:
     """Elements whose constructed kernels have the least squared distance to the old ones, summed over the group.
 
     Arguments and result as of `largest_elements`, than which no layer is farther. Positions stay where the old kernel
     was. With roots (in_channels, S, S), an error e of a line that sees that channel counts as the squares of e @ root.
+    The best of several starts is kept; fewer are quicker, and nearly as good.
     """
     largest, grid = box.largest(kernels, kernel_count)
     exact = kernel_count >= len(box.cells()) and find_interpolation(box.interpolation).exact_on_cells
@@ -47,9 +54,9 @@ def fit_elements(
         cells = fallback.places[chunk]
         bases = [cells] * (STARTS - 1) + [_merged_neighbours(lines[chunk], cells, box)]
         beside = noise[:, chunk.to(noise.device)].to(cells)
-        starts = [base + moved for base, moved in zip(bases, beside, strict=True)]
+        first = [base + moved for base, moved in zip(bases, beside, strict=True)][-starts:]
         seen = None if metric is None else metric(chunk)
-        fitted.places[chunk], fitted.weights[chunk] = fit_lines(lines[chunk], starts, box, roots=seen)
+        fitted.places[chunk], fitted.weights[chunk] = fit_lines(lines[chunk], first, box, roots=seen)
     best = _no_layer_worse(lines, fitted, fallback, box, metric, scale)
     positions = (best.places + lines.new_tensor(box.origin)).movedim(-1, 0).reshape(grid.shape).to(grid)
     weights = [

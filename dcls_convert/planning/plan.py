@@ -86,6 +86,7 @@ class LayerCounts:
 
     source: str  # "checkpoint weights.pth", for messages
     counts: Mapping[str, int]  # by the layer's name
+    solved: bool = False  # for these layers; else a tie group of the elements' makers had one count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

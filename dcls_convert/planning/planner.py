@@ -12,7 +12,7 @@ from ..depthwise.geometry import check_cells, check_window, grown_padding, padde
 from ..errors import NothingMatchesError, PlanError, RuleError, listed, one_line, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
-from ..options import AUTO, ERROR, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, Tie, takes_plan_options
+from ..options import AUTO, ERROR, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, Scope, Tie, takes_plan_options
 from .budget import UNSOLVED, parse_percent, solve_counts
 from .plan import ConversionPlan, LayerCounts, LayerPlan, named_owners, taken_from
 from .rules import AUTO_RULES, Rule, RuleSet, choose_rules, claim_sites, load_rules
@@ -36,8 +36,8 @@ def plan_conversion(
         kernel_count: Elements in a kernel for rules that state none. "auto" solves for the budget. "exact" takes as
             many as the old kernel has cells, whatever the budget; the layers can then start as the same function.
             `LayerCounts` gives the counts of existing elements; the layers to convert must be those it names.
-        scope: One count for the model, for each stage, or for each layer (a tie group counts as one layer). "error"
-            needs the model's kernels: only `convert_` and the command line plan with it.
+        scope: One count for the model (also "auto"), for each stage, or for each layer (a tie group counts as one
+            layer). "error" needs the model's kernels: only `convert_` and the command line plan with it.
         tie: "stage" shares positions among layers of one stage and shape, "none" gives every layer its own.
         budget: Percent of the replaced weights that new weights, positions and sigmas may use.
         interpolation: For rules that state none; bilinear without it.
@@ -62,6 +62,7 @@ def make_plan(
     elif options.scope == ERROR and options.kernel_count == AUTO:
         raise PlanError(f"scope {ERROR!r} measures what trained kernels lose; convert_ and dcls-convert MODEL can")
     _check_options(options)
+    scope: Scope = "model" if options.scope == AUTO else options.scope
     share = parse_percent(options.budget)
     try:
         arguments = dict(json.loads(json.dumps(model_args or {}, allow_nan=False)))  # tuples become lists
@@ -90,7 +91,7 @@ def make_plan(
     groups = _group_layers(drafts) if options.tie == "stage" else {}
     group_of = {draft.name: name for name, members in groups.items() for draft in members}
     tied = [replace(draft, tie_group=group_of.get(draft.name)) for draft in drafts]
-    layers, units = solve_counts(tied, options.scope, share)
+    layers, units = solve_counts(tied, scope, share)
     order = [site.name for site in convs.sites] + [skip.name for skip in convs.skipped]
     in_order = tuple(sorted(skipped, key=lambda skip: order.index(skip.name)))
     patterned = [rules.label(index) for index, rule in enumerate(rules.rules) if rule.stage_pattern]
@@ -101,7 +102,7 @@ def make_plan(
         model_args=arguments,
         rules=rules.source,
         rules_text=rules.text,
-        scope=options.scope,
+        scope=scope,
         tie=options.tie,
         share=share,
         layers=layers,
@@ -153,7 +154,8 @@ def _with_counts(
                 f"{known.source}: {draft.name} has {count_of[draft.name]} elements in a kernel, but {stated}"
             )
     # Layers that would be a tie group if their counts were the same.
-    alike = _group_layers([replace(draft, kernel_count=UNSOLVED) for draft in drafts]) if tie == "stage" else {}
+    shared = tie == "stage" and not known.solved
+    alike = _group_layers([replace(draft, kernel_count=UNSOLVED) for draft in drafts]) if shared else {}
     for group, (first, *others) in alike.items():
         for other in others:
             if count_of[other.name] != count_of[first.name]:

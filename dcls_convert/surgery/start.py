@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError, listed
-from ..fitting.calibrate import Offset, fit_to_outputs_
+from ..fitting.calibrate import Offset, Seen, fit_to_outputs_, look
 from ..fitting.groups import LayerGroup, make_layers
 from ..fitting.images import Calibration, Images, calibrate
 from ..fitting.warm_start import fit_elements, fit_seed
@@ -32,7 +32,7 @@ def apply_plan_(
     init: Init = "auto",
     positions: Positions = "normal",
     generator: torch.Generator | None = None,
-    calibration: Images | Calibration | None = None,
+    calibration: Images | Calibration | Seen | None = None,
     note: Notify = silent,
     notify: Notify = silent,
 ) -> dict[str, float]:
@@ -47,7 +47,7 @@ def apply_plan_(
             so that they stay distributed as the model initialises them.
         positions: As in `convert_`.
         generator: Source of all randomness; seeded with 0 without it.
-        calibration: For "fit": images, as in `convert_`.
+        calibration: For "fit": images, as in `convert_`; or what the model has seen in them.
         note: Told what a user should know.
         notify: Told which layers are next.
 
@@ -79,9 +79,10 @@ def apply_plan_(
             _fill_from_kernels_(group, None, init, seed)
             first, done = last + 1, done + sum(layer.dense_weights for layer in group.plans)
     else:
-        images = calibrate(model, plan, calibration, note=note)
+        if not isinstance(calibration, Seen):
+            calibration = look(model, groups, calibrate(model, plan, calibration, note=note), notify)
         fill = partial(_fill_from_kernels_, init=init, seed=seed)
-        offsets = fit_to_outputs_(model, groups, images, fill, notify)
+        offsets = fit_to_outputs_(model, groups, calibration, fill, notify)
         if lost := [offset.name for offset in offsets if offset.home is None]:
             note(
                 f"{listed(lost)} have neither a bias nor a BatchNorm behind them, so the means of their outputs could "

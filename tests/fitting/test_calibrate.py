@@ -247,7 +247,8 @@ def test_a_convolution_called_twice_is_calibrated_for_both_and_an_idle_one_fitte
     before = model(images).detach()
     plain = copy.deepcopy(model)
     convert_(plain, dilated_size=9, budget=60, input_size=SMALL, tie="none")
-    report = convert_(model, dilated_size=9, budget=60, input_size=SMALL, tie="none", calibration=[images])
+    options = {"scope": "model", "tie": "none", "calibration": [images]}
+    report = convert_(model, dilated_size=9, budget=60, input_size=SMALL, **options)
     assert error_of(model, before, images) < 0.7 * error_of(plain, before, images)
     assert torch.equal(model.idle.kernel(), plain.idle.kernel())
     assert all(layer.fit_error < 1 for layer in report.layers)

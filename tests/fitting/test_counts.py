@@ -11,7 +11,8 @@ from torch import nn
 
 from dcls_convert import DclsConvertError, convert_, find_convs, plan_conversion
 from dcls_convert.fitting import counts as module
-from dcls_convert.fitting.counts import Share, allocate, least_error
+from dcls_convert.fitting.counts import Share, allocate, least_error, some_lines
+from dcls_convert.planning.rules import parse_rules
 
 from .test_calibrate import SMALL, error_of, network, photos
 
@@ -103,6 +104,65 @@ def test_scope_error_has_the_least_summed_error_within_the_budget(budget, tie, c
         summed[scope] = error_of(model, before, images) if calibrated else sum(errors)
     assert summed["error"] <= min(summed.values()) * (1 + 1e-5)
     assert tie == "stage" or summed["error"] < 0.9 * summed["model"]
+
+
+RULES = """
+format: 1
+rules:
+  - {name: stated, match: {path: "stages.1.*"}, kernel_count: 3}
+  - {name: free, match: {kernel_size: {min: 3}}}
+"""
+
+
+@pytest.mark.usefixtures("quick_fit")
+@pytest.mark.parametrize("tie", ["stage", "none"])
+def test_counts_that_rules_state_stay_and_the_rest_of_the_budget_is_allocated(tie):
+    reports = [
+        convert_(two_stages(), dilated_size=9, input_size=SMALL, rules=parse_rules(RULES), tie=tie, scope=scope)
+        for scope in ("model", "error")
+    ]
+    for report in reports:
+        assert {layer.kernel_count for layer in report.layers if "s.1." in layer.name} == {3}
+        assert report.budget.used <= report.budget.limit
+    assert len({layer.kernel_count for layer in reports[1].layers}) > 2
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_a_budget_that_one_count_can_keep_is_kept_though_no_layer_alone_could():
+    """A 3x3 stage alone has no room for an element of 30 %."""
+    options = {"dilated_size": 9, "input_size": SMALL, "budget": 22, "tie": "none"}
+    with pytest.raises(DclsConvertError, match="the smallest budget that does"):
+        convert_(two_stages(), scope="layer", **options)
+    report = convert_(two_stages(), scope="error", **options)
+    assert report.budget.used <= report.budget.limit
+    least = convert_(two_stages(), scope="model", **options)
+    assert {layer.kernel_count for layer in least.layers} == {1}
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_the_scope_is_error_with_images_and_else_the_papers():
+    options = {"dilated_size": 9, "input_size": SMALL, "budget": 60}
+    plain, images = convert_(two_stages(), **options), [photos()]
+    assert (plain.budget.scope, plain.plan.scope) == ("model", "model")
+    counts = [
+        {layer.name: layer.kernel_count for layer in convert_(two_stages(), calibration=images, **more).layers}
+        for more in (options, options | {"scope": "error"}, options | {"scope": "model"})
+    ]
+    assert counts[0] == counts[1] != counts[2]
+    assert convert_(two_stages(), calibration=images, **options).budget.scope == "error"
+
+
+@given(st.data())
+def test_some_lines_go_with_the_roots_of_their_input_channels(data):
+    groups, inputs, outputs = (data.draw(st.integers(1, 40)) for _ in range(3))
+    channels = torch.arange(groups * inputs)
+    kernels = channels.reshape(groups, 1, inputs, 1).expand(-1, outputs, -1, -1).flatten(0, 1)  # (O, I, 1)
+    (some,), roots = some_lines([kernels], channels.reshape(-1, 1, 1), groups)
+    left = groups * inputs * outputs
+    assert min(left, module.MOST_LINES) <= some[..., 0].numel() < max(left + 1, 4 * module.MOST_LINES)
+    per_group = some.shape[1]
+    seen = roots.reshape(-1, 1, per_group).expand(-1, len(some) // (len(roots) // per_group), -1)
+    assert torch.equal(seen.reshape(some[..., 0].shape), some[..., 0])
 
 
 def test_scope_error_needs_kernels_to_fit():

@@ -21,6 +21,11 @@ CASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _every_place(monkeypatch):
+    monkeypatch.setattr(moments, "PLACES", 10**6)
+
+
 def layer_of(name, count=4):
     """A layer with elements inside the old kernel, its box, and inputs for it."""
     conv, size, dense = CASES[name]
@@ -55,11 +60,11 @@ def test_the_best_weights_are_those_of_least_squares(name, monkeypatch):
     conv, layer, box, images = layer_of(name)
     wanted = torch.randn_like(layer(images))
     joint = moments_of(layer, box, images, wanted)
-    parts = [joint.parts(image) for image in layer.padded(images)]
-    patches = torch.cat([torch.cat([seen.reshape(shape) for seen, shape, _ in image]) for image in parts], dim=2)
+    fresh = Moments(layer, box, joint=True)
+    patches = torch.cat([fresh.rows(part) for part in fresh.parts(layer.padded(images))])[:, :-1]
     old, places = box.lines_of(conv.weight.detach().double()), box.places_of(layer.positions.detach())
     weights, _ = best_weights(joint, places, old, layer.weight.detach().flatten(0, -2))
-    footprint, penalty = box.footprint(places), joint.penalty(joint.covariance())
+    footprint, penalty = box.footprint(places), joint.penalty(joint.statistics()[1])
     lines = len(weights) // layer.out_channels
     for channel, target in enumerate(per_channel(wanted)):
         own = slice(channel * lines, (channel + 1) * lines)

@@ -1,0 +1,76 @@
+"""Passes in step see each other's inputs, give what passes alone give, and end where one of them fails."""
+
+import functools
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from dcls_convert.errors import ModelError
+from dcls_convert.networks.in_step import run_in_step
+
+
+class Network(nn.Module):
+    def __init__(self, *, turns=False, fails=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+        self.turns, self.fails, self.found = turns, fails, []
+
+    def forward(self, input):
+        if self.fails and len(input) == 1:
+            raise MemoryError
+        order = [self.other, self.one] if self.turns and len(input) == 1 else [self.one, self.other]
+        for conv in order:
+            input = conv(input).relu() + torch.zeros(())  # on the default device
+        self.found.append(input)
+
+
+def run(model, batches, answer):
+    """The inputs that the convolutions saw."""
+    run_in_step([model.one, model.other], [functools.partial(model, batch) for batch in batches], answer)
+
+
+def test_passes_give_what_they_give_alone_and_a_call_sees_the_inputs_of_all():
+    model, batches, seen = Network(), [torch.randn(count, 3, 9, 9) for count in (2, 1, 3)], []
+    old = {conv: conv.forward for conv in (model.one, model.other)}
+    for batch in batches:
+        model(batch)
+    expected, model.found = model.found, []
+
+    def answer(conv, inputs):
+        seen.append((conv, [len(input) for input in inputs]))
+        return [old[conv](input) for input in inputs]
+
+    with torch.device("cpu"):
+        run(model, batches, answer)
+    assert seen == [(model.one, [2, 1, 3]), (model.other, [2, 1, 3])]
+    for one, other in zip(model.found, expected, strict=True):
+        assert torch.equal(one, other)
+        assert not one.requires_grad
+    assert not any("forward" in vars(part) for part in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "error"), [({"turns": True}, ModelError), ({"fails": True}, MemoryError), ({}, KeyboardInterrupt)]
+)
+def test_where_one_fails_all_end_and_the_model_is_as_before(options, error):
+    model, threads = Network(**options), threading.active_count()
+
+    def answer(conv, inputs):
+        if conv is model.other:
+            raise KeyboardInterrupt
+        return inputs
+
+    with pytest.raises(error):
+        run(model, [torch.randn(count, 3, 9, 9) for count in (2, 1)], answer)
+    assert not any("forward" in vars(part) for part in model.modules())
+    assert threading.active_count() == threads
+
+
+def test_tensors_without_a_device_are_where_they_would_be_outside():
+    model = Network().to("meta")
+    with torch.device("meta"):
+        run(model, [torch.zeros(1, 3, 9, 9)], lambda _, inputs: inputs)
+    assert model.found[0].is_meta
