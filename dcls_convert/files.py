@@ -11,7 +11,7 @@ from .errors import CheckpointError, DclsConvertError, shown
 
 SHIPPED_RULES = Path(__file__).parent / "rules"  # in a wheel
 CHECKOUT_RULES = Path(__file__).parents[1] / "rules"
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")  # of images
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".gif")  # of images
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 PLOT_LIBRARY = "matplotlib"  # of the extra `plot`
 

@@ -191,18 +191,21 @@ def alias_names(model: nn.Module) -> dict[str, str]:
 
 
 def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict under the model's names, where timm's own function for downloaded weights translates them better."""
+    """A state dict under the model's names, where timm's own function for downloaded weights translates them better.
+
+    Files of other programs lack BatchNorm's counters of batches, which no inference uses: they are 0.
+    """
     own, module = model.state_dict().keys(), type(model).__module__
     translate = getattr(sys.modules.get(module), "checkpoint_filter_fn", None) if module.startswith("timm.") else None
-    if translate is None or own == state.keys():
-        return dict(state)
-    try:
-        translated = translate(dict(state), model)
-        fits_better = len(own ^ translated.keys()) < len(own ^ state.keys())
-        has_data = all(isinstance(tensor, Tensor) and not tensor.is_meta for tensor in translated.values())
-    except Exception:  # it does not know these names; loading then says what does not fit
-        return dict(state)
-    return dict(translated) if fits_better and has_data else dict(state)
+    if translate is not None and own != state.keys():
+        with contextlib.suppress(Exception):  # it does not know these names; loading then says what does not fit
+            translated = translate(dict(state), model)
+            fits_better = len(own ^ translated.keys()) < len(own ^ state.keys())
+            if fits_better and all(isinstance(each, Tensor) and not each.is_meta for each in translated.values()):
+                state = translated
+    lacking = own ^ state.keys()
+    counters = lacking if all(name in own and name.endswith(".num_batches_tracked") for name in lacking) else ()
+    return {**state, **{name: torch.tensor(0) for name in counters}}
 
 
 @contextlib.contextmanager

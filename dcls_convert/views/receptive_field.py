@@ -122,7 +122,7 @@ def _images(
     if options.input_size is None and math.prod(size[1:]) > MOST_PIXELS:
         return [], f"images of more than {MOST_PIXELS:,} pixels are run where --input-size asks for them"
     if options.images is not None:
-        images = read_images(options.images, model, size, note, most=MOST_IMAGES)
+        images = [*read_images(options.images, model, size, note, most=MOST_IMAGES).values()]
         return images, f"{len(images)} images of {options.images.name}, {size_text(size[1:])} pixels"
     noise = torch.randn(NOISE_IMAGES, *size, generator=torch.Generator().manual_seed(SEED))
     return list(noise), f"{NOISE_IMAGES} images of seeded noise, {size_text(size[1:])} pixels"

@@ -75,7 +75,7 @@ def test_files_that_are_no_images_are_named_and_the_model_is_left_alone(planned,
     model, plan = planned
     before, notes = state_of(model), []
     calibration = calibrate(model, plan, tmp_path, note=notes.append)
-    assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'broken.jpg'} is not an image"]
+    assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'broken.jpg'} is not taken"]
     assert {tuple(batch.shape[1:]) for batch in calibration.batches} == {plan.input_size}
     assert state_of(model) == before
 
@@ -89,7 +89,7 @@ def test_no_image_is_run_as_a_program(planned, tmp_path, monkeypatch):
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", str(ghostscript))
     notes = []
     assert len(calibrate(*planned, tmp_path / "images", note=notes.append)) == 1
-    assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'images' / 'program.png'} is not an image"]
+    assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'images' / 'program.png'} is not taken"]
     assert not (tmp_path / "ran").exists()
 
 
@@ -147,9 +147,11 @@ def read(tmp_path, monkeypatch):
             images = read_images(tmp_path, nn.Identity(), SIZE, notes.append)
         assert said.getvalue() == ""
         assert len(images) + len(notes) == 1
-        assert all(note.isprintable() and " is not an image: " in note for note in notes)
-        assert all(image.shape == SIZE and image.dtype == torch.float32 for image in images)
-        assert all(image.isfinite().all() for image in images)
+        assert all(note.isprintable() and " is not taken: " in note for note in notes)
+        for image in images.values():
+            assert image.shape == SIZE
+            assert image.dtype == torch.float32
+            assert image.isfinite().all()
         return len(images)
 
     return check
@@ -168,6 +170,52 @@ def test_damage_that_was_met(read):
     assert tiff.count(SAMPLES + b"\3\0") == 1
     assert not read(".tif", tiff.replace(SAMPLES + b"\3\0", SAMPLES + b"\3\4"))
     assert not read(".png", saved(Image.new("1", (14_000, 14_000)), "PNG"))  # a small file of a large image
+
+
+def grey(mode, low, high):
+    """Half dark, half bright."""
+    image = Image.new(mode, (SIZE[2], SIZE[1]), low)
+    image.paste(high, (0, 0, SIZE[2] // 2, SIZE[1]))
+    return image
+
+
+@pytest.mark.parametrize(("form", "mode"), [("PNG", "I;16"), ("TIFF", "I;16"), ("TIFF", "I;16B"), ("PPM", "I")])
+def test_grey_values_of_16_bits_are_scaled(tmp_path, form, mode):
+    (tmp_path / "a.png").write_bytes(saved(grey("L", 64, 192), "PNG"))
+    (tmp_path / "b.png").write_bytes(saved(grey(mode, 64 * 257, 192 * 257), form))
+    notes = []
+    one, other = read_images(tmp_path, nn.Identity(), SIZE, notes.append).values()
+    assert torch.equal(one, other)
+    assert not notes
+
+
+@pytest.mark.parametrize(("mode", "word"), [("I", "integers"), ("F", "floating-point")])
+def test_pixels_of_32_bits_have_no_white_and_are_not_taken(tmp_path, mode, word):
+    (tmp_path / "a.tif").write_bytes(saved(grey(mode, 64, 192), "TIFF"))
+    notes = []
+    assert not read_images(tmp_path, nn.Identity(), SIZE, notes.append)
+    assert word in notes[0]
+
+
+def test_an_image_is_turned_as_its_camera_was(tmp_path):
+    turned, exif = Image.effect_noise((60, 40), 90), Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter clockwise
+    (tmp_path / "a.png").write_bytes(saved(turned, "PNG", exif=exif))
+    (tmp_path / "b.gif").write_bytes(saved(turned.rotate(-90, expand=True), "GIF"))
+    one, other = read_images(tmp_path, nn.Identity(), SIZE, print).values()
+    torch.testing.assert_close(one, other)
+
+
+def test_of_what_is_held_out_the_corners_are_too_where_they_are_larger_than_the_input(planned, tmp_path):
+    _, rows, columns = planned[1].input_size
+    for index, (width, height) in enumerate([(9, 9), (2 * columns, 2 * rows), (9, 9), (2 * columns, 9)] * 5):
+        colour = Image.new("RGB", (width, height))
+        colour.paste((255, 0, 0), (0, 0, width // 4, height // 4))
+        colour.save(tmp_path / f"{index:02d}.png")
+    held = torch.cat(calibrate(*planned, tmp_path).held_out)
+    assert len(held) == 4 + 4  # 04, 09, 14, 19, of which 09 is large
+    whole, top_left, bottom_left, top_right, _ = held[1:6, 0, :5, :5].mean((1, 2)).tolist()
+    assert min(whole, top_left) > 0.5 > max(bottom_left, top_right)
 
 
 # Refused.

@@ -242,6 +242,17 @@ def test_names_stay_where_the_translation_fits_no_better(monkeypatch):
     assert with_names_of(model, other) == other  # tensors of a model without weights are no weights
 
 
+def test_a_file_without_batchnorms_counters_is_taken_and_they_are_0():
+    theirs = timm.create_model("test_resnet").state_dict()
+    counters = {name for name in theirs if name.endswith("num_batches_tracked")}
+    file = {name: tensor for name, tensor in theirs.items() if name not in counters}
+    taken = with_names_of(timm.create_model("test_resnet"), file)
+    assert taken.keys() == theirs.keys()
+    assert all(not taken[name] for name in counters)
+    file.pop("fc.weight")
+    assert not counters & with_names_of(timm.create_model("test_resnet"), file).keys()
+
+
 # --- Options
 
 
