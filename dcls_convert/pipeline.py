@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from .depthwise.geometry import size_text
 from .errors import CheckpointError, PlanError, listed, shown
+from .fitting.calibrate import Seen
 from .fitting.counts import counts_by_error
 from .fitting.groups import make_layers
 from .fitting.images import Calibration, Images, calibrate
 from .fitting.warm_start import fit_seed
-from .networks.outputs import relative_distance, same_top1
+from .networks.outputs import agreement, relative_distance
 from .networks.running import evaluating, reproducible, run, unchanged_on_failure
 from .networks.sites import ModelConvs, find_convs
 from .networks.source import FOREIGN_SOURCES, ModelSource, build_model, known_source, stated_input_size
@@ -26,7 +27,7 @@ from .networks.tracing import check_same_shapes
 from .networks.weights import build_with_state, check_weights, read_weights, with_names_of
 from .options import AUTO, ERROR, EXACT, MOST_PIXELS, AuthorsVersion, Init, PlanOptions, Positions, takes_plan_options
 from .planning.budget import parse_percent
-from .planning.plan import ConversionPlan
+from .planning.plan import ConversionPlan, LayerCounts, taken_from
 from .planning.planner import make_plan
 from .progress import SECONDS_UNSEEN, Notify, is_watched, show_progress, silent
 from .reports.report import ConversionReport, Outcome, measure_report, predict_report
@@ -61,6 +62,7 @@ class Job:
     offline: bool = False  # no download
     notify: Notify = silent  # told about progress
     note: Notify = silent  # told what a user should know
+    _seen: Seen | None = None  # of the calibration, by the network, when counts were measured
 
     @property
     def trained(self) -> bool:
@@ -152,7 +154,8 @@ class Job:
         source = self.rebuilt_from
         name, args = (source.name, source.args) if source else (None, None)
         plan = make_plan(self.convs, options, model=name, model_args=args)
-        check_same_shapes(self.convs.trace, plan.windows)
+        if not (isinstance(options.kernel_count, LayerCounts) and options.kernel_count.solved):
+            check_same_shapes(self.convs.trace, plan.windows)
         if self.elements is not None:
             element_state(self.elements, plan, self.authors_version)
         elif self.offline and self.weights is not None:  # which will not be built, but would be refused
@@ -178,13 +181,15 @@ class Job:
         plan, model = plan or self.plan(), model or self.network
         self.notify("converting")
         elements = self.elements
-        images = None if self.calibration is None else calibrate(model, plan, self.calibration, note=self.note)
+        images = self._images(plan)
         compared = elements is None and self.trained and self.how != "random"
         # What the conversion writes into: elements come with all other weights; images change biases and running means.
         written = [*model.parameters(), *model.buffers()] if elements is not None or images is not None else []
         written = [tensor for tensor in written if elements is not None or tensor.dim() == 1]
         with unchanged_on_failure(model, values=written):
-            before = _answers(model, plan, images) if compared else None
+            held_out = [] if images is None else images.held_out
+            before = _answers(model, plan, held_out) if compared else None
+            _, shifted = _answers(model, plan, [*map(_shifted, held_out)]) if compared and held_out else (None, [])
             kept: list[str] = []
             errors: dict[str, float] = {}
             if elements is not None:
@@ -198,24 +203,22 @@ class Job:
                     init=self.how,
                     positions=self.positions,
                     generator=torch.Generator().manual_seed(self.seed),
-                    calibration=images,
+                    calibration=self._seen if self._seen and model is self.network else images,
                     note=self.note,
                     notify=self.notify,
                 )
             report = measure_report(model, plan)
             if report != predict_report(plan):
                 raise AssertionError(f"{plan.model}: the converted model's counts differ from the plan's")
-            after = _answers(model, plan, images) if compared else None
+            after = _answers(model, plan, held_out) if compared else None
         self._say_kept(kept)
         if before is None or after is None:
             return Conversion(model=model, report=report.with_fit_errors(errors))
-        (random, held_out), (new_random, new_held_out) = before, after
-        outcome = Outcome(
-            kernel_error=sum(errors.values()) / len(errors) if errors else None,
-            images=sum(map(len, images.held_out)) if images else 0,
-            same_top1=same_top1(held_out, new_held_out) if held_out else None,
-            output_error=relative_distance(held_out, new_held_out) if held_out else None,
-        )
+        (random, old), (new_random, new) = before, after
+        outcome = Outcome(kernel_error=sum(errors.values()) / len(errors) if errors else None, images=0)
+        if held_out:
+            agreed, yardstick = taken_from(agreement(old, new), Outcome), agreement(old, shifted)
+            outcome = replace(outcome, images=sum(map(len, held_out)), **agreed, shifted=yardstick)
         moved = None if random is None else relative_distance(random, new_random)
         return Conversion(model=model, report=report.with_fit_errors(errors, outcome), moved=moved)
 
@@ -225,7 +228,7 @@ class Job:
 
     def _with_counts(self, options: PlanOptions) -> PlanOptions:
         """The options with the counts that elements, an exact start or the scope "error" decide."""
-        stated_of = (options.kernel_count != AUTO, options.scope != "model", parse_percent(options.budget) != 1)
+        stated_of = (options.kernel_count != AUTO, options.scope != AUTO, parse_percent(options.budget) != 1)
         stated = list(itertools.compress(("kernel count", "scope", "budget"), stated_of))
         leave = f"leave {' and '.join(stated)}"
         if self.elements is not None:
@@ -238,15 +241,25 @@ class Job:
             if stated and options.kernel_count != EXACT:
                 raise PlanError(f"an exact start takes an element for each cell of the old kernels: {leave}")
             return replace(options, kernel_count=EXACT)
+        if options.scope == AUTO and self.calibration is not None:
+            options = replace(options, scope=ERROR)
         if options.scope != ERROR or options.kernel_count != AUTO:
             return options
         if self.how != "fit":
             raise PlanError(f"scope {ERROR!r} is for elements fitted to trained kernels, not for {self.how} ones")
         base = make_plan(self.convs, replace(options, scope="model"))
-        images = None if self.calibration is None else calibrate(self.network, base, self.calibration)
-        seed = fit_seed(torch.Generator().manual_seed(self.seed))
-        by_error = counts_by_error(self.network, self.convs, options, seed=seed, calibration=images, notify=self.notify)
+        check_same_shapes(self.convs.trace, base.windows)  # before minutes of measuring
+        images, seed = self._images(base), fit_seed(torch.Generator().manual_seed(self.seed))
+        by_error, self._seen = counts_by_error(
+            self.network, self.convs, options, seed=seed, calibration=images, notify=self.notify
+        )
         return replace(options, kernel_count=by_error)
+
+    def _images(self, plan: ConversionPlan) -> Calibration | None:
+        """The calibration's, read once."""
+        if self.calibration is not None:
+            self.calibration = calibrate(self.network, plan, self.calibration, note=self.note)
+        return self.calibration
 
 
 def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
@@ -255,8 +268,8 @@ def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
 
 
 @reproducible()
-def _answers(model: nn.Module, plan: ConversionPlan, images: Calibration | None) -> tuple[Any, list[Any]]:
-    """What a model gives for two random images (None where it takes something else), and for those held out."""
+def _answers(model: nn.Module, plan: ConversionPlan, batches: Sequence[Tensor]) -> tuple[Any, list[Any]]:
+    """What a model gives for two random images (None where it takes something else), and for some."""
     random = None
     with evaluating(model):
         size, on_meta = plan.input_size, any(tensor.is_meta for tensor in model.parameters())
@@ -264,7 +277,12 @@ def _answers(model: nn.Module, plan: ConversionPlan, images: Calibration | None)
             noise = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device="cpu")
             with contextlib.suppress(Exception):  # the model's own code, and a comparison to be spared
                 random = run(model, noise)
-        return random, [] if images is None else [run(model, batch) for batch in images.held_out]
+        return random, [run(model, batch) for batch in batches]
+
+
+def _shifted(images: Tensor) -> Tensor:
+    """By one pixel to the right, where the first column is repeated."""
+    return torch.cat([images[..., :1], images[..., :-1]], dim=-1)
 
 
 @takes_plan_options

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, DclsConvertError, NothingMatchesError, PlanError, RuleError, one_line, shown
-from ..fitting.images import calibrate
 from ..options import AUTO, DEFAULT_BUDGET
 from ..pipeline import Job
 from ..planning.plan import ConversionPlan, taken_from
@@ -131,8 +130,6 @@ def _plan(job: Job, candidate: Candidate, asked: Asked) -> None:
 
 def _fit(job: Job, candidate: Candidate, plan: ConversionPlan) -> None:
     """Convert a copy of the trained network, and state in the row what that keeps."""
-    if job.calibration is not None:  # read once, for all candidates
-        job.calibration = calibrate(job.network, plan, job.calibration, note=job.note)
     with candidate.doing("fitting"):
         done = job.convert(plan, model=copy.deepcopy(job.network))
         if (outcome := done.report.outcome) is not None:

@@ -55,6 +55,7 @@ class SweepRow:
     images: int | None = None  # that were held out of the calibration, with which outputs were compared
     output_error: float | None = None  # |new - old| / |old| of the outputs for them; without any, for random images
     same_top1: float | None = None  # share of them whose class is the same as before
+    kl: float | None = None  # mean KL divergence of the class scores, in nats
     dominated: bool = False  # another row is no worse in anything, and better in something
 
     @property

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import DclsConvertError
 
@@ -52,13 +53,25 @@ def relative_distance(outputs: Any, others: Any) -> float | None:
     return math.sqrt(left / whole) if whole and math.isfinite(left / whole) else None
 
 
-def same_top1(outputs: Any, others: Any) -> float | None:
-    """The share of images whose largest class score (N, classes) is that of the same class; None without classes."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """How close outputs for images are to others; None what is not defined for them."""
+
+    same_top1: float | None  # share of images whose largest class score (N, classes) is that of the same class
+    kl: float | None  # mean over images of KL(old || new) of the softmax of the class scores, in nats
+    output_error: float | None  # |new - old| / |old|, as `relative_distance`
+
+
+def agreement(outputs: Any, others: Any) -> Agreement:
+    """Of the old network's outputs with those of the new one."""
+    top1 = kl = None
     pairs = list(zip(tensors_in(outputs), tensors_in(others), strict=True))
-    if not pairs or not all(one.dim() == 2 and one.shape[1] > 1 for one, _ in pairs):
-        return None
-    same = torch.cat([one.argmax(1) == other.argmax(1) for one, other in pairs])
-    return float(same.double().mean())
+    if pairs and all(one.dim() == 2 and one.shape[1] > 1 for one, _ in pairs):
+        old, new = (torch.cat(side).double() for side in zip(*pairs, strict=True))
+        top1 = float((old.argmax(1) == new.argmax(1)).double().mean())
+        one, other = old.log_softmax(1), new.log_softmax(1)
+        kl = max(0.0, float(nn.functional.kl_div(other, one, reduction="batchmean", log_target=True)))
+    return Agreement(same_top1=top1, kl=kl, output_error=relative_distance(outputs, others))
 
 
 def _errors(place: str, value: Any, other: Any) -> Iterator[float]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, cast
 from pydantic import Field, computed_field
 from torch import nn
 
+from ..networks.outputs import Agreement
 from ..networks.sites import Skipped
 from ..networks.tracing import trace
 from ..planning.plan import ConversionPlan, LayerPlan, taken_from
@@ -101,8 +102,10 @@ class Outcome:
 
     kernel_error: float | None  # mean of the layers' `fit_error`
     images: int  # with which outputs were compared, and which no layer was fitted to
-    same_top1: float | None  # share of these images whose class is the same as before; None without classes
-    output_error: float | None  # |new - old| / |old| of the outputs for them
+    same_top1: float | None = None  # as of `Agreement`, of the outputs for them
+    kl: float | None = None
+    output_error: float | None = None
+    shifted: Agreement | None = None  # of the old outputs with those for the images moved by one pixel: a yardstick
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

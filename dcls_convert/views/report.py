@@ -11,8 +11,9 @@ from rich.text import Text
 from ..checkpoints.save import training_code
 from ..depthwise.geometry import size_text
 from ..errors import filled, printable, shown
+from ..networks.outputs import Agreement
 from ..options import EXACT
-from ..reports.report import Change, ConversionReport
+from ..reports.report import Change, ConversionReport, Outcome
 from ..tables import Column, Table, counted, indented, span
 from .counts import arrow, exact, in_one_unit, percent, short_arrow
 from .stages import COLUMNS, StageRow, stage_rows
@@ -20,6 +21,7 @@ from .stages import COLUMNS, StageRow, stage_rows
 if TYPE_CHECKING:
     from ..pipeline import Conversion, Job
 
+WHY_SCOPE = {"model": ", as in the paper", "error": ", the default with images"}
 SMALL_ERROR = 1e-3  # of kernels; below, the outputs are the old ones as far as a user would ask
 FOLDING_SENTENCE = (
     " Folding the kernels into plain convolutions keeps the outputs and these MACs, saves the construction, and stores "
@@ -107,9 +109,10 @@ def _budget(report: ConversionReport) -> str:
     budget, bound = report.budget, ""
     if budget.exact_count is not None:
         bound = f"{budget.units[0].kernel_count} of {budget.exact_count:.2f} elements; "
-    slack = f"{budget.slack:,} left" if budget.slack >= 0 else f"OVER BUDGET by {-budget.slack:,}"
+    over = "" if budget.slack >= 0 else f", OVER BUDGET by {-budget.slack:,}"
     folding = " before folding" * report.folded
-    return f"Budget ({budget.scope}){folding}: {bound}{budget.used:,} of {budget.limit:,} used, {slack}."
+    scope = f"{budget.scope}{WHY_SCOPE.get(budget.scope, '')}"
+    return f"Budget ({scope}){folding}: {bound}{budget.used:,} of {budget.limit:,} used{over}."
 
 
 def _sentences(report: ConversionReport) -> list[str]:
@@ -138,13 +141,24 @@ def outcome_sentences(report: ConversionReport) -> list[str]:
     if not outcome.images:
         better = " --calibrate FOLDER, with some images, would keep the outputs closer."
         return [kernels + better * (outcome.kernel_error >= SMALL_ERROR)]
+    held_out = f"Held out of the calibration, {outcome.images} images and corners of them: "
+    lines = [kernels, f"{held_out}{_agreement(outcome, outcome.images)}."]
+    if outcome.shifted is not None:
+        shifted = _agreement(outcome.shifted, outcome.images)
+        lines.append(f"As a yardstick, the original where an image moves by one pixel: {shifted}.")
+    return lines
+
+
+def _agreement(found: Outcome | Agreement, images: int) -> str:
     parts = []
-    if outcome.same_top1 is not None:
-        same, share = round(outcome.same_top1 * outcome.images), 100 * outcome.same_top1
-        parts.append(f"{same} of {outcome.images} have the same top-1 class as before ({share:.0f} %)")
-    if outcome.output_error is not None:
-        parts.append(f"the outputs' relative error is {outcome.output_error:.3f}")
-    return [kernels, f"Images held out of the calibration: {', and '.join(parts) or f'{outcome.images}'}."]
+    if found.same_top1 is not None:
+        same, share = round(found.same_top1 * images), 100 * found.same_top1
+        parts.append(f"{same} of {images} have the same top-1 class as before ({share:.0f} %)")
+    if found.kl is not None:
+        parts.append(f"KL divergence {found.kl:.2g}")
+    if found.output_error is not None:
+        parts.append(f"relative error of the outputs {found.output_error:.3f}")
+    return ", ".join(parts) or "outputs that cannot be compared"
 
 
 def next_steps(job: "Job", done: "Conversion", output: Path) -> list[str | Text]:

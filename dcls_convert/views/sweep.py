@@ -161,7 +161,7 @@ def sweep_csv(sweep: Sweep) -> str:
         *map(known, ("elements", "params", "macs", "folded_bytes")),
         *(time(part, number) for part in ("forward_ms", "step_ms") for number in numbers),
         Column("ways", lambda row: " ".join(f"{way}:{count}" for way, count in row.ways.items())),
-        *map(known, ("kernel_error", "images", "output_error", "same_top1", "dominated", "reason", "command")),
+        *map(known, ("kernel_error", "images", "output_error", "same_top1", "kl", "dominated", "reason", "command")),
         Column("taken", lambda row: _sign(sweep, row)[0] == TAKEN),
     ]
     return Table(columns, sweep.rows).csv()

@@ -32,7 +32,7 @@ def test_without_images_it_ends_with_the_kernels_error_and_a_better_way(trained,
     out, report, card = convert(trained, tmp_path)
     errors = [layer["fit_error"] for layer in report["layers"]]
     mean = sum(errors) / len(errors)
-    unknown = {"images": 0, "same_top1": None, "output_error": None}
+    unknown = dict.fromkeys(("same_top1", "kl", "output_error", "shifted")) | {"images": 0}
     assert report["outcome"] == {"kernel_error": pytest.approx(mean), **unknown}
     for text in (out[out.index("Fine-tune it") :], card):
         assert f"{mean:.3f}" in text
@@ -42,10 +42,12 @@ def test_without_images_it_ends_with_the_kernels_error_and_a_better_way(trained,
 def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained, tmp_path):
     out, report, card = convert(trained, tmp_path, "--calibrate", trained / "images")
     outcome = report["outcome"]
-    assert outcome["images"] == 2
+    count = outcome["images"]
     for text in (out[out.index("Fine-tune it") :], card):
-        assert f"{outcome['same_top1'] * 2:.0f} of 2 have the same top-1 class" in text
-        assert f"{outcome['output_error']:.3f}" in text
+        for agreed in (outcome, outcome["shifted"]):
+            assert f"{agreed['same_top1'] * count:.0f} of {count} have the same top-1 class" in text
+            assert f"{agreed['kl']:.2g}" in text
+            assert f"{agreed['output_error']:.3f}" in text
     old = timm.create_model(MODEL).eval()
     old.load_state_dict(read_weights(trained / "weights.safetensors"))
     new = load_converted(tmp_path / "out").eval()
@@ -53,8 +55,13 @@ def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained, tmp_pa
     images = torch.cat(calibrate(old, plan, trained / "images").held_out)
     with torch.no_grad():
         one, other = old(images), new(images)
-    assert outcome["output_error"] == pytest.approx(float((one - other).norm() / one.norm()), rel=1e-3)
-    assert outcome["same_top1"] == float((one.argmax(1) == other.argmax(1)).double().mean())
+        moved = old(torch.cat([images[..., :1], images[..., :-1]], dim=-1))
+    for agreed, new in ((outcome, other), (outcome["shifted"], moved)):
+        assert agreed["output_error"] == pytest.approx(float((one - new).norm() / one.norm()), rel=1e-3)
+        assert agreed["same_top1"] == float((one.argmax(1) == new.argmax(1)).double().mean())
+        one, new = one.double(), new.double()
+        kl = (one.softmax(1) * (one.log_softmax(1) - new.log_softmax(1))).sum(1).mean()
+        assert agreed["kl"] == pytest.approx(float(kl), rel=1e-3, abs=1e-7)
 
 
 @pytest.mark.slow

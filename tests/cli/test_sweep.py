@@ -194,8 +194,9 @@ def test_errors_are_those_of_the_conversions(tmp_path):
     found, _ = sweep(NARROW, "--sizes", "5", "--budgets", "80%,100%", *trained, "--slower", "1000")
     for index, row in enumerate(found["rows"][1:]):
         outcome = report_of(row["command"], "--output", tmp_path / str(index))["outcome"]
+        assert outcome.pop("shifted")["kl"] > 0
         assert {name: row[name] for name in outcome} == outcome
-        assert row["images"] == 1
+        assert row["images"] == 5  # one, with its corners
     least = min(row["output_error"] for row in found["rows"][1:])
     assert found["rows"][found["choice"]["row"]]["output_error"] == least
     assert f"the least error of outputs for images held out ({least:.3f};" in found["choice"]["why"]
