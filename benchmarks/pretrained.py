@@ -27,7 +27,7 @@ from measuring import RESULTS, markdown_table, store, stored_rows
 
 if TYPE_CHECKING:  # they import torch, which --table does without
     from lite0 import Fold
-    from torch import nn
+    from torch import Tensor, nn
 
     from dcls_convert import ConversionReport
 
@@ -54,7 +54,7 @@ HEALING = {
 class Row:
     """One way to convert."""
 
-    start: str  # an `init` of `convert_`, or "calibrated": fit to crops
+    start: str  # an `init` of `convert_`, "calibrated": fit to crops, or one of YARDSTICKS
     budget: int = 100  # percent
     scope: str = "model"
     tie: str = "stage"
@@ -66,7 +66,7 @@ class Row:
         parts = {
             "healed": self.healed,
             self.start: True,
-            str(self.budget): True,
+            str(self.budget): self.start not in YARDSTICKS,
             self.scope: self.scope != "model",
             "untied": self.tie == "none",
             f"window{self.window}": self.window != 9,
@@ -74,9 +74,12 @@ class Row:
         return "-".join(part for part, stated in parts.items() if stated)
 
 
+# What moves the outputs of the network as it is: its weights in bfloat16, and images moved by one pixel.
+YARDSTICKS = ("bf16-weights", "one-pixel-shift")
 ROWS = {
     row.name: row
     for row in (
+        *(Row(start=start) for start in YARDSTICKS),
         *(Row(start=start) for start in ("random", "largest", "fit", "calibrated")),
         *(Row(start=start, budget=budget) for budget in (60, 80, 150) for start in ("fit", "calibrated")),
         *(
@@ -116,6 +119,9 @@ def measure(fold: "Fold", row: Row, scratch: Path) -> dict[str, Any]:
     from lite0 import compared, logits
 
     begun = time.perf_counter()
+    if row.start in YARDSTICKS:
+        found = {"row": row.name, "fold": fold.number, "params": None, "kernel_counts": [], "kernel_error": None}
+        return found | {"summed_error": None, "seconds": 0.0} | compared(fold.outputs, yardstick(fold, row.start))
     model, report = convert(fold, row)
     errors = [layer.fit_error for layer in report.layers if layer.fit_error is not None]
     found = {
@@ -133,6 +139,15 @@ def measure(fold: "Fold", row: Row, scratch: Path) -> dict[str, Any]:
         found["healing"] = HEALING
         found["healing_seconds"] = time.perf_counter() - begun
     return found | compared(fold.outputs, logits(model, fold.tests))
+
+
+def yardstick(fold: "Fold", what: str) -> "Tensor":
+    """The network's logits for the crops that test, with its weights in bfloat16 or with the crops moved."""
+    from lite0 import logits, torch
+
+    if what == "bf16-weights":
+        return logits(copy.deepcopy(fold.network).bfloat16().float(), fold.tests)
+    return logits(fold.network, torch.cat([fold.tests[..., :1], fold.tests[..., :-1]], dim=-1))
 
 
 def heal(fold: "Fold", model: "nn.Module", report: "ConversionReport", scratch: Path) -> "nn.Module":
@@ -205,7 +220,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def line(name: str, members: Sequence[dict[str, Any]]) -> list[str]:
-    counts = dict.fromkeys("-".join(map(str, sorted({min(c), max(c)}))) for c in (r["kernel_counts"] for r in members))
+    counts = dict.fromkeys("-".join(map(str, sorted({*c[:1], *c[-1:]}))) for c in (r["kernel_counts"] for r in members))
     seconds = statistics.fmean(row["seconds"] + row.get("healing_seconds", 0) for row in members)
     errors = [cell([row[key] for row in members], ".3f") for key in ("kernel_error", "summed_error")]
     measures = [cell([row[key] for row in members], ".3f") for key in MEASURES]

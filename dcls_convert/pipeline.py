@@ -313,7 +313,7 @@ def convert_(
         progress: Show on stderr what is being done, where it takes more than two seconds: a bar with the time left on
             a terminal, else lines. None shows it on a terminal and in a notebook.
         planning: dilated_size, kernel_count, rules, scope, tie, budget, interpolation and strict, as in
-            `plan_conversion`.
+            `plan_conversion`. With a calibration, the scope "auto" is "error".
 
     Returns:
         The report, measured on the converted model. `report.layers[0].kernel_count`, `report.params.after` and so on;

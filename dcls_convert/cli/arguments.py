@@ -146,7 +146,9 @@ PLANNING: dict[str, Any] = {
     "dilated_size": Annotated[Any, option(HOW_MANY, SIZE_HELP, metavar="N|HxW", parser=parse_size)],
     "kernel_count": Annotated[Any, number(int, 1, MOST_COUNT, HOW_MANY, COUNT_HELP, word=AUTO, metavar=f"N|{AUTO}")],
     "rules": Annotated[str, option(WHAT, RULES_HELP, metavar="FILE|NAME|auto", autocompletion=complete_rules)],
-    "scope": Annotated[Scope, option(HOW_MANY, "What one count is solved for.")],
+    "scope": Annotated[
+        Scope, option(HOW_MANY, "What one count is solved for; auto: error with --calibrate, else model.")
+    ],
     "tie": Annotated[Tie, option(HOW_MANY, "Which layers share their positions.")],
     "budget": Annotated[
         float, number(float, LEAST_PERCENT, MOST_PERCENT, HOW_MANY, BUDGET_HELP, unit="%", metavar="PERCENT")

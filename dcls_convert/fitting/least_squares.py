@@ -23,6 +23,7 @@ LONGEST_STEP = 0.5  # cells; the footprint changes its form from cell to cell
 STEPS_BETWEEN_LOOKS = 8  # after each look, lines that no longer gain are left alone
 LEAST_GAIN = 1e-2  # of the cost of a line, between two looks
 MOST_LOOKS = 6
+MOST_LOOKS_WITH_ROOTS = 2  # for outputs: the weights are then solved for again
 DAMPING_AT_START, DAMPING_DOWN, DAMPING_UP = 0.1, 1 / 3, 4.0
 CONJUGATE_GRADIENTS = 6  # for a step; the exact step is no better, since the model of the cost is not exact
 LINES_INNERMOST = 24  # rows of a line's matrices; with more, a product of them is worth a call of its own
@@ -58,7 +59,7 @@ def fit_lines(
         roots = roots / torch.where(seen > 0, seen, 1.0)[:, None, None]
     problem = _problem(targets, box, roots)
     runs = [_Run(problem, start) for start in starts]
-    looks = MOST_LOOKS
+    looks = MOST_LOOKS if roots is None else MOST_LOOKS_WITH_ROOTS
     while len(runs) > 1:  # a knockout: of two runs, each line goes on with the better one
         for run in runs:
             run.go_on_(1)

@@ -24,7 +24,7 @@ DAMPING = 1e-2  # share of an input's energy; keeps a kernel close to the old on
 LEAST_ENERGY = 1e-3  # share of the mean energy of all inputs that each of them counts with at least
 RIDGE = 1e-4  # share of the energy of an element in the middle of a cell; bounds elements that nearly coincide
 MOST_SCALE = 10.0  # of a channel; beyond, the images say too little about it
-MOST_STEPS, LEAST_RESIDUAL = 30, 1e-4  # of conjugate gradients
+MOST_STEPS, LEAST_RESIDUAL = 5, 1e-4  # of conjugate gradients; more steps fit the noise of few images
 FLOATS_AT_ONCE = 1 << 20  # of patches; larger tensors would cost as much to get from the system as to fill
 LEAST_PARTS = 16  # of a layer's groups, for as many processors
 ROWS_AT_ONCE = 256  # of the product of one large matrix
@@ -47,18 +47,26 @@ class Moments:
     def __init__(self, layer: DclsConvNd, box: Box, *, joint: bool) -> None:
         self.layer, self.box, self.joint = layer, box, joint
         lines = layer.in_channels * math.prod(layer.kernel_size[axis] for axis in layer.dense_axes)
-        self.groups = layer.groups if joint else lines
+        self.groups, self.axes = (layer.groups, 1) if joint else (lines, 1 + len(layer.dense_axes))  # of their views
         self.length = lines * math.prod(box.sides) // self.groups  # R * S
         self.images = 0
-        self.sums: Tensor | None = None  # of z z', (G, R * S + Q + 1, same): z is a patch, its wanted outputs, and 1
+        # Of z z', where z is a patch, its wanted outputs, and 1: (G, R * S + Q + 1, same); of one group its lower half.
+        self.sums: Tensor | None = None
 
     def add(self, input: Tensor, wanted: Tensor | None = None) -> None:
         """Add what the layer sees in a batch, (N, in_channels, *spatial), and the outputs that are wanted there."""
         if input.dim() < self.layer.dims + 2:  # one image without the axis of a batch
             input, wanted = input.unsqueeze(0), None if wanted is None else wanted.unsqueeze(0)
         parts = self.parts(self.layer.padded(input.detach()), None if wanted is None else wanted.detach())
-        sums = torch.cat(in_parallel(lambda part: _products(self.rows(part)), parts, input.device))
-        self.sums = sums if self.sums is None else self.sums.add_(sums)
+        if self.sums is None:
+            side = self.length + (0 if wanted is None else wanted.shape[1] // self.groups) + 1
+            self.sums = torch.zeros(self.groups, side, side, dtype=torch.float64, device=input.device)
+        first, work = 0, []
+        for part in parts:
+            last = first + math.prod(part[0][0].shape[: self.axes])
+            work.append((self.sums[first:last], part))
+            first = last
+        in_parallel(lambda pair: self._add_products_(*pair), work, input.device)
 
     def parts(self, images: Tensor, wanted: Tensor | None = None) -> list[Part]:
         """All groups in padded images, some at a time; which ones depends on no number of threads, so no sum does.
@@ -95,8 +103,7 @@ class Moments:
     def rows(self, part: Part) -> Tensor:
         """What the products are of: (groups, R * S + Q + 1, P)."""
         (seen, wanted), dims = part, self.layer.dims
-        axes = 1 if self.joint else 1 + len(self.layer.dense_axes)
-        groups, outputs = math.prod(seen[0].shape[:axes]), wanted[0].shape[1] if wanted else 0
+        groups, outputs = math.prod(seen[0].shape[: self.axes]), wanted[0].shape[1] if wanted else 0
         places = [math.prod(image.shape[-dims:]) for image in seen]
         dtype = torch.promote_types(seen[0].dtype, torch.float32)
         rows = seen[0].new_ones(groups, self.length + outputs + 1, sum(places), dtype=dtype)
@@ -107,6 +114,18 @@ class Moments:
                 own[:, self.length : -1].copy_(target)
         return rows
 
+    def _add_products_(self, sums: Tensor, part: Part) -> None:
+        rows = self.rows(part)
+        if self.groups > 1:
+            sums += rows @ rows.mT
+            return
+
+        def add(first: int) -> None:
+            last = first + ROWS_AT_ONCE
+            sums[:, first:last, :last] += rows[:, first:last] @ rows[:, :last].mT
+
+        in_parallel(add, range(0, rows.shape[1], ROWS_AT_ONCE), rows.device)
+
     def check(self, name: str) -> None:
         """Refuse values that are not finite, by the layer's name."""
         if self.sums is not None and not bool(self.sums.isfinite().all()):
@@ -115,9 +134,10 @@ class Moments:
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Means (G, R * S + Q) and covariances of the patches and the wanted outputs behind them."""
         assert self.sums is not None
-        products = self.sums / self.sums[0, -1, -1]  # the number of places
-        means = products[:, :-1, -1]
-        return means, torch.baddbmm(products[:, :-1, :-1], means.unsqueeze(2), means.unsqueeze(1), alpha=-1)
+        sums = self.sums if self.groups > 1 else self.sums.tril() + self.sums.tril(-1).mT
+        products = sums / sums[0, -1, -1]  # the number of places
+        means = products[:, :-1, -1].clone()
+        return means, products[:, :-1, :-1].baddbmm_(means.unsqueeze(2), means.unsqueeze(1), alpha=-1)
 
     def penalty(self, covariance: Tensor) -> Tensor:
         """(G, R * S): what is added to the covariance's diagonal, a share of the energy of each line's input."""
@@ -148,11 +168,6 @@ def shared_roots(moments: Sequence[Moments]) -> Tensor | None:
     return torch.mul(vectors, values.clamp(min=0).sqrt().unsqueeze(-2)).float()
 
 
-def _products(rows: Tensor) -> Tensor:
-    blocks = torch.split(rows, ROWS_AT_ONCE, dim=1) if len(rows) == 1 else [rows]
-    return torch.cat(in_parallel(lambda some: (some @ rows.mT).double(), blocks, rows.device), dim=1)
-
-
 def best_weights(
     moments: Moments, places: Tensor, old: Tensor, start: Tensor, *, fixed: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -168,10 +183,10 @@ def best_weights(
     penalty = moments.penalty(covariance)
     footprint = moments.box.footprint(places)  # (N, E, S)
     goal = cross + old.reshape(moments.groups, -1, length) * penalty.unsqueeze(1)
-    damped = covariance.diagonal_scatter(covariance.diagonal(dim1=1, dim2=2) + penalty, dim1=1, dim2=2)
-    weights = start if fixed else _solved(damped, footprint, goal, start)
+    covariance.diagonal(dim1=1, dim2=2).add_(penalty)
+    weights = start if fixed else _solved(covariance, footprint, goal, start)
     kernel = (weights.unsqueeze(1) @ footprint).reshape(goal.shape)
-    variance = (kernel @ covariance * kernel).sum(-1)  # (G, Q)
+    variance = ((kernel @ covariance - kernel * penalty.unsqueeze(1)) * kernel).sum(-1)  # (G, Q)
     wanted = everything.diagonal(dim1=1, dim2=2)[:, length:].clamp(min=0)
     scale = torch.ones_like(variance) if fixed else scale_between(variance, wanted)
     weights = weights * scale.flatten().repeat_interleave(len(weights) // scale.numel()).unsqueeze(1)

@@ -34,7 +34,7 @@ def fit_elements(
 
     Arguments and result as of `largest_elements`, than which no layer is farther. Positions stay where the old kernel
     was. With roots (in_channels, S, S), an error e of a line that sees that channel counts as the squares of e @ root.
-    The best of several starts is kept; fewer are quicker, and nearly as good.
+    The best of several starts is kept.
     """
     largest, grid = box.largest(kernels, kernel_count)
     exact = kernel_count >= len(box.cells()) and find_interpolation(box.interpolation).exact_on_cells
@@ -49,12 +49,12 @@ def fit_elements(
     fitted = _Elements(*map(torch.empty_like, fallback))
     # Drawn on the CPU and for all lines, so that a seed means the same on every device, however lines are split.
     generator = torch.Generator().manual_seed(seed)
-    noise = JITTER * torch.randn(STARTS, *fallback.places.shape, generator=generator, device="cpu")
+    noise = JITTER * torch.randn(starts, *fallback.places.shape, generator=generator, device="cpu")
     for chunk in _chunks(fallback, box):
         cells = fallback.places[chunk]
-        bases = [cells] * (STARTS - 1) + [_merged_neighbours(lines[chunk], cells, box)]
+        bases = [cells] * (starts - 1) + [_merged_neighbours(lines[chunk], cells, box)]
         beside = noise[:, chunk.to(noise.device)].to(cells)
-        first = [base + moved for base, moved in zip(bases, beside, strict=True)][-starts:]
+        first = [base + moved for base, moved in zip(bases, beside, strict=True)]
         seen = None if metric is None else metric(chunk)
         fitted.places[chunk], fitted.weights[chunk] = fit_lines(lines[chunk], first, box, roots=seen)
     best = _no_layer_worse(lines, fitted, fallback, box, metric, scale)
