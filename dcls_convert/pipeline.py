@@ -241,7 +241,7 @@ class Job:
             if stated and options.kernel_count != EXACT:
                 raise PlanError(f"an exact start takes an element for each cell of the old kernels: {leave}")
             return replace(options, kernel_count=EXACT)
-        if options.scope == AUTO and self.calibration is not None:
+        if (options.scope, options.kernel_count, self.how) == (AUTO, AUTO, "fit") and self.calibration is not None:
             options = replace(options, scope=ERROR)
         if options.scope != ERROR or options.kernel_count != AUTO:
             return options

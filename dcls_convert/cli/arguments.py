@@ -137,6 +137,7 @@ PRETRAINED_HELP = "Start from timm's or torchvision's trained weights."
 WEIGHTS_HELP = "Start from the weights in a safetensors or torch file, also one of DCLS's authors."
 IMAGES_HELP = "Images: fit outputs for them, not kernels."
 COUNT_HELP = "Elements in a kernel; auto: as many as the budget admits."
+SCOPE_HELP = "What one count is solved for; auto: error with --calibrate, else model."
 SIZE_HELP = "Window in which elements move: 17 or 17x9 cells. Without it, the size that the rules state."
 BUDGET_HELP = "Parameters for the new kernels, in percent of the weights that they replace."
 RULES_HELP = "Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones where there are none."
@@ -146,9 +147,7 @@ PLANNING: dict[str, Any] = {
     "dilated_size": Annotated[Any, option(HOW_MANY, SIZE_HELP, metavar="N|HxW", parser=parse_size)],
     "kernel_count": Annotated[Any, number(int, 1, MOST_COUNT, HOW_MANY, COUNT_HELP, word=AUTO, metavar=f"N|{AUTO}")],
     "rules": Annotated[str, option(WHAT, RULES_HELP, metavar="FILE|NAME|auto", autocompletion=complete_rules)],
-    "scope": Annotated[
-        Scope, option(HOW_MANY, "What one count is solved for; auto: error with --calibrate, else model.")
-    ],
+    "scope": Annotated[Scope, option(HOW_MANY, SCOPE_HELP)],
     "tie": Annotated[Tie, option(HOW_MANY, "Which layers share their positions.")],
     "budget": Annotated[
         float, number(float, LEAST_PERCENT, MOST_PERCENT, HOW_MANY, BUDGET_HELP, unit="%", metavar="PERCENT")

@@ -112,6 +112,7 @@ rules:
   - {name: stated, match: {path: "stages.1.*"}, kernel_count: 3}
   - {name: free, match: {kernel_size: {min: 3}}}
 """
+ALL_STATED = parse_rules("format: 1\nrules:\n  - {match: {kernel_size: {min: 3}}, kernel_count: 3}\n")
 
 
 @pytest.mark.usefixtures("quick_fit")
@@ -125,6 +126,17 @@ def test_counts_that_rules_state_stay_and_the_rest_of_the_budget_is_allocated(ti
         assert {layer.kernel_count for layer in report.layers if "s.1." in layer.name} == {3}
         assert report.budget.used <= report.budget.limit
     assert len({layer.kernel_count for layer in reports[1].layers}) > 2
+
+
+@pytest.mark.usefixtures("quick_fit")
+@pytest.mark.parametrize("options", [{"kernel_count": 4}, {"rules": ALL_STATED}, {"init": "largest"}], ids=str)
+def test_where_there_is_nothing_to_measure_images_change_no_count(options):
+    reports = [
+        convert_(two_stages(), dilated_size=9, input_size=SMALL, calibration=images, **options)
+        for images in (None, [photos()])
+    ]
+    one, other = ([layer.kernel_count for layer in report.layers] for report in reports)
+    assert one == other
 
 
 @pytest.mark.usefixtures("quick_fit")
