@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from timm.layers import StdConv2d
 from torch import nn
 
 from dcls_convert import DclsConvertError, apply_plan_, calibrate, convert_, find_convs, plan_conversion
@@ -252,3 +253,41 @@ def test_a_convolution_called_twice_is_calibrated_for_both_and_an_idle_one_fitte
     assert error_of(model, before, images) < 0.7 * error_of(plain, before, images)
     assert torch.equal(model.idle.kernel(), plain.idle.kernel())
     assert all(layer.fit_error < 1 for layer in report.layers)
+
+
+def dense(model):
+    for part in model[1]:
+        part[0] = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+    return model
+
+
+def standardised(model):
+    for part in model[1]:
+        part[0] = StdConv2d(8, 8, 3, padding=1, bias=False)
+    return model
+
+
+@pytest.mark.usefixtures("quick_fit")
+@pytest.mark.parametrize(
+    ("change", "options", "share"),
+    [
+        (nn.Module.eval, {"interpolation": "gaussian"}, 0.7),
+        (nn.Module.eval, {"interpolation": "triangle"}, 0.5),
+        (dense, {"rules": "conv3x3"}, 0.5),
+        (standardised, {"rules": "conv3x3"}, 1.0),
+    ],
+    ids=["gaussian", "triangle", "dense", "standardised"],
+)
+def test_all_kinds_of_layers_keep_outputs_closer_with_images(change, options, share):
+    images, others = photos(12), photos(8, seed=1)
+    model = change(network()).eval()
+    with torch.no_grad():
+        before = model(others)
+    errors = []
+    for calibration in (None, [images]):
+        converted = copy.deepcopy(model)
+        convert_(
+            converted, dilated_size=7, budget=60, scope="model", input_size=SMALL, calibration=calibration, **options
+        )
+        errors.append(error_of(converted, before, others))
+    assert errors[1] < share * errors[0]
