@@ -141,11 +141,10 @@ def outcome_sentences(report: ConversionReport) -> list[str]:
     if not outcome.images:
         better = " --calibrate FOLDER, with some images, would keep the outputs closer."
         return [kernels + better * (outcome.kernel_error >= SMALL_ERROR)]
-    held_out = f"Held out of the calibration, {outcome.images} images and corners of them: "
-    lines = [kernels, f"{held_out}{_agreement(outcome, outcome.images)}."]
+    lines = [kernels, f"Images held out, with corners of large ones: {_agreement(outcome, outcome.images)}."]
     if outcome.shifted is not None:
         shifted = _agreement(outcome.shifted, outcome.images)
-        lines.append(f"As a yardstick, the original where an image moves by one pixel: {shifted}.")
+        lines.append(f"As a yardstick, the original with each image moved by one pixel: {shifted}.")
     return lines
 
 
