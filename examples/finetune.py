@@ -3,6 +3,7 @@
     python examples/finetune.py convnext_tiny-dcls17 --data flowers     # flowers/train/rose/1.jpg, flowers/validation
     python examples/finetune.py convnext_tiny-dcls17                    # digits: a first try, without any data
     python examples/finetune.py resnet18 --dilated-size 7 --pretrained  # converted first; without a size, left as it is
+    python examples/finetune.py resnet18 --dilated-size 7               # from scratch: positions start at random
     python examples/finetune.py convnext_tiny-dcls17 --teacher convnext_tiny --data photographs   # without labels
     accelerate launch --num_processes 8 examples/finetune.py convnext_tiny-dcls17 [--fsdp]
     torchrun --nproc_per_node 2 examples/finetune.py convnext_tiny-dcls17    # the same without GPUs
@@ -28,8 +29,12 @@ from typing import Any
 import numpy as np
 import timm
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast
+
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType, broadcast
+except ImportError:  # --help works without it
+    Accelerator = None
 from finetune_data import DIGITS_SIZE, Batches, Repeatable, load_images, seed_all, set_transforms
 from finetune_models import SoftTargets, build_model, build_teacher, shard_
 from finetune_pictures import draw
@@ -314,7 +319,7 @@ def train(run: Run, train_images: Any, valid_images: Any, classes: int | None) -
     criterion = SoftTargets(args.temperature) if run.teacher else labelled
     if run.teacher and not run.update:
         accelerator.print(f"before: agreement {evaluate(run, valid_images):.2f} %", flush=True)
-    batches, started = iter(loader), time.monotonic()
+    batches, begun = iter(loader), time.monotonic()
     while run.update < args.epochs * plan.updates_per_epoch:
         history["loss"].append(train_update(run, batches, mixup, criterion))
         epoch, done = divmod(run.update, plan.updates_per_epoch)
@@ -327,9 +332,10 @@ def train(run: Run, train_images: Any, valid_images: Any, classes: int | None) -
             loss = float(np.mean(history["loss"][-plan.updates_per_epoch :]))
             accelerator.print(
                 f"epoch {epoch:3d}/{args.epochs}: loss {loss:.4f}, {run.measure} {measured[-1]:.2f} %, "
-                f"{time.monotonic() - started:.0f} s",
+                f"{time.monotonic() - begun:.0f} s",
                 flush=True,
             )
+            begun = time.monotonic()
             if measured[-1] >= max(measured):  # of equal ones, the one that has learnt longest
                 save_best(run)
         if done == 0 or (args.save_every and run.update % args.save_every == 0):
@@ -377,6 +383,8 @@ def prepare(args: argparse.Namespace, accelerator: Accelerator) -> tuple[Run, An
 
 def main() -> None:
     args = parse_arguments()
+    if Accelerator is None:
+        sys.exit("error: accelerate is not installed: pip install 'dcls-convert[train]'")
     accelerator = Accelerator(mixed_precision=args.mixed_precision, cpu=not torch.accelerator.is_available())
     try:
         run, train_images, valid_images, classes = prepare(args, accelerator)

@@ -2,11 +2,10 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import timm
 import torch
-from accelerate import Accelerator
 from finetune_data import seed_all
 from timm.data import resolve_data_config
 from torch import Tensor, nn
@@ -16,6 +15,9 @@ from dcls_convert import DclsConvertError
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.source import build_model as build_network
 from dcls_convert.networks.weights import build_with_state, read_weights
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Module, Any]:
@@ -29,7 +31,8 @@ def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Modul
     model = timm.create_model(args.model, pretrained=args.pretrained, **options)
     if args.dilated_size is None:
         return model, None
-    return model, dcls_convert.convert_(model, dilated_size=args.dilated_size, seed=args.seed).plan
+    init = "fit" if args.pretrained else "random"  # as on the command line: random kernels are not worth a fit
+    return model, dcls_convert.convert_(model, dilated_size=args.dilated_size, init=init, seed=args.seed).plan
 
 
 def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | None:
@@ -80,7 +83,7 @@ class SoftTargets(nn.Module):
         return loss * self.temperature**2
 
 
-def shard_(model: nn.Module, accelerator: Accelerator) -> None:
+def shard_(model: nn.Module, accelerator: "Accelerator") -> None:
     """FSDP2: every block a group, the innermost first. Shared positions are in the group of a module around them."""
     from torch.distributed.fsdp import fully_shard
 

@@ -22,10 +22,10 @@ def draw(output: Path, history: dict[str, list[float]], track: list[Any], model:
         print("for pictures: pip install matplotlib", file=sys.stderr)
         return
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     names, steps = [row.name for row in track[-1].positions], [record.step for record in track]
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4))
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")
     axes[0].plot(history["loss"])
     axes[0].set(xlabel="update", ylabel="training loss")
     (measure,) = history.keys() - {"loss"}
@@ -34,7 +34,9 @@ def draw(output: Path, history: dict[str, list[float]], track: list[Any], model:
     axes[2].plot(steps, [[row.speed for row in record.positions] for record in track])
     axes[2].set(xlabel="epoch", ylabel="speed of positions (cells per epoch)")
     axes[2].legend(names, fontsize=6)
-    figure.savefig(output / "training.png", bbox_inches="tight")
+    for axis in axes[1:]:
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    figure.savefig(output / "training.png")
     pyplot.close(figure)
     rows = [row for row in track[-1].positions if len(row.histograms) == 2]
     if not rows:

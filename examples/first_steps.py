@@ -19,8 +19,8 @@ def main(name: str = "test_convnext", folder: str = "first-steps-dcls") -> None:
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10)
 
-    # Replace the depthwise convolutions by elements that are fitted to their kernels, and can move.
-    report = dcls_convert.convert_(model, dilated_size=17, input_size=(3, 64, 64))
+    # Replace the depthwise convolutions. Of a trained network, leave `init`: elements are fitted to its kernels.
+    report = dcls_convert.convert_(model, dilated_size=17, init="random", input_size=(3, 64, 64))
     print(report)
 
     # Train as ever. As in the paper, positions learn five times as fast as the rest, and do not decay.
