@@ -83,7 +83,7 @@ def _share(group: LayerGroup, tried: set[int], roots: Tensor | None, seed: int) 
     kernels, roots = some_lines(group.effective_kernels(), roots, first.groups)
 
     def error(count: int) -> float:
-        elements = fit_elements(kernels, box, kernel_count=count, roots=roots, seed=seed, starts=2)
+        elements = fit_elements(kernels, box, kernel_count=count, roots=roots, seed=seed)
         return sum(relative_errors(kernels, *elements, box, roots=roots))
 
     most = first.dense_weights // first.lines

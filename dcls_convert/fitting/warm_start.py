@@ -15,6 +15,9 @@ from .boxes import Box
 from .least_squares import fit_lines
 
 STARTS = 4  # the last one beside merged cells, the others beside the largest ones
+# With roots, for outputs. Where an output channel sums several lines, solving for their weights together makes up for
+# most of what more starts would gain.
+STARTS_ALONE, STARTS_TOGETHER = 6, 2
 JITTER = 0.3  # cells; at a cell's middle the cost has a kink, where a step models it badly
 FLOATS_AT_ONCE = 60_000_000  # of memory for the lines that are fitted together
 
@@ -28,13 +31,11 @@ def fit_elements(
     kernel_count: int,
     roots: Tensor | None = None,
     seed: int = 0,
-    starts: int = STARTS,
 ) -> tuple[list[Tensor], Tensor]:
     """Elements whose constructed kernels have the least squared distance to the old ones, summed over the group.
 
     Arguments and result as of `largest_elements`, than which no layer is farther. Positions stay where the old kernel
     was. With roots (in_channels, S, S), an error e of a line that sees that channel counts as the squares of e @ root.
-    The best of several starts is kept.
     """
     largest, grid = box.largest(kernels, kernel_count)
     exact = kernel_count >= len(box.cells()) and find_interpolation(box.interpolation).exact_on_cells
@@ -49,6 +50,7 @@ def fit_elements(
     fitted = _Elements(*map(torch.empty_like, fallback))
     # Drawn on the CPU and for all lines, so that a seed means the same on every device, however lines are split.
     generator = torch.Generator().manual_seed(seed)
+    starts = STARTS if roots is None else STARTS_ALONE if len(lines) == len(kernels[0]) else STARTS_TOGETHER
     noise = JITTER * torch.randn(starts, *fallback.places.shape, generator=generator, device="cpu")
     for chunk in _chunks(fallback, box):
         cells = fallback.places[chunk]

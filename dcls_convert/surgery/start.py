@@ -12,7 +12,7 @@ from ..errors import PlanError, listed
 from ..fitting.calibrate import Offset, Seen, fit_to_outputs_, look
 from ..fitting.groups import LayerGroup, make_layers
 from ..fitting.images import Calibration, Images, calibrate
-from ..fitting.warm_start import STARTS, fit_elements, fit_seed
+from ..fitting.warm_start import fit_elements, fit_seed
 from ..layers.conv_classes import PLAIN, find_form
 from ..layers.elements import Elements, first_cells, random_positions
 from ..layers.interpolation import find_interpolation
@@ -21,10 +21,6 @@ from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
 from .place import put_layers_
-
-# For outputs; where an output channel sums several lines, solving for their weights together makes up for most of what
-# more starts would gain.
-STARTS_ALONE, STARTS_TOGETHER = 6, 2
 
 
 @torch.no_grad()
@@ -130,8 +126,7 @@ def _fill_from_kernels_(group: LayerGroup, roots: Tensor | None, init: Init, see
     if init not in ("fit", AUTO):
         _fill_(group, largest)
         return
-    starts = STARTS if roots is None else STARTS_ALONE if len(group.convs[0].weight[0]) == 1 else STARTS_TOGETHER
-    fitted = fit_elements(effective, group.box, kernel_count=count, roots=roots, seed=seed, starts=starts)
+    fitted = fit_elements(effective, group.box, kernel_count=count, roots=roots, seed=seed)
     _fill_(group, fitted)
     if any((find_form(conv) or PLAIN).weight for conv in group.convs):
         # What transforms the elements (weight standardisation) can undo the fit of what they should become.
