@@ -39,7 +39,12 @@ def tiny() -> nn.Module:
 @pytest.fixture
 def quick_fit(monkeypatch):
     """Fits of fewer steps, where how close they come is not the question."""
-    for name in ("warm_start.STARTS", "least_squares.MOST_LOOKS", "least_squares.STEPS_BETWEEN_LOOKS"):
+    for name in (
+        "warm_start.STARTS",
+        "warm_start.STARTS_ALONE",
+        "least_squares.MOST_LOOKS",
+        "least_squares.STEPS_BETWEEN_LOOKS",
+    ):
         monkeypatch.setattr(f"dcls_convert.fitting.{name}", 2)
 
 

@@ -272,7 +272,7 @@ def standardised(model):
     ("change", "options", "share"),
     [
         (nn.Module.eval, {"interpolation": "gaussian"}, 0.7),
-        (nn.Module.eval, {"interpolation": "triangle"}, 0.5),
+        (nn.Module.eval, {"interpolation": "triangle"}, 0.7),
         (dense, {"rules": "conv3x3"}, 0.5),
         (standardised, {"rules": "conv3x3"}, 1.0),
     ],
