@@ -60,10 +60,8 @@ def counts_by_error(
         notify(f"measuring errors of {group.title}, {number + 1} of {len(free)}", number, len(free))
         roots = None if seen is None else seen.roots(group)
         shares.append(_share(group, {counts[group.plans[0].name] for counts in count_of}, roots, seed))
-    if not free:
-        return LayerCounts(source=f"scope {ERROR}", counts=counts, solved=True), seen
     limit -= sum(_cost(group) * group.plans[0].kernel_count for group in groups if group not in free)
-    for group, count in zip(free, least_error(shares, limit), strict=True):
+    for group, count in zip(free, least_error(shares, limit) if free else (), strict=True):
         counts |= {layer.name: count for layer in group.plans}
     return LayerCounts(source=f"scope {ERROR}", counts=counts, solved=True), seen
 
