@@ -57,19 +57,14 @@ def fit_lines(
     if roots is not None:
         seen = (targets @ roots).flatten(1).norm(dim=1)
         roots = roots / torch.where(seen > 0, seen, 1.0)[:, None, None]
-    problem = _problem(targets, box, roots)
-    runs = [_Run(problem, start) for start in starts]
+    run = _Run(_problem(targets, box, roots), torch.cat(list(starts)))
+    alive = torch.arange(len(run.places), device=targets.device).reshape(len(starts), -1)  # starts of each line
     looks = MOST_LOOKS if roots is None else MOST_LOOKS_WITH_ROOTS
-    while len(runs) > 1:  # a knockout: of two runs, each line goes on with the better one
-        for run in runs:
-            run.go_on_(1)
-        for one, other in zip(runs[::2], runs[1::2], strict=False):
-            gains = other.cost < one.cost
-            for name in ("places", "weights", "cost", "damping"):
-                getattr(one, name)[gains] = getattr(other, name)[gains]
-        runs, looks = runs[::2], looks - 1
-    runs[0].go_on_(looks)
-    return runs[0].places, runs[0].weights
+    while len(alive) > 1:  # after each look, each line goes on with the better half
+        run.go_on_(alive.flatten(), 1)
+        alive, looks = alive.gather(0, run.cost[alive].argsort(dim=0, stable=True)[: (len(alive) + 1) // 2]), looks - 1
+    run.go_on_(alive[0], looks)
+    return run.places[alive[0]], run.weights[alive[0]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +113,10 @@ def _problem(targets: Tensor, box: Box, roots: Tensor | None) -> _Problem:
 
 
 class _Run:
-    """Levenberg-Marquardt steps on all lines at once; each line has its own damping and keeps only steps that gain."""
+    """Levenberg-Marquardt steps on many lines at once; each has its own damping and keeps only steps that gain.
+
+    The problem's lines stand one behind the other, once for each start.
+    """
 
     def __init__(self, problem: _Problem, start: Tensor) -> None:
         self.problem = problem
@@ -131,9 +129,8 @@ class _Run:
     def inside(self, places: Tensor) -> Tensor:
         return places.clamp(min=0).minimum(self.last)
 
-    def go_on_(self, looks: int) -> None:
-        lines, moving = torch.arange(len(self.places), device=self.places.device), self.places[0].numel()
-        at_once = len(lines)
+    def go_on_(self, lines: Tensor, looks: int) -> None:
+        moving, at_once = self.places[0].numel(), len(lines)
         if lines.device.type == "cpu":
             at_once = max(1, FLOATS_IN_CACHE // (moving * (moving + 2 * self.problem.targets.shape[2])))
         for _ in range(looks):
@@ -143,7 +140,8 @@ class _Run:
 
     def _step_(self, lines: Tensor) -> Tensor:
         """Whether each of these lines still gains."""
-        problem = self.problem.changed(lambda tensor: tensor[lines])
+        targets = lines % len(self.problem.targets)
+        problem = self.problem.changed(lambda tensor: tensor[targets])
         places, damping = self.places[lines], self.damping[lines]
         inner = problem.targets.shape[2] if problem.roots is not None else 0  # of products with roots
         if max(places[0].numel(), inner) <= LINES_INNERMOST:
