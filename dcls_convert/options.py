@@ -10,6 +10,7 @@ Scope = Literal["auto", "model", "stage", "layer", "error"]
 Tie = Literal["stage", "none"]
 Init = Literal["auto", "random", "largest", "fit", "exact"]
 Positions = Literal["normal", "uniform"]
+Augmentation = Literal["none", "light", "strong"]
 AuthorsVersion = Literal["v0", "v1"]  # of their package's layers without sigma; see authors.py
 Kind = Literal["depthwise", "grouped", "dense"]  # of a convolution, by its groups
 Sort = Literal["name", "params", "macs", "count", "layers"]  # of models

@@ -8,56 +8,32 @@
     accelerate launch --num_processes 8 examples/finetune.py convnext_tiny-dcls17 [--fsdp]
     torchrun --nproc_per_node 2 examples/finetune.py convnext_tiny-dcls17    # the same without GPUs
 
-The output folder gets `best`, which is a checkpoint folder, `history.json`, `positions.jsonl`, pictures, and
-`state.pt`, with which `--resume` continues a run that was killed. All randomness follows from the seed and the place in
-the run; so a resumed run ends exactly as one that was never killed, where the arithmetic of the machine is repeatable.
+The output folder gets `best`, which is a checkpoint folder, `history.json`, `training.png`, `positions.jsonl` (for
+`dcls-convert inspect best --history`), and `state.pt`, with which `--resume` continues a run that was killed. To know
+whether a conversion helps, `dcls-convert compare` trains both networks, with the same loop.
 """
 
 import argparse
-import contextlib
-import copy
 import json
-import os
-import shutil
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import timm
 import torch
-
-try:
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedType, broadcast
-except ImportError:  # --help works without it
-    Accelerator = None
-from finetune_data import DIGITS_SIZE, Batches, Repeatable, load_images, seed_all, set_transforms
-from finetune_models import SoftTargets, build_model, build_teacher, shard_
-from finetune_pictures import draw
-from timm.data import Mixup
-from timm.scheduler import create_scheduler_v2
-from timm.utils import ModelEmaV3
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
-from torch.utils.data import DataLoader
 
 import dcls_convert
 from dcls_convert import DclsConvertError, tuning
-from dcls_convert.depthwise import choices
+from dcls_convert.checkpoints.save import save_trained
+from dcls_convert.tuning.images import ImageData, open_images, set_transforms_
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered from all processes, into the first
-TRACK = "positions.jsonl"
-MAY_CHANGE = ("resume", "workers", "save_every")  # options of a resumed run; any other would make it another run
+DIGITS_SIZE = 32  # pixels that the 8 x 8 digits are scaled to
+DIGITS_HELD_OUT = 360  # of 1797, a fifth
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -68,341 +44,183 @@ def parse_arguments() -> argparse.Namespace:
     add("model", help="a folder that dcls-convert wrote, or a name of timm's")
     add("--dilated-size", type=int, help="convert the model of this name first")
     add("--pretrained", action="store_true", help="start a model of timm from its trained weights")
+    add("--drop-path", type=float, default=0.0)
     add("--teacher", help="learn this model's outputs, of images without labels: a name of timm's, or a folder")
-    add("--teacher-checkpoint", type=Path, help="its weights; without them, those that timm knows or the folder has")
-    add("--temperature", type=float, default=4.0, help="by which both models' outputs are divided before softmax")
-    add("--data", help="folder of images; without it, scikit-learn's digits")
+    add("--teacher-checkpoint", default="", help="its weights; without them, those that timm knows or the folder has")
+    add("--data", type=Path, help="folder of images; without it, scikit-learn's digits")
     add("--dataset", default="", help="timm's name of the data set, such as torch/cifar10; a folder of classes without")
     add("--splits", nargs=2, default=("train", "validation"), metavar=("TRAIN", "VALIDATION"))
     add("--num-classes", type=int, help="where the data set does not name its classes")
+    add("--augmentation", default="light", choices=["none", "light", "strong"])
+    add("--img-size", type=int, help=f"default: the model's; {DIGITS_SIZE} for digits")
     add("--output", type=Path, help="default: runs/MODEL")
     add("--resume", action="store_true", help="continue a run that was killed")
-    add("--epochs", type=int, default=10)
-    add("--batch-size", type=int, default=32, help="images in each process at once")
-    add("--accumulate", type=int, default=1, help="batches of one update")
-    add("--lr", type=float, default=1e-3)
-    add("--position-lr-scale", type=float, default=5.0)
-    add("--weight-decay", type=float, default=0.05, help="of the weights; positions have none")
-    add("--sched", default="cosine", choices=["cosine", "tanh", "step", "poly", "wsd", "constant"], help="timm's")
-    add("--warmup-epochs", type=int, default=1)
-    add("--clip-grad", type=float, default=1.0, help="largest norm of the gradients; 0: as they are")
-    add("--smoothing", type=float, default=0.1, help="of the labels")
-    add("--mixup", type=float, default=0.0)
-    add("--cutmix", type=float, default=0.0)
-    add("--aa", help="timm's augmentation policy, such as rand-m9-mstd0.5")
-    add("--reprob", type=float, default=0.0, help="share of images of which a part is erased")
-    add("--freeze-statistics", action="store_true", help="BatchNorm goes by those that it has: for few images")
-    add("--drop-path", type=float, default=0.0)
-    add("--ema", type=float, default=0.99, help="decay of the averaged weights, which are evaluated; 0: no average")
-    add("--repulsive", type=float, default=0.0, help="weight of the repulsive loss, which keeps elements apart")
     add("--mixed-precision", choices=["no", "bf16", "fp16"], help="default: what accelerate launch says")
     add("--fsdp", action="store_true", help="shard the model over the processes (FSDP2)")
-    add("--img-size", type=int, help=f"default: the model's; {DIGITS_SIZE} for digits")
     add("--workers", type=int, default=0, help="processes that load images, beside each that trains")
-    add("--save-every", type=int, help="updates between two states; an epoch if not given")
-    add("--seed", type=int, default=0)
+    add("--save-every", type=int, default=0, help="updates between two states; an epoch if not given")
+    recipe = parser.add_argument_group("recipe", "dcls_convert.tuning.Recipe says what each of these means")
+    for field in fields(tuning.Recipe):
+        usual = {"ema": 0.99}.get(field.name, field.default)
+        how: Any = {"action": "store_true"} if usual is False else {"type": type(usual), "help": f"default: {usual}"}
+        recipe.add_argument(f"--{field.name.replace('_', '-')}", default=usual, **how)
     args = parser.parse_args()
-    for name in ("epochs", "batch_size", "accumulate", "dilated_size", "num_classes", "img_size", "save_every"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
-    if args.ema < 0 or args.ema >= 1 or args.smoothing < 0 or args.smoothing >= 1:
-        parser.error("--ema and --smoothing must be at least 0 and below 1")
-    if args.temperature <= 0:
-        parser.error(f"--temperature must be above 0, not {args.temperature:g}")
     if args.teacher_checkpoint and not args.teacher:
         parser.error("--teacher-checkpoint needs --teacher, which names the model")
     if args.teacher and args.num_classes:
         parser.error("--num-classes: with --teacher, the model keeps the classes that it has")
-    if (args.mixup or args.cutmix) and args.batch_size % 2:
-        parser.error("--mixup and --cutmix need an even --batch-size")
     args.output = args.output or Path("runs") / Path(args.model).name
     return args
 
 
-# The run: everything that a state holds.
+class Digits(torch.utils.data.Dataset):
+    def __init__(self, training: bool) -> None:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        order = np.random.default_rng(0).permutation(len(digits.target))
+        order = order[DIGITS_HELD_OUT:] if training else order[:DIGITS_HELD_OUT]
+        self.images, self.labels = digits.images[order], digits.target[order]
+        self.transform: Any = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image = Image.fromarray((self.images[index] * (255 / 16)).astype(np.uint8)).convert("RGB")
+        return self.transform(image), int(self.labels[index])
 
 
-@dataclass
-class Run:
-    args: argparse.Namespace
-    accelerator: Accelerator
-    plan: Any  # None: a model without DCLS layers
-    template: nn.Module  # whole and on the CPU, for checkpoints
-    plain: nn.Module  # without DDP around it
-    model: nn.Module
-    average: ModelEmaV3 | None
-    teacher: nn.Module | None
-    optimizer: Any
-    scheduler: Any = None
-    tracker: Any = None
-    update: int = 0
-    history: dict[str, list[float]] = field(default_factory=dict)  # "loss" by update, `measure` by epoch
-
-    @property
-    def evaluated(self) -> nn.Module:
-        return self.average.module if self.average else self.plain
-
-    @property
-    def measure(self) -> str:
-        """What is to be high on the images that are held out, in percent."""
-        return "agreement" if self.teacher else "accuracy"
-
-    @torch.no_grad()
-    def targets(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """What the model should give: the labels (N,), or the teacher's outputs (N, classes)."""
-        return self.teacher(images) if self.teacher else labels
+def load_data(args: argparse.Namespace) -> ImageData:
+    """Images to train and to test with, still without transforms."""
+    if args.data is None and not args.dataset:
+        return ImageData(train=Digits(True), test=Digits(False), classes=tuple("0123456789"))
+    labelled = args.teacher is None
+    return open_images(args.data, args.dataset, splits=args.splits, classes=args.num_classes, labelled=labelled)
 
 
-def start_run(args: argparse.Namespace, accelerator: Accelerator, classes: int | None) -> Run:
-    plain, plan = build_model(args, classes)
-    teacher = build_teacher(args, plain)
-    template = copy.deepcopy(plain)
-    plain.to(accelerator.device)
-    if teacher:
-        teacher.to(accelerator.device)
-    average = ModelEmaV3(plain, decay=args.ema, use_warmup=True) if args.ema else None
-    model = plain
-    if args.fsdp:
-        for module in [plain, *([average.module] if average else [])]:
-            shard_(module, accelerator)
-    # Without lr, the groups state a scale of the learning rate, which timm's schedulers apply.
-    groups = tuning.param_groups(plain, weight_decay=args.weight_decay, position_lr_scale=args.position_lr_scale)
-    optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(groups, lr=args.lr))
-    if not args.fsdp:
-        model = accelerator.prepare_model(plain)
-    run = Run(args, accelerator, plan, template, plain, model, average, teacher, optimizer)
-    run.history = {"loss": [], run.measure: []}
-    return run
+def set_transforms(data: ImageData, model: nn.Module, args: argparse.Namespace) -> None:
+    if not isinstance(data.train, Digits):
+        set_transforms_(data, model, args.img_size and (3, args.img_size, args.img_size), args.augmentation)
+        return
+    config = resolve_data_config({"img_size": args.img_size or DIGITS_SIZE}, model=model)
+    config = {name: config[name] for name in ("input_size", "interpolation", "mean", "std")}
+    data.train.transform = create_transform(**config, is_training=True, hflip=0.0, scale=(0.7, 1.0), color_jitter=None)
+    data.test.transform = create_transform(**config, crop_pct=1.0)
 
 
-def settings(run: Run) -> dict[str, str]:
-    stated = {name: str(value) for name, value in vars(run.args).items() if name not in MAY_CHANGE}
-    return stated | {"num_processes": str(run.accelerator.num_processes)}
+def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Module, Any]:
+    """The model, with a head for the classes (None: with the head that it has), and its plan or the folder with it."""
+    options = {name: value for name, value in [("num_classes", classes), ("drop_path_rate", args.drop_path)] if value}
+    torch.manual_seed(args.seed)  # of a new head
+    if Path(args.model).is_dir():
+        return timm.create_model(f"local-dir:{args.model}", pretrained=True, **options), args.model
+    if not timm.is_model(args.model):
+        raise DclsConvertError(f"{args.model}: neither a folder nor a model of timm")
+    model = timm.create_model(args.model, pretrained=args.pretrained, **options)
+    if args.dilated_size is None:
+        return model, None
+    init = "fit" if args.pretrained else "random"  # as on the command line: random kernels are not worth a fit
+    return model, dcls_convert.convert_(model, dilated_size=args.dilated_size, init=init, seed=args.seed).plan
 
 
-def save_state(run: Run) -> None:
-    """All at once or not at all, whenever the run is killed."""
-    model, optimizer = get_state_dict(run.plain, run.optimizer.optimizer, options=WHOLE)
-    state = {
-        "settings": settings(run),
-        "model": model,
-        "optimizer": optimizer,
-        "average": get_model_state_dict(run.average.module, options=WHOLE) if run.average else None,
-        "scheduler": run.scheduler.state_dict(),
-        "scaler": run.accelerator.scaler.state_dict() if run.accelerator.scaler else None,
-        "update": run.update,
-        "history": run.history,
-    }
-    if run.accelerator.is_main_process:
-        path = run.args.output / "state.pt"
-        with open(path.with_suffix(".partial"), "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(path.with_suffix(".partial"), path)
-
-
-def load_state_(run: Run, path: Path) -> None:
+def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | None:
+    """The network whose outputs the student learns to give, whole in every process; None without --teacher."""
+    if not args.teacher:
+        return None
+    name = f"local-dir:{args.teacher}" if Path(args.teacher).is_dir() else args.teacher
+    path, classes = args.teacher_checkpoint, {"num_classes": student.num_classes} if args.teacher_checkpoint else {}
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise DclsConvertError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from error
-    for name, value in settings(run).items():
-        if state["settings"].get(name) != value:
-            found = state["settings"].get(name)
-            raise DclsConvertError(f"--resume: {path} was written with {name} {found}, not {value}")
-    set_state_dict(
-        run.plain,
-        run.optimizer.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=WHOLE,
-    )
-    if run.average:
-        set_model_state_dict(run.average.module, state["average"], options=WHOLE)
-    run.scheduler.load_state_dict(state["scheduler"])
-    if run.accelerator.scaler:
-        run.accelerator.scaler.load_state_dict(state["scaler"])
-    run.update, run.history = state["update"], state["history"]
-
-
-# Training.
-
-
-def train_update(run: Run, batches: Iterator[Any], mixup: Any, criterion: nn.Module) -> float:
-    """One update of the weights, from `accumulate` batches; its loss, over all processes."""
-    args, accelerator = run.args, run.accelerator
-    run.model.train()
-    if args.freeze_statistics:
-        for norm in run.plain.modules():
-            if isinstance(norm, nn.modules.batchnorm._BatchNorm):
-                norm.eval()
-    total = torch.zeros((), device=accelerator.device)
-    for batch in range(args.accumulate):
-        last = batch == args.accumulate - 1
-        images, labels = (part.to(accelerator.device, non_blocking=True) for part in next(batches))
-        seed_all("update", args.seed, run.update, batch, accelerator.process_index)  # after loading, which seeds too
-        if mixup:
-            images, labels = mixup(images, labels * 0 if run.teacher else labels)
-        images = images.contiguous(memory_format=torch.channels_last)
-        if args.fsdp:
-            run.model.set_requires_gradient_sync(last)
-        with contextlib.nullcontext() if last or args.fsdp else accelerator.no_sync(run.model):
-            with accelerator.autocast():
-                loss = criterion(run.model(images), run.targets(images, labels))
-                if args.repulsive:
-                    loss = loss + args.repulsive * tuning.repulsive_loss(run.plain) ** 2
-            accelerator.backward(loss / args.accumulate)
-        total += loss.detach() / args.accumulate
-    if args.clip_grad:
-        accelerator.clip_grad_norm_(run.plain.parameters(), args.clip_grad)
-    run.optimizer.step()
-    tuning.clamp_positions_(run.plain)  # the layers do it too, but in FSDP2 only to their copy for one pass
-    run.optimizer.zero_grad()
-    run.update += 1
-    run.scheduler.step_update(run.update)
-    if run.average:
-        run.average.update(run.plain, step=run.update)
-    return float(accelerator.reduce(total, "mean"))
-
-
-@torch.no_grad()
-def evaluate(run: Run, images: Any) -> float:
-    """The share of images in percent for which the (averaged) model's top class is the label, or the teacher's.
-
-    Each process looks at its part.
-    """
-    accelerator, model, size = run.accelerator, run.evaluated, run.args.batch_size
-    for buffer in model.buffers():  # batch statistics are each process's own: the first one's count, as in the state
-        broadcast(buffer)
-    model.eval()
-    count = len(images)
-    wanted = list(range(accelerator.process_index, count, accelerator.num_processes))
-    # In FSDP2 all processes must call the model equally often: the rest is filled up with images that do not count.
-    wanted += [-1] * (-(-count // accelerator.num_processes) - len(wanted))
-    keys = [[(0, max(index, 0)) for index in wanted[first : first + size]] for first in range(0, len(wanted), size)]
-    right = torch.zeros((), device=accelerator.device)
-    first, repeatable = 0, Repeatable(images, run.args.seed)
-    for pixels, labels in DataLoader(repeatable, batch_sampler=keys, num_workers=run.args.workers):
-        pixels, labels = pixels.to(accelerator.device), labels.to(accelerator.device)
-        with accelerator.autocast():
-            found, targets = model(pixels).argmax(1), run.targets(pixels, labels)
-        counts = torch.tensor(wanted[first : first + len(labels)], device=found.device) >= 0
-        right += ((found == (targets.argmax(1) if run.teacher else targets)) & counts).sum()
-        first += len(labels)
-    return 100 * float(accelerator.reduce(right, "sum")) / count
-
-
-def save_best(run: Run) -> None:
-    """The evaluated weights as a checkpoint folder; of a model without DCLS layers, in timm's format."""
-    state = get_model_state_dict(run.evaluated, options=WHOLE)
-    if run.accelerator.is_main_process:
-        run.template.load_state_dict(state)
-        if run.plan is None:
-            timm.models.save_for_hf(run.template, run.args.output / "best", safe_serialization=True)
-        else:
-            dcls_convert.save_converted(run.template.eval(), run.plan, run.args.output / "best", force=True)
-
-
-def train(run: Run, train_images: Any, valid_images: Any, classes: int | None) -> None:
-    args, accelerator, history, measured = run.args, run.accelerator, run.history, run.history[run.measure]
-    plan = Batches(len(train_images), args, accelerator.process_index, accelerator.num_processes, run.update)
-    loader = DataLoader(
-        Repeatable(train_images, args.seed),
-        batch_sampler=plan,
-        num_workers=args.workers,
-        pin_memory=accelerator.device.type == "cuda",
-    )
-    mixing = args.mixup or args.cutmix
-    mixup = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=classes or 1) if mixing else None
-    labelled = nn.CrossEntropyLoss(label_smoothing=0.0 if mixing else args.smoothing)
-    criterion = SoftTargets(args.temperature) if run.teacher else labelled
-    if run.teacher and not run.update:
-        accelerator.print(f"before: agreement {evaluate(run, valid_images):.2f} %", flush=True)
-    batches, begun = iter(loader), time.monotonic()
-    while run.update < args.epochs * plan.updates_per_epoch:
-        history["loss"].append(train_update(run, batches, mixup, criterion))
-        epoch, done = divmod(run.update, plan.updates_per_epoch)
-        if accelerator.is_main_process and sys.stderr.isatty():
-            bar = "#" * (30 * (done or plan.updates_per_epoch) // plan.updates_per_epoch)
-            print(f"\r[{bar:30}] {run.update} updates, loss {history['loss'][-1]:.4f}", end=" ", file=sys.stderr)
-        if done == 0:
-            run.tracker.update(epoch)
-            measured.append(evaluate(run, valid_images))
-            loss = float(np.mean(history["loss"][-plan.updates_per_epoch :]))
-            accelerator.print(
-                f"epoch {epoch:3d}/{args.epochs}: loss {loss:.4f}, {run.measure} {measured[-1]:.2f} %, "
-                f"{time.monotonic() - begun:.0f} s",
-                flush=True,
-            )
-            begun = time.monotonic()
-            if measured[-1] >= max(measured):  # of equal ones, the one that has learnt longest
-                save_best(run)
-        if done == 0 or (args.save_every and run.update % args.save_every == 0):
-            save_state(run)
-
-
-def prepare(args: argparse.Namespace, accelerator: Accelerator) -> tuple[Run, Any, Any, int | None]:
-    """Everything that can be refused, before the first update."""
-    if accelerator.distributed_type == DistributedType.FSDP:
-        raise DclsConvertError("--use_fsdp of accelerate launch: give --fsdp to this script instead")
-    if args.fsdp and accelerator.distributed_type == DistributedType.NO:
-        raise DclsConvertError("--fsdp: needs several processes: accelerate launch --num_processes 2 ...")
-    state = args.output / "state.pt"
-    if state.exists() and not args.resume:
-        raise DclsConvertError(f"{args.output}: holds a run already; --resume continues it, --output names another")
-    train_images, valid_images, classes = load_images(args)
-    run = start_run(args, accelerator, classes)
-    set_transforms(train_images, valid_images, run.plain, args)
-    per_epoch = Batches(len(train_images), args, 0, accelerator.num_processes).updates_per_epoch
-    if not per_epoch:
+        teacher = timm.create_model(name, pretrained=not path, checkpoint_path=path, **classes)
+    except Exception as error:  # of timm, the hub or the file
+        problem = " ".join(str(error).split())[:200]
+        raise DclsConvertError(f"--teacher {args.teacher}: its weights cannot be had: {problem}") from error
+    if teacher.num_classes != student.num_classes:
         raise DclsConvertError(
-            f"--batch-size {args.batch_size}: one update takes more than all {len(train_images)} images"
+            f"--teacher {args.teacher}: has {teacher.num_classes} classes, {args.model} has {student.num_classes}"
         )
-    run.scheduler, _ = create_scheduler_v2(
-        run.optimizer.optimizer,
-        args.sched,
-        num_epochs=args.epochs,
-        warmup_epochs=min(args.warmup_epochs, args.epochs - 1),
-        warmup_lr=args.lr / 100,
-        step_on_epochs=False,
-        updates_per_epoch=per_epoch,
-    )
-    args.output.mkdir(parents=True, exist_ok=True)
-    if accelerator.is_main_process:
-        for leftover in args.output.glob(".best.*"):  # of a run that was killed while it wrote
-            shutil.rmtree(leftover, ignore_errors=True)
-    if state.exists():
-        load_state_(run, state)
-    track = args.output / TRACK
-    if accelerator.is_main_process and track.exists():  # a line an epoch: a resumed run writes the later ones again
-        track.write_bytes(b"".join(track.read_bytes().splitlines(keepends=True)[: len(run.history[run.measure])]))
-    run.tracker = tuning.PositionTracker(run.plain, track)
-    return run, train_images, valid_images, classes
+    mine, theirs = (resolve_data_config(model=model) for model in (student, teacher))
+    if any(tuple(mine[name]) != tuple(theirs[name]) for name in ("mean", "std")):
+        raise DclsConvertError(f"--teacher {args.teacher}: takes images with another mean and std than {args.model}")
+    return teacher
+
+
+def draw(output: Path, history: dict[str, list[float]], measure: str) -> None:
+    """Loss, accuracy or agreement, and the speed of the positions, as `training.png`."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("for pictures: pip install matplotlib", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    track = tuning.read_track(output / "positions.jsonl")
+    epochs = [record.step for record in track]
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")
+    axes[0].plot(history["loss"])
+    axes[0].set(xlabel="update", ylabel="training loss")
+    axes[1].plot(epochs, history[measure], marker=".")
+    axes[1].set(xlabel="epoch", ylabel=f"{measure} (%)")
+    axes[2].plot(epochs, [[row.speed for row in record.positions] for record in track])
+    axes[2].set(xlabel="epoch", ylabel="speed of positions (cells per epoch)")
+    axes[2].legend([row.name for row in track[-1].positions], fontsize=6)
+    for axis in axes[1:]:
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    figure.savefig(output / "training.png")
+    pyplot.close(figure)
 
 
 def main() -> None:
     args = parse_arguments()
-    if Accelerator is None:
-        sys.exit("error: accelerate is not installed: pip install 'dcls-convert[train]'")
-    accelerator = Accelerator(mixed_precision=args.mixed_precision, cpu=not torch.accelerator.is_available())
+    accelerator: Any = None
     try:
-        run, train_images, valid_images, classes = prepare(args, accelerator)
+        recipe = tuning.Recipe(**{field.name: getattr(args, field.name) for field in fields(tuning.Recipe)})
+        from dcls_convert.tuning.training import STATE, Training, accelerator_for
+
+        accelerator = accelerator_for(mixed_precision=args.mixed_precision)
+        if (args.output / STATE).exists() and not args.resume:
+            raise DclsConvertError(f"{args.output}: holds a run already; --resume continues it, --output names another")
+        data = load_data(args)
+        model, plan = build_model(args, None if args.teacher else len(data.classes))
+        teacher = build_teacher(args, model)
+        set_transforms(data, model, args)
+        training = Training(
+            model,
+            data,
+            recipe,
+            args.output,
+            accelerator=accelerator,
+            teacher=teacher,
+            fsdp=args.fsdp,
+            workers=args.workers,
+            save_every=args.save_every,
+            settings={name: getattr(args, name) for name in ("model", "dilated_size", "data", "teacher", "drop_path")},
+        )
+        measure = "agreement" if teacher else "accuracy"
+        if teacher and not training.update:
+            accelerator.print(f"before: agreement {100 * float(training.test().double().mean()):.2f} %", flush=True)
+
+        def after_epoch(training: Training) -> None:
+            epoch, updates = len(training.top1), training.updates_per_epoch
+            loss, seconds = float(np.mean(training.loss[-updates:])), training.seconds[-1]
+            line = f"epoch {epoch:3d}/{args.epochs}: loss {loss:.4f}, {measure} {training.top1[-1]:.2f} %"
+            accelerator.print(f"{line}, {seconds:.0f} s", flush=True)
+            if training.top1[-1] >= max(training.top1):  # of equal ones, the one that has learnt longest
+                trained = training.trained()
+                if accelerator.is_main_process:
+                    save_trained(trained, plan, args.output / "best")
+
+        training.run(after_epoch)
     except DclsConvertError as error:
-        if accelerator.is_main_process:
+        if accelerator is None or accelerator.is_main_process:
             print(f"error: {error}", file=sys.stderr)
-        accelerator.end_training()
         sys.exit(error.exit_code)
-    train(run, train_images, valid_images, classes)
-    state = get_model_state_dict(run.evaluated, options=WHOLE)
     if accelerator.is_main_process:
-        run.template.load_state_dict(state)
-        (args.output / "history.json").write_text(json.dumps(run.history) + "\n")
-        draw(args.output, run.history, tuning.read_track(args.output / TRACK), run.template)
-        for choice in choices():  # on GPUs
-            print(choice)
-        print(f"best {run.measure} {max(run.history[run.measure]):.2f} %: {args.output / 'best'}")
-    accelerator.wait_for_everyone()
+        history = {"loss": training.loss, measure: training.top1}
+        (args.output / "history.json").write_text(json.dumps(history) + "\n")
+        draw(args.output, history, measure)
+        print(f"best {measure} {max(training.top1):.2f} %: {args.output / 'best'}")
     accelerator.end_training()
 
 

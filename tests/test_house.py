@@ -37,7 +37,10 @@ FOREIGN = {
     "typer": {"cli"},
     "onnxruntime": {"export"},
     "matplotlib": {"views"},
+    "accelerate": {"tuning"},
+    "scipy": {"compare"},
 }
+TRAINS = ("tuning.images", "tuning.training")  # which nothing imports before it trains
 # A command line that answers at once imports these.
 LIGHT = ("dcls_convert.cli.app", "dcls_convert.options", "dcls_convert.planning.rules", "dcls_convert.planning.budget")
 
@@ -105,14 +108,14 @@ def test_no_modules_import_each_other():
 @pytest.mark.parametrize("library", FOREIGN)
 def test_a_library_has_its_own_rooms(library):
     uses = {
-        (room(module), deferred)
+        (module, deferred)
         for module, imports in IMPORTS.items()
         for name, own, deferred in imports
         if room(name) == library and not own
     }
-    assert {name for name, _ in uses} == FOREIGN[library]
+    assert {room(module) for module, _ in uses} == FOREIGN[library]
     if library in ("timm", "torchvision"):
-        assert all(deferred for _, deferred in uses), "imported before it is used"
+        assert all(deferred for module, deferred in uses if module not in TRAINS), "imported before it is used"
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER if (PACKAGE / name).is_dir()])

@@ -1,10 +1,12 @@
 """A converted model into a folder, which appears whole or not at all."""
 
+import importlib
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_model
 from torch import nn
 
 from .. import __version__
@@ -17,7 +19,7 @@ from ..pipeline import convert_
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport, measure_report, predict_report
 from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
-from .folder import CARD, CONFIG, PAGE, PICTURE, REPORT, not_of_a_checkpoint, read_plan, write_files
+from .folder import CARD, CONFIG, PAGE, PICTURE, REPORT, WEIGHTS, not_of_a_checkpoint, read_plan, write_files
 from .load import place_
 
 OUTPUT_IN_FOLDER = "."  # report.json's name for its own folder, which can be moved
@@ -200,3 +202,19 @@ def training_code(model: str | None) -> str:
         "...  # train\n"
         'dcls_convert.save_converted(model, "{folder}", "{folder}-tuned")\n'
     )
+
+
+def save_trained(model: nn.Module, plan: ConversionPlan | str | Path | None, folder: Path) -> None:
+    """A model as a folder, in place of an older one: converted, or without a plan in timm's format if it is timm's.
+
+    Of other models, the weights alone.
+    """
+    if plan is not None:
+        save_converted(model, plan, folder, force=True)
+        return
+    with new_folder(folder, force=True, foreign=lambda _: None) as partial:
+        if getattr(model, "pretrained_cfg", None):
+            models: Any = importlib.import_module("timm.models")
+            models.save_for_hf(model, str(partial), safe_serialization=True)
+        else:
+            save_model(model, str(partial / WEIGHTS))

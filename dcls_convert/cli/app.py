@@ -12,6 +12,7 @@ from .. import __version__
 from ..errors import DclsConvertError, one_line, shown
 from . import console
 from .arguments import CommandGroup
+from .compare import compare
 from .convert import convert
 from .diff import diff
 from .fold import fold
@@ -75,7 +76,7 @@ def _main(
     pass
 
 
-for _command in (convert, models, sweep, inspect, diff, fold, verify):
+for _command in (convert, models, sweep, compare, inspect, diff, fold, verify):
     app.command()(_command)
 app.add_typer(rules_app, name="rules")
 

@@ -9,12 +9,14 @@ arXiv:2112.03740, section 3 "Learning techniques".
 
 from ..networks.positions import clamp_positions_, no_weight_decay
 from .param_groups import param_groups
+from .recipe import Recipe
 from .repulsion import repulsive_loss
 from .tracker import Histogram, PositionTracker, TrackedPositions, TrackRecord, read_track, show_in_tensorboard
 
 __all__ = [
     "Histogram",
     "PositionTracker",
+    "Recipe",
     "TrackRecord",
     "TrackedPositions",
     "clamp_positions_",

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -148,7 +147,7 @@ def finetune(options: str, port: int) -> None:
     from accelerate.state import AcceleratorState
 
     os.environ["MASTER_PORT"] = str(port)  # of its own: that of an ended run may still be taken
-    sys.modules["finetune_pictures"] = SimpleNamespace(draw=lambda *_: None)
+    sys.modules["matplotlib"] = None
     with patch.object(sys, "argv", ["finetune.py", "tiny-dcls9", *options.split()]):
         runpy.run_path(str(FINETUNE), run_name="__main__")
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -157,7 +156,6 @@ def finetune(options: str, port: int) -> None:
 def main(folder: Path, *runs: str) -> None:
     torch.set_num_threads(1)
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    sys.path.insert(0, str(FINETUNE.parent))
     os.chdir(folder)
     port = int(os.environ["MASTER_PORT"])
     for index, run in enumerate(runs):

@@ -1,0 +1,160 @@
+"""`dcls-convert compare`: train a network as it is and converted, and say whether it helps."""
+
+import functools
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import shown
+from ..options import POSITIONS, Augmentation, PlanOptions, Positions
+from . import console
+from .arguments import OUTPUT, WHAT, WHERE, Json, Network, number, option, refuse, with_records
+from .sweep import SIZES
+
+if TYPE_CHECKING:
+    from ..compare.runs import Trainer
+
+DATA, TRAINING, RUNNING = "Images", "Training", "How to run"
+EPOCHS, BATCH, SEEDS = 30, 64, 3
+MOST = 10**6
+SECONDS_A_LINE = 60.0  # of progress, where stderr is no terminal
+DATA_HELP = "A folder for each class, or train and validation (or val) with these; with --dataset, where that lies."
+DATASET_HELP = "A data set by timm's name: torch/cifar10, hfds/cifar10."
+MINUTES_HELP = "For all runs together; decides the epochs, the same for all."
+ABLATE_HELP = "Train with frozen positions, and with dense kernels of the window's size, too."
+POSITIONS_HELP = "Where they start, from scratch: normal, uniform, or both: normal,uniform."
+OUTPUT_HELP = "Where runs lie; a second call goes on with those that are missing."
+ONLY_HELP = "Every N-th run, from the I-th on, for job arrays; all other calls use the same folder."
+
+
+def _starts(text: str) -> list[Positions]:
+    starts = text.split(",")
+    if not set(starts) <= set(POSITIONS):
+        raise typer.BadParameter(f"'{shown(text)}' is not {' or '.join(POSITIONS)}, or both")
+    return list(dict.fromkeys(starts))  # type: ignore[arg-type]
+
+
+def _part(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    part = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= part[0] <= part[1]:
+        raise typer.BadParameter(f"'{shown(text)}' is not a part such as 3/12")
+    return part
+
+
+def _count(help: str, panel: str, **settings: Any) -> Any:
+    return number(int, 1, MOST, panel, help, metavar="N", **settings)
+
+
+STARTS = option(WHERE, POSITIONS_HELP, metavar="P,P", parser=_starts, show_default="normal")
+
+
+@functools.partial(with_records, but=("dilated_size",))
+def compare(
+    network: Network,
+    data: Annotated[Path | None, option(DATA, DATA_HELP, metavar="FOLDER")] = None,
+    dataset: Annotated[str, option(DATA, DATASET_HELP, metavar="NAME", show_default=False)] = "",
+    sizes: Annotated[Any, SIZES] = None,
+    positions: Annotated[
+        Any, option(WHERE, POSITIONS_HELP, metavar="P,P", parser=_starts, show_default="normal")
+    ] = None,
+    ablate: Annotated[bool, option(WHAT, ABLATE_HELP, "--ablate")] = False,
+    epochs: Annotated[int | None, _count("Of each run.", TRAINING, show_default=str(EPOCHS))] = None,
+    minutes: Annotated[int | None, _count(MINUTES_HELP, TRAINING)] = None,
+    seeds: Annotated[int, _count("Runs of each network; three are the least that answer.", TRAINING)] = SEEDS,
+    batch_size: Annotated[int, _count("Images of an update, in each process.", TRAINING)] = BATCH,
+    lr: Annotated[
+        float | None,
+        number(float, 0, 1000, TRAINING, "Learning rate.", metavar="X", show_default="by batch size and weights"),
+    ] = None,
+    augmentation: Annotated[Augmentation, option(TRAINING, "Of images to train on.")] = "light",
+    amp: Annotated[bool, option(RUNNING, "In bfloat16 autocast.", "--amp")] = False,
+    device: Annotated[str | None, option(RUNNING, "As torch names it.", show_default="the first accelerator")] = None,
+    workers: Annotated[int, number(int, 0, 1024, RUNNING, "Processes that load images.", metavar="N")] = 0,
+    fsdp: Annotated[bool, option(RUNNING, "Shard over the processes of accelerate launch (FSDP2).", "--fsdp")] = False,
+    only: Annotated[Any, option(RUNNING, ONLY_HELP, metavar="I/N", parser=_part)] = None,
+    output: Annotated[Path, option(OUTPUT, OUTPUT_HELP, metavar="FOLDER")] = Path("comparison"),
+    json_: Json = False,
+) -> None:
+    """Train a network as it is and converted, side by side, and say whether it helps.
+
+    All share weights that are not converted, images and their order, by seed. The answer has intervals over seeds.
+    """
+    refuse(
+        {
+            "--data FOLDER or --dataset NAME says what to learn": data is None and not dataset,
+            "--epochs and --minutes exclude each other": epochs is not None and minutes is not None,
+            "--positions is for random starts; trained kernels state their own": positions and network.trained,
+            f"output {output}: is not a folder": output.exists() and not output.is_dir(),
+        }
+    )
+    network.check()
+    with console.steps(network.model, every=SECONDS_A_LINE) as notify:
+        notify("reading the images")  # which begins with imports of some seconds
+        from ..compare.arms import make_arms
+        from ..compare.comparison import carry_out, settle, usual_lr
+        from ..tuning.recipe import Recipe
+        from ..tuning.training import accelerator_for
+        from ..views.comparison import comparison_view, work_lines
+
+        accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
+        rate = lr or usual_lr(batch_size * accelerator.num_processes, trained=network.trained)
+        whole = epochs or EPOCHS
+        recipe = Recipe(epochs=whole, batch_size=batch_size, lr=rate, warmup_epochs=max(1, whole // 20))
+        trainer = _trainer(network, data, dataset, recipe, augmentation, output, accelerator)
+        trainer.workers, trainer.fsdp = workers, fsdp
+        trainer.job.notify = notify
+        arms = make_arms(sizes or [None], positions or ["normal"], ablate=ablate)
+        every, part = range(seeds), only or (1, 1)
+        work = settle(trainer, arms, every, minutes=minutes, only=part, notify=notify)
+        for line in work_lines(work, trainer.settings, str(accelerator.device)) if work.runs else ():
+            console.note(line)
+        comparison = carry_out(trainer, work, arms, every, notify)
+    if accelerator.is_main_process:
+        if json_:
+            console.write(comparison.to_json())
+        else:
+            console.show(comparison_view(comparison))
+
+
+def _trainer(
+    network: Network,
+    data: Path | None,
+    dataset: str,
+    recipe: Any,
+    augmentation: Augmentation,
+    output: Path,
+    accelerator: Any,
+) -> "Trainer":
+    """With the images opened, and the network's head made for their classes."""
+    from ..compare.runs import Settings, Trainer
+    from ..tuning.images import open_images
+
+    images = open_images(data, dataset, classes=network.num_classes)
+    network = replace(network, num_classes=len(images.classes))
+    job = network.job(note=console.note)
+    assert job.source is not None
+    settings = Settings(
+        model=job.source.name,
+        model_args=dict(job.source.args),
+        weights="pretrained" if network.pretrained else network.checkpoint.name if network.checkpoint else "random",
+        planning=stated(network.options),
+        data=dataset or str(data),
+        classes=len(images.classes),
+        train_images=len(images.train),
+        test_images=len(images.test),
+        input_size=None if network.input_size is None else tuple(network.input_size),
+        augmentation=augmentation,
+        recipe=recipe,
+        mixed_precision=accelerator.mixed_precision if accelerator.mixed_precision != "no" else None,
+    )
+    return Trainer(job=job, data=images, settings=settings, folder=output, accelerator=accelerator)
+
+
+def stated(options: PlanOptions) -> dict[str, str]:
+    """Planning options that are not as they would be anyway."""
+    values = ((one.name, getattr(options, one.name), one.default) for one in fields(options))
+    return {name: str(getattr(value, "source", value)) for name, value, usual in values if value != usual}

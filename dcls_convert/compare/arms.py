@@ -1,0 +1,121 @@
+"""The networks that a comparison trains: one as it is, and one for each way in which it is converted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..depthwise.geometry import size_text
+from ..networks.positions import PositionParameter, position_parameters
+from ..options import EXACT, Positions
+from ..pipeline import Job
+from ..planning.plan import ConversionPlan
+from ..surgery.fold import fold_to_dense_
+from .sweep import Size
+
+AS_IT_IS = "as it is"
+ArmKind = Literal["original", "converted", "frozen", "dense"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """A network of a comparison."""
+
+    kind: ArmKind = "original"  # frozen: positions stay where they start; dense: plain kernels of the window's size
+    size: Size | None = None  # of the window; None: as the rules state, or as it is
+    positions: Positions = "normal"  # where they start, from scratch
+
+    @property
+    def label(self) -> str:
+        """ "as it is", "17x17", "17x17 uniform", "17x17 frozen"; "rules" where these state the sizes."""
+        if self.kind == "original":
+            return AS_IT_IS
+        sides = (self.size, self.size) if isinstance(self.size, int) else self.size
+        words = ["rules" if sides is None else size_text(sides)]
+        words += [self.kind] * (self.kind != "converted") + [self.positions] * (self.positions != "normal")
+        return " ".join(words)
+
+    @property
+    def file_name(self) -> str:
+        return self.label.replace(" ", "-")
+
+
+def make_arms(sizes: Sequence[Size | None], starts: Sequence[Positions], *, ablate: bool = False) -> list[Arm]:
+    """The network as it is; converted to each size, from each start; to ablate, with frozen positions and dense too."""
+    arms = [Arm()]
+    for size in sizes:
+        arms += [Arm(kind="converted", size=size, positions=start) for start in starts]
+        if ablate:
+            arms += [Arm(kind="frozen", size=size, positions=start) for start in starts]
+            arms.append(Arm(kind="dense", size=size))
+    return arms
+
+
+@dataclass(kw_only=True, slots=True)
+class ArmNetwork:
+    """A network before it is trained."""
+
+    model: nn.Module
+    plan: ConversionPlan | None  # None: without DCLS layers
+    params: int
+    macs: int | None
+    start: list[Tensor] = field(init=False)  # positions
+
+    def __post_init__(self) -> None:
+        self.start = [one.tensor.detach().clone() for one in _positions(self.model)]
+
+    def moved(self, trained: nn.Module) -> "Moved | None":
+        """How far positions went, in the trained model, on the CPU; None without positions."""
+        pairs = list(zip(self.start, _positions(trained), strict=True))
+        if not pairs or self.plan is None:
+            return None
+        layers = {layer.name: layer for layer in self.plan.layers}
+        distances, outside, outside_before = [], [], []
+        for start, now in pairs:
+            here = now.tensor.detach().double()
+            distances.append((here - start.double()).square().sum(0).sqrt().flatten())
+            layer = layers[now.layer_names[0]]
+            sides = [(layer.kernel_size[axis] - 1) * layer.dilation[axis] + 1 for axis in now.layers[0].learnt_axes]
+            reach = torch.tensor(sides).double().reshape(-1, *[1] * (here.dim() - 1)) / 2  # cells
+            outside.append((here.abs() > reach).any(0).flatten())
+            outside_before.append((start.double().abs() > reach).any(0).flatten())
+        share, before = (float(torch.cat(parts).double().mean()) for parts in (outside, outside_before))
+        return Moved(distance=float(torch.cat(distances).mean()), outside=share, outside_before=before)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """What a training did to positions."""
+
+    distance: float  # cells; mean over all elements
+    outside: float  # share of the elements that lie outside the old kernel
+    outside_before: float  # the same before the training
+
+
+def make_network(job: Job, arm: Arm) -> ArmNetwork:
+    """The network of an arm; what is not converted has the weights that the job's seed gives it, in every arm."""
+    if arm.kind == "original":
+        macs = job.convs.macs
+        params = sum(parameter.numel() for parameter in job.network.parameters())
+        return ArmNetwork(model=job.network, plan=None, params=params, macs=macs)
+    options = replace(job.options, dilated_size=arm.size)
+    if arm.kind == "dense":
+        # All cells of the window will be weights, which start as the old kernel with zeros around it.
+        job = replace(job, init="exact", calibration=None, options=replace(options, kernel_count=EXACT, scope="auto"))
+    else:
+        job = replace(job, positions=arm.positions, options=options)
+    conversion = job.convert()
+    model, plan = conversion.model, conversion.report.plan
+    if arm.kind == "dense":
+        fold_to_dense_(model)
+    for one in position_parameters(model) if arm.kind == "frozen" else ():
+        one.tensor.requires_grad_(False)
+    params = sum(parameter.numel() for parameter in model.parameters())
+    plan_of_dcls = None if arm.kind == "dense" else plan
+    return ArmNetwork(model=model, plan=plan_of_dcls, params=params, macs=conversion.report.macs.after)
+
+
+def _positions(model: nn.Module) -> list[PositionParameter]:
+    return [one for one in position_parameters(model) if one.kind == "positions"]

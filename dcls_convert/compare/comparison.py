@@ -1,0 +1,138 @@
+"""A comparison by training: the network as it is beside its conversions, run by run, and the answer."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import OutputExistsError
+from ..output import new_file
+from ..progress import Notify
+from ..records import Record
+from .answer import ArmResult, results
+from .arms import Arm
+from .runs import SETTINGS, Run, Settings, Trainer, in_turns
+
+COMPARISON = "comparison.json"
+LR, LR_BATCH = 1e-3, 256  # from scratch; as the square root of the batch, the paper's 4e-3 for 4,096 images
+TUNED = 0.1  # of the rate, for weights that are trained
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison(Record):
+    """All of it: `comparison.json`."""
+
+    format: int = 1
+    settings: Settings
+    arms: tuple[ArmResult, ...]
+    runs: tuple[Run, ...]
+    missing: tuple[str, ...]  # runs that are asked for and not there yet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What is to be done, and how long it will take."""
+
+    runs: tuple[tuple[Arm, int], ...]  # of this call, without those that are there
+    epochs: int
+    updates: int  # in an epoch
+    seconds: float  # for all of these runs
+
+
+def usual_lr(batch_size: int, *, trained: bool) -> float:
+    """The learning rate for so many images in an update, to two digits."""
+    return float(f"{LR * math.sqrt(batch_size / LR_BATCH) * (TUNED if trained else 1):.2g}")
+
+
+def settle(
+    trainer: Trainer,
+    arms: Sequence[Arm],
+    seeds: Sequence[int],
+    *,
+    minutes: float | None = None,
+    only: tuple[int, int] = (1, 1),
+    notify: Notify,
+) -> Work:
+    """Time the arms, and decide the epochs where minutes for all runs are given; the folder's settings overrule both.
+
+    Args:
+        trainer: Its settings become those that count.
+        arms: To train with each seed.
+        seeds: Of the weights, the order of the images and their augmentation.
+        minutes: For all runs one after the other; None: the settings state the epochs.
+        only: (i, n): every n-th run, from the i-th on.
+        notify: Told about progress.
+
+    Raises:
+        CheckpointError: The folder holds a comparison with other settings, or cannot be written.
+    """
+    path, folder = trainer.folder / SETTINGS, trainer.folder
+    runs = list(in_turns(arms, seeds))
+    mine = runs[only[0] - 1 :: only[1]]
+    left = tuple(run for run in mine if trainer.finished(*run) is None)
+    stored = Settings.from_json(path.read_bytes(), str(path)) if path.exists() else None
+    timed = arms if minutes and stored is None else list(dict.fromkeys(arm for arm, _ in left))
+    took = {}
+    for number, arm in enumerate(timed):
+        notify(f"timing {arm.label}, {number + 1} of {len(timed)}", number, len(timed))
+        took[arm] = trainer.seconds(arm)
+    batch = trainer.settings.recipe.batch_size * trainer.settings.recipe.accumulate * trainer.accelerator.num_processes
+    updates = len(trainer.data.train) // batch
+    epoch = {arm: updates * update + test for arm, (update, test) in took.items()}
+    if minutes and stored is None:
+        epochs = max(1, int(60 * minutes / sum(epoch[arm] for arm, _ in runs)))
+        trainer.settings = _with_epochs(trainer.settings, epochs)
+    if stored is None and trainer.accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with new_file(path, force=False) as partial:
+                partial.write_text(trainer.settings.to_json())
+        except OutputExistsError:  # of another call, meanwhile
+            pass
+    trainer.accelerator.wait_for_everyone()
+    stored = Settings.from_json(path.read_bytes(), str(path))
+    if minutes:
+        trainer.settings = _with_epochs(trainer.settings, stored.recipe.epochs)
+    trainer.settings.check_same(stored, folder)
+    epochs = stored.recipe.epochs
+    seconds = sum(epochs * epoch[arm] for arm, _ in left)
+    return Work(runs=left, epochs=epochs, updates=updates, seconds=seconds)
+
+
+def _with_epochs(settings: Settings, epochs: int) -> Settings:
+    return replace(settings, recipe=replace(settings.recipe, epochs=epochs, warmup_epochs=max(1, epochs // 20)))
+
+
+def carry_out(trainer: Trainer, work: Work, arms: Sequence[Arm], seeds: Sequence[int], notify: Notify) -> Comparison:
+    """Train what is left, and answer from all runs that are there; `comparison.json` is written after each."""
+    for done, (arm, seed) in enumerate(work.runs):
+
+        def tell(what: str, *_: int, done: int = done) -> None:
+            notify(f"run {done + 1} of {len(work.runs)}, {what}", done, len(work.runs))
+
+        trainer.run(arm, seed, tell)
+        write(gather(trainer, arms, seeds), trainer)
+    comparison = gather(trainer, arms, seeds)
+    write(comparison, trainer)
+    return comparison
+
+
+def gather(trainer: Trainer, arms: Sequence[Arm], seeds: Sequence[int]) -> Comparison:
+    """From the runs that are there."""
+    found = {(arm, seed): trainer.finished(arm, seed) for arm, seed in in_turns(arms, seeds)}
+    runs = tuple(found[arm, seed] for arm in arms for seed in seeds if found[arm, seed] is not None)
+    missing = tuple(f"{arm.label}, seed {seed}" for (arm, seed), run in found.items() if run is None)
+    there = [run for run in runs if run is not None]
+    return Comparison(settings=trainer.settings, arms=results(there), runs=tuple(there), missing=missing)
+
+
+def write(comparison: Comparison, trainer: Trainer) -> None:
+    if trainer.accelerator.is_main_process:
+        with new_file(trainer.folder / COMPARISON, force=True) as partial:
+            partial.write_text(comparison.to_json())
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """Of a folder that `dcls-convert compare` wrote."""
+    path = folder / COMPARISON
+    return Comparison.from_json(path.read_bytes(), str(path))

@@ -1,0 +1,163 @@
+"""The images of a training: any data set of timm that has an index; which image is seen when, and how it is changed."""
+
+import contextlib
+import os
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from timm.data import create_dataset, create_transform, resolve_data_config
+from torch import nn
+from torch.utils.data import Dataset, Sampler
+
+from ..errors import DclsConvertError, one_line, shown
+from ..networks.running import seeded
+from ..options import Augmentation
+
+HELD_OUT = 5  # one image in so many of each class is to test, in a folder that has no images for it
+SPLITS = ("train", "validation")  # for timm, "val" and others are the same
+LIGHT: dict[str, Any] = {"scale": (0.35, 1.0), "color_jitter": 0.4}
+AUGMENTATIONS: dict[Augmentation, dict[str, Any]] = {  # arguments of timm's create_transform
+    "none": {"no_aug": True},
+    "light": LIGHT,
+    "strong": {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25, "re_mode": "pixel"},
+}
+
+
+def seed_all(*place: int | str) -> None:
+    """Seed all global generators for a place in a run."""
+    seed = zlib.crc32(repr(place).encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Afterwards, global generators have the states of before."""
+    before, before_numpy = random.getstate(), np.random.get_state()
+    with seeded(0):
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(before_numpy)
+
+
+@dataclass(kw_only=True, slots=True)
+class ImageData:
+    """Images to train on and to test with, as data sets with an index and a `transform`."""
+
+    train: Any
+    test: Any
+    classes: tuple[str, ...]  # names; numbers where the data set does not name them
+
+
+def open_images(
+    data: Path | None,
+    dataset: str = "",
+    *,
+    splits: Sequence[str] = SPLITS,
+    classes: int | None = None,
+    labelled: bool = True,
+) -> ImageData:
+    """The images of a folder, or of one of timm's data sets, still without transforms.
+
+    Args:
+        data: Folder with a folder for each class, or with `train` and `validation` (or `val`) that have these. Of each
+            class of the first kind, every fifth image is to test.
+        dataset: timm's name of a data set, such as "torch/cifar10" or "hfds/cifar10"; `data` is then where it lies.
+        splits: Names of its parts, to train and to test.
+        classes: How many, where the data set does not name them.
+        labelled: False for images to learn a teacher's outputs from; folders are then no classes.
+
+    Raises:
+        DclsConvertError: No such data, no classes, or images that come as a stream.
+    """
+    where = f"--dataset {dataset}" if dataset else f"--data {shown(data)}"
+    if not dataset and not (data is not None and data.is_dir()):
+        raise DclsConvertError(f"{where}: is not a folder")
+    root = None if data is None else str(data)
+    try:
+        train = create_dataset(dataset, root=root, split=splits[0])
+        named = getattr(getattr(train, "reader", train), "class_to_idx", None) or {}
+        same = {"class_map": named} if named and not dataset else {}  # a class may have no images to test
+        test = create_dataset(dataset, root=root, split=splits[1], **same)
+    except Exception as error:  # what timm and the libraries below it raise has no common base
+        raise DclsConvertError(f"{where}: {one_line(error)[:300]}") from error
+    if not all(hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in (train, test)):
+        raise DclsConvertError(f"{where}: is a stream; choose a data set whose images have numbers")
+    if not dataset and os.path.samefile(test.reader.root, str(root)):
+        if not os.path.samefile(train.reader.root, str(root)):
+            raise DclsConvertError(f"{where}: has train, but neither validation nor val")
+        train.reader.samples, test.reader.samples = _held_out(train.reader.samples)
+    names = tuple(named) or tuple(map(str, range(classes or 0)))
+    if labelled and len(names) < 2:
+        raise DclsConvertError(f"{where}: has {len(names)} classes; two are the least")
+    if not len(train) or not len(test):
+        raise DclsConvertError(f"{where}: has {len(train)} images to train on and {len(test)} to test with")
+    return ImageData(train=train, test=test, classes=names)
+
+
+def _held_out(samples: Sequence[tuple[str, int]]) -> tuple[list[Any], list[Any]]:
+    """All but every fifth sample of each class, and every fifth."""
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    seen: dict[int, int] = {}
+    for sample in samples:
+        seen[sample[1]] = seen.get(sample[1], 0) + 1
+        parts[seen[sample[1]] % HELD_OUT == 0].append(sample)
+    return parts
+
+
+def set_transforms_(
+    data: ImageData, model: nn.Module, input_size: Sequence[int] | None = None, augmentation: Augmentation = "light"
+) -> None:
+    """Let the data sets give images as the model takes them, those to train on augmented."""
+    config = resolve_data_config({"input_size": tuple(input_size)} if input_size else {}, model=model)
+    crop = config["crop_pct"]
+    config = {name: config[name] for name in ("input_size", "interpolation", "mean", "std")}
+    data.train.transform = create_transform(**config, is_training=True, **AUGMENTATIONS[augmentation])
+    data.test.transform = create_transform(**config, crop_pct=crop)
+
+
+class Repeatable(Dataset[Any]):
+    """By keys (epoch, index), with an augmentation that follows from these and the seed alone: not from workers,
+    processes or what was loaded before."""
+
+    def __init__(self, images: Any, seed: int) -> None:
+        self.images, self.seed = images, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        seed_all("image", self.seed, *key)
+        return self.images[key[1]]
+
+
+@dataclass
+class Batches(Sampler[list[tuple[int, int]]]):
+    """The keys of this process's part of every batch, from the update `start` on to the end of the run."""
+
+    images: int
+    epochs: int
+    batch_size: int  # in each process
+    accumulate: int  # batches of an update
+    seed: int
+    rank: int
+    processes: int
+    start: int = 0
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return self.images // (self.batch_size * self.accumulate * self.processes)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for epoch in range(self.start // self.updates_per_epoch, self.epochs):
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.images).tolist()
+            done = max(0, self.start - epoch * self.updates_per_epoch)
+            for batch in range(done * self.accumulate, self.updates_per_epoch * self.accumulate):
+                first = (batch * self.processes + self.rank) * self.batch_size
+                yield [(epoch, index) for index in order[first : first + self.batch_size]]

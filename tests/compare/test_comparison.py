@@ -1,0 +1,215 @@
+"""`dcls-convert compare`: fair arms, runs that go on where they were stopped, and one table at the end."""
+
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
+from dcls_convert.compare.arms import Arm, make_arms, make_network
+from dcls_convert.compare.comparison import read_comparison, usual_lr
+from dcls_convert.compare.runs import Settings, Trainer
+from dcls_convert.networks.positions import position_parameters
+from dcls_convert.networks.source import ModelSource
+from dcls_convert.options import PlanOptions
+from dcls_convert.pipeline import Job
+from dcls_convert.tuning.images import ImageData, open_images
+from dcls_convert.tuning.recipe import Recipe
+from dcls_convert.tuning.training import Training, accelerator_for
+
+from ..command_line import NET, run
+from ..photographs import photographs
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves images open
+SIZE = ("--input-size", "3x32x32")
+QUICK = (*SIZE, "--batch-size", "4", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    photographs(tmp_path / "images")
+    monkeypatch.chdir(tmp_path)
+
+
+def compare(*arguments, code=0):
+    return run("compare", NET, "--data", "images", *QUICK, *arguments, code=code)
+
+
+def job(**settings):
+    source = ModelSource(name=NET, args={"num_classes": 2})
+    return Job(source=source, input_size=(3, 32, 32), **settings)
+
+
+# Arms.
+
+
+def test_arms_of_a_seed_share_all_weights_that_are_not_converted():
+    arms = make_arms([9, 11], ["normal", "uniform"], ablate=True)
+    for seed in (0, 1):
+        networks = [make_network(job(seed=seed), arm) for arm in arms]
+        original = networks[0].model.state_dict()
+        shared = [name for name in original if "stages" not in name]
+        for network in networks:
+            assert all(torch.equal(network.model.state_dict()[name], original[name]) for name in shared)
+            params = sum(parameter.numel() for parameter in network.model.parameters())
+            assert network.params == params
+        assert not torch.equal(original["stem.weight"], make_network(job(seed=2), arms[0]).model.stem.weight)
+
+
+def test_frozen_arms_start_like_those_that_move_and_dense_ones_compute_what_the_network_does():
+    original, moving, frozen, dense = (make_network(job(), arm) for arm in make_arms([9], ["normal"], ablate=True))
+    images = torch.randn(2, 3, 32, 32)
+    outputs = [network.model.eval()(images) for network in (original, moving, frozen, dense)]
+    torch.testing.assert_close(outputs[1], outputs[2], rtol=0, atol=0)
+    torch.testing.assert_close(outputs[3], outputs[0])
+    assert not any(one.tensor.requires_grad for one in position_parameters(frozen.model))
+    assert dense.model.stages[0][1].weight.shape[2:] == (9, 9)
+    assert dense.model.stages[0][1].weight.requires_grad
+
+
+def test_what_moved_is_measured_from_the_start():
+    network = make_network(job(), Arm(kind="converted", size=17))
+    trained = make_network(job(), Arm(kind="converted", size=17)).model
+    assert network.moved(trained).distance == 0
+    with torch.no_grad():
+        for one in position_parameters(trained):
+            one.tensor.zero_()
+            one.tensor[0, ..., :1] = 6.0
+    moved = network.moved(trained)
+    assert moved.outside == pytest.approx(1 / network.plan.layers[0].kernel_count)  # the kernel was 7x7
+    assert moved.outside_before == 0
+    assert make_network(job(), Arm()).moved(make_network(job(), Arm()).model) is None
+
+
+def test_trained_networks_are_calibrated_on_images_to_train_on():
+    weights = make_network(job(), Arm()).model.state_dict()
+    with patch("dcls_convert.compare.runs.make_network", side_effect=lambda job, arm: (job, arm)) as made:
+        trainer = small_trainer(job(weights=weights, options=PlanOptions()))
+        trainer.network(Arm(kind="converted", size=9), 0)
+        trainer.network(Arm(), 0)
+    (calibrated, plain) = (call.args[0].calibration for call in made.call_args_list)
+    assert len(calibrated) == 16
+    assert plain is None
+
+
+def small_trainer(job):
+    data = open_images(Path("images"))
+    settings = Settings(
+        model=NET,
+        data="images",
+        classes=2,
+        train_images=len(data.train),
+        test_images=len(data.test),
+        input_size=(3, 32, 32),
+        augmentation="light",
+        recipe=Recipe(epochs=1, batch_size=4),
+    )
+    accelerator = accelerator_for(device="cpu")
+    return Trainer(job=job, data=data, settings=settings, folder=Path("out"), accelerator=accelerator)
+
+
+# The command.
+
+
+def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
+    out, err = compare("--sizes", "9", "--epochs", "2", "--seeds", "3", "--output", "out")
+    assert "6 runs of 2 epochs of 4 updates on cpu: about" in err
+    assert "AdamW, lr" in err
+    assert "9x9: " in out
+    comparison = read_comparison(tmp_path / "out")
+    assert [arm.label for arm in comparison.arms] == ["as it is", "9x9"]
+    assert [(run.arm.label, run.seed) for run in comparison.runs] == [
+        (label, seed) for label in ("as it is", "9x9") for seed in range(3)
+    ]
+    assert all(len(run.loss) == len(run.top1) == 2 and len(run.right) == 4 for run in comparison.runs)
+    assert all(run.top1[-1] == 25 * run.right.count("1") for run in comparison.runs)
+    assert comparison.missing == ()
+    assert comparison.arms[1].distance > 0
+    assert not list((tmp_path / "out").rglob("state.pt"))
+    assert verify_folder(tmp_path / "out/models/9x9-seed0", rebuild=rebuild_here).ok
+    again, err = compare("--sizes", "9", "--epochs", "2", "--seeds", "3", "--output", "out", "--json")
+    assert "runs of" not in err
+    assert json.loads(again) == comparison.to_dict()
+
+
+def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
+    whole = ("--sizes", "9", "--epochs", "1", "--seeds", "2")
+    compare(*whole, "--output", "whole")
+    for part in ("2/3", "1/3", "3/3"):
+        out, _ = compare(*whole, "--only", part, "--output", "parts")
+    assert "missing" not in out
+    one, other = (read_comparison(tmp_path / name) for name in ("whole", "parts"))
+    for mine, theirs in zip(one.runs, other.runs, strict=True):
+        assert (mine.arm, mine.seed, mine.loss, mine.right) == (theirs.arm, theirs.seed, theirs.loss, theirs.right)
+        assert mine.moved == theirs.moved
+    _, err = compare("--sizes", "9", "--epochs", "2", "--output", "whole", code=2)
+    assert "output whole: compares with epochs 1, not 2; name another folder" in err
+    out, _ = compare("--sizes", "9,11", "--epochs", "1", "--seeds", "3", "--only", "1/9", "--output", "whole")
+    assert "5 runs missing: 11x11, seed 0; 11x11, seed 1; as it is, seed 2; 9x9, seed 2" in " ".join(out.split())
+
+
+def test_a_run_that_was_killed_goes_on(tmp_path):
+    options = ("--sizes", "9", "--epochs", "3", "--seeds", "1")
+    compare(*options, "--output", "whole")
+    real, calls = Training._update, 0
+
+    def killed(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls > 10 + 12 + 7:  # trials and the first run come before
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    with patch.object(Training, "_update", killed):
+        compare(*options, "--output", "killed", code=130)
+    assert (tmp_path / "killed/settings.json").exists()
+    assert [path.parent.name for path in (tmp_path / "killed").rglob("state.pt")] == ["9x9-seed0"]
+    compare(*options, "--output", "killed")
+    one, other = (read_comparison(tmp_path / name) for name in ("whole", "killed"))
+    assert [(run.loss, run.top1, run.moved) for run in one.runs] == [
+        (run.loss, run.top1, run.moved) for run in other.runs
+    ]
+
+
+def test_minutes_decide_the_epochs_once(tmp_path):
+    with patch("dcls_convert.compare.runs.Trainer.seconds", return_value=(1.0, 1.0)):  # 5 s an epoch, 4 runs
+        compare("--sizes", "9", "--seeds", "2", "--minutes", "1", "--only", "1/99", "--output", "out")
+    assert read_comparison(tmp_path / "out").settings.recipe.epochs == 3
+    compare("--sizes", "9", "--seeds", "2", "--minutes", "9", "--only", "99/99", "--output", "out")
+    assert read_comparison(tmp_path / "out").settings.recipe.epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--data FOLDER or --dataset NAME says what to learn"),
+        (("--data", "nowhere"), "--data nowhere: is not a folder"),
+        (("--data", "images", "--epochs", "1", "--minutes", "1"), "exclude each other"),
+        (("--data", "images", "--only", "4/3"), "'4/3' is not a part such as 3/12"),
+        (("--data", "images", "--positions", "normal,there"), "is not normal or uniform, or both"),
+        (("--data", "images", "--batch-size", "512"), "a batch size of 512: one update takes more than all 16 images"),
+        (("--data", "images", "--fsdp"), "--fsdp: needs several processes"),
+        (("--data", "images", "--sizes", "8", "--batch-size", "4"), "8x8"),
+    ],
+)
+def test_mistakes_are_one_line_and_write_nothing(tmp_path, arguments, message):
+    _, err = run("compare", NET, *SIZE, "--device", "cpu", *arguments, "--output", "out", code=2)
+    assert message in err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_usual_rate_is_the_papers_for_its_batches():
+    assert usual_lr(4096, trained=False) == 4e-3
+    assert usual_lr(256, trained=True) == 1e-4
+
+
+def test_folders_of_classes_alone_are_split_class_by_class(tmp_path):
+    data = open_images(tmp_path / "images" / "train")
+    assert isinstance(data, ImageData)
+    assert data.classes == ("dark", "light")
+    assert (len(data.train), len(data.test)) == (14, 2)
+    paths = [{path for path, _ in part.reader.samples} for part in (data.train, data.test)]
+    assert not paths[0] & paths[1]
+    assert {label for _, label in data.test.reader.samples} == {0, 1}
