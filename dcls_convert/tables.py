@@ -74,6 +74,11 @@ class Table(Generic[Row]):
             room = max(width - surplus, min(width, self.least_name - 1))
         yield self._laid_out(room)
 
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Headings, and the texts of each row."""
+        columns, rows = self._texts()
+        return [column.heading for column in columns], rows
+
     def _texts(self) -> tuple[list[Column[Row]], list[list[str]]]:
         """The columns of which something is known, and the cells of each row."""
         rows = [*self.rows, *self.totals]

@@ -39,14 +39,16 @@ README = PAGES["README.md"]
 # Pages that do not run in the plain tests: what they need, or since they take long.
 SLOW = [pytest.mark.processes]
 OTHERS = [pytest.mark.thirdparty, pytest.mark.filterwarnings("ignore")]  # other libraries warn of what they like
-LONG = ("README", "checkpoints", "choosing", "convert", "errors", "fsdp2", "starts", "timm", "training")
+LONG = ("README", "checkpoints", "choosing", "compare", "convert", "errors", "fsdp2", "starts", "timm", "training")
 MARKS = {f"{page}.md": SLOW for page in LONG}
 MARKS |= dict.fromkeys(("lightning.md", "trainer.md", "libraries.md"), OTHERS)
 MARKS["hub.md"] = [pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")]  # huggingface_hub to httpx
 # What stands in for names in a page: page -> text -> text.
 SMALL = {"convnext_tiny": TINY}  # .ci/run takes the real one
 STAND_INS = dict.fromkeys(("convert.md", "hub.md", "index.md", "python.md"), SMALL)
-STAND_INS["README.md"] = SMALL | {"convnext_*": f"{TINY}*"}
+QUICK = {"--sizes 17 --epochs 30": "--sizes 17 --epochs 1 --batch-size 4 --input-size 3x32x32 --device cpu --seeds 1"}
+STAND_INS["README.md"] = SMALL | QUICK | {"convnext_*": f"{TINY}*"}
+STAND_INS["compare.md"] = SMALL | QUICK
 STAND_INS["checkpoints.md"] = SMALL | {"1, 3, 224, 224": "1, 3, 160, 160"}
 STAND_INS["starts.md"] = SMALL | {"tf_efficientnet_lite0": "test_efficientnet"}
 STAND_INS["timm.md"] = SMALL | {
@@ -105,8 +107,14 @@ def timms_script() -> None:
     photographs(Path("flowers"))
 
 
+def after_the_installation() -> None:
+    run_program(["dcls-convert", TINY, "--dilated-size", "17"])
+    photographs(Path("photographs"))
+
+
 GIVEN = {
-    "README.md": lambda: run_program(["dcls-convert", TINY, "--dilated-size", "17"]),  # follows the installation
+    "README.md": after_the_installation,
+    "compare.md": lambda: photographs(Path("photographs")),
     "convert.md": model_of_ones_own,
     "starts.md": trained_weights,
     "timm.md": timms_script,

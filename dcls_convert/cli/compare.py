@@ -1,6 +1,7 @@
 """`dcls-convert compare`: train a network as it is and converted, and say whether it helps."""
 
 import functools
+import os
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import typer
 
 from ..errors import shown
 from ..options import POSITIONS, Augmentation, PlanOptions, Positions
+from ..output import new_file
 from . import console
 from .arguments import OUTPUT, WHAT, WHERE, Json, Network, number, option, refuse, with_records
 from .sweep import SIZES
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from ..compare.runs import Trainer
 
 DATA, TRAINING, RUNNING = "Images", "Training", "How to run"
+PAGE = "comparison.html"
 EPOCHS, BATCH, SEEDS = 30, 64, 3
 MOST = 10**6
 SECONDS_A_LINE = 60.0  # of progress, where stderr is no terminal
@@ -27,6 +30,7 @@ MINUTES_HELP = "For all runs together; decides the epochs, the same for all."
 ABLATE_HELP = "Train with frozen positions, and with dense kernels of the window's size, too."
 POSITIONS_HELP = "Where they start, from scratch: normal, uniform, or both: normal,uniform."
 OUTPUT_HELP = "Where runs lie; a second call goes on with those that are missing."
+HTML_HELP = "Add a page with the curves of all runs, and positions moving."
 ONLY_HELP = "Every N-th run, from the I-th on, for job arrays; all other calls use the same folder."
 
 
@@ -77,6 +81,7 @@ def compare(
     fsdp: Annotated[bool, option(RUNNING, "Shard over the processes of accelerate launch (FSDP2).", "--fsdp")] = False,
     only: Annotated[Any, option(RUNNING, ONLY_HELP, metavar="I/N", parser=_part)] = None,
     output: Annotated[Path, option(OUTPUT, OUTPUT_HELP, metavar="FOLDER")] = Path("comparison"),
+    html: Annotated[bool, option(OUTPUT, HTML_HELP, "--html")] = False,
     json_: Json = False,
 ) -> None:
     """Train a network as it is and converted, side by side, and say whether it helps.
@@ -92,13 +97,14 @@ def compare(
         }
     )
     network.check()
-    with console.steps(network.model, every=SECONDS_A_LINE) as notify:
+    first = os.environ.get("RANK", "0") == "0"  # of the processes of accelerate launch or torchrun
+    with console.steps(network.model, quiet=not first, every=SECONDS_A_LINE) as notify:
         notify("reading the images")  # which begins with imports of some seconds
         from ..compare.arms import make_arms
         from ..compare.comparison import carry_out, settle, usual_lr
         from ..tuning.recipe import Recipe
         from ..tuning.training import accelerator_for
-        from ..views.comparison import comparison_view, work_lines
+        from ..views.comparison import comparison_page, comparison_view, work_lines
 
         accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
         rate = lr or usual_lr(batch_size * accelerator.num_processes, trained=network.trained)
@@ -110,14 +116,17 @@ def compare(
         arms = make_arms(sizes or [None], positions or ["normal"], ablate=ablate)
         every, part = range(seeds), only or (1, 1)
         work = settle(trainer, arms, every, minutes=minutes, only=part, notify=notify)
-        for line in work_lines(work, trainer.settings, str(accelerator.device)) if work.runs else ():
+        for line in work_lines(work, trainer.settings, str(accelerator.device)) if first and work.runs else ():
             console.note(line)
         comparison = carry_out(trainer, work, arms, every, notify)
-    if accelerator.is_main_process:
+        if html and first:
+            with new_file(output / PAGE, force=True) as partial:
+                partial.write_text(comparison_page(comparison, output))
+    if first:
         if json_:
             console.write(comparison.to_json())
         else:
-            console.show(comparison_view(comparison))
+            console.show(comparison_view(comparison), *[f" Wrote {output / PAGE}."] * html)
 
 
 def _trainer(

@@ -21,6 +21,7 @@ from ..layers.position_statistics import bins, border_share, mean_distance, over
 from ..networks.positions import PositionParameter, position_parameters, unwrapped, whole
 from ..records import Record, adapter
 
+TRACK = "positions.jsonl"  # its usual name
 TRACK_FORMAT = 1
 FOLLOWED = 64  # elements of each tensor whose own positions are recorded; a picture of more is a blot
 FOLLOWED_DIGITS = 2  # after the point; cells

@@ -37,7 +37,7 @@ from .images import Batches, ImageData, Repeatable, generators_kept, seed_all
 from .param_groups import param_groups
 from .recipe import Recipe
 from .repulsion import repulsive_loss
-from .tracker import PositionTracker
+from .tracker import TRACK, PositionTracker
 
 try:
     from accelerate import Accelerator
@@ -46,7 +46,7 @@ except ImportError as error:
     raise DclsConvertError("training needs accelerate: pip install 'dcls-convert[train]'") from error
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered from all processes, into the first
-STATE, TRACK = "state.pt", "positions.jsonl"
+STATE = "state.pt"
 
 
 def accelerator_for(*, device: str | None = None, mixed_precision: str | None = None) -> Accelerator:

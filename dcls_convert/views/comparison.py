@@ -1,12 +1,18 @@
-"""A comparison by training as a table, a sentence for each arm, and what it was made by."""
+"""A comparison by training: tables and a sentence for each arm, its recipe, and a page with its curves."""
+
+from pathlib import Path
 
 from rich.console import Group
 
+from .. import __version__
 from ..compare.answer import ArmResult, Interval
 from ..compare.comparison import Comparison, Work
-from ..compare.runs import Settings
+from ..compare.runs import RUNS, Settings
 from ..tables import Column, Table, counted, indented, title
+from ..tuning.tracker import TRACK
 from .counts import exact, short_count
+from .history import read_history
+from .page import filled_page
 
 MINUTE, HOUR = 60, 3600
 
@@ -58,18 +64,22 @@ def _bounds(interval: Interval) -> str:
 
 def work_lines(work: Work, settings: Settings, device: str) -> list[str]:
     """What will be done, how long it will take, and by which recipe."""
-    recipe = settings.recipe
     per_run = f"{counted(work.epochs, 'epoch')} of {counted(work.updates, 'update')}"
     what = f"{counted(len(work.runs), 'run')} of {per_run} on {device}: about {duration(work.seconds)}"
     data = f"{settings.train_images:,} images to train on, {settings.test_images:,} to test with"
+    return [what, f"{data}, {settings.classes:,} classes", recipe_line(settings)]
+
+
+def recipe_line(settings: Settings) -> str:
+    recipe = settings.recipe
     weights = "from scratch" if settings.weights == "random" else f"from {settings.weights} weights"
-    how = (
-        f"AdamW, lr {recipe.lr:g} for batches of {recipe.batch_size}, positions {recipe.position_lr_scale:g} times, "
-        f"weight decay {recipe.weight_decay:g}, {recipe.sched} after {counted(recipe.warmup_epochs, 'epoch')} of "
-        f"warm-up, label smoothing {recipe.smoothing:g}, gradients clipped at {recipe.clip_grad:g}, "
+    return (
+        f"{weights}; AdamW, lr {recipe.lr:g} for batches of {recipe.batch_size}, positions "
+        f"{recipe.position_lr_scale:g} times, weight decay {recipe.weight_decay:g}, {recipe.sched} after "
+        f"{counted(recipe.warmup_epochs, 'epoch')} of warm-up, label smoothing {recipe.smoothing:g}, "
+        f"gradients clipped at {recipe.clip_grad:g}, "
         f"{settings.augmentation} augmentation, {settings.mixed_precision or 'no'} mixed precision"
     )
-    return [what, f"{data}", f"{weights}; {how}"]
 
 
 def duration(seconds: float) -> str:
@@ -78,3 +88,49 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / MINUTE), HOUR // MINUTE)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def comparison_page(comparison: Comparison, folder: Path) -> str:
+    """The page of all runs; of each converted network, its first run's positions move in it."""
+    settings, runs = comparison.settings, comparison.runs
+    labels, seeds = [arm.label for arm in comparison.arms], sorted({run.seed for run in runs})
+    inks = [labels.index(run.arm.label) + 8 * seeds.index(run.seed) for run in runs]  # colours and dashes
+    charts = [
+        {"title": "Top-1 accuracy", "unit": "%", "lines": [run.top1 for run in runs]},
+        {"title": "Training loss", "unit": "nats", "lines": [run.loss for run in runs]},
+    ]
+    tables = [cost_table(comparison.arms).cells(), accuracy_table(comparison.arms).cells()]
+    histories = []
+    for arm in comparison.arms:
+        run = next(run for run in runs if run.arm.label == arm.label)
+        track = folder / RUNS / f"{run.arm.file_name}-seed{run.seed}" / TRACK
+        if run.moved is not None and track.exists():
+            history = read_history(track)
+            histories.append(
+                {
+                    "title": f"Positions of {arm.label}, seed {run.seed}",
+                    "steps": history.steps,
+                    "moving_steps": history.moving_steps,
+                    "tracks": history.tracks,
+                }
+            )
+    facts = {"Epochs": settings.recipe.epochs, "Seeds": len(seeds), "Images to train on": exact(settings.train_images)}
+    facts |= {"Images to test with": exact(settings.test_images), "Classes": exact(settings.classes)}
+    content = {
+        "title": f"{settings.model}: does DCLS help?",
+        "subtitle": recipe_line(settings),
+        "facts": [[name, str(value)] for name, value in facts.items()],
+        "comparison": {
+            "sentences": [arm.sentence for arm in comparison.arms if arm.sentence is not None],
+            "notes": [accuracy_table.__doc__],
+            "tables": [{"headings": headings, "rows": rows} for headings, rows in tables],
+            "legend": labels,
+            "names": [f"{run.arm.label}, seed {run.seed}" for run in runs],
+            "inks": inks,
+            "epochs": list(range(1, settings.recipe.epochs + 1)),
+            "charts": charts,
+        },
+        "histories": histories,
+        "made": f"Made by dcls-convert {__version__}. This page uses no network.",
+    }
+    return filled_page(content)

@@ -127,6 +127,11 @@ def page(pictures: Pictures) -> str:
         "history": pictures.history,
         "made": f"Made by dcls-convert {__version__}. This page uses no network.",
     }
+    return filled_page(content)
+
+
+def filled_page(content: Mapping[str, Any]) -> str:
+    """The template with what its script draws; in ASCII, as `page`."""
     data = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False).replace(" %", "\\u00a0%")
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")

@@ -114,7 +114,7 @@ def small_trainer(job):
 
 
 def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
-    out, err = compare("--sizes", "9", "--epochs", "2", "--seeds", "3", "--output", "out")
+    out, err = compare("--sizes", "9", "--epochs", "2", "--seeds", "3", "--output", "out", "--html")
     assert "6 runs of 2 epochs of 4 updates on cpu: about" in err
     assert "AdamW, lr" in err
     assert "9x9: " in out
@@ -127,6 +127,10 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     assert all(run.top1[-1] == 25 * run.right.count("1") for run in comparison.runs)
     assert comparison.missing == ()
     assert comparison.arms[1].distance > 0
+    page = (tmp_path / "out/comparison.html").read_text()
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert data["comparison"]["names"] == [f"{run.arm.label}, seed {run.seed}" for run in comparison.runs]
+    assert [history["title"] for history in data["histories"]] == ["Positions of 9x9, seed 0"]
     assert not list((tmp_path / "out").rglob("state.pt"))
     assert verify_folder(tmp_path / "out/models/9x9-seed0", rebuild=rebuild_here).ok
     again, err = compare("--sizes", "9", "--epochs", "2", "--seeds", "3", "--output", "out", "--json")
