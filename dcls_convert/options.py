@@ -1,9 +1,12 @@
 """Names and defaults of the options, for command line, rule files and library alike. Imports nothing heavy."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
+
+from .errors import did_you_mean
 
 Interpolation = Literal["bilinear", "triangle", "gaussian"]
 Scope = Literal["auto", "model", "stage", "layer", "error"]
@@ -31,6 +34,8 @@ EXACT = "exact"  # as many elements as the old kernel has cells, at their places
 MOST_SIDE = 9_999  # cells or pixels, four digits; a larger kernel or image is a typing mistake
 MOST_PIXELS = 2048 * 2048  # or voxels, of an image on which outputs are compared
 MOST_COUNT = 10**9  # elements, classes or channels
+MOST_WINDOW = 17  # cells, of an "auto" size; the paper's for ConvNeXt
+MOST_SLOWER = 15.0  # percent of MACs that a recommended size may add; the paper's ConvNeXts have 11.6 to 12.9
 DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the parameter count
 
 
@@ -38,9 +43,9 @@ DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the p
 class PlanOptions:
     """What may be asked of a plan. Keyword arguments of `convert_` and `plan_conversion`, and of the command line."""
 
-    dilated_size: int | tuple[int, ...] | None = None  # cells; None leaves it to the rules
+    dilated_size: Any = AUTO  # cells, an integer or one for each side; "auto": MOST_WINDOW at most, by MOST_SLOWER
     kernel_count: Any = AUTO  # "auto", "exact", an integer, or planning.plan.LayerCounts
-    rules: Any = AUTO  # "auto", a name, a file, or a planning.rules.RuleSet
+    rules: Any = AUTO  # "auto", a name, a file, a mapping as in a file, or a planning.rules.RuleSet
     scope: Scope = "auto"  # what one count is solved for; "error" with images, else "model"
     tie: Tie = "stage"  # which layers share their positions
     budget: float = DEFAULT_BUDGET  # percent of the replaced weights
@@ -60,5 +65,13 @@ def takes_plan_options(function: _Function) -> _Function:
     signature = inspect.signature(function)
     *own, _ = signature.parameters.values()
     planning = [parameter for parameter in PLAN_PARAMETERS if parameter.name not in signature.parameters]
-    function.__signature__ = signature.replace(parameters=[*own, *planning])  # type: ignore[attr-defined]
-    return function
+    known = [parameter.name for parameter in (*own, *planning)]
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        for name in options.keys() - known:
+            raise TypeError(f"{function.__name__}() has no argument {name!r}{did_you_mean(name, known)}")
+        return function(*args, **options)
+
+    call.__signature__ = signature.replace(parameters=[*own, *planning])  # type: ignore[attr-defined]
+    return cast(_Function, call)

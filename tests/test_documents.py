@@ -90,7 +90,7 @@ def model_of_ones_own() -> None:
     Path("mypackage").mkdir()
     Path("mypackage/models.py").write_text(f"import timm\n\ndef build():\n    return timm.create_model('{TINY}')\n")
     torch.save(timm.create_model(TINY).state_dict(), "weights.pt")
-    Path("rules.yaml").write_text("format: 1\nrules:\n  - match: {kind: depthwise}\n    dilated_kernel_size: 9\n")
+    Path("rules.yaml").write_text("format: 1\nrules:\n  - match: {kind: depthwise}\n    dilated_size: 9\n")
 
 
 def trained_weights() -> None:

@@ -20,6 +20,8 @@ from ..options import (
     INTERPOLATIONS,
     MOST_COUNT,
     MOST_SIDE,
+    MOST_SLOWER,
+    MOST_WINDOW,
     PLAN_PARAMETERS,
     Interpolation,
     PlanOptions,
@@ -69,6 +71,10 @@ def _sides(text: str, counts: range, what: str) -> tuple[int, ...]:
     if len(sides) not in counts or 0 in sides:
         raise typer.BadParameter(f"'{shown(text)}' is not {what}")
     return sides
+
+
+def parse_size_or_auto(text: str) -> int | str | tuple[int, ...]:
+    return AUTO if text == AUTO else parse_size(text)
 
 
 def parse_size(text: str) -> int | tuple[int, ...]:
@@ -138,13 +144,16 @@ WEIGHTS_HELP = "Start from the weights in a safetensors or torch file, also one 
 IMAGES_HELP = "Images: fit outputs for them, not kernels."
 COUNT_HELP = "Elements in a kernel; auto: as many as the budget admits."
 SCOPE_HELP = "What one count is solved for; auto: error with --calibrate, else model."
-SIZE_HELP = "Window in which elements move: 17 or 17x9 cells. Without it, the size that the rules state."
+SIZE_HELP = (
+    f"Window in which elements move: 17 or 17x9 cells; auto: the largest, {MOST_WINDOW} at most, that adds at most "
+    f"{MOST_SLOWER:g} % to the MACs."
+)
 BUDGET_HELP = "Parameters for the new kernels, in percent of the weights that they replace."
 RULES_HELP = "Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones where there are none."
 HOW_HELP = "How an element spreads over the cells."
 STRICT_HELP = "Fail where a layer cannot take the size, instead of skipping it."
 PLANNING: dict[str, Any] = {
-    "dilated_size": Annotated[Any, option(HOW_MANY, SIZE_HELP, metavar="N|HxW", parser=parse_size)],
+    "dilated_size": Annotated[Any, option(HOW_MANY, SIZE_HELP, metavar="N|HxW|auto", parser=parse_size_or_auto)],
     "kernel_count": Annotated[Any, number(int, 1, MOST_COUNT, HOW_MANY, COUNT_HELP, word=AUTO, metavar=f"N|{AUTO}")],
     "rules": Annotated[str, option(WHAT, RULES_HELP, metavar="FILE|NAME|auto", autocompletion=complete_rules)],
     "scope": Annotated[Scope, option(HOW_MANY, SCOPE_HELP)],

@@ -70,13 +70,10 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
         notify("reading")  # which begins with imports of some seconds
         from ..networks.source import resolve_model
         from ..pipeline import Job
-        from ..planning.planner import claim_convs
         from ..planning.rules import claim_sites
 
         job = Job(source=resolve_model(model_name), options=PlanOptions(rules=rules), offline=True)
-        default = rules.defaults.dilated_kernel_size
-        sized = all(rule.skip or rule.dilated_kernel_size or default for rule in rules.rules)
-        _ = job.plan() if sized else claim_convs(rules, job.convs)
+        job.plan()
         rule_of, reasons = claim_sites(rules, job.convs.sites)
     counts = Counter(rule_of.values())
     lines = [
@@ -85,4 +82,4 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
         for index, rule in enumerate(rules.rules)
     ]
     lines.append(f"  no rule: {len(reasons)}, cannot be converted: {len(job.convs.skipped)}")
-    return lines if sized else [*lines, "  a rule states no size: give --dilated-size when you convert"]
+    return lines

@@ -1,4 +1,4 @@
-"""`dcls-convert sweep`: sizes and counts side by side, and the command of the row to take."""
+"""`dcls-convert sweep`: sizes and counts side by side, and the command of the recommended size."""
 
 import functools
 import shlex
@@ -11,7 +11,7 @@ import typer
 
 from ..errors import PlanError, shown
 from ..files import check_picture
-from ..options import AUTO, MOST_COUNT, MOST_SIDE, PlanOptions
+from ..options import AUTO, MOST_COUNT, MOST_SIDE, MOST_SLOWER, PlanOptions
 from ..output import check_output, new_file, not_a_file
 from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
 from . import console
@@ -27,7 +27,6 @@ MOST_ROWS = 1000
 MOST_SECONDS, MOST_BATCH = 86_400, 65_536
 CPU_BATCH, GPU_BATCH = 1, 32
 SECONDS = 60
-SLOWER = 12  # percent; 17x17 windows in ConvNeXt-T, as in the paper, cost 11.6 % more MACs
 WIDTH_IN_A_FILE = 160  # columns
 
 
@@ -88,7 +87,7 @@ BATCH = number(
 )
 SECONDS_HELP = "For all measurements together; three rounds at least."
 TIME = number(int, 1, MOST_SECONDS, TIMES, SECONDS_HELP, metavar="N", show_default=str(SECONDS))
-SLOWER_HELP = "Cost that the row to take may add, in percent: to the training step with --time, else to the MACs."
+SLOWER_HELP = "Cost that the recommended size may add, in percent: to the training step with --time, else to the MACs."
 TIME_HELP = "Measure a forward pass and a training step of every row and of the original, which take turns."
 PICTURE_HELP = "Draw cost and gain; needs matplotlib, the extra plot."
 
@@ -96,7 +95,7 @@ PICTURE_HELP = "Draw cost and gain; needs matplotlib, the extra plot."
 @functools.partial(with_records, but=("dilated_size", "kernel_count", "budget"))
 def sweep(
     network: Network,
-    sizes: Annotated[Any, SIZES],
+    sizes: Annotated[Any, SIZES] = None,
     counts: Annotated[Any, COUNTS] = None,
     budgets: Annotated[Any, BUDGETS] = None,
     time: Annotated[bool, option(TIMES, TIME_HELP, "--time")] = False,
@@ -104,7 +103,9 @@ def sweep(
     batch_size: Annotated[int | None, BATCH] = None,
     amp: Annotated[bool, option(TIMES, "In bfloat16 autocast.", "--amp")] = False,
     seconds: Annotated[int | None, TIME] = None,
-    slower: Annotated[float, number(float, 0, MOST_PERCENT, OUTPUT, SLOWER_HELP, unit="%", metavar="PERCENT")] = SLOWER,
+    slower: Annotated[
+        float, number(float, 0, MOST_PERCENT, OUTPUT, SLOWER_HELP, unit="%", metavar="PERCENT")
+    ] = MOST_SLOWER,
     picture: Annotated[Path | None, option(OUTPUT, PICTURE_HELP, metavar="FILE.png|svg|pdf")] = None,
     force: Force = False,
     json_: Json = False,
@@ -112,9 +113,9 @@ def sweep(
 ) -> None:
     """Compare windows, and counts or budgets: parameters, MACs, times, and what trained kernels and outputs keep.
 
-    A row each; the last line is the command of the row to take.
+    A row each; the last line is the command of the recommended size.
     """
-    rows, scoped = len(sizes) * len(counts or budgets or [None]), network.options.scope != AUTO
+    rows, scoped = len(sizes or [None]) * len(counts or budgets or [None]), network.options.scope != AUTO
     untrained = network.calibrate is not None and not network.trained
     idle = {"--device": device, "--batch-size": batch_size, "--amp": amp, "--seconds": seconds}
     refuse(
@@ -134,12 +135,13 @@ def sweep(
         check_output(picture, force=force, foreign=not_a_file)
     with console.steps(network.model) as notify:
         notify("planning")  # which begins with imports of some seconds
-        from ..compare.candidates import combinations, make_sweep
+        from ..compare.candidates import combinations, make_sweep, usual_sizes
         from ..depthwise import choices
         from ..views.sweep import SweepView, draw_sweep, sweep_csv
 
         timing = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
-        job, asked = network.job(notify=notify, note=console.note), combinations(sizes, counts, budgets)
+        job = network.job(notify=notify, note=console.note)
+        asked = combinations(sizes or usual_sizes(job), counts, budgets)
         sweep = make_sweep(job, asked, functools.partial(_command, network), timing=timing, slower=slower)
     if json_ or csv:
         console.write(sweep.to_json() if json_ else sweep_csv(sweep))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..depthwise.geometry import size_text
 from ..networks.positions import PositionParameter, position_parameters
-from ..options import EXACT, Positions
+from ..options import AUTO, EXACT, Positions
 from ..pipeline import Job
 from ..planning.plan import ConversionPlan
 from ..surgery.fold import fold_to_dense_
@@ -100,7 +100,7 @@ def make_network(job: Job, arm: Arm) -> ArmNetwork:
         macs = job.convs.macs
         params = sum(parameter.numel() for parameter in job.network.parameters())
         return ArmNetwork(model=job.network, plan=None, params=params, macs=macs)
-    options = replace(job.options, dilated_size=arm.size)
+    options = replace(job.options, dilated_size=arm.size or AUTO)
     if arm.kind == "dense":
         # All cells of the window will be weights, which start as the old kernel with zeros around it.
         job = replace(job, init="exact", calibration=None, options=replace(options, kernel_count=EXACT, scope="auto"))

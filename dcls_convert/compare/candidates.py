@@ -15,6 +15,7 @@ from ..errors import CheckpointError, DclsConvertError, NothingMatchesError, Pla
 from ..options import AUTO, DEFAULT_BUDGET
 from ..pipeline import Job
 from ..planning.plan import ConversionPlan, taken_from
+from ..planning.planner import larger_sizes
 from ..reports.report import predict_report
 from .sweep import Asked, Size, Sweep, SweepRow, TimingSettings, choose, with_dominated
 from .timing import Clock, converted_copy, summary
@@ -52,6 +53,14 @@ def combinations(sizes: Sequence[Size], counts: Sequence[int] | None, budgets: S
     if counts:
         return [Asked(size=size, kernel_count=count) for size, count in itertools.product(sizes, counts)]
     return [Asked(size=size, budget=budget) for size, budget in itertools.product(sizes, budgets or (None,))]
+
+
+def usual_sizes(job: Job) -> list[int]:
+    """The windows of a sweep that states none: of the smallest kernel, and larger ones."""
+    plan = job.plan(replace(job.options, dilated_size=AUTO, kernel_count=AUTO))
+    converted = {name for layer in plan.layers for name in layer.names}
+    larger = larger_sizes([site for site in job.convs.sites if site.name in converted])
+    return [larger[0] - 2, *larger[:-1]]
 
 
 def make_sweep(

@@ -1,4 +1,4 @@
-"""What a sweep found, as data: a row for each combination of window and count or budget, and which row to take."""
+"""What a sweep found, as data: a row for each combination of window and count or budget, and the recommended size."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ class TimingSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The row to take."""
+    """The recommended size."""
 
     row: int | None = None  # its index; None where there is none
     why: str
@@ -98,7 +98,7 @@ class Sweep(Record):
     macs_note: str | None = None  # why MACs are not known
     rows: tuple[SweepRow, ...]
     timing: TimingSettings | None = None
-    slower: float  # percent by which the cost of the row to take may grow
+    slower: float  # percent by which the cost of the recommended size may grow
     interrupted: bool = False  # rows are missing, or parts of them
     choice: Choice
 
@@ -155,7 +155,7 @@ def growth(row: SweepRow, original: SweepRow, value: Value) -> float:
 
 
 def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
-    """The row to take, and why, in one sentence; docs/choosing.md says how. The dense original is the first row."""
+    """The recommended size, and why, in one sentence; docs/choosing.md says how. The first row is the original."""
     original, done = rows[0], [row for row in rows if row.status == "done"]
     cost = next((value for value in (step_ms, _macs) if _known([original, *done], value)), None)
     if not done or cost is None:

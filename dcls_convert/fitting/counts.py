@@ -25,7 +25,7 @@ from .warm_start import fit_elements, relative_errors
 MOST_UNITS = 1 << 21  # of parameters; a larger budget is counted in coarser ones
 FIRST_LOOKS = 6  # counts at which the error of a group is measured first
 ALL_LOOKED_AT = 9  # up to so many counts, all are measured
-MOST_LINES = 96  # of a group, by which its errors are measured
+MOST_LINES = 128  # of a group, by which its errors are measured
 
 
 @reproducible()

@@ -1,18 +1,33 @@
 """From sites and rules to a conversion plan: which layer replaces which convolution, and what is tied."""
 
+import contextlib
 import json
 import math
+import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..depthwise.geometry import check_cells, check_window, grown_padding, padded_cells, size_text
+from ..depthwise.geometry import check_cells, check_window, extent, grown_padding, padded_cells, size_text
 from ..errors import NothingMatchesError, PlanError, RuleError, listed, one_line, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
-from ..options import AUTO, ERROR, EXACT, INTERPOLATIONS, SCOPES, TIES, PlanOptions, Scope, Tie, takes_plan_options
+from ..options import (
+    AUTO,
+    ERROR,
+    EXACT,
+    INTERPOLATIONS,
+    MOST_SLOWER,
+    MOST_WINDOW,
+    SCOPES,
+    TIES,
+    PlanOptions,
+    Scope,
+    Tie,
+    takes_plan_options,
+)
 from .budget import UNSOLVED, parse_percent, solve_counts
 from .plan import ConversionPlan, LayerCounts, LayerPlan, named_owners, taken_from
 from .rules import AUTO_RULES, Rule, RuleSet, choose_rules, claim_sites, load_rules
@@ -21,7 +36,7 @@ from .rules import AUTO_RULES, Rule, RuleSet, choose_rules, claim_sites, load_ru
 @takes_plan_options
 def plan_conversion(
     convs: ModelConvs,
-    rules: RuleSet | str | Path = AUTO,
+    rules: RuleSet | str | Path | Mapping[str, Any] = AUTO,
     *,
     model: str | None = None,
     model_args: dict[str, Any] | None = None,
@@ -31,8 +46,10 @@ def plan_conversion(
 
     Args:
         convs: What `find_convs` found.
-        rules: A rule set, its name or file, or "auto": the first of AUTO_RULES that claims a convolution.
+        rules: A rule set, its name, file or mapping, or "auto": the first of AUTO_RULES that claims a convolution.
         dilated_size: Window for rules that state none; an integer leaves sides of 1 in a longer kernel as they are.
+            "auto" takes the largest, 17 at most, that adds at most 15 % to the model's MACs; where none does, the
+            smallest that is larger than the kernels.
         kernel_count: Elements in a kernel for rules that state none. "auto" solves for the budget. "exact" takes as
             many as the old kernel has cells, whatever the budget; the layers can then start as the same function.
             `LayerCounts` gives the counts of existing elements; the layers to convert must be those it names.
@@ -75,6 +92,8 @@ def make_plan(
     check_overruled(rules, options)
     if options.kernel_count == EXACT:
         _check_exact(rules, options.interpolation)
+    if options.dilated_size == AUTO:
+        options = replace(options, dilated_size=_recommended_size(convs, rules, rule_of))
     drafts: list[LayerPlan] = []
     refused: list[Skipped] = []
     for site in (site for site in convs.sites if site.name in rule_of):
@@ -169,7 +188,7 @@ def _with_counts(
 def _draft(site: ConvSite, rules: RuleSet, index: int, options: PlanOptions) -> LayerPlan:
     """A layer without its tie group; its kernel count is UNSOLVED if neither rule nor option states one."""
     rule = rules.rules[index]
-    size = rule.dilated_kernel_size or options.dilated_size or rules.defaults.dilated_kernel_size
+    size: Any = rule.dilated_size or options.dilated_size or rules.defaults.dilated_size
     window, dense_axes = _window(site, size, rule)
     old_cells = math.prod(side for axis, side in enumerate(site.kernel_size) if axis not in dense_axes)
     stated = rule.kernel_count or (old_cells if options.kernel_count == EXACT else options.kernel_count)
@@ -200,10 +219,45 @@ def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
             )
 
 
+def _recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int]) -> int | None:
+    """For "auto"; None where rules state all sizes."""
+    converted = [(site, rules.rules[rule_of[site.name]]) for site in convs.sites if site.name in rule_of]
+    free = [site for site, rule in converted if not rule.dilated_size]
+    if rules.defaults.dilated_size or not free:
+        return None
+    sizes = larger_sizes(free)
+    most = (convs.macs or 0) * MOST_SLOWER / 100
+    within = [size for size in sizes if size <= MOST_WINDOW and _added_macs(converted, size) <= most]
+    return max(within, default=sizes[0])
+
+
+def larger_sizes(sites: Sequence[ConvSite]) -> list[int]:
+    """Nine windows, each two cells larger than the one before; the first is the least that none of the kernels exceeds.
+
+    It is larger than the smallest of them. Where extents are both odd and even, those that are more common count.
+    """
+    extents = [max(map(extent, site.kernel_size, site.dilation)) for site in sites]
+    parity = statistics.mode(size % 2 for size in extents)
+    alike = [size for size in extents if size % 2 == parity]
+    first = max(*alike, min(alike) + 2)
+    return [first + 2 * step for step in range(9)]
+
+
+def _added_macs(converted: Sequence[tuple[ConvSite, Rule]], size: int) -> float:
+    """By windows of that size, where a site can take it and its rule states none; infinite where MACs are not known."""
+    added = 0.0
+    for site, rule in converted:
+        with contextlib.suppress(PlanError):
+            window, _ = _window(site, rule.dilated_size or size, rule)
+            before, after = site.macs(site.kernel_size), site.macs(window)
+            added += math.inf if before is None or after is None else after - before
+    return added
+
+
 def _check_options(options: PlanOptions) -> None:
     size, count = options.dilated_size, options.kernel_count
     sides = size if isinstance(size, Sequence) else [size]
-    if size is not None and (not sides or any(type(side) is not int or side < 1 for side in sides)):
+    if size != AUTO and (not sides or any(type(side) is not int or side < 1 for side in sides)):
         raise PlanError(f"dilated size {shown(repr(size))} must be a positive integer, or one for each side")
     for name, allowed in (("scope", SCOPES), ("tie", TIES), ("interpolation", (None, *INTERPOLATIONS))):
         if (value := getattr(options, name)) not in allowed:
@@ -252,7 +306,7 @@ def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
     converting = [rule for rule in rules.rules if rule.skip is None]
     count = None if options.kernel_count in (AUTO, EXACT) else options.kernel_count
     for option, key, value in (
-        ("dilated size", "dilated_kernel_size", options.dilated_size),
+        ("dilated size", "dilated_size", None if options.dilated_size == AUTO else options.dilated_size),
         ("kernel count", "kernel_count", count),
         ("interpolation", "interpolation", options.interpolation),
     ):
@@ -260,10 +314,8 @@ def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
             raise RuleError(f"{rules.source}: every rule states its own {key}, so the {option} given has no effect")
 
 
-def _window(site: ConvSite, size: int | Sequence[int] | None, rule: Rule) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _window(site: ConvSite, size: int | Sequence[int], rule: Rule) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The window of the new layer, and its dense axes; PlanError if the site cannot take this size."""
-    if size is None:
-        raise PlanError("no dilated size is stated, neither by an option nor by the rules")
     sides = (size,) * site.dims if isinstance(size, int) else tuple(size)
     if len(sides) != site.dims:
         raise PlanError(f"the size {size_text(sides)} is for {len(sides)}-D, this convolution is {site.dims}-D")

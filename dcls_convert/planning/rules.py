@@ -4,7 +4,7 @@ import fnmatch
 import math
 import re
 import reprlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -121,9 +121,7 @@ def _in_words(value: Any) -> str:
 class Defaults(_Strict):
     """What holds where neither the rule nor the command line says anything."""
 
-    dilated_kernel_size: Size | None = Field(
-        None, description=f"{_SIDE} for all sides, or a list with one for each side"
-    )
+    dilated_size: Size | None = Field(None, description=f"{_SIDE} for all sides, or a list with one for each side")
 
 
 class Rule(Defaults):
@@ -200,12 +198,14 @@ class RuleSet(_Strict):
         return shown(self.rules[index].name or f"rules[{index}]")
 
 
-def load_rules(source: str | Path) -> RuleSet:
-    """The rule set of that name, or in that file.
+def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
+    """The rule set of that name, in that file, or as a mapping of what a file would have.
 
     Raises:
         RuleError: No such rule set, or anything in it that this version does not know; one line with the place.
     """
+    if isinstance(source, Mapping):
+        return parse_rules(yaml.safe_dump(dict(source), sort_keys=False))
     path = builtin_rules().get(str(source), Path(source))
     try:
         if not path.is_file():

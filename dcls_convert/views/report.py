@@ -12,7 +12,7 @@ from ..checkpoints.save import training_code
 from ..depthwise.geometry import size_text
 from ..errors import filled, printable, shown
 from ..networks.outputs import Agreement
-from ..options import EXACT
+from ..options import EXACT, MOST_SLOWER
 from ..reports.report import Change, ConversionReport, Outcome
 from ..tables import Column, Table, counted, indented, span
 from .counts import arrow, exact, in_one_unit, percent, short_arrow
@@ -21,8 +21,13 @@ from .stages import COLUMNS, StageRow, stage_rows
 if TYPE_CHECKING:
     from ..pipeline import Conversion, Job
 
+COSTLY = 50.0  # percent more MACs
 WHY_SCOPE = {"model": ", as in the paper", "error": ", the default with images"}
 SMALL_ERROR = 1e-3  # of kernels; below, the outputs are the old ones as far as a user would ask
+NEAR_THE_CENTRE = (
+    "Elements start near the centre, as in the paper, and need a long training to move;",
+    "for a short one, --positions uniform spreads them.",
+)
 FOLDING_SENTENCE = (
     " Folding the kernels into plain convolutions keeps the outputs and these MACs, saves the construction, and stores "
     "window-sized kernels."
@@ -32,16 +37,23 @@ FOLDING_SENTENCE = (
 def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType:
     """For a terminal of 80 columns or more; from `verbose=1` on a row a layer, from 2 on what is kept by name."""
     params, layers = report.params, StageRow(layers=report.layers)
+    slower = 100 * report.macs.delta / (report.macs.before or 1) if report.macs.delta else 0.0
     # Colours repeat what the numbers and words say.
-    style = "bold" if not params.delta else "bold green" if params.delta < 0 else "bold yellow"
+    bad, so_so = report.budget.slack < 0 or slower > COSTLY, (params.delta or 0) > 0 or slower > MOST_SLOWER
+    style = "bold red" if bad else "bold yellow" if so_so else "bold green" if params.delta else "bold"
     verdict = f"{arrow(params)} parameters ({percent(params)})"
     if report.macs.delta is not None:
         verdict += f", {short_arrow(report.macs)} MACs ({percent(report.macs, 1)})"
     size = f", input {size_text(report.input_size)}" if report.input_size else ""
     model = printable(f": {report.model or 'model'}{', folded' * report.folded}{size}")
+    short = (report.model or "MODEL").removeprefix("timm:")
     kernels = f"{layers.counts} elements in {span({layer.dilated_size for layer in report.layers}, size_text)}"
-    parts: list[RenderableType] = [Text(verdict, style="bold red" if report.budget.slack < 0 else style)]
-    parts += [Text(kernels) + Text(model, style="dim"), Text()]
+    parts: list[RenderableType] = [Text(verdict, style=style)]
+    parts.append(Text(kernels) + Text(model, style="dim"))
+    if slower > COSTLY:
+        sizes = f"cheaper sizes: dcls-convert sweep {printable(short)}"
+        parts.append(Text(f"{1 + slower / 100:.1f} times the MACs; {sizes}", style="yellow"))
+    parts.append(Text())
     convolutions = counted(len(report.skipped), "convolution")
     if not verbose:
         lines = [_budget(report), *[f"{convolutions} kept; -v says why."] * bool(report.skipped)]
@@ -163,7 +175,8 @@ def _agreement(found: Outcome | Agreement, images: int) -> str:
 def next_steps(job: "Job", done: "Conversion", output: Path) -> list[str | Text]:
     """Lines for the terminal, below the report."""
     code = filled(training_code(done.report.model), output).splitlines()
-    lines: list[str | Text] = ["", f"Wrote {output}, from {_start(job)}.", Text("Fine-tune it:\n", style="bold")]
+    near = NEAR_THE_CENTRE if job.elements is None and job.how == "random" and job.positions == "normal" else ()
+    lines: list[str | Text] = ["", f"Wrote {output}, from {_start(job)}.", *near, Text("Fine-tune it:\n", style="bold")]
     lines += [f"    {line}" if line else "" for line in code]
     outcome = done.report.outcome
     if outcome:
@@ -181,7 +194,7 @@ def _start(job: "Job") -> str:
         source = "the trained weights" if job.trained else f"random initialisation (seed {job.seed})"
         return f"{source}; every old cell is an element at its place, so that the outputs are the old ones"
     if not job.trained:
-        return f"random initialisation (seed {job.seed}), as in the paper; --pretrained or --checkpoint load weights"
+        return f"random initialisation (seed {job.seed}); --pretrained or --checkpoint load weights"
     if job.how == "random":
         return "trained weights, but random elements in the new layers"
     if job.how == "largest":

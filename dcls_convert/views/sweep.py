@@ -135,7 +135,7 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
     if sweep.interrupted:
         yield indented("Interrupted: rows or measurements are missing.", "bold yellow")
     if choice.row is None:
-        yield indented(f"There is no row to take: {choice.why}.")
+        yield indented(f"No size is recommended: {choice.why}.")
         return
     yield indented(PAPER)
     taken = rows[choice.row]
@@ -196,7 +196,7 @@ def _picture(sweep: Sweep) -> "Figure":
         axes.plot([], [], label=name, **look)
     if sweep.choice.row is not None:
         taken = sweep.rows[sweep.choice.row]
-        axes.plot(cost(taken), gain(taken), "ks", fillstyle="none", markersize=12, label="the row to take")
+        axes.plot(cost(taken), gain(taken), "ks", fillstyle="none", markersize=12, label="recommended")
     if any(row.dominated for row in points):
         axes.plot([], [], "o", color="0.4", fillstyle="none", label="dominated")
     for place, text in labels.items():

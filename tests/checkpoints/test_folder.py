@@ -169,7 +169,7 @@ def test_same_input_gives_the_same_bytes(folders, tmp_path):
 
 
 def test_rules_given_as_an_object_are_kept_in_the_plan(tmp_path):
-    text = "# mine\nformat: 1\nrules:\n- match: {kind: depthwise}\n  dilated_kernel_size: 9\n"
+    text = "# mine\nformat: 1\nrules:\n- match: {kind: depthwise}\n  dilated_size: 9\n"
     convert_and_save_(own(), tmp_path / "out", rules=parse_rules(text), init="random")
     assert read_plan(tmp_path / "out").rules_text == text
 

@@ -119,7 +119,7 @@ def test_no_way_in_runs_imports_opens_or_downloads_what_a_folder_names(warm, fol
 
 def test_loading_a_folder_evaluates_no_pattern_of_its_rules(folder, monkeypatch):
     """`(a+)+$` against a long name would take for ever."""
-    text = "format: 1\nrules:\n- match: {stage_pattern: '(a+)+$'}\n  dilated_kernel_size: 9\n"
+    text = "format: 1\nrules:\n- match: {stage_pattern: '(a+)+$'}\n  dilated_size: 9\n"
     edit_json(folder / CONFIG, lambda config: config["model_args"]["plan"].update(rules_text=text))
     seal(folder)
     for name in ("parse_rules", "load_rules", "claim_sites"):

@@ -238,7 +238,7 @@ def test_what_a_message_advises_works(given, says):
 # --- Rule files
 
 DEPTHWISE = "match: {kind: depthwise}"
-RULE = f"{DEPTHWISE}, dilated_kernel_size: 17"
+RULE = f"{DEPTHWISE}, dilated_size: 17"
 
 
 def in_rule(text):
@@ -247,20 +247,18 @@ def in_rule(text):
 
 @table(
     {
-        DEPTHWISE: "no dilated size is stated, neither by an option nor by the rules",
-        f"{DEPTHWISE}, dilated_kernel_size: [17]": "stages.0.1: the size 17 is for 1-D, this convolution is 2-D",
+        f"{DEPTHWISE}, dilated_size: [17]": "stages.0.1: the size 17 is for 1-D, this convolution is 2-D",
         f"{RULE}}}, {{name: late, match: {{path: no*}}": "my.yaml: rule 'late' claims nothing: no convolution",
     }
 )
 def test_rules_that_do_not_fit_the_model(given, says):
     Path("my.yaml").write_text(in_rule(given))
     refused(NET, *SMALL, "--rules", "my.yaml", says=says)
-    if given != DEPTHWISE:  # its size can be stated later
-        refused("rules", "check", "my.yaml", "--model", NET, says=says)
+    refused("rules", "check", "my.yaml", "--model", NET, says=says)
 
 
 def test_strict_refuses_what_would_be_skipped():
-    Path("my.yaml").write_text(in_rule("match: {kernel_size: {min: 3}}, dilated_kernel_size: 5"))
+    Path("my.yaml").write_text(in_rule("match: {kernel_size: {min: 3}}, dilated_size: 5"))
     run("resnet18", "--dry-run", *SMALL, "--rules", "my.yaml")
     refused("resnet18", "--strict", *SMALL, "--rules", "my.yaml", says=["conv1: window 5", "kernel 7", "use 7 or more"])
 

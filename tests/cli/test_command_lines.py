@@ -102,7 +102,7 @@ def original(tmp_path_factory):
         (place / folder).mkdir()
     for file in ("mine/notes.txt", "file"):
         (place / file).write_text("the user's own")
-    (place / "rules.yaml").write_text("format: 1\nrules: [{match: {kind: depthwise}, dilated_kernel_size: 7}]\n")
+    (place / "rules.yaml").write_text("format: 1\nrules: [{match: {kind: depthwise}, dilated_size: 7}]\n")
     torch.save(build().state_dict(), place / "weights.pth")
     return place
 

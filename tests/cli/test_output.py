@@ -26,7 +26,7 @@ format: 1
 description: "\e]0;owned\a"
 rules:
 - {name: "\e[31m\a", match: {kernel_size: 5}, skip: "\e[2J because\nof this"}
-- {name: "\x9b2J", match: {kind: dense}, dilated_kernel_size: 7}
+- {name: "\x9b2J", match: {kind: dense}, dilated_size: 7}
 """
 
 
@@ -95,7 +95,7 @@ def test_a_stdout_of_any_encoding_gets_the_report(monkeypatch, encoding):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
     assert exit_code(PLAIN, "--output", "out") == 0
     text = written.getvalue().decode(encoding)
-    assert "3x3 ? 7x7" in text  # an arrow
+    assert "3x3 ? 5x5" in text  # an arrow
     assert "Wrote out, from random initialisation" in text
 
 

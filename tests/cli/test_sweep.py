@@ -250,7 +250,7 @@ def test_rows_that_replace_other_layers_say_how_many():
 def test_a_model_that_does_not_run_has_rows_without_macs_and_no_row_to_take():
     out, _ = run("sweep", UNABLE, "--sizes", "5")
     assert "MACs were not counted: the model does not run on the meta device" in out
-    assert out.splitlines()[-1] == " There is no row to take: neither MACs nor times are known."
+    assert out.splitlines()[-1] == " No size is recommended: neither MACs nor times are known."
     out, err = run("sweep", UNABLE, "--sizes", "5", "--time", "--json", code=2)
     rows = json.loads(out)["rows"]
     assert [row["reason"] for row in rows] == ["timing: ValueError: no [image]"] * 2

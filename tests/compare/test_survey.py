@@ -194,7 +194,7 @@ def test_the_table_has_a_line_for_each_model_and_the_failures_again():
     recorder.print(survey_view([planned, failed]))
     lines = recorder.file.getvalue().splitlines()
     (line,) = [line for line in lines if line.startswith(f"timm:{TINY} ")]
-    assert "9 depthwise 7x7 → 17x17" in line
+    assert "9 depthwise 7x7 → 9x9" in line
     assert f" {planned.kernel_counts[0]} " in line
     assert [lines[-2], lines[-1]] == [
         "failed: timm:b: its process was killed [by] SIGKILL\\x1b",
@@ -220,7 +220,7 @@ def test_json_is_all_of_stdout_and_a_failure_is_exit_code_1(monkeypatch):
 
 def test_an_option_that_the_rules_overrule_is_refused_once(tmp_path):
     rules = tmp_path / "rules.yaml"
-    rules.write_text("format: 1\nrules:\n- {match: {kind: depthwise}, dilated_kernel_size: 9}\n")
+    rules.write_text("format: 1\nrules:\n- {match: {kind: depthwise}, dilated_size: 9}\n")
     _, err = run("models", "--rules", rules, "--dilated-size", 11, code=2)
     assert "the dilated size given has no effect" in err
 

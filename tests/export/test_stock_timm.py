@@ -28,9 +28,9 @@ LATE_STAGES = """
 format: 1
 rules:
 - match: {stage: 'stages.[23]', kind: depthwise}
-  dilated_kernel_size: 9
+  dilated_size: 9
 - match: {stage: stages.1, kind: depthwise}
-  dilated_kernel_size: 11
+  dilated_size: 11
 """
 
 

@@ -11,10 +11,12 @@ from torch import nn
 
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
+from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rules import parse_rules
+from dcls_convert.reports.report import predict_report
 from dcls_convert.surgery.start import apply_plan_
 
-from .nets import IMAGE, Net, depthwise, on_meta, plan_of
+from .nets import IMAGE, Net, convs_of, depthwise, on_meta, plan_of
 
 EVERYTHING = parse_rules("format: 1\nrules: [{}]")
 
@@ -121,7 +123,6 @@ def test_an_integer_leaves_sides_of_1_and_dense_axes_as_they_are(kernel, size, r
         (depthwise(3), (7,), "{}", "the size 7 is for 1-D, this convolution is 2-D"),
         (depthwise(3), 7, "{dense_axes: [0, 1]}", "all its axes are dense; nothing would be learnt"),
         (depthwise(3, dilation=(2, 1)), 9, "{dense_axes: [0]}", "dense axis 0 must keep its size 3, undilated"),
-        (depthwise(3), None, "{}", "no dilated size is stated"),
     ],
 )
 def test_a_window_that_no_convolution_can_take_is_refused_with_what_would_do(conv, size, rule, message):
@@ -174,3 +175,45 @@ def test_what_cannot_take_the_size_is_skipped_with_the_reason_or_refused_if_stri
         plan_of(model, dilated_size=size, strict=True)
     with pytest.raises(PlanError, match=reason):  # nothing is left
         plan_of(Net(lambda: [build()]), dilated_size=size)
+
+
+# The size "auto".
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("convnext_tiny", 17),
+        ("convnext_nano", 17),
+        ("efficientnet_b0", 5),
+        ("mobilenetv3_large_100", 5),
+        ("resnet18", 5),
+    ],
+)
+def test_the_recommended_size_is_the_largest_that_adds_at_most_15_percent(name, size):
+    convs = convs_of(name)
+    plan = plan_conversion(convs)
+    assert {layer.dilated_size for layer in plan.layers} == {(size, size)}
+
+    def growth(window):
+        return predict_report(plan_conversion(convs, dilated_size=window)).macs.after / convs.macs - 1
+
+    affordable = growth(size) <= 0.15
+    assert affordable == (name != "resnet18")  # for which every larger window costs more
+    if affordable and size < 17:
+        assert growth(size + 2) > 0.15
+
+
+def test_rules_that_state_sizes_keep_them_and_leave_the_others_to_auto():
+    convs = convs_of("efficientnet_b0")
+    rules = {
+        "format": 1,
+        "rules": [{"match": {"kernel_size": [5, 5]}, "dilated_size": 9}, {"match": {"kind": "depthwise"}}],
+    }
+    plan = plan_conversion(convs, rules)
+    assert {(layer.kernel_size, layer.dilated_size) for layer in plan.layers} == {((5, 5), (9, 9)), ((3, 3), (5, 5))}
+
+
+def test_a_misnamed_option_is_named_with_the_right_one():
+    with pytest.raises(TypeError, match=r"plan_conversion\(\) has no argument 'dilated_kernel_size'.*'dilated_size'"):
+        plan_conversion(convs_of("resnet18"), dilated_kernel_size=9)
