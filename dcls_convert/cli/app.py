@@ -4,14 +4,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .. import __version__
 from ..errors import DclsConvertError, one_line, shown
 from . import console
-from .arguments import CommandGroup
+from .arguments import Command, CommandGroup
 from .compare import compare
 from .convert import convert
 from .diff import diff
@@ -70,14 +70,26 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.", metavar="")
     ] = False,
 ) -> None:
     pass
 
 
-for _command in (convert, models, sweep, compare, inspect, diff, fold, verify):
-    app.command()(_command)
+EXAMPLES = {
+    convert: ("convnext_tiny --dilated-size 17", "resnet18 --pretrained --calibrate photos"),
+    models: ("'convnext_*'", "--kind dense --sort macs"),
+    sweep: ("convnext_tiny", "efficientnet_b0 --sizes 5..13 --time --device cuda"),
+    compare: ("convnext_tiny --data photos --minutes 600", "resnet18 --pretrained --data photos --sizes 5,7 --html"),
+    inspect: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --html positions.html"),
+    diff: ("convnext_tiny-dcls17 convnext_tiny-dcls13", "one two --json"),
+    fold: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --format onnx"),
+    verify: ("convnext_tiny-dcls17", "mine-dcls9 --trust-code"),
+}
+_command: Any
+for _command, _examples in EXAMPLES.items():
+    _lines = [f"dcls-convert{'' if _command is convert else f' {_command.__name__}'} {one}" for one in _examples]
+    app.command(cls=Command, epilog="\n\n".join(["Examples:", *_lines]))(_command)
 app.add_typer(rules_app, name="rules")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from ..errors import DclsConvertError, shown
 from ..files import check_images, check_weights_file
@@ -43,6 +43,10 @@ MOST_SEED = 2**63 - 1  # of torch.Generator
 
 def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
     """An option in one of the groups of --help; a flag needs its name, or it would get a --no- form."""
+    if names and not settings.keys() & {"metavar", "parser"}:
+        settings["metavar"] = ""  # of a flag
+    if isinstance(usual := settings.get("show_default"), str):  # which typer would write in brackets of both kinds
+        help, settings["show_default"] = f"{help} \\[default: {usual}]", False
     return typer.Option(*names, rich_help_panel=panel, help=help, **settings)
 
 
@@ -62,7 +66,7 @@ def number(
             raise typer.BadParameter(f"'{shown(text)}' is not {allowed}")
         return value
 
-    return option(panel, help, parser=parse, min=least, max=most, **settings)
+    return option(panel, help, parser=parse, **settings)
 
 
 def _sides(text: str, counts: range, what: str) -> tuple[int, ...]:
@@ -90,7 +94,30 @@ def parse_input_size(text: str) -> tuple[int, ...]:
     return _sides(text, range(2, 5), what)
 
 
-class CommandGroup(TyperGroup):
+class HelpOption:
+    """The option --help, without a type."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """As in typer, but False by default: typer imports pydantic to validate None, which doubles the time."""
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None:
+            option.default, option.metavar = False, ""
+        return option
+
+
+class Command(HelpOption, TyperCommand):
+    """Its help tells names of arguments, without types and brackets."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for parameter in self.params:
+            if isinstance(parameter, TyperArgument):
+                words: Any = parameter
+                words.display_type_rich = lambda ctx: ""
+                words._usage_display_name = lambda name=parameter.metavar: name
+
+
+class CommandGroup(HelpOption, TyperGroup):
     """Commands, of which `convert` is the default where there is one. Called alone, the group shows its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -107,13 +134,6 @@ class CommandGroup(TyperGroup):
             known = {item.value for item in items}
             items += [item for item in part.shell_complete(ctx, incomplete) if item.value not in known]
         return items
-
-    def get_help_option(self, ctx: Any) -> Any:
-        """As in typer, but False by default: typer imports pydantic to validate None, which doubles the time."""
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.default = False
-        return option
 
 
 def argument(metavar: str, help: str, complete: Callable[[str], list[str]]) -> Any:
@@ -133,7 +153,7 @@ Csv = Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")]
 Force = Annotated[bool, option(OUTPUT, "Replace what an earlier run wrote.", "--force")]
 Quiet = Annotated[bool, option(OUTPUT, "No progress and no report, only the output's name.", "--quiet", "-q")]
 TRUST = "Import and run the code of your own that the checkpoint names as its model. Never for folders of others."
-TrustCode = Annotated[bool, typer.Option("--trust-code", help=TRUST)]
+TrustCode = Annotated[bool, typer.Option("--trust-code", help=TRUST, metavar="")]
 
 MODEL_HELP = (
     "convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, hf-hub:REPO, local-dir:FOLDER, or "

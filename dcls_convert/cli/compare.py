@@ -76,11 +76,13 @@ def compare(
     ] = None,
     augmentation: Annotated[Augmentation, option(TRAINING, "Of images to train on.")] = "light",
     amp: Annotated[bool, option(RUNNING, "In bfloat16 autocast.", "--amp")] = False,
-    device: Annotated[str | None, option(RUNNING, "As torch names it.", show_default="the first accelerator")] = None,
+    device: Annotated[
+        str | None, option(RUNNING, "As torch names it.", metavar="NAME", show_default="the first accelerator")
+    ] = None,
     workers: Annotated[int, number(int, 0, 1024, RUNNING, "Processes that load images.", metavar="N")] = 0,
     fsdp: Annotated[bool, option(RUNNING, "Shard over the processes of accelerate launch (FSDP2).", "--fsdp")] = False,
     only: Annotated[Any, option(RUNNING, ONLY_HELP, metavar="I/N", parser=_part)] = None,
-    output: Annotated[Path, option(OUTPUT, OUTPUT_HELP, metavar="FOLDER")] = Path("comparison"),
+    output: Annotated[Path, option(OUTPUT, OUTPUT_HELP, "--output", "-o", metavar="FOLDER")] = Path("comparison"),
     html: Annotated[bool, option(OUTPUT, HTML_HELP, "--html")] = False,
     json_: Json = False,
 ) -> None:

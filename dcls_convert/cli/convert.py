@@ -24,7 +24,9 @@ HTML_HELP = "Add a page of pictures to the checkpoint, and positions to its mode
 VERSION = option(
     WHERE, "Version of the authors' layers in a checkpoint of theirs without SIG.", show_default="v0, as released"
 )
-CHECKPOINT = option(OUTPUT, "Checkpoint to write.", metavar="FOLDER", show_default="./MODEL-dclsSIZE[-INIT]")
+CHECKPOINT = option(
+    OUTPUT, "Checkpoint to write.", "--output", "-o", metavar="FOLDER", show_default="./MODEL-dclsSIZE[-INIT]"
+)
 VERBOSE = option(OUTPUT, "Report every layer and why; -vv: name all others.", "--verbose", "-v", count=True)
 
 

@@ -21,7 +21,7 @@ def fold(
     checkpoint: Checkpoint,
     format: Annotated[FoldFormat, option(OUTPUT, FORMAT_HELP)] = "timm",
     output: Annotated[
-        Path | None, option(OUTPUT, "Folder or file to write.", metavar="PATH", show_default=OUTPUTS)
+        Path | None, option(OUTPUT, "Folder or file to write.", "--output", "-o", metavar="PATH", show_default=OUTPUTS)
     ] = None,
     force: Force = False,
     trust_code: TrustCode = False,

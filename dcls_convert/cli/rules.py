@@ -10,7 +10,7 @@ from ..files import builtin_rules
 from ..options import PlanOptions
 from ..tables import counted
 from . import console
-from .arguments import CommandGroup, argument
+from .arguments import Command, CommandGroup, argument
 from .completion import complete_models, complete_rules
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ CLAIMS_HELP = "Also check that every rule claims something in this model."
 rules_app = typer.Typer(cls=CommandGroup, help="Show and check rule files, which say what is replaced, and how.")
 
 
-@rules_app.command("list")
+@rules_app.command("list", cls=Command)
 def rules_list() -> None:
     """List the built-in rule sets."""
     from ..planning.rules import load_rules
@@ -30,7 +30,7 @@ def rules_list() -> None:
     console.show(*[f"{name:12} {load_rules(name).description}" for name in builtin_rules()])
 
 
-@rules_app.command("show")
+@rules_app.command("show", cls=Command)
 def rules_show(name: Annotated[str, argument("NAME|FILE", "A built-in set, or a file.", complete_rules)]) -> None:
     """Print a rule set as YAML."""
     from ..planning.rules import load_rules
@@ -38,7 +38,7 @@ def rules_show(name: Annotated[str, argument("NAME|FILE", "A built-in set, or a 
     console.write(load_rules(name).text)
 
 
-@rules_app.command("check")
+@rules_app.command("check", cls=Command)
 def rules_check(
     file: Annotated[str, argument("FILE", "A rule file, or a built-in set.", complete_rules)],
     model: Annotated[
@@ -56,7 +56,7 @@ def rules_check(
         console.show(f"{count}; in {model}:", *_claims(rules, model))
 
 
-@rules_app.command("schema")
+@rules_app.command("schema", cls=Command)
 def rules_schema() -> None:
     """Print the JSON Schema of rule files, for an editor."""
     from ..planning.rules import rules_schema

@@ -99,7 +99,9 @@ def sweep(
     counts: Annotated[Any, COUNTS] = None,
     budgets: Annotated[Any, BUDGETS] = None,
     time: Annotated[bool, option(TIMES, TIME_HELP, "--time")] = False,
-    device: Annotated[str | None, option(TIMES, "As torch names it: cuda, cuda:1.", show_default="cpu")] = None,
+    device: Annotated[
+        str | None, option(TIMES, "As torch names it: cuda, cuda:1.", metavar="NAME", show_default="cpu")
+    ] = None,
     batch_size: Annotated[int | None, BATCH] = None,
     amp: Annotated[bool, option(TIMES, "In bfloat16 autocast.", "--amp")] = False,
     seconds: Annotated[int | None, TIME] = None,

@@ -29,11 +29,11 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """ "as it is", "17x17", "17x17 uniform", "17x17 frozen"; "rules" where these state the sizes."""
+        """ "as it is", "17x17", "17x17 uniform", "17x17 frozen"; "auto" where no size is stated."""
         if self.kind == "original":
             return AS_IT_IS
         sides = (self.size, self.size) if isinstance(self.size, int) else self.size
-        words = ["rules" if sides is None else size_text(sides)]
+        words = ["auto" if sides is None else size_text(sides)]
         words += [self.kind] * (self.kind != "converted") + [self.positions] * (self.positions != "normal")
         return " ".join(words)
 
