@@ -132,6 +132,12 @@ def _tuned(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:
     if ModelSource(name=plan.model or "").kind != "timm" or classes is None:
         return plan
     plan = replace(plan, model_args={**plan.model_args, "num_classes": classes})
+    first = (getattr(model, "pretrained_cfg", None) or {}).get("first_conv")
+    if isinstance(first, str) and plan.input_size is not None:
+        chans = getattr(model.get_submodule(first), "in_channels", plan.input_size[0])
+        if chans != plan.input_size[0]:  # of `timm.create_model(..., in_chans=1)`
+            size = (chans, *plan.input_size[1:])
+            plan = replace(plan, model_args={**plan.model_args, "in_chans": chans}, input_size=size)
     new, old = measure_report(model, plan), predict_report(plan)
     # Counts of the unconverted model change by as much as the converted model's.
     params = plan.params + (new.params.after or 0) - (old.params.after or 0)

@@ -31,6 +31,7 @@ EXIT_CODES = (
 )
 NETWORKS = ("torch", "torchvision", "timm")  # which some install by themselves, and pip may have left out
 NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")  # of torch, C++ and the loader
+ALIASES = {"size": "dilated-size", "window": "dilated-size", "weights": "checkpoint", "count": "kernel-count"}
 COMPLETION_VARIABLE = "_DCLS_CONVERT_COMPLETE"
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -116,6 +117,9 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
     try:
         result = typer.main.get_command(app).main(arguments, prog_name="dcls-convert", standalone_mode=False)
     except typer.TyperException as error:  # the parser's
+        option = getattr(error, "option_name", None)  # of one that there is not
+        if option and option.strip("-") in ALIASES:
+            error.possibilities = [f"--{ALIASES[option.strip('-')]}"]  # type: ignore[attr-defined]
         message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
         command = getattr(getattr(error, "ctx", None), "command_path", "dcls-convert")
         end = "" if message.endswith("?") else "."

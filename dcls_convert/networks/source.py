@@ -5,8 +5,12 @@ import importlib
 import inspect
 import itertools
 import os
+import socket
 import sys
+import urllib.parse
+import urllib.request
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +31,9 @@ REGISTRIES = ("timm", "torchvision")
 FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself loads these
 LIBRARIES = (*REGISTRIES, *FOREIGN_SOURCES)  # whose code builds the model; all others are the user's own
 OWN_ENTRY = "dcls_convert"  # our entry in timm's registry; it rebuilds converted models and cannot be converted
+WEIGHTS_SUFFIXES = (".pth", ".pt", ".safetensors", ".bin", ".ckpt", ".tar")
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet's classifiers; for models that state no size
+USUAL_CLASSES = 1000
 VIDEO_FRAMES = 16  # frames of a clip, for torchvision's video models
 MOST_ARGUMENT = 1_000_000  # of an integer; factories make lists of as many values before they make any module
 NOT_LISTED = ("num_classes", "in_chans")  # one layer each, which costs nothing on meta
@@ -118,6 +124,9 @@ def resolve_model(
     prefix, colon, rest = name.partition(":")
     if (colon and not rest) or not name.strip():
         raise ModelError(f"model {name!r} has no name")
+    if colon and prefix.endswith(".py"):
+        module = prefix.removesuffix(".py").replace("/", ".")
+        raise ModelError(f"{name}: name the module, not its file: {module}:{rest}")
     if colon and prefix not in REGISTRIES:
         if pretrained and prefix not in FOREIGN_SOURCES:
             raise ModelError(f"{name}: --pretrained is for timm and torchvision; let the factory load, or --checkpoint")
@@ -125,6 +134,7 @@ def resolve_model(
     bare, kinds = (rest, (prefix,)) if colon else (name, REGISTRIES)
     kind = next((kind for kind in kinds if _is_registered(kind, bare)), None)
     if kind is None:
+        _check_mistaken(name)
         known = [other for kind in kinds for other in _models_of(kind)]
         raise ModelError(f"no model {name!r}{did_you_mean(bare, known, 3)}")
     source = ModelSource(name=f"{kind}:{bare}", args=args)
@@ -138,6 +148,20 @@ def resolve_model(
     elif kind == "torchvision" and in_chans is not None:
         raise ModelError(f"{source.name} has a fixed number of input channels; --in-chans is for timm")
     return source
+
+
+def _check_mistaken(name: str) -> None:
+    """Refuse (ModelError) what is no name of a model, with what it is and how it is to be given."""
+    path = Path(name)
+    if (path / "config.json").is_file():
+        raise ModelError(
+            f"{name}: is a folder, not a model's name. If dcls-convert wrote it, inspect, verify, fold and diff take "
+            f"it, and dcls_convert.load_converted loads it; another one of timm's is local-dir:{name}"
+        )
+    if path.suffix in WEIGHTS_SUFFIXES:
+        raise ModelError(f"{name}: is a file of weights; name the model, and give --checkpoint {name}")
+    if "/" in name:
+        raise ModelError(f"no model {name!r}; one of the hub is hf-hub:{name}")
 
 
 def build_model(
@@ -179,7 +203,7 @@ def build_model(
                 pass
         with seeded(seed):
             model = _build(source, pretrained=pretrained)
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if torch.get_default_device().type != "meta" and any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(f"{source.name}: was built on the meta device, without weights; build it on the CPU")
     return model
 
@@ -195,7 +219,7 @@ def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
 
     bound = register_module_module_registration_hook(refuse_endless) if kind in LIBRARIES else contextlib.nullcontext()
     try:
-        with bound:
+        with bound, _without_retries() if pretrained or kind in FOREIGN_SOURCES else contextlib.nullcontext():
             if kind == "torchvision":
                 models, args = _import("torchvision.models"), source.args
                 if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
@@ -213,7 +237,10 @@ def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
         raise ModelError(f"{source.name}: {problem}") from error
     except Exception as error:  # what timm, torchvision, the hub or the user's factory raise has no common base
         what = "its pretrained weights cannot be had" if pretrained else "cannot be built"
-        raise ModelError(f"{source.name}: {what}: {type(error).__name__}: {one_line(error)[:300]}") from error
+        problem = f"{type(error).__name__}: {one_line(error)[:300]}"
+        if type(error).__name__ in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
+            problem = "the hub cannot be reached, and its local cache does not have them"
+        raise ModelError(f"{source.name}: {what}: {problem}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"{source.name}: gives a {type(model).__name__}, not a torch.nn.Module")
     return model
@@ -238,6 +265,27 @@ def _build_own(source: ModelSource) -> Any:
     return factory(**source.args)
 
 
+@contextlib.contextmanager
+def _without_retries() -> Iterator[None]:
+    """Where the hub's name is not known to the network, its client looks into its cache alone, and does not try again.
+
+    Behind a proxy, that knows the name.
+    """
+    from huggingface_hub import constants
+
+    before: bool = constants.HF_HUB_OFFLINE
+    try:
+        if not urllib.request.getproxies():
+            socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+@_without_retries()
 def _check_hub(name: str, *, offline: bool) -> None:
     """Fetch a repository's config, or find it in the cache. timm would too, but is called again for other devices."""
     from huggingface_hub import constants, try_to_load_from_cache
@@ -307,13 +355,29 @@ def known_source(model: nn.Module) -> ModelSource | None:
     config, arguments = getattr(model, "pretrained_cfg", None), getattr(model, "_model_args", None)
     architecture = config.get("architecture") if isinstance(config, dict) else None
     if not isinstance(architecture, str) or not isinstance(arguments, dict):
-        return None
+        return _of_torchvision(model)
     source = ModelSource(name=f"timm:{architecture}", args=dict(arguments))
     try:
         check_source(source)
     except ModelError:
         return None
     return source
+
+
+def _of_torchvision(model: nn.Module) -> ModelSource | None:
+    """The model of torchvision's registry that is built of the same modules, with the same settings."""
+    if not type(model).__module__.startswith("torchvision.models."):
+        return None
+    models, same = _import("torchvision.models"), repr(model)
+    heads = [module.out_features for module in model.modules() if isinstance(module, nn.Linear)]
+    args = {"num_classes": heads[-1]} if heads and heads[-1] != USUAL_CLASSES else {}
+    for name in models.list_models():
+        if models.get_model_builder(name).__module__ == type(model).__module__:
+            source = ModelSource(name=f"torchvision:{name}", args=args)
+            with contextlib.suppress(ModelError):
+                if repr(build_model(source, device="meta")) == same:
+                    return source
+    return None
 
 
 def _import(name: str) -> ModuleType:

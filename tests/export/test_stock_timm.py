@@ -80,7 +80,7 @@ def test_stock_timm_loads_a_folded_convnext(checkpoints):
 
 
 def test_stock_timm_gets_a_size_a_stage_and_the_models_own_arguments(tmp_path):
-    model, plan = convert(args={"num_classes": 7, "in_chans": 1}, rules=parse_rules(LATE_STAGES), size=None)
+    model, plan = convert(args={"num_classes": 7, "in_chans": 1}, rules=parse_rules(LATE_STAGES), size="auto")
     save(tmp_path / "in", model, plan, fingerprint=False)
     written = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
     assert (written.kind, written.kernel_args) == ("stock timm", {"kernel_sizes": [7, 11, 9, 9]})

@@ -259,7 +259,9 @@ def test_a_file_without_batchnorms_counters_is_taken_and_they_are_0():
 def test_another_head_starts_afresh_and_says_so():
     state = file_of(convnext("v0"))
     torch.save(state, "theirs.pth")
-    _, err = run(TINY, *SMALL, "--checkpoint", "theirs.pth", "--num-classes", 5, "--output", "out")
+    _, err = run(
+        TINY, *SMALL, "--checkpoint", "theirs.pth", "--dilated-size", 17, "--num-classes", 5, "--output", "out"
+    )
     assert "note: head.fc.weight has another shape in the checkpoint" in err
     ours = dcls_convert.load_converted("out")
     assert outputs(ours).shape == (2, 5)
@@ -390,7 +392,7 @@ def test_what_does_not_fit_is_one_line_and_leaves_the_model_alone(states, versio
 def test_a_file_that_does_not_fit_is_one_line(folder, lacking, options, says):
     state = {name: tensor for name, tensor in file_of(convnext("v0")).items() if not name.endswith(f".{lacking}")}
     torch.save({"model": state}, "theirs.pth")
-    out, err = run(TINY, *SMALL, "--checkpoint", "theirs.pth", *options, code=2)
+    out, err = run(TINY, *SMALL, "--checkpoint", "theirs.pth", "--dilated-size", 17, *options, code=2)
     assert out == ""
     assert err.splitlines()[-1].startswith("error: checkpoint theirs.pth: ")
     assert says in err.splitlines()[-1]
