@@ -23,7 +23,7 @@ SIDE = 224  # pixels
 MEAN, STD = 0.5, 0.5  # as timm states for this model; the original's 127/255 and 128/255 are the same to 0.4 %
 BATCH = 16  # crops
 CROP_AREA = (0.2, 1.0)  # of the photograph
-MISSING = "is not installed: pip install 'dcls-convert[bench]'"
+MISSING = "is not installed: pip install '.[bench]'"
 
 # In halves of like content.
 PHOTOGRAPHS: tuple[dict[str, tuple[str, ...]], ...] = (

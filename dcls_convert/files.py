@@ -78,7 +78,7 @@ def check_picture(path: Path, what: str) -> None:
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise DclsConvertError(f"{what} {shown(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}")
     if not can_plot():
-        raise DclsConvertError(f"{what} needs {PLOT_LIBRARY}: pip install 'dcls-convert[plot]'")
+        raise DclsConvertError(f"{what} needs {PLOT_LIBRARY}: pip install {PLOT_LIBRARY}")
 
 
 def can_plot() -> bool:

@@ -18,7 +18,7 @@ PICTURES = {
     "report": "dcls-convert convnext_tiny --dilated-size 17",
     "models": "dcls-convert models 'timm:convnext_[tsbl]*'",
     "inspect": "dcls-convert inspect convnext_tiny-dcls17",
-    "sweep": "dcls-convert sweep convnext_tiny --sizes 7..23",
+    "sweep": "dcls-convert sweep convnext_tiny",
     "help": "dcls-convert --help",
 }
 _ROOT = Path(__file__).resolve().parent.parent

@@ -13,7 +13,8 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = ("benchmarks", "examples")  # folders whose files are in the site too, since pages link to them
-SHOWN = (".md", ".svg", ".py", ".json")
+SHOWN = (".md", ".svg", ".py", ".json", ".slurm")
+FIRST = "convert_"  # function of the API page
 MODULES = ("__version__", "depthwise", "tuning")  # public, but no functions or classes
 
 
@@ -81,7 +82,9 @@ def python_names() -> str:
     public = [getattr(dcls_convert, name) for name in dcls_convert.__all__ if name not in MODULES]
     errors = [thing for thing in public if isinstance(thing, type) and issubclass(thing, Exception)]
     classes = [thing for thing in public if isinstance(thing, type) and thing not in errors]
-    functions = [thing for thing in public if not isinstance(thing, type)]
+    functions = sorted(
+        (thing for thing in public if not isinstance(thing, type)), key=lambda one: one.__name__ != FIRST
+    )
     tuning = [getattr(dcls_convert.tuning, name) for name in dcls_convert.tuning.__all__]
     parts = {"Functions": functions, "Classes": classes, "dcls_convert.tuning": tuning, "Errors": errors}
     return "\n".join(

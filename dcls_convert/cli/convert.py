@@ -119,7 +119,7 @@ def _carry_out(job: "Job", plan: "ConversionPlan", output: Path, *, force: bool,
     done = job.convert(plan)
     job.notify(f"writing {output}")
     if html and not can_plot():
-        job.note(f"{PLOT_LIBRARY} is missing, so the model card has no picture: pip install 'dcls-convert[plot]'")
+        job.note(f"{PLOT_LIBRARY} is missing, so the model card has no picture: pip install {PLOT_LIBRARY}")
     save_converted(
         done.model.eval(),
         plan,

@@ -42,7 +42,7 @@ def fold_checkpoint(
         raise CheckpointError(f"output {shown(output)} must end in {row.suffix}")
     check_output(output, force=force, foreign=not_a_file if row.is_file else not_of_a_checkpoint)
     if missing := [name for name in row.packages if importlib.util.find_spec(name) is None]:
-        raise DclsConvertError(f"--format {format} needs {', '.join(missing)}: pip install 'dcls-convert[export]'")
+        raise DclsConvertError(f"--format {format} needs packages: pip install {' '.join(missing)}")
     if plan.input_size is None:
         raise CheckpointError(f"{checkpoint}: its plan states no input size, so its outputs cannot be compared")
     if math.prod(plan.input_size[1:]) > MOST_PIXELS:

@@ -43,7 +43,7 @@ try:
     from accelerate import Accelerator
     from accelerate.utils import DistributedType, broadcast, gather
 except ImportError as error:
-    raise DclsConvertError("training needs accelerate: pip install 'dcls-convert[train]'") from error
+    raise DclsConvertError("training needs accelerate: pip install accelerate scipy") from error
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered from all processes, into the first
 STATE = "state.pt"

@@ -176,7 +176,7 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
     [
         ("in --format onnx --output notes.txt --force", "must end in .onnx"),
         ("in --output in --force", "is the checkpoint itself"),
-        ("in --format onnx --output x.onnx", "--format onnx needs onnxscript: pip install 'dcls-convert[export]'"),
+        ("in --format onnx --output x.onnx", "--format onnx needs packages: pip install onnxscript"),
         ("nowhere", "nowhere: is not a folder"),
     ],
 )
