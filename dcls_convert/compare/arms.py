@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..depthwise.geometry import size_text
+from ..depthwise.geometry import extent, size_text
+from ..layers.position_statistics import outside_share
 from ..networks.positions import PositionParameter, position_parameters
 from ..options import AUTO, EXACT, Positions
 from ..pipeline import Job
@@ -72,17 +73,16 @@ class ArmNetwork:
         if not pairs or self.plan is None:
             return None
         layers = {layer.name: layer for layer in self.plan.layers}
-        distances, outside, outside_before = [], [], []
+        distances, outside = [], []
         for start, now in pairs:
             here = now.tensor.detach().double()
             distances.append((here - start.double()).square().sum(0).sqrt().flatten())
             layer = layers[now.layer_names[0]]
-            sides = [(layer.kernel_size[axis] - 1) * layer.dilation[axis] + 1 for axis in now.layers[0].learnt_axes]
-            reach = torch.tensor(sides).double().reshape(-1, *[1] * (here.dim() - 1)) / 2  # cells
-            outside.append((here.abs() > reach).any(0).flatten())
-            outside_before.append((start.double().abs() > reach).any(0).flatten())
-        share, before = (float(torch.cat(parts).double().mean()) for parts in (outside, outside_before))
-        return Moved(distance=float(torch.cat(distances).mean()), outside=share, outside_before=before)
+            sides = [extent(layer.kernel_size[axis], layer.dilation[axis]) for axis in now.layers[0].learnt_axes]
+            outside.append([here.numel(), outside_share(here, sides), outside_share(start, sides)])
+        weights, shares, before = torch.tensor(outside, dtype=torch.float64).T
+        shares, before = (float((weights * part).sum() / weights.sum()) for part in (shares, before))
+        return Moved(distance=float(torch.cat(distances).mean()), outside=shares, outside_before=before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from ..depthwise.geometry import size_text
+from ..options import MOST_WINDOW
 from ..records import Record
 
 EQUAL_ERRORS = 0.005  # relative errors that differ less say little of what training will make of them
@@ -174,11 +175,12 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
         percent = f"{growth(taken, original, cost):+.1f} %"
         why = f"it costs the least ({percent}) of {larger} with {held}; none has at most {limit}"
     else:
+        sides_of = dict(zip(map(id, done), _sides(done), strict=True))
+        within = [row for row in within if max(sides_of[id(row)]) <= MOST_WINDOW] or within
         fitted, merit = _known(done, _error), "largest window"
         if fitted:
             within = [row for row in within if _error(row) <= min(map(_error, within)) + EQUAL_ERRORS]
-        cells = {row: math.prod(sides) for row, sides in zip(map(id, done), _sides(done), strict=True)}
-        taken = max(within, key=lambda row: (cells[id(row)], row.elements))
+        taken = max(within, key=lambda row: (math.prod(sides_of[id(row)]), row.elements))
         if fitted:
             of = "outputs for images held out" if taken.images else "kernels"
             merit = f"least error of {of} ({_error(taken):.3f}; of those within {EQUAL_ERRORS:g}, the largest window)"

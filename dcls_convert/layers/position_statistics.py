@@ -28,6 +28,12 @@ def border_share(positions: Tensor, size: Sequence[int]) -> float:
     return int(at_border.sum()) / max(at_border.numel(), 1)
 
 
+def outside_share(positions: Tensor, sides: Sequence[int]) -> float:
+    """Share of elements, of positions (A, ..., E), outside the middle of the window that has so many cells."""
+    reach = torch.tensor(sides, device=positions.device).reshape(-1, *[1] * (positions.dim() - 1)) / 2
+    return float((positions.abs() > reach).any(0).double().mean())
+
+
 def overlap_share(positions: Tensor) -> float:
     """The share of elements (A, *C, E) with another one of their kernel nearer than `OVERLAP_DISTANCE` (Euclidean)."""
     kernels = _exact(positions).reshape(positions.shape[0], -1, positions.shape[-1])

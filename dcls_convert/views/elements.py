@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 from ..layers.construction import construct_kernel
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.interpolation import learnt_axes
-from ..layers.position_statistics import BORDER_MARGIN, bins
+from ..layers.position_statistics import BORDER_MARGIN, bins, outside_share
 from ..planning.plan import ConversionPlan, LayerPlan
 from ..tables import Column, Table, as_html, title
 
@@ -41,6 +41,7 @@ class PositionPicture:
     heat: Tensor  # elements in each bin of the last two learnt axes, of which the first is 1 where there is one alone
     histograms: tuple[tuple[int, ...], ...]  # elements in each bin along each learnt axis
     extents: tuple[tuple[int, ...], ...]  # cells of the old kernels along the learnt axes, in the middle of the window
+    outside: float  # share of the elements outside the largest of the old kernels
     even_share: float  # of elements spread evenly, that within the border's margin of the window's limit
 
 
@@ -72,6 +73,7 @@ def position_pictures(
             heat=heat_map(positions, size, per_cell),
             histograms=tuple(tuple(histogram[0].tolist()) for histogram in histograms),
             extents=tuple(dict.fromkeys(olds)),
+            outside=outside_share(positions, [max(sides) for sides in zip(*olds, strict=True)]),
             even_share=1 - math.prod(max(0.0, 1 - 2 * BORDER_MARGIN / (side - 1)) for side in size if side > 1),
         )
         pictures.append(picture)

@@ -99,18 +99,20 @@ def pictures_of_folder(
 def page(pictures: Pictures) -> str:
     """The text of the page, in ASCII: names from data can neither end the script nor hold control characters."""
     report, inspection, seen = pictures.report, pictures.inspection, pictures.fields
+    farthest = max(inspection.positions, key=lambda row: row.mean_distance, default=None)
     facts = {
         "Parameters": f"{arrow(report.params)} ({percent(report.params)})",
         "MACs for one image": f"{arrow(report.macs, short_count)} ({percent(report.macs) or 'not counted'})",
         "Layers replaced": exact(len(report.layers)),
         "Elements, shared ones once": exact(inspection.elements),
+        "Farthest out on average": f"{farthest.name}, {farthest.mean_distance:.2f} cells" if farthest else "",
         "At the border": f"{100 * inspection.share('border_share'):.1f} %",
         "Overlapping": f"{100 * inspection.share('overlap_share'):.1f} %",
     }
     content = {
         "title": pictures.name,
         "subtitle": f"{report.model or 'a model'} with learnable element positions (DCLS)",
-        "facts": list(facts.items()),
+        "facts": [fact for fact in facts.items() if fact[1]],
         "margin": inspection.border_margin,
         "near": inspection.overlap_distance,
         "positions": pictures.positions,

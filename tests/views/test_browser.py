@@ -61,7 +61,11 @@ def view(request, browser, page_file):
     page.on("pageerror", lambda error: page.problems.append(str(error)))
     page.on("request", lambda request: page.requests.append(request.url))
     page.goto(page_file.as_uri())
-    page.wait_for_selector("figure.layer:last-of-type canvas[style*=height]")  # drawn once its width is known
+    assert page.locator("details[open]").count() == 2  # the first layers
+    page.evaluate("document.querySelectorAll('details').forEach(node => { node.open = true; })")
+    page.wait_for_selector("details:last-of-type canvas[style*=height]")  # drawn once its width is known
+    for link in page.locator("nav a").all():
+        assert page.locator(link.get_attribute("href")).count() == 1
     yield page
     assert page.problems == []
     assert {url for url in page.requests if not url.startswith("data:")} == {page_file.as_uri()}
