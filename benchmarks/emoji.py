@@ -1,12 +1,13 @@
-"""Emoji of four vendors as a data set: python benchmarks/emoji.py FOLDER [--test VENDOR] [--packages FOLDER]
+"""Names of emoji, learnt from three vendors and tested on the fourth, with `dcls-convert compare`.
+
+    python benchmarks/emoji.py FOLDER [--test VENDOR]     # the images
+    cd benchmarks && dcls-convert compare emoji:small_convnext --data FOLDER --input-size 3x64x64 --batch-size 32 \\
+        --lr 0.002 --sizes 17,9 --positions normal,uniform --epochs 19 --device cpu --output COMPARISON
+    python benchmarks/emoji.py --store COMPARISON         # into results/emoji.json; --table prints it
 
 FOLDER gets `train`, with a folder for each emoji of a thing (an animal, a dish, a place ...) that has it as three
 vendors draw it, and `validation`, with that of the fourth: 64 x 64 pixels, on white. The pictures are of the npm
 registry's packages emoji-datasource-VENDOR, which npm fetches, or which lie in the folder of --packages.
-
-Then, in benchmarks/:
-
-    dcls-convert compare emoji:small_convnext --data FOLDER --input-size 3x64x64 --sizes 17,9 --seeds 3
 """
 
 import argparse
@@ -15,49 +16,95 @@ import subprocess
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import timm
-from PIL import Image
-from torch import nn
+from measuring import RESULTS, markdown_table, store
+
+if TYPE_CHECKING:  # --table does without torch
+    from torch import nn
 
 VENDORS = ("apple", "facebook", "google", "twitter")
 VERSION = "16.0.0"
 SIDE = 64  # pixels
 THINGS = ("Animals & Nature", "Food & Drink", "Travel & Places", "Activities", "Objects")  # not faces, flags, signs
+STORED = RESULTS / "emoji.json"
 
 
-def small_convnext(num_classes: int = 1000, **options: object) -> nn.Module:
-    """A ConvNeXt for small images: maps of 32, 16, 8 and 4 cells; a million parameters."""
+def small_convnext(num_classes: int = 1000, **options: object) -> "nn.Module":
+    """A ConvNeXt for small images: maps of 32, 16, 8 and 4 cells; 0.8 million parameters for 849 classes."""
+    import timm
+
     dims = {"depths": (1, 1, 3, 1), "dims": (24, 48, 96, 192), "patch_size": 2}
     return timm.create_model("convnext_atto", num_classes=num_classes, **dims, **options)
 
 
+def prepare(folder: Path, test: str, packages: Path) -> int:
+    """How many emoji there are."""
+    from PIL import Image
+
+    archives = {one: tarfile.open(packages / f"emoji-datasource-{one}-{VERSION}.tgz") for one in VENDORS}
+    names = json.load(archives[VENDORS[0]].extractfile("package/emoji.json"))
+    things = [one for one in names if one["category"] in THINGS]
+    shared = [one["image"] for one in things if all(one[f"has_img_{vendor}"] for vendor in VENDORS)]
+    for vendor, archive in archives.items():
+        members = {member.name: member for member in archive}
+        for image in shared:
+            picture = Image.open(archive.extractfile(members[f"package/img/{vendor}/{SIDE}/{image}"]))
+            picture = picture.convert("RGBA").resize((SIDE, SIDE))
+            place = folder / ("validation" if vendor == test else "train") / Path(image).stem / f"{vendor}.png"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            white = Image.new("RGBA", picture.size, "white")
+            Image.alpha_composite(white, picture).convert("RGB").save(place)
+    return len(shared)
+
+
+def keep(comparison: Path) -> None:
+    """What `compare` found, without what it found for each image."""
+    found = json.loads((comparison / "comparison.json").read_text(encoding="utf-8"))
+    recipe, sizes = found["settings"]["recipe"], "--sizes 17,9 --positions normal,uniform"
+    options = f"--input-size 3x64x64 {sizes} --batch-size {recipe['batch_size']} --lr {recipe['lr']:g}"
+    options += f" --epochs {recipe['epochs']} --device cpu"
+    command = f"dcls-convert compare emoji:small_convnext --data emoji {options}"
+    store(STORED, command=command, settings=found["settings"] | {"data": "emoji"}, rows=found["arms"])
+
+
+def table() -> str:
+    """Of each network, and what is said of it."""
+    rows: list[dict[str, Any]] = json.loads(STORED.read_text(encoding="utf-8"))["rows"]
+    header = ["network", "parameters", "MACs, M", "ms a step", "top-1, %", "by seed", "over seeds", "over images"]
+    lines = []
+    for row in rows:
+        bounds = [row["over_seeds"], row["over_images"]]
+        intervals = ["" if one is None else f"{one['low']:+.1f} to {one['high']:+.1f}" for one in bounds]
+        by_seed = ", ".join(f"{difference:+.1f}" for difference in row["differences"])
+        numbers = [f"{row['params']:,}", f"{row['macs'] / 1e6:.1f}", f"{row['step_ms']:.0f}", f"{row['top1']:.1f}"]
+        lines.append([row["label"], *numbers, by_seed, *intervals])
+    moving = [["network", "cells moved", "outside 7x7, %"]]
+    for row in (row for row in rows if row["distance"]):
+        moving.append([row["label"], f"{row['distance']:.2f}", f"{100 * row['outside']:.0f}"])
+    said = "\n".join(f"- {row['sentence']}" for row in rows if row["sentence"])
+    return f"{markdown_table(header, lines)}\n\n{markdown_table(moving[0], moving[1:])}\n\n{said}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--test", choices=VENDORS, default="apple")
     parser.add_argument("--packages", type=Path, help="folder of emoji-datasource-VENDOR-VERSION.tgz")
+    parser.add_argument("--store", type=Path, metavar="COMPARISON")
+    parser.add_argument("--table", action="store_true", help="print the stored results")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as fetched:
-        packages = options.packages or Path(fetched)
-        for vendor in VENDORS if options.packages is None else ():
-            name = f"emoji-datasource-{vendor}@{VERSION}"
-            subprocess.run(["npm", "pack", "--silent", name], cwd=fetched, check=True)
-        archives = {one: tarfile.open(packages / f"emoji-datasource-{one}-{VERSION}.tgz") for one in VENDORS}
-        names = json.load(archives[VENDORS[0]].extractfile("package/emoji.json"))
-        things = [one for one in names if one["category"] in THINGS]
-        shared = [one["image"] for one in things if all(one[f"has_img_{vendor}"] for vendor in VENDORS)]
-        for vendor, archive in archives.items():
-            split = "validation" if vendor == options.test else "train"
-            members = {member.name: member for member in archive}
-            for image in shared:
-                picture = Image.open(archive.extractfile(members[f"package/img/{vendor}/{SIDE}/{image}"]))
-                picture = picture.convert("RGBA").resize((SIDE, SIDE))
-                folder = options.folder / split / Path(image).stem
-                folder.mkdir(parents=True, exist_ok=True)
-                white = Image.new("RGBA", picture.size, "white")
-                Image.alpha_composite(white, picture).convert("RGB").save(folder / f"{vendor}.png")
-    print(f"{len(shared)} emoji, {len(VENDORS) - 1} vendors to learn from, {options.test} to test")
+    if options.store is not None:
+        keep(options.store)
+    elif options.folder is not None:
+        with tempfile.TemporaryDirectory() as fetched:
+            for vendor in VENDORS if options.packages is None else ():
+                name = f"emoji-datasource-{vendor}@{VERSION}"
+                subprocess.run(["npm", "pack", "--silent", name], cwd=fetched, check=True)
+            count = prepare(options.folder, options.test, options.packages or Path(fetched))
+        print(f"{count} emoji, {len(VENDORS) - 1} vendors to learn from, {options.test} to test")
+    if options.store is not None or options.table:
+        print(table())
 
 
 if __name__ == "__main__":
