@@ -34,6 +34,8 @@ from .reports.report import ConversionReport, Outcome, measure_report, predict_r
 from .surgery.authors import RELEASED_VERSION, AuthorsWeights, element_state, sort_weights, start_from_authors_
 from .surgery.start import apply_plan_
 
+MANY_LINES = 300_000  # kernels; a core fits some 13,000 a second
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
@@ -60,6 +62,7 @@ class Job:
     authors_version: AuthorsVersion | None = None  # of elements in `weights`
     seed: int = 0
     offline: bool = False  # no download
+    device: str | None = None  # on which a network that is built here is fitted and compared; None: the CPU
     notify: Notify = silent  # told about progress
     note: Notify = silent  # told what a user should know
     _seen: Seen | None = None  # of the calibration, by the network, when counts were measured
@@ -140,13 +143,13 @@ class Job:
             return self.meta
         self.notify("building with pretrained weights" if self.pretrained else "building")
         if self.weights is None or self.elements is not None:
-            return build_model(self.source, pretrained=self.pretrained, seed=self.seed, trust_code=True)
+            return build_model(self.source, pretrained=self.pretrained, seed=self.seed, trust_code=True).to(self.device)
         network, kept = build_with_state(
             self.source, self.state, self.where, meta=self.meta, seed=self.seed, new_classifier=self.new_classifier
         )
         self._say_kept(kept)
         self.state.clear()
-        return network
+        return network.to(self.device)
 
     def plan(self, options: PlanOptions | None = None) -> ConversionPlan:
         """The plan, with other options than the job's if given; for scope "error" alone, the network is built."""
@@ -197,6 +200,9 @@ class Job:
                     model, plan, elements, version=self.authors_version, new_classifier=self.new_classifier
                 )
             else:
+                lines = sum(layer.lines for layer in plan.layers)
+                if self.how == "fit" and lines > MANY_LINES and self.device is None:
+                    self.note(f"fitting elements to {lines:,} kernels takes minutes on a CPU; --device cuda is faster")
                 errors = apply_plan_(
                     model,
                     plan,

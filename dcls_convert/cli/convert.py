@@ -27,6 +27,7 @@ VERSION = option(
 CHECKPOINT = option(
     OUTPUT, "Checkpoint to write.", "--output", "-o", metavar="FOLDER", show_default="./MODEL-dclsSIZE[-INIT]"
 )
+DEVICE = option(WHERE, "Fit and compare on this device, such as cuda.", metavar="NAME", show_default="cpu")
 VERBOSE = option(OUTPUT, "Report every layer and why; -vv: name all others.", "--verbose", "-v", count=True)
 
 
@@ -37,6 +38,7 @@ def convert(
     init: Annotated[Init, option(WHERE, INIT_HELP)] = "auto",
     positions: Annotated[Positions, option(WHERE, "Random positions: N(0, 0.5 cells), or uniform.")] = "normal",
     authors_version: Annotated[AuthorsVersion | None, VERSION] = None,
+    device: Annotated[str | None, DEVICE] = None,
     seed: Annotated[int, number(int, 0, MOST_SEED, WHERE, "Seed of all random values.", metavar="N")] = 0,
     output: Annotated[Path | None, CHECKPOINT] = None,
     html: Annotated[bool, option(OUTPUT, HTML_HELP, "--html")] = False,
@@ -76,6 +78,7 @@ def convert(
     with console.steps(network.model, quiet=quiet) as notify:
         notify("planning")  # which begins with imports of some seconds
         from ..checkpoints.folder import read_plan
+        from ..compare.timing import check_device
         from ..progress import silent
         from ..reports.report import predict_report
         from ..views.report import next_steps, report_view
@@ -84,6 +87,7 @@ def convert(
             init=init,
             positions=positions,
             authors_version=authors_version,
+            device=None if device is None else str(check_device(device)),
             seed=seed,
             offline=dry_run,
             notify=notify,
@@ -121,7 +125,7 @@ def _carry_out(job: "Job", plan: "ConversionPlan", output: Path, *, force: bool,
     if html and not can_plot():
         job.note(f"{PLOT_LIBRARY} is missing, so the model card has no picture: pip install {PLOT_LIBRARY}")
     save_converted(
-        done.model.eval(),
+        done.model.eval().cpu(),
         plan,
         output,
         report=done.report,

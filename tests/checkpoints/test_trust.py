@@ -56,7 +56,7 @@ ATTACKS = {
 ATTACKS |= {f"argument {name}": (f"timm:{TINY}", {name: ARGUMENTS[name]}) for name in (*OF_TIMM, "act_layer")}
 REFUSALS = (
     "is not the name of a model of timm or torchvision|is not allowed|does not say how its model is built|"
-    "is not a model by itself|"
+    "is not a model by itself|timm cannot build this folder's model|"
     # timm's own, for arguments that its factory has too
     "got multiple values for keyword argument|pretrained_cfg should not be set"
 )
