@@ -27,8 +27,11 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    markdown = re.sub(rf"\]\(\.\./({'|'.join(BESIDE)})/", r"](\1/", markdown)
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_path.startswith(BESIDE):  # in the site, docs/ is the folder around these
+        markdown = markdown.replace("](../docs/", "](../")
+    else:
+        markdown = re.sub(rf"\]\(\.\./({'|'.join(BESIDE)})/", r"](\1/", markdown)
     return re.sub(r"^<!-- made: (\w+) -->$", lambda line: REFERENCES[line[1]](), markdown, flags=re.MULTILINE)
 
 

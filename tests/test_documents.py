@@ -6,6 +6,7 @@ one namespace; what has a title is the file of that name. Lines below a `$ ` are
 
 import contextlib
 import functools
+import html
 import importlib
 import io
 import json
@@ -16,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import urllib.parse
 import xml.etree.ElementTree
 from pathlib import Path
 from types import SimpleNamespace
@@ -267,6 +269,24 @@ def test_the_reference_has_every_command_option_rule_and_name(hooks):
     public = [*dcls_convert.__all__, *dcls_convert.tuning.__all__]
     listed = {line.rpartition(".")[2] for line in names.splitlines() if line.startswith("::: ")}
     assert listed == {*public} - {"__version__", "depthwise", "tuning"}
+
+
+@pytest.mark.processes
+def test_links_of_the_built_site_lead_somewhere(hooks, tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-d", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+    pages = {path: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) > 20
+    for path, text in pages.items():
+        for link in re.findall(r'(?:href|src)="?([^" >]+)', text):
+            target, _, anchor = html.unescape(link).partition("#")
+            if re.match(r"[a-z]+:", target) or target.startswith("//"):
+                continue
+            found = (path.parent / urllib.parse.unquote(target)).resolve() if target else path
+            found = found / "index.html" if found.is_dir() else found
+            assert found.exists(), (path, link)
+            if anchor and found.suffix == ".html":
+                assert re.search(rf'id="?{re.escape(anchor)}[" >]', pages[found]), (path, link)
 
 
 @pytest.mark.processes

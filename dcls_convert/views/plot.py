@@ -90,13 +90,15 @@ def _positions(pictures: Pictures) -> "Figure":
             histograms.stairs(counts, edges, label=name, linestyle="-" if name == picture.axes[-1] else "--")
         histograms.set(xlabel="cells from the centre", ylabel="elements in a bin")
         histograms.legend()
-    _say_part(figure, pictures)
+    _explain(figure, pictures, "dashed: the old kernel; darker: more elements")
     return figure
 
 
-def _say_part(figure: "Figure", pictures: Pictures) -> None:
+def _explain(figure: "Figure", pictures: Pictures, legend: str) -> None:
+    """Below the panels."""
     if (total := len(pictures.positions)) > MOST_PANELS:
-        figure.supxlabel(f"the first {MOST_PANELS} of {total} positions tensors")
+        legend += f"; the first {MOST_PANELS} of {total} positions tensors"
+    figure.supxlabel(legend, fontsize="small")
 
 
 def _extent(size: tuple[int, ...]) -> tuple[float, float, float, float]:
@@ -122,7 +124,8 @@ def _kernels(pictures: Pictures) -> "Figure":
             panel.imshow(cells, extent=_extent(tuple(cells.shape)), cmap="RdBu", vmin=-most, vmax=most)
             faces = ["black" if weight > 0 else "none" for weight in weights]
             panel.scatter(places[:, 1], places[:, 0], s=3, c=faces, edgecolors="black", linewidths=0.4)
-    _say_part(figure, pictures)
+    scale = "blue cells are positive, red ones negative, each kernel on its own scale"
+    _explain(figure, pictures, f"{scale}; dots are elements, filled where positive")
     return figure
 
 
