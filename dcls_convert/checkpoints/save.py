@@ -203,7 +203,7 @@ def training_code(model: str | None) -> str:
     imports, _, loading = loading_code(model).partition("\n\n")
     return (
         f"import torch\n{imports}\n\n{loading}"
-        "parameters = dcls_convert.tuning.param_groups(model, lr=1e-3)  # as they are, positions would decay\n"
+        "parameters = dcls_convert.tuning.param_groups(model, lr=1e-3)  # keeps weight decay off the positions\n"
         "optimizer = torch.optim.AdamW(parameters)\n"
         "...  # train\n"
         'dcls_convert.save_converted(model, "{folder}", "{folder}-tuned")\n'

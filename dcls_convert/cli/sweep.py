@@ -88,7 +88,7 @@ BATCH = number(
 SECONDS_HELP = "For all measurements together; three rounds at least."
 TIME = number(int, 1, MOST_SECONDS, TIMES, SECONDS_HELP, metavar="N", show_default=str(SECONDS))
 SLOWER_HELP = "Cost that the recommended size may add, in percent: to the training step with --time, else to the MACs."
-TIME_HELP = "Measure a forward pass and a training step of every row and of the original, which take turns."
+TIME_HELP = "Measure a forward pass and a training step of every row and of the original, in turn."
 PICTURE_HELP = "Draw cost and gain; needs matplotlib, the extra plot."
 
 

@@ -236,11 +236,10 @@ def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
         problem = f"its factory leaves the program (SystemExit {one_line(error)[:200]})"
         raise ModelError(f"{source.name}: {problem}") from error
     except Exception as error:  # what timm, torchvision, the hub or the user's factory raise has no common base
-        what = "its pretrained weights cannot be had" if pretrained else "cannot be built"
-        problem = f"{type(error).__name__}: {one_line(error)[:300]}"
-        if type(error).__name__ in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
-            problem = "the hub cannot be reached, and its local cache does not have them"
-        raise ModelError(f"{source.name}: {what}: {problem}") from error
+        if pretrained and type(error).__name__ in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
+            raise ModelError(f"{source.name}: cannot download its pretrained weights; are you online?") from error
+        what = "its pretrained weights cannot be loaded" if pretrained else "cannot be built"
+        raise ModelError(f"{source.name}: {what}: {type(error).__name__}: {one_line(error)[:300]}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"{source.name}: gives a {type(model).__name__}, not a torch.nn.Module")
     return model

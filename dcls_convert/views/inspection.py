@@ -33,11 +33,10 @@ def inspection_view(inspection: Inspection) -> RenderableType:
         layers = tuple(layer for row in rows for layer in row.layers)
         totals = [replace(rows[0], name="all", layers=layers, kernel_count=0, spread=(), mean_sigma=None, **means)]
     tied = sum(row.tied for row in rows)
-    kinds = [f"{tied} shared by the layers of a tie group"] * bool(tied)
-    kinds += [f"{len(rows) - tied} of one layer"] * (tied < len(rows))
-    elements = f"{inspection.elements:,} elements in all, shared ones once"
+    each = ", each" if len(rows) > 1 else ""
+    shared = f"{each} shared within a stage" if tied == len(rows) else f", {tied} shared within a stage" * bool(tied)
     lines = [
-        f"{counted(len(rows), 'positions tensor')}: {', '.join(kinds)}; {elements}.",
+        f"{counted(len(rows), 'position tensor')}{shared}; {inspection.elements:,} distinct elements.",
         "Elements: of one kernel, and the window in which they move.",
         f"Border: elements within {inspection.border_margin:g} cells of the window's limit; where they are many, the "
         "window is too small.",

@@ -118,5 +118,5 @@ def test_weights_that_are_cut_short_on_the_way_are_one_line(here, tiny):
     push(here, tiny, "me/plain")
     here.cut = 100
     line = error_line("hf-hub:me/plain", "--pretrained", *OPTIONS)
-    assert line.startswith("error: hf-hub:me/plain: its pretrained weights cannot be had: ")
+    assert line.startswith("error: hf-hub:me/plain: its pretrained weights cannot be loaded: ")
     assert not Path("converted").exists()

@@ -107,7 +107,7 @@ def test_the_command_has_a_row_for_every_tensor_in_text_and_json(folders, monkey
         shares = (f"{100 * row.border_share:.1f} %", f"{100 * row.overlap_share:.1f} %")
         assert all(part in line for part in (f"{row.kernel_count} in 9x9", *shares))
         assert cells[-4:] == [*(f"{s:.2f}" for s in row.spread), f"{row.mean_distance:.2f}", f"{row.mean_sigma:.2f}"]
-    assert f"{inspection.elements:,} elements" in out
+    assert f"{inspection.elements:,} distinct elements" in out
     out, err = run("inspect", folder, "--json")
     data = json.loads(out)
     assert (err, data) == ("", json.loads(inspection.to_json()))
