@@ -70,7 +70,7 @@ def settle(
     runs = list(in_turns(arms, seeds))
     mine = runs[only[0] - 1 :: only[1]]
     left = tuple(run for run in mine if trainer.finished(*run) is None)
-    stored = Settings.from_json(path.read_bytes(), str(path)) if path.exists() else None
+    stored = _same_settings(trainer, path, minutes) if path.exists() else None
     timed = arms if minutes and stored is None else list(dict.fromkeys(arm for arm, _ in left))
     took = {}
     for number, arm in enumerate(timed):
@@ -90,13 +90,18 @@ def settle(
         except OutputExistsError:  # of another call, meanwhile
             pass
     trainer.accelerator.wait_for_everyone()
+    epochs = _same_settings(trainer, path, minutes).recipe.epochs
+    seconds = sum(epochs * epoch[arm] for arm, _ in left)
+    return Work(runs=left, epochs=epochs, updates=updates, seconds=seconds)
+
+
+def _same_settings(trainer: Trainer, path: Path, minutes: float | None) -> Settings:
+    """The folder's, which the trainer's must be, but for epochs that minutes would decide."""
     stored = Settings.from_json(path.read_bytes(), str(path))
     if minutes:
         trainer.settings = _with_epochs(trainer.settings, stored.recipe.epochs)
-    trainer.settings.check_same(stored, folder)
-    epochs = stored.recipe.epochs
-    seconds = sum(epochs * epoch[arm] for arm, _ in left)
-    return Work(runs=left, epochs=epochs, updates=updates, seconds=seconds)
+    trainer.settings.check_same(stored, trainer.folder)
+    return stored
 
 
 def _with_epochs(settings: Settings, epochs: int) -> Settings:

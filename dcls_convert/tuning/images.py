@@ -98,7 +98,7 @@ def open_images(
         train.reader.samples, test.reader.samples = _held_out(train.reader.samples)
     names = tuple(named) or tuple(map(str, range(classes or 0)))
     if labelled and len(names) < 2:
-        raise DclsConvertError(f"{where}: has {len(names)} classes; two are the least")
+        raise DclsConvertError(f"{where}: has fewer than two classes to tell apart")
     if not len(train) or not len(test):
         raise DclsConvertError(f"{where}: has {len(train)} images to train on and {len(test)} to test with")
     return ImageData(train=train, test=test, classes=names)
