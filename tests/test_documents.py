@@ -49,7 +49,8 @@ MARKS["hub.md"] = [pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationW
 SMALL = {"convnext_tiny": TINY}  # .ci/run takes the real one
 STAND_INS = dict.fromkeys(("convert.md", "hub.md", "index.md", "python.md"), SMALL)
 QUICK = {"--sizes 17 --epochs 30": "--sizes 17 --epochs 1 --batch-size 4 --input-size 3x32x32 --device cpu --seeds 1"}
-STAND_INS["README.md"] = SMALL | QUICK | {"convnext_*": f"{TINY}*"}
+FITTED = {"convnext_tiny --pretrained": f"{TINY} --pretrained --dilated-size 17"}  # the usual size of the real one
+STAND_INS["README.md"] = FITTED | SMALL | QUICK | {"convnext_*": f"{TINY}*"}
 STAND_INS["compare.md"] = SMALL | QUICK
 STAND_INS["checkpoints.md"] = SMALL | {"1, 3, 224, 224": "1, 3, 160, 160"}
 STAND_INS["starts.md"] = SMALL | {"tf_efficientnet_lite0": "test_efficientnet"}
@@ -57,10 +58,14 @@ STAND_INS["timm.md"] = SMALL | {
     "--amp": "--output output/train/run --device cpu --epochs 1 --batch-size 4 --workers 0 --mixup 1",
     "path/to/train.py": "scripts/train.py",
 }
-STAND_INS["training.md"] = SMALL | {
-    "examples/finetune.py": str(ROOT / "examples" / "finetune.py"),
-    "--data photographs": "--data photographs --epochs 1 --batch-size 4 --img-size 32",
-}
+STAND_INS["training.md"] = (
+    FITTED
+    | SMALL
+    | {
+        "examples/finetune.py": str(ROOT / "examples" / "finetune.py"),
+        "--data photographs": "--data photographs --epochs 1 --batch-size 4 --img-size 32",
+    }
+)
 # Lines that run elsewhere: .ci/run makes such environments, in a shell; the pictures' test surveys models.
 ELSEWHERE = re.compile(r"python3 -m venv |\. \.venv/|pip install |dcls-convert models 'timm:")
 HERE_DOCUMENT = re.compile(r"^cat > (\S+) <<'YAML'\n(.*?)^YAML\n", re.MULTILINE | re.DOTALL)
