@@ -1,6 +1,7 @@
 """`dcls-convert compare`: train a network as it is and converted, and say whether it helps."""
 
 import functools
+import importlib.util
 import os
 import re
 from dataclasses import fields, replace
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ..compare.runs import Trainer
 
 DATA, TRAINING, RUNNING = "Images", "Training", "How to run"
+PACKAGES = ("accelerate", "scipy")  # of the extra `train`
 PAGE = "comparison.html"
 EPOCHS, BATCH, SEEDS = 30, 64, 3
 MOST = 10**6
@@ -90,8 +92,10 @@ def compare(
 
     All share weights that are not converted, images and their order, by seed. The answer has intervals over seeds.
     """
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     refuse(
         {
+            f"compare needs packages: pip install {' '.join(missing)}": missing,
             "--data FOLDER or --dataset NAME says what to learn": data is None and not dataset,
             "--epochs and --minutes exclude each other": epochs is not None and minutes is not None,
             "--positions is for random starts; trained kernels state their own": positions and network.trained,

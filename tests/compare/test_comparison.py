@@ -205,6 +205,12 @@ def test_mistakes_are_one_line_and_write_nothing(tmp_path, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr("dcls_convert.cli.compare.PACKAGES", ("accelerate", "no_such_package"))
+    _, err = compare(code=2)
+    assert "compare needs packages: pip install no_such_package" in err
+
+
 def test_the_usual_rate_is_the_papers_for_its_batches():
     assert usual_lr(4096, trained=False) == 4e-3
     assert usual_lr(256, trained=True) == 1e-4
