@@ -4,18 +4,18 @@ import functools
 import importlib.util
 import os
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import shown
-from ..options import POSITIONS, Augmentation, PlanOptions, Positions
+from ..options import POSITIONS, Augmentation, Positions
 from ..output import new_file
 from . import console
 from .arguments import OUTPUT, WHAT, WHERE, Json, Network, number, option, refuse, with_records
-from .sweep import SIZES
+from .sweep import SIZES, stated
 
 if TYPE_CHECKING:
     from ..compare.runs import Trainer
@@ -64,9 +64,7 @@ def compare(
     data: Annotated[Path | None, option(DATA, DATA_HELP, metavar="FOLDER")] = None,
     dataset: Annotated[str, option(DATA, DATASET_HELP, metavar="NAME", show_default=False)] = "",
     sizes: Annotated[Any, SIZES] = None,
-    positions: Annotated[
-        Any, option(WHERE, POSITIONS_HELP, metavar="P,P", parser=_starts, show_default="normal")
-    ] = None,
+    positions: Annotated[Any, STARTS] = None,
     ablate: Annotated[bool, option(WHAT, ABLATE_HELP, "--ablate")] = False,
     epochs: Annotated[int | None, _count("Of each run.", TRAINING, show_default=str(EPOCHS))] = None,
     minutes: Annotated[int | None, _count(MINUTES_HELP, TRAINING)] = None,
@@ -107,16 +105,16 @@ def compare(
     with console.steps(network.model, quiet=not first, every=SECONDS_A_LINE) as notify:
         notify("reading the images")  # which begins with imports of some seconds
         from ..compare.arms import make_arms
-        from ..compare.comparison import carry_out, settle, usual_lr
+        from ..compare.comparison import carry_out, settle, usual_lr, with_epochs
         from ..tuning.recipe import Recipe
         from ..tuning.training import accelerator_for
         from ..views.comparison import comparison_page, comparison_view, work_lines
 
         accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
-        rate = lr or usual_lr(batch_size * accelerator.num_processes, trained=network.trained)
-        whole = epochs or EPOCHS
-        recipe = Recipe(epochs=whole, batch_size=batch_size, lr=rate, warmup_epochs=max(1, whole // 20))
+        usual = usual_lr(batch_size * accelerator.num_processes, trained=network.trained)
+        recipe = Recipe(batch_size=batch_size, lr=usual if lr is None else lr)
         trainer = _trainer(network, data, dataset, recipe, augmentation, output, accelerator)
+        trainer.settings = with_epochs(trainer.settings, epochs or EPOCHS)
         trainer.workers, trainer.fsdp = workers, fsdp
         trainer.job.notify = notify
         arms = make_arms(sizes or [None], positions or ["normal"], ablate=ablate)
@@ -156,7 +154,7 @@ def _trainer(
         model=job.source.name,
         model_args=dict(job.source.args),
         weights="pretrained" if network.pretrained else network.checkpoint.name if network.checkpoint else "random",
-        planning=stated(network.options),
+        planning={name: str(getattr(value, "source", value)) for name, value in stated(network.options).items()},
         data=dataset or str(data),
         classes=len(images.classes),
         train_images=len(images.train),
@@ -167,9 +165,3 @@ def _trainer(
         mixed_precision=accelerator.mixed_precision if accelerator.mixed_precision != "no" else None,
     )
     return Trainer(job=job, data=images, settings=settings, folder=output, accelerator=accelerator)
-
-
-def stated(options: PlanOptions) -> dict[str, str]:
-    """Planning options that are not as they would be anyway."""
-    values = ((one.name, getattr(options, one.name), one.default) for one in fields(options))
-    return {name: str(getattr(value, "source", value)) for name, value, usual in values if value != usual}

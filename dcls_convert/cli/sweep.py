@@ -185,16 +185,16 @@ def _timing(
 def _command(network: Network, asked: "Asked") -> str:
     """The command that converts as a row."""
     budget = None if asked.budget is None else f"{asked.budget:.12g}%"
-    values = _stated(network) | {"dilated_size": asked.size, "kernel_count": asked.kernel_count, "budget": budget}
+    values = stated(network) | {"dilated_size": asked.size, "kernel_count": asked.kernel_count, "budget": budget}
     words = ["dcls-convert", network.model]
-    for name, value in (values | _stated(network.options)).items():
+    for name, value in (values | stated(network.options)).items():
         if value is not None:
             text = "x".join(map(str, value)) if isinstance(value, tuple) else str(getattr(value, "source", value))
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
     return shlex.join(words)
 
 
-def _stated(record: Network | PlanOptions) -> dict[str, Any]:
+def stated(record: Network | PlanOptions) -> dict[str, Any]:
     """The options that are not as they would be anyway."""
     values = ((field.name, getattr(record, field.name), field.default) for field in fields(record))
     return {name: value for name, value, usual in values if value != usual and name not in ("model", "options")}

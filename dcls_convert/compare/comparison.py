@@ -81,7 +81,7 @@ def settle(
     epoch = {arm: updates * update + test for arm, (update, test) in took.items()}
     if minutes and stored is None:
         epochs = max(1, int(60 * minutes / sum(epoch[arm] for arm, _ in runs)))
-        trainer.settings = _with_epochs(trainer.settings, epochs)
+        trainer.settings = with_epochs(trainer.settings, epochs)
     if stored is None and trainer.accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -99,12 +99,13 @@ def _same_settings(trainer: Trainer, path: Path, minutes: float | None) -> Setti
     """The folder's, which the trainer's must be, but for epochs that minutes would decide."""
     stored = Settings.from_json(path.read_bytes(), str(path))
     if minutes:
-        trainer.settings = _with_epochs(trainer.settings, stored.recipe.epochs)
+        trainer.settings = with_epochs(trainer.settings, stored.recipe.epochs)
     trainer.settings.check_same(stored, trainer.folder)
     return stored
 
 
-def _with_epochs(settings: Settings, epochs: int) -> Settings:
+def with_epochs(settings: Settings, epochs: int) -> Settings:
+    """With a warm-up of one epoch, or of one in 20."""
     return replace(settings, recipe=replace(settings.recipe, epochs=epochs, warmup_epochs=max(1, epochs // 20)))
 
 
@@ -125,10 +126,9 @@ def carry_out(trainer: Trainer, work: Work, arms: Sequence[Arm], seeds: Sequence
 def gather(trainer: Trainer, arms: Sequence[Arm], seeds: Sequence[int]) -> Comparison:
     """From the runs that are there."""
     found = {(arm, seed): trainer.finished(arm, seed) for arm, seed in in_turns(arms, seeds)}
-    runs = tuple(found[arm, seed] for arm in arms for seed in seeds if found[arm, seed] is not None)
+    runs = tuple(run for arm in arms for seed in seeds if (run := found[arm, seed]) is not None)
     missing = tuple(f"{arm.label}, seed {seed}" for (arm, seed), run in found.items() if run is None)
-    there = [run for run in runs if run is not None]
-    return Comparison(settings=trainer.settings, arms=results(there), runs=tuple(there), missing=missing)
+    return Comparison(settings=trainer.settings, arms=results(runs), runs=runs, missing=missing)
 
 
 def write(comparison: Comparison, trainer: Trainer) -> None:

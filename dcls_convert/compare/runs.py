@@ -53,8 +53,8 @@ class Settings(Record):
     def check_same(self, stored: "Settings", folder: Path) -> None:
         """CheckpointError names the first thing in which the runs of the folder are others."""
         mine, theirs = self.to_dict(), stored.to_dict()
-        for name in mine.keys() - {"data"}:  # machines have it in different places
-            if mine[name] != theirs[name]:
+        for name in mine:
+            if name != "data" and mine[name] != theirs[name]:  # machines have it in different places
                 if name == "recipe":
                     part = next(part for part in mine[name] if mine[name][part] != theirs[name][part])
                     name, mine, theirs = part, mine["recipe"], theirs["recipe"]
@@ -100,6 +100,7 @@ class Trainer:
 
     def network(self, arm: Arm, seed: int) -> ArmNetwork:
         """As it starts; the data give images for it."""
+        self.accelerator.free_memory()  # which else holds every network that it has prepared
         job, size = replace(self.job, seed=seed), self.settings.input_size
         set_transforms_(self.data, job.meta, size, self.settings.augmentation)
         if job.trained and job.calibration is None and arm.kind != "original":
