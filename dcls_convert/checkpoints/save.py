@@ -198,12 +198,13 @@ def loading_code(model: str | None) -> str:
     return f'import dcls_convert\n\nmodel = dcls_convert.load_converted("{{folder}}"{how})\n'
 
 
-def training_code(model: str | None) -> str:
-    """As `loading_code`, with an optimizer, and lines that save what was learnt."""
+def training_code(model: str | None, *, trained: bool) -> str:
+    """As `loading_code`, with an optimizer, at a rate for trained weights or others, and lines that save the result."""
+    lr = "1e-4" if trained else "1e-3"
     imports, _, loading = loading_code(model).partition("\n\n")
     return (
         f"import torch\n{imports}\n\n{loading}"
-        "parameters = dcls_convert.tuning.param_groups(model, lr=1e-3)  # keeps weight decay off the positions\n"
+        f"parameters = dcls_convert.tuning.param_groups(model, lr={lr})  # keeps weight decay off the positions\n"
         "optimizer = torch.optim.AdamW(parameters)\n"
         "...  # train\n"
         'dcls_convert.save_converted(model, "{folder}", "{folder}-tuned")\n'

@@ -174,7 +174,7 @@ def _agreement(found: Outcome | Agreement, images: int) -> str:
 
 def next_steps(job: "Job", done: "Conversion", output: Path) -> list[str | Text]:
     """Lines for the terminal, below the report."""
-    code = filled(training_code(done.report.model), output).splitlines()
+    code = filled(training_code(done.report.model, trained=job.trained), output).splitlines()
     near = NEAR_THE_CENTRE if job.elements is None and job.how == "random" and job.positions == "normal" else ()
     lines: list[str | Text] = ["", f"Wrote {output}, from {_start(job)}.", *near, Text("Fine-tune it:\n", style="bold")]
     lines += [f"    {line}" if line else "" for line in code]
