@@ -311,7 +311,8 @@ def convert_(
             the cells of every kernel with the most energy over its tie group; "random" from random positions, as the
             paper trains from scratch; "exact" gives every kernel as many elements as it had cells, at their places, so
             that the outputs stay as they are at more parameters.
-        positions: For "random": "normal" is N(0, 0.5 cells), "uniform" is over the window.
+        positions: For "random": "normal" is N(0, 0.5 cells), "kernel" is uniform over the old kernel, "uniform" over
+            the window.
         calibration: For "fit": a folder of images, or what `calibrate` gave; the outputs then count instead of the
             kernels.
         input_size: (channels, rows, columns) for MACs; without it, the size that a timm model states.

@@ -30,7 +30,8 @@ DATA_HELP = "A folder for each class, or train and validation (or val) with thes
 DATASET_HELP = "A data set by timm's name: torch/cifar10, hfds/cifar10."
 MINUTES_HELP = "For all runs together; decides the epochs, the same for all."
 ABLATE_HELP = "Train with frozen positions, and with dense kernels of the window's size, too."
-POSITIONS_HELP = "Where they start, from scratch: normal, uniform, or both: normal,uniform."
+POSITIONS_HELP = "Where they start, from scratch: normal, kernel or uniform, or several: normal,kernel."
+POSITION_LR_HELP = "Learning rate of positions, times that of weights."
 OUTPUT_HELP = "Where runs lie; a second call goes on with those that are missing."
 HTML_HELP = "Add a page with the curves of all runs, and positions moving."
 ONLY_HELP = "Every N-th run, from the I-th on, for job arrays; all other calls use the same folder."
@@ -39,7 +40,7 @@ ONLY_HELP = "Every N-th run, from the I-th on, for job arrays; all other calls u
 def _starts(text: str) -> list[Positions]:
     starts = text.split(",")
     if not set(starts) <= set(POSITIONS):
-        raise typer.BadParameter(f"'{shown(text)}' is not {' or '.join(POSITIONS)}, or both")
+        raise typer.BadParameter(f"'{shown(text)}' is not some of {', '.join(POSITIONS)}")
     return list(dict.fromkeys(starts))  # type: ignore[arg-type]
 
 
@@ -74,6 +75,7 @@ def compare(
         float | None,
         number(float, 0, 1000, TRAINING, "Learning rate.", metavar="X", show_default="by batch size and weights"),
     ] = None,
+    position_lr_scale: Annotated[float, number(float, 0, 1000, TRAINING, POSITION_LR_HELP, metavar="X")] = 5.0,
     augmentation: Annotated[Augmentation, option(TRAINING, "Of images to train on.")] = "light",
     amp: Annotated[bool, option(RUNNING, "In bfloat16 autocast.", "--amp")] = False,
     device: Annotated[
@@ -112,7 +114,7 @@ def compare(
 
         accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
         usual = usual_lr(batch_size * accelerator.num_processes, trained=network.trained)
-        recipe = Recipe(batch_size=batch_size, lr=usual if lr is None else lr)
+        recipe = Recipe(batch_size=batch_size, lr=usual if lr is None else lr, position_lr_scale=position_lr_scale)
         trainer = _trainer(network, data, dataset, recipe, augmentation, output, accelerator)
         trainer.settings = with_epochs(trainer.settings, epochs or EPOCHS)
         trainer.workers, trainer.fsdp = workers, fsdp

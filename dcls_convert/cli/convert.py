@@ -20,6 +20,9 @@ INIT_HELP = (
     "random; fit: closest to the old kernels; largest: at their largest cells; exact: at all cells, for the same "
     "outputs at more parameters; auto: fit for trained weights, else random."
 )
+POSITIONS_HELP = (
+    "Random positions: normal, N(0, 0.5 cells); kernel and uniform, spread over the old kernel or the window."
+)
 HTML_HELP = "Add a page of pictures to the checkpoint, and positions to its model card (extra plot)."
 VERSION = option(
     WHERE, "Version of the authors' layers in a checkpoint of theirs without SIG.", show_default="v0, as released"
@@ -36,7 +39,7 @@ def convert(
     network: Network,
     plan: Annotated[Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER", autocompletion=complete_checkpoints)] = None,
     init: Annotated[Init, option(WHERE, INIT_HELP)] = "auto",
-    positions: Annotated[Positions, option(WHERE, "Random positions: N(0, 0.5 cells), or uniform.")] = "normal",
+    positions: Annotated[Positions, option(WHERE, POSITIONS_HELP)] = "normal",
     authors_version: Annotated[AuthorsVersion | None, VERSION] = None,
     device: Annotated[str | None, DEVICE] = None,
     seed: Annotated[int, number(int, 0, MOST_SEED, WHERE, "Seed of all random values.", metavar="N")] = 0,

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..depthwise.geometry import extent, size_text
+from ..depthwise.geometry import size_text
 from ..layers.position_statistics import outside_share
 from ..networks.positions import PositionParameter, position_parameters
 from ..options import AUTO, EXACT, Positions
@@ -78,7 +78,7 @@ class ArmNetwork:
             here = now.tensor.detach().double()
             distances.append((here - start.double()).square().sum(0).sqrt().flatten())
             layer = layers[now.layer_names[0]]
-            sides = [extent(layer.kernel_size[axis], layer.dilation[axis]) for axis in now.layers[0].learnt_axes]
+            sides = [layer.extents[axis] for axis in now.layers[0].learnt_axes]
             outside.append([here.numel(), outside_share(here, sides), outside_share(start, sides)])
         weights, shares, before = torch.tensor(outside, dtype=torch.float64).T
         shares, before = (float((weights * part).sum() / weights.sum()) for part in (shares, before))

@@ -61,7 +61,7 @@ def first_cells(kernel: Tensor, kernel_count: int, dense_axes: Sequence[int]) ->
 def random_positions(
     weight: Tensor, size: Sequence[int], dense_axes: Sequence[int], generator: torch.Generator, *, uniform: bool
 ) -> Tensor:
-    """Positions (A, *weight.shape) inside the window: uniform over it, or N(0, 0.5 cells) as in the paper."""
+    """Positions (A, *weight.shape) inside a box of this size: uniform over it, or N(0, 0.5 cells) as in the paper."""
     axes = learnt_axes(len(size), dense_axes)
     if weight.is_meta:
         return torch.empty(len(axes), *weight.shape, device="meta")

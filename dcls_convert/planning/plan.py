@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field
 
-from ..depthwise.geometry import check_cells, check_window
+from ..depthwise.geometry import check_cells, check_window, extent
 from ..errors import CheckpointError, PlanError, listed, one_line, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import OldConv, Skipped
@@ -58,6 +58,10 @@ class LayerPlan(OldConv):
     @property
     def lines(self) -> int:  # what one more element costs in weights
         return math.prod(self.position_shape[1:-1])
+
+    @property
+    def extents(self) -> tuple[int, ...]:  # cells that the old kernel spans, on each axis
+        return tuple(map(extent, self.kernel_size, self.dilation))
 
     @property
     def cells(self) -> int:  # of the window along the learnt axes: the most elements that a kernel can use

@@ -66,9 +66,10 @@ def apply_plan_(
     offsets: list[Offset] = []
     if init == "random":
         for group in groups:
-            layer, uniform = group.plans[0], positions == "uniform"
+            layer, uniform = group.plans[0], positions != "normal"
             weights = [first_cells(conv.weight.detach(), layer.kernel_count, layer.dense_axes) for conv in group.convs]
-            places = random_positions(weights[0], layer.dilated_size, layer.dense_axes, generator, uniform=uniform)
+            size = layer.extents if positions == "kernel" else layer.dilated_size
+            places = random_positions(weights[0], size, layer.dense_axes, generator, uniform=uniform)
             _fill_(group, (weights, places))
     elif calibration is None:
         first, done, total = 1, 0, sum(layer.dense_weights for layer in plan.layers)  # which time goes with

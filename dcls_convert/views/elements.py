@@ -13,7 +13,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from ..checkpoints.inspection import Inspection, PositionRow, position_sets
-from ..depthwise.geometry import extent, size_text
+from ..depthwise.geometry import size_text
 from ..errors import CheckpointError
 from ..layers.construction import construct_kernel
 from ..layers.dcls_conv import DclsConvNd
@@ -63,7 +63,7 @@ def position_pictures(
     for place, row in zip(sets, inspection.positions, strict=True):
         dims, size, positions = len(row.dilated_size), place.learnt_size, state[place.parameters["positions"]]
         learnt = learnt_axes(dims, row.dense_axes)
-        olds = [tuple(extent(old.kernel_size[axis], old.dilation[axis]) for axis in learnt) for old in place.layers]
+        olds = [tuple(old.extents[axis] for axis in learnt) for old in place.layers]
         histograms = (heat_map(axis[None], [side], per_cell) for axis, side in zip(positions, size, strict=True))
         picture = PositionPicture(
             row=row,

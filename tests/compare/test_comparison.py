@@ -193,7 +193,7 @@ def test_minutes_decide_the_epochs_once(tmp_path):
         (("--data", "nowhere"), "--data nowhere: is not a folder"),
         (("--data", "images", "--epochs", "1", "--minutes", "1"), "exclude each other"),
         (("--data", "images", "--only", "4/3"), "'4/3' is not a part such as 3/12"),
-        (("--data", "images", "--positions", "normal,there"), "is not normal or uniform, or both"),
+        (("--data", "images", "--positions", "normal,there"), "is not some of normal, kernel, uniform"),
         (("--data", "images", "--batch-size", "512"), "a batch size of 512: one update takes more than all 16 images"),
         (("--data", "images", "--fsdp"), "--fsdp: needs several processes"),
         (("--data", "images", "--sizes", "8", "--batch-size", "4"), "8x8"),

@@ -114,3 +114,14 @@ def test_converting_depends_on_the_seed_alone_and_leaves_the_global_generator(in
         assert differing <= positions | replaced
     else:
         assert differing == (positions if init == "random" else set())
+
+
+@pytest.mark.parametrize(("positions", "reach"), [("normal", 2.5), ("kernel", 2), ("uniform", 6)])
+def test_random_positions_lie_near_the_centre_or_over_the_old_kernel_or_over_the_window(positions, reach):
+    model = nn.Sequential(depthwise(5, 32))
+    convert_(model, dilated_size=13, input_size=(32, 16, 16), init="random", positions=positions)
+    drawn = model[0].positions.detach().abs()
+    assert drawn.max() <= reach
+    if positions != "normal":  # uniform: the mean distance from the centre is half the reach
+        assert drawn.max() > 0.95 * reach
+        assert drawn.mean() == pytest.approx(reach / 2, rel=0.1)
