@@ -1,0 +1,75 @@
+"""Effects that were planted in the data are found by a comparison, and none where there is nothing to learn."""
+
+import random
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from dcls_convert.compare.comparison import read_comparison
+
+from ..command_line import run
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves images open
+SIDE, IMAGES = 24, 96  # pixels; two thirds are to train on
+NETWORK = """
+from torch import nn
+
+def net(num_classes):
+    see = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 1), see, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, num_classes)
+    )
+"""
+
+
+def lagged_noise(lags: tuple[int, int], *, shuffled: bool) -> None:
+    """Of each class, noise in which a pixel is the opposite of the one so many columns before it."""
+    draw = random.Random(0)
+    for index in range(IMAGES):
+        lag, pixels = lags[index % 2], []
+        for _ in range(SIDE):
+            row = [draw.choice((0, 255)) for _ in range(lag)]
+            for column in range(lag, SIDE):
+                row.append(255 - row[column - lag])
+            pixels += row
+        label = draw.randrange(2) if shuffled else index % 2
+        folder = Path("noise", "train" if index < 2 * IMAGES // 3 else "validation", str(label))
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.frombytes("L", (SIDE, SIDE), bytes(pixels)).save(folder / f"{index}.png")
+
+
+# A kernel of 3x3 relates columns up to 2 apart, one of 9x9 up to 8; one element, which spreads over two, those 1 apart.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lags", "shuffled", "count", "said"),
+    [
+        ((3, 4), False, 20, ["helps by"]),
+        ((2, 4), False, 1, ["harms by"]),
+        ((3, 4), True, 20, ["no difference", "too few seeds"]),
+    ],
+    ids=["gain", "loss", "nothing"],
+)
+def test_what_was_planted_is_found(tmp_path, monkeypatch, lags, shuffled, count, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("planted.py").write_text(NETWORK)
+    lagged_noise(lags, shuffled=shuffled)
+    training = "--epochs 12 --batch-size 16 --lr 0.03 --augmentation none --device cpu --input-size 3x24x24".split()
+    size = ("--sizes", "9", "--kernel-count", str(count), "--positions", "uniform")
+    run("compare", "planted:net", "--data", "noise", *training, *size, "--output", "out")
+    sentence = read_comparison(tmp_path / "out").arms[1].sentence
+    assert any(what in sentence for what in said), sentence
+
+
+def test_the_same_network_twice_differs_by_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("planted.py").write_text(NETWORK)
+    lagged_noise((2, 4), shuffled=False)
+    still = "--ablate --position-lr-scale 0 --sizes 9 --epochs 1 --seeds 2 --batch-size 16 --device cpu".split()
+    run("compare", "planted:net", "--data", "noise", *still, "--input-size", "3x24x24", "--output", "out")
+    runs = {(run.arm.kind, run.seed): run for run in read_comparison(tmp_path / "out").runs}
+    for seed in range(2):
+        moving, frozen = runs["converted", seed], runs["frozen", seed]
+        assert (moving.loss, moving.top1, moving.right) == (frozen.loss, frozen.top1, frozen.right)
