@@ -59,22 +59,22 @@ class ArmNetwork:
     """A network before it is trained."""
 
     model: nn.Module
-    plan: ConversionPlan | None  # None: without DCLS layers
-    params: int
+    plan: ConversionPlan | None = None  # None: without DCLS layers
     macs: int | None
+    params: int = field(init=False)
     start: list[Tensor] = field(init=False)  # positions
 
     def __post_init__(self) -> None:
+        self.params = sum(parameter.numel() for parameter in self.model.parameters())
         self.start = [one.tensor.detach().clone() for one in _positions(self.model)]
 
     def moved(self, trained: nn.Module) -> "Moved | None":
         """How far positions went, in the trained model, on the CPU; None without positions."""
-        pairs = list(zip(self.start, _positions(trained), strict=True))
-        if not pairs or self.plan is None:
+        if self.plan is None:
             return None
         layers = {layer.name: layer for layer in self.plan.layers}
         distances, outside = [], []
-        for start, now in pairs:
+        for start, now in zip(self.start, _positions(trained), strict=True):
             here = now.tensor.detach().double()
             distances.append((here - start.double()).square().sum(0).sqrt().flatten())
             layer = layers[now.layer_names[0]]
@@ -97,9 +97,7 @@ class Moved:
 def make_network(job: Job, arm: Arm) -> ArmNetwork:
     """The network of an arm; what is not converted has the weights that the job's seed gives it, in every arm."""
     if arm.kind == "original":
-        macs = job.convs.macs
-        params = sum(parameter.numel() for parameter in job.network.parameters())
-        return ArmNetwork(model=job.network, plan=None, params=params, macs=macs)
+        return ArmNetwork(model=job.network, macs=job.convs.macs)
     options = replace(job.options, dilated_size=arm.size or AUTO)
     if arm.kind == "dense":
         # All cells of the window will be weights, which start as the old kernel with zeros around it.
@@ -107,14 +105,13 @@ def make_network(job: Job, arm: Arm) -> ArmNetwork:
     else:
         job = replace(job, positions=arm.positions, options=options)
     conversion = job.convert()
-    model, plan = conversion.model, conversion.report.plan
+    model, macs = conversion.model, conversion.report.macs.after
     if arm.kind == "dense":
         fold_to_dense_(model)
+        return ArmNetwork(model=model, macs=macs)
     for one in position_parameters(model) if arm.kind == "frozen" else ():
         one.tensor.requires_grad_(False)
-    params = sum(parameter.numel() for parameter in model.parameters())
-    plan_of_dcls = None if arm.kind == "dense" else plan
-    return ArmNetwork(model=model, plan=plan_of_dcls, params=params, macs=conversion.report.macs.after)
+    return ArmNetwork(model=model, plan=conversion.report.plan, macs=macs)
 
 
 def _positions(model: nn.Module) -> list[PositionParameter]:

@@ -50,16 +50,13 @@ class Candidate:
 
 def combinations(sizes: Sequence[Size], counts: Sequence[int] | None, budgets: Sequence[float] | None) -> list[Asked]:
     """Every size with every count, or with every budget."""
-    if counts:
-        return [Asked(size=size, kernel_count=count) for size, count in itertools.product(sizes, counts)]
-    return [Asked(size=size, budget=budget) for size, budget in itertools.product(sizes, budgets or (None,))]
+    every = itertools.product(sizes, counts or (None,), budgets or (None,))
+    return [Asked(size=size, kernel_count=count, budget=budget) for size, count, budget in every]
 
 
 def usual_sizes(job: Job) -> list[int]:
     """The windows of a sweep that states none: of the smallest kernel, and larger ones."""
-    plan = job.plan(replace(job.options, dilated_size=AUTO, kernel_count=AUTO))
-    converted = {name for layer in plan.layers for name in layer.names}
-    larger = larger_sizes([site for site in job.convs.sites if site.name in converted])
+    larger = larger_sizes(job.plan(replace(job.options, dilated_size=AUTO, kernel_count=AUTO)).layers)
     return [larger[0] - 2, *larger[:-1]]
 
 
@@ -111,8 +108,7 @@ def make_sweep(
 
 
 def _plan(job: Job, candidate: Candidate, asked: Asked) -> None:
-    count = AUTO if asked.kernel_count is None else asked.kernel_count
-    budget = DEFAULT_BUDGET if asked.budget is None else asked.budget
+    count, budget = asked.kernel_count or AUTO, asked.budget or DEFAULT_BUDGET
     try:
         plan = job.plan(replace(job.options, dilated_size=asked.size, kernel_count=count, budget=budget))
     except (NothingMatchesError, RuleError):

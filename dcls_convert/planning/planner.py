@@ -13,7 +13,7 @@ from typing import Any
 from ..depthwise.geometry import check_cells, check_window, extent, grown_padding, padded_cells, size_text
 from ..errors import NothingMatchesError, PlanError, RuleError, listed, one_line, shown
 from ..layers.interpolation import find_interpolation
-from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
+from ..networks.sites import ConvSite, ModelConvs, OldConv, Skipped, kinds_of_convs
 from ..options import (
     AUTO,
     ERROR,
@@ -231,12 +231,12 @@ def _recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, i
     return max(within, default=sizes[0])
 
 
-def larger_sizes(sites: Sequence[ConvSite]) -> list[int]:
+def larger_sizes(convs: Sequence[OldConv]) -> list[int]:
     """Nine windows, each two cells larger than the one before; the first is the least that none of the kernels exceeds.
 
     It is larger than the smallest of them. Where extents are both odd and even, those that are more common count.
     """
-    extents = [max(map(extent, site.kernel_size, site.dilation)) for site in sites]
+    extents = [max(map(extent, conv.kernel_size, conv.dilation)) for conv in convs]
     parity = statistics.mode(size % 2 for size in extents)
     alike = [size for size in extents if size % 2 == parity]
     first = max(*alike, min(alike) + 2)
