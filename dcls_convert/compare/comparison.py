@@ -1,9 +1,9 @@
 """A comparison by training: the network as it is beside its conversions, run by run, and the answer."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ..errors import OutputExistsError
 from ..output import new_file
@@ -34,7 +34,6 @@ class Work:
     """What is to be done, and how long it will take."""
 
     runs: tuple[tuple[Arm, int], ...]  # of this call, without those that are there
-    epochs: int
     updates: int  # in an epoch
     seconds: float  # for all of these runs
 
@@ -49,29 +48,22 @@ def settle(
     arms: Sequence[Arm],
     seeds: Sequence[int],
     *,
-    minutes: float | None = None,
-    only: tuple[int, int] = (1, 1),
+    minutes: float | None,
+    only: tuple[int, int],
     notify: Notify,
 ) -> Work:
     """Time the arms, and decide the epochs where minutes for all runs are given; the folder's settings overrule both.
 
-    Args:
-        trainer: Its settings become those that count.
-        arms: To train with each seed.
-        seeds: Of the weights, the order of the images and their augmentation.
-        minutes: For all runs one after the other; None: the settings state the epochs.
-        only: (i, n): every n-th run, from the i-th on.
-        notify: Told about progress.
-
-    Raises:
-        CheckpointError: The folder holds a comparison with other settings, or cannot be written.
+    The trainer's settings become those that count. With `only` (i, n), the work is every n-th run, from the i-th on.
+    CheckpointError: the folder holds a comparison with other settings, or cannot be written.
     """
-    path, folder = trainer.folder / SETTINGS, trainer.folder
     runs = list(in_turns(arms, seeds))
     mine = runs[only[0] - 1 :: only[1]]
     left = tuple(run for run in mine if trainer.finished(*run) is None)
-    stored = _same_settings(trainer, path, minutes) if path.exists() else None
-    timed = arms if minutes and stored is None else list(dict.fromkeys(arm for arm, _ in left))
+    path = trainer.folder / SETTINGS
+    if known := path.exists():
+        _take_settings(trainer, minutes)
+    timed = arms if minutes and not known else list(dict.fromkeys(arm for arm, _ in left))
     took = {}
     for number, arm in enumerate(timed):
         notify(f"timing {arm.label}, {number + 1} of {len(timed)}", number, len(timed))
@@ -79,29 +71,26 @@ def settle(
     batch = trainer.settings.recipe.batch_size * trainer.settings.recipe.accumulate * trainer.accelerator.num_processes
     updates = len(trainer.data.train) // batch
     epoch = {arm: updates * update + test for arm, (update, test) in took.items()}
-    if minutes and stored is None:
+    if minutes and not known:
         epochs = max(1, int(60 * minutes / sum(epoch[arm] for arm, _ in runs)))
         trainer.settings = with_epochs(trainer.settings, epochs)
-    if stored is None and trainer.accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with new_file(path, force=False) as partial:
-                partial.write_text(trainer.settings.to_json())
-        except OutputExistsError:  # of another call, meanwhile
-            pass
+    if not known and trainer.accelerator.is_main_process:
+        trainer.folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OutputExistsError), new_file(path, force=False) as partial:  # of another call
+            partial.write_text(trainer.settings.to_json())
     trainer.accelerator.wait_for_everyone()
-    epochs = _same_settings(trainer, path, minutes).recipe.epochs
-    seconds = sum(epochs * epoch[arm] for arm, _ in left)
-    return Work(runs=left, epochs=epochs, updates=updates, seconds=seconds)
+    _take_settings(trainer, minutes)
+    seconds = sum(trainer.settings.recipe.epochs * epoch[arm] for arm, _ in left)
+    return Work(runs=left, updates=updates, seconds=seconds)
 
 
-def _same_settings(trainer: Trainer, path: Path, minutes: float | None) -> Settings:
-    """The folder's, which the trainer's must be, but for epochs that minutes would decide."""
+def _take_settings(trainer: Trainer, minutes: float | None) -> None:
+    """Check that the folder's are the trainer's, but for epochs that minutes would decide."""
+    path = trainer.folder / SETTINGS
     stored = Settings.from_json(path.read_bytes(), str(path))
     if minutes:
         trainer.settings = with_epochs(trainer.settings, stored.recipe.epochs)
     trainer.settings.check_same(stored, trainer.folder)
-    return stored
 
 
 def with_epochs(settings: Settings, epochs: int) -> Settings:
@@ -117,27 +106,17 @@ def carry_out(trainer: Trainer, work: Work, arms: Sequence[Arm], seeds: Sequence
             notify(f"run {done + 1} of {len(work.runs)}, {what}", done, len(work.runs))
 
         trainer.run(arm, seed, tell)
-        write(gather(trainer, arms, seeds), trainer)
-    comparison = gather(trainer, arms, seeds)
-    write(comparison, trainer)
-    return comparison
+        _gather(trainer, arms, seeds)
+    return _gather(trainer, arms, seeds)
 
 
-def gather(trainer: Trainer, arms: Sequence[Arm], seeds: Sequence[int]) -> Comparison:
-    """From the runs that are there."""
+def _gather(trainer: Trainer, arms: Sequence[Arm], seeds: Sequence[int]) -> Comparison:
+    """From the runs that are there; `comparison.json` gets it."""
     found = {(arm, seed): trainer.finished(arm, seed) for arm, seed in in_turns(arms, seeds)}
     runs = tuple(run for arm in arms for seed in seeds if (run := found[arm, seed]) is not None)
     missing = tuple(f"{arm.label}, seed {seed}" for (arm, seed), run in found.items() if run is None)
-    return Comparison(settings=trainer.settings, arms=results(runs), runs=runs, missing=missing)
-
-
-def write(comparison: Comparison, trainer: Trainer) -> None:
+    comparison = Comparison(settings=trainer.settings, arms=results(runs), runs=runs, missing=missing)
     if trainer.accelerator.is_main_process:
         with new_file(trainer.folder / COMPARISON, force=True) as partial:
             partial.write_text(comparison.to_json())
-
-
-def read_comparison(folder: Path) -> Comparison:
-    """Of a folder that `dcls-convert compare` wrote."""
-    path = folder / COMPARISON
-    return Comparison.from_json(path.read_bytes(), str(path))
+    return comparison

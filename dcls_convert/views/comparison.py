@@ -64,7 +64,7 @@ def _bounds(interval: Interval) -> str:
 
 def work_lines(work: Work, settings: Settings, device: str) -> list[str]:
     """What will be done, how long it will take, and by which recipe."""
-    per_run = f"{counted(work.epochs, 'epoch')} of {counted(work.updates, 'update')}"
+    per_run = f"{counted(settings.recipe.epochs, 'epoch')} of {counted(work.updates, 'update')}"
     what = f"{counted(len(work.runs), 'run')} of {per_run} on {device}: about {duration(work.seconds)}"
     data = f"{settings.train_images:,} images to train on, {settings.test_images:,} to test with"
     return [what, f"{data}, {settings.classes:,} classes", recipe_line(settings)]

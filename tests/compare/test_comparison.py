@@ -9,7 +9,7 @@ import torch
 
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.compare.arms import Arm, make_arms, make_network
-from dcls_convert.compare.comparison import read_comparison, usual_lr
+from dcls_convert.compare.comparison import COMPARISON, Comparison, usual_lr
 from dcls_convert.compare.runs import Settings, Trainer
 from dcls_convert.networks.positions import position_parameters
 from dcls_convert.networks.source import ModelSource
@@ -40,6 +40,10 @@ def compare(*arguments, code=0):
 def job(**settings):
     source = ModelSource(name=NET, args={"num_classes": 2})
     return Job(source=source, input_size=(3, 32, 32), **settings)
+
+
+def read_comparison(folder):
+    return Comparison.from_json((folder / COMPARISON).read_bytes(), COMPARISON)
 
 
 # Arms.
