@@ -44,11 +44,11 @@ class ModelRow:
     macs: MacsChange = field(default_factory=MacsChange)
 
 
-def names_matching(pattern: str | None, known: Sequence[str] | None = None) -> list[str]:
-    """Names of `known` or both registries; without wildcards the pattern is a name, or else a part of names."""
-    known = registry_names() if known is None else known
+def names_matching(pattern: str | None) -> list[str]:
+    """Names of both registries; without wildcards the pattern is a name, or else a part of names."""
+    known = registry_names()
     if pattern is None:
-        return list(known)
+        return known
     lower = pattern.lower()
     prefix, colon, part = lower.rpartition(":")
     is_plain = lower and not set(lower) & set(WILDCARDS)

@@ -26,6 +26,11 @@ from ..conftest import TINY
 KNOWN = ["timm:bat", "timm:resnet18", "timm:resnet18d", "torchvision:resnet18", "torchvision:vgg11"]
 
 
+@pytest.fixture
+def _known(monkeypatch):
+    monkeypatch.setattr("dcls_convert.compare.survey.registry_names", lambda: KNOWN)
+
+
 @pytest.mark.parametrize(
     ("pattern", "found"),
     {
@@ -36,17 +41,19 @@ KNOWN = ["timm:bat", "timm:resnet18", "timm:resnet18d", "torchvision:resnet18", 
         "[rv]*1?": ["timm:resnet18", "torchvision:resnet18", "torchvision:vgg11"],
     }.items(),
 )
+@pytest.mark.usefixtures("_known")
 def test_patterns(pattern, found):
-    assert names_matching(pattern, KNOWN) == found
+    assert names_matching(pattern) == found
 
 
 @pytest.mark.parametrize(
     ("pattern", "near"),
     {"resnet81": "resnet18", "timm:resnet1_*": "resnet18", "": None}.items(),
 )
+@pytest.mark.usefixtures("_known")
 def test_a_pattern_that_matches_nothing_names_what_is_near(pattern, near):
     with pytest.raises(ModelError, match="no model of timm or torchvision matches") as error:
-        names_matching(pattern, KNOWN)
+        names_matching(pattern)
     assert (f"did you mean {near!r}" in str(error.value)) == (near is not None)
     assert "\n" not in str(error.value)
 
