@@ -262,7 +262,7 @@ def _check_options(options: PlanOptions) -> None:
     for name, allowed in (("scope", SCOPES), ("tie", TIES), ("interpolation", (None, *INTERPOLATIONS))):
         if (value := getattr(options, name)) not in allowed:
             raise PlanError(f"{name}={shown(repr(value))} must be one of {', '.join(filter(None, allowed))}")
-    if count not in (AUTO, EXACT) and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+    if count not in (AUTO, EXACT) and (type(count) is not int or count < 1):
         raise PlanError(f"kernel count {shown(repr(count))} must be a positive integer, auto or exact")
 
 
@@ -276,12 +276,11 @@ def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list
             raise PlanError(
                 "the model is itself a convolution, which cannot be replaced in place; use DclsConv2d.from_conv"
             )
-        index = index_of.get(site.name)
-        reason = reasons[site.name] if index is None else rules.rules[index].skip
-        if index is not None and reason is None:
-            rule_of[site.name] = index
+        reason = reasons.get(site.name) or rules.rules[index_of[site.name]].skip
+        if reason is None:
+            rule_of[site.name] = index_of[site.name]
         else:
-            skipped.append(Skipped(name=site.name, type=site.type, reason=str(reason)))
+            skipped.append(Skipped(name=site.name, type=site.type, reason=reason))
     if not index_of:
         kinds = kinds_of_convs(convs).most_common(4)
         has = ", ".join(f"{count} {kind}" for kind, count in kinds) or "no convolution at all"
