@@ -68,8 +68,7 @@ def settle(
     for number, arm in enumerate(timed):
         notify(f"timing {arm.label}, {number + 1} of {len(timed)}", number, len(timed))
         took[arm] = trainer.seconds(arm)
-    batch = trainer.settings.recipe.batch_size * trainer.settings.recipe.accumulate * trainer.accelerator.num_processes
-    updates = len(trainer.data.train) // batch
+    updates = len(trainer.data.train) // trainer.settings.recipe.update_size(trainer.accelerator.num_processes)
     epoch = {arm: updates * update + test for arm, (update, test) in took.items()}
     if minutes and not known:
         epochs = max(1, int(60 * minutes / sum(epoch[arm] for arm, _ in runs)))

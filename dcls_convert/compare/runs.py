@@ -21,7 +21,7 @@ from ..progress import Notify
 from ..records import Record
 from ..tuning.images import ImageData, set_transforms_
 from ..tuning.recipe import Recipe
-from ..tuning.training import STATE, Training
+from ..tuning.training import STATE, Training, usual
 from .arms import Arm, ArmNetwork, Moved, make_network
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Trainer:
         training.run(most_updates=TRIAL_UPDATES)
         begun = time.monotonic()
         training.test()
-        return training.update_seconds, (time.monotonic() - begun) * len(self.data.test) / some
+        return usual(training.updates), (time.monotonic() - begun) * len(self.data.test) / some
 
     def path(self, arm: Arm, seed: int) -> Path:
         return self.folder / RUNS / f"{arm.file_name}-seed{seed}"
@@ -164,7 +164,7 @@ class Trainer:
             raise type(error)(f"{arm.label}, seed {seed}: {error}") from error
         trained, updates, steps = training.trained(), training.update, training.updates_per_epoch
         peak = torch.cuda.max_memory_allocated(self.accelerator.device) / 2**20 if cuda else None
-        images = steps * recipe.batch_size * recipe.accumulate * self.accelerator.num_processes
+        images = steps * recipe.update_size(self.accelerator.num_processes)
         run = Run(
             arm=arm,
             seed=seed,
@@ -172,7 +172,7 @@ class Trainer:
             processes=self.accelerator.num_processes,
             params=network.params,
             macs=network.macs,
-            step_ms=1e3 * training.step_seconds,
+            step_ms=1e3 * usual(training.steps),
             images_per_second=images / statistics.median(training.seconds),
             peak_mib=peak,
             loss=tuple(statistics.mean(training.loss[first : first + steps]) for first in range(0, updates, steps)),

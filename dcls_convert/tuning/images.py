@@ -18,13 +18,13 @@ from torch.utils.data import Dataset, Sampler
 from ..errors import DclsConvertError, one_line, shown
 from ..networks.running import seeded
 from ..options import Augmentation
+from .recipe import Recipe
 
 HELD_OUT = 5  # one image in so many of each class is to test, in a folder that has no images for it
 SPLITS = ("train", "validation")  # for timm, "val" and others are the same
-LIGHT: dict[str, Any] = {"scale": (0.35, 1.0), "color_jitter": 0.4}
 AUGMENTATIONS: dict[Augmentation, dict[str, Any]] = {  # arguments of timm's create_transform
     "none": {"no_aug": True},
-    "light": LIGHT,
+    "light": {"scale": (0.35, 1.0), "color_jitter": 0.4},
     "strong": {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25, "re_mode": "pixel"},
 }
 
@@ -142,22 +142,20 @@ class Batches(Sampler[list[tuple[int, int]]]):
     """The keys of this process's part of every batch, from the update `start` on to the end of the run."""
 
     images: int
-    epochs: int
-    batch_size: int  # in each process
-    accumulate: int  # batches of an update
-    seed: int
+    recipe: Recipe
     rank: int
     processes: int
     start: int = 0
 
     @property
     def updates_per_epoch(self) -> int:
-        return self.images // (self.batch_size * self.accumulate * self.processes)
+        return self.images // self.recipe.update_size(self.processes)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for epoch in range(self.start // self.updates_per_epoch, self.epochs):
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.images).tolist()
+        size, parts = self.recipe.batch_size, self.recipe.accumulate
+        for epoch in range(self.start // self.updates_per_epoch, self.recipe.epochs):
+            order = np.random.default_rng([self.recipe.seed, epoch]).permutation(self.images).tolist()
             done = max(0, self.start - epoch * self.updates_per_epoch)
-            for batch in range(done * self.accumulate, self.updates_per_epoch * self.accumulate):
-                first = (batch * self.processes + self.rank) * self.batch_size
-                yield [(epoch, index) for index in order[first : first + self.batch_size]]
+            for batch in range(done * parts, self.updates_per_epoch * parts):
+                first = (batch * self.processes + self.rank) * size
+                yield [(epoch, index) for index in order[first : first + size]]

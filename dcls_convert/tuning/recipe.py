@@ -45,3 +45,7 @@ class Recipe:
                 raise DclsConvertError(f"{name.replace('_', ' ')} {value}: must be {allowed}")
         if (self.mixup or self.cutmix) and self.batch_size % 2:
             raise DclsConvertError(f"batch size {self.batch_size}: mixup and cutmix need an even one")
+
+    def update_size(self, processes: int) -> int:
+        """Images of one update."""
+        return self.batch_size * self.accumulate * processes

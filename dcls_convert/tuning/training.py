@@ -10,8 +10,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,11 @@ class Training:
         self.teacher, self.fsdp, self.workers, self.save_every = teacher, fsdp, workers, save_every
         if fsdp and accelerator.distributed_type == DistributedType.NO:
             raise DclsConvertError("--fsdp: needs several processes: accelerate launch --num_processes 2 ...")
-        size, images = recipe.batch_size * recipe.accumulate * accelerator.num_processes, len(data.train)
-        if size > images:
+        images, processes = len(data.train), accelerator.num_processes
+        self.batches = Batches(images, recipe, accelerator.process_index, processes)
+        self.updates_per_epoch = self.batches.updates_per_epoch
+        if not self.updates_per_epoch:
+            size = recipe.update_size(processes)
             raise DclsConvertError(f"a batch size of {size}: one update takes more than all {images} images")
         self.settings = {name: str(value) for name, value in (asdict(recipe) | dict(settings or {})).items()}
         self.settings["num_processes"] = str(accelerator.num_processes)
@@ -123,6 +126,7 @@ class Training:
         if teacher is not None:
             teacher.to(accelerator.device).eval().requires_grad_(False)
         self.average = ModelEmaV3(model, decay=recipe.ema, use_warmup=True) if recipe.ema else None
+        self.evaluated: nn.Module = self.average.module if self.average else model
         for module in [model, *([self.average.module] if self.average else [])] if fsdp else []:
             shard_(module, accelerator)
         # Without lr, the groups state a scale of the learning rate, which timm's schedulers apply.
@@ -143,32 +147,9 @@ class Training:
             self._load_state_(folder / STATE)
         self.tracker = PositionTracker(self.plain, self._track())
 
-    @property
-    def updates_per_epoch(self) -> int:
-        return self._batches().updates_per_epoch
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """The averaged model, if there is one."""
-        return self.average.module if self.average else self.plain
-
-    @property
-    def step_seconds(self) -> float:
-        """Median of the updates that this process made; the first ones warm up."""
-        return statistics.median(self.steps[2:] or self.steps)
-
-    @property
-    def update_seconds(self) -> float:
-        """The same with loading."""
-        return statistics.median(self.updates[2:] or self.updates)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Of the evaluated model, whole and on the CPU; all processes must call it."""
-        return get_model_state_dict(self.evaluated, options=WHOLE)
-
     def trained(self) -> nn.Module:
-        """The evaluated model, whole and on the CPU, in eval mode; in the first process."""
-        state = self.state_dict()
+        """The evaluated model, whole and on the CPU, in eval mode, in the first process; all processes must call it."""
+        state = get_model_state_dict(self.evaluated, options=WHOLE)
         if self.accelerator.is_main_process:
             self.template.load_state_dict(state)
         return self.template.eval()
@@ -183,7 +164,7 @@ class Training:
         recipe = self.recipe
         per_epoch, last = self.updates_per_epoch, recipe.epochs * self.updates_per_epoch
         last = last if most_updates is None else min(last, most_updates)
-        loader = self._loader(self.data.train, self._batches(self.update))
+        loader = self._loader(self.data.train, replace(self.batches, start=self.update))
         mixing = {"mixup_alpha": recipe.mixup, "cutmix_alpha": recipe.cutmix, "label_smoothing": recipe.smoothing}
         mixed = bool(recipe.mixup or recipe.cutmix)
         mixup = Mixup(**mixing, num_classes=len(self.data.classes) or 1) if mixed else None
@@ -281,11 +262,6 @@ class Training:
         outputs: Any = model(images)
         return outputs if isinstance(outputs, Tensor) else next(iter(outputs))  # some give auxiliary ones as well
 
-    def _batches(self, start: int = 0) -> Batches:
-        recipe, rank, processes = self.recipe, self.accelerator.process_index, self.accelerator.num_processes
-        size, parts = recipe.batch_size, recipe.accumulate
-        return Batches(len(self.data.train), recipe.epochs, size, parts, recipe.seed, rank, processes, start)
-
     def _loader(self, images: Any, keys: Any) -> DataLoader[Any]:
         pinned = self.accelerator.device.type == "cuda"
         repeatable = Repeatable(images, self.recipe.seed)
@@ -345,6 +321,11 @@ class Training:
         self.update, self.correct = state["update"], state["correct"]
         for name, values in state["curves"].items():
             setattr(self, name, values)
+
+
+def usual(seconds: Sequence[float]) -> float:
+    """Median of what updates took; the first ones warm up."""
+    return statistics.median(seconds[2:] or seconds)
 
 
 class SoftTargets(nn.Module):
