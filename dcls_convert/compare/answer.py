@@ -3,12 +3,13 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
+from .arms import AS_IT_IS
 from .runs import Run
 
 LEAST_SEEDS = 3  # for a sentence about a difference
@@ -50,10 +51,10 @@ class ArmResult:
 
 def results(runs: Sequence[Run]) -> tuple[ArmResult, ...]:
     """One for each arm, in the order of the runs."""
-    labels = list(dict.fromkeys(run.arm.label for run in runs))
-    by_arm = {label: {run.seed: run for run in runs if run.arm.label == label} for label in labels}
-    original = next((by_arm[run.arm.label] for run in runs if run.arm.kind == "original"), {})
-    return tuple(_result(label, own, original) for label, own in by_arm.items())
+    by_arm: dict[str, dict[int, Run]] = {}
+    for run in runs:
+        by_arm.setdefault(run.arm.label, {})[run.seed] = run
+    return tuple(_result(label, own, by_arm.get(AS_IT_IS, {})) for label, own in by_arm.items())
 
 
 def _result(label: str, runs: dict[int, Run], original: dict[int, Run]) -> ArmResult:
@@ -61,30 +62,29 @@ def _result(label: str, runs: dict[int, Run], original: dict[int, Run]) -> ArmRe
     top1 = [run.top1[-1] for run in runs.values()]
     step_ms = statistics.median(run.step_ms for run in runs.values())
     moved = [run.moved for run in runs.values() if run.moved is not None]
-    known: dict[str, Any] = {
-        "label": label,
-        "seeds": tuple(runs),
-        "params": first.params,
-        "macs": first.macs,
-        "step_ms": step_ms,
-        "images_per_second": statistics.median(run.images_per_second for run in runs.values()),
-        "peak_mib": max((run.peak_mib for run in runs.values() if run.peak_mib is not None), default=None),
-        "top1": statistics.mean(top1),
-        "top1_deviation": statistics.stdev(top1) if len(top1) > 1 else None,
-        "distance": statistics.mean(one.distance for one in moved) if moved else None,
-        "outside": statistics.mean(one.outside for one in moved) if moved else None,
-    }
-    both = [seed for seed in runs if seed in original]
-    if first.arm.kind == "original" or not both:
-        return ArmResult(**known)
-    pairs = [(runs[seed], original[seed]) for seed in both]
+    result = ArmResult(
+        label=label,
+        seeds=tuple(runs),
+        params=first.params,
+        macs=first.macs,
+        step_ms=step_ms,
+        images_per_second=statistics.median(run.images_per_second for run in runs.values()),
+        peak_mib=max((run.peak_mib for run in runs.values() if run.peak_mib is not None), default=None),
+        top1=statistics.mean(top1),
+        top1_deviation=statistics.stdev(top1) if len(top1) > 1 else None,
+        distance=statistics.mean(one.distance for one in moved) if moved else None,
+        outside=statistics.mean(one.outside for one in moved) if moved else None,
+    )
+    pairs = [(runs[seed], original[seed]) for seed in runs if seed in original]
+    if runs is original or not pairs:
+        return result
     differences = tuple(one.top1[-1] - other.top1[-1] for one, other in pairs)
     slower = step_ms / statistics.median(run.step_ms for run in original.values())
     # Of each image, the mean over the seeds.
     images = np.mean([one.is_right() - other.is_right() for one, other in pairs], axis=0)
     over_seeds, over_images = over_all_seeds(differences), over_all_images(images)
-    return ArmResult(
-        **known,
+    return replace(
+        result,
         differences=differences,
         over_seeds=over_seeds,
         over_images=over_images,

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,13 +52,10 @@ class Settings(Record):
 
     def check_same(self, stored: "Settings", folder: Path) -> None:
         """CheckpointError names the first thing in which the runs of the folder are others."""
-        mine, theirs = self.to_dict(), stored.to_dict()
-        for name in mine:
-            if name != "data" and mine[name] != theirs[name]:  # machines have it in different places
-                if name == "recipe":
-                    part = next(part for part in mine[name] if mine[name][part] != theirs[name][part])
-                    name, mine, theirs = part, mine["recipe"], theirs["recipe"]
-                found = f"compares with {name.replace('_', ' ')} {theirs[name]}, not {mine[name]}"
+        mine, theirs = ({**one.to_dict(), **asdict(one.recipe), "recipe": None} for one in (self, stored))
+        for name, value in mine.items():
+            if name != "data" and value != theirs[name]:  # machines have it in different places
+                found = f"compares with {name.replace('_', ' ')} {theirs[name]}, not {value}"
                 raise CheckpointError(f"output {folder}: {found}; name another folder")
 
 
