@@ -16,7 +16,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from ..errors import one_line, printable
+from ..errors import one_line
 
 SECONDS_TO_LOOK = 1.0  # between two looks at whether the pool is still whole
 
@@ -103,5 +103,5 @@ def _answer(function: Callable[[Any], Any], job: Any) -> tuple[Any, str | None]:
         return function(job), None
     except BaseException as error:  # SystemExit too: the job has failed, its worker has not
         frames = traceback.extract_tb(error.__traceback__)
-        place = f" ({printable(Path(frames[-1].filename).name)}:{frames[-1].lineno})"
-        return None, f"{printable(type(error).__name__)}: {one_line(error)[:300]}{place}"
+        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+        return None, f"{type(error).__name__}: {one_line(error)[:300]}{place}"
