@@ -152,10 +152,9 @@ OTHERS = {"match": {"kind": "depthwise"}}  # leaves the options something to be 
     ],
 )
 def test_a_rule_overrules_an_option_and_an_option_a_default(net, key, rule, option, default, expected):
-    rule_key = key
-    top = {"defaults": {rule_key: default}} if default else {}
-    rules = rules_of(CLAIMS | ({rule_key: rule} if rule else {}), OTHERS, **top)
-    options = {"dilated_size": 9} if key != "dilated_size" else {}
+    top = {"defaults": {key: default}} if default else {}
+    rules = rules_of(CLAIMS | ({key: rule} if rule else {}), OTHERS, **top)
+    options = {} if key == "dilated_size" else {"dilated_size": 9}
     options |= {} if option is None else {key: option}
     plan = plan_conversion(net, rules, **options)
     assert {getattr(layer, key) for layer in plan.layers if layer.kernel_size == (3, 3)} == {expected}
