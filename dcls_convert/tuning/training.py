@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.data import DataLoader
 
 from ..errors import CheckpointError, DclsConvertError, one_line
@@ -47,6 +49,7 @@ except ImportError as error:
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered from all processes, into the first
 STATE = "state.pt"
+Criterion = Callable[[Tensor, Tensor], Tensor]
 
 
 def accelerator_for(*, device: str | None = None, mixed_precision: str | None = None) -> Accelerator:
@@ -168,9 +171,9 @@ class Training:
         mixing = {"mixup_alpha": recipe.mixup, "cutmix_alpha": recipe.cutmix, "label_smoothing": recipe.smoothing}
         mixed = bool(recipe.mixup or recipe.cutmix)
         mixup = Mixup(**mixing, num_classes=len(self.data.classes) or 1) if mixed else None
-        criterion: nn.Module = nn.CrossEntropyLoss(label_smoothing=0.0 if mixup else recipe.smoothing)
+        criterion: Criterion = partial(cross_entropy, label_smoothing=0.0 if mixup else recipe.smoothing)
         if self.teacher is not None:
-            criterion = SoftTargets(recipe.temperature)
+            criterion = partial(soft_target_loss, temperature=recipe.temperature)
         with generators_kept():
             batches, begun = iter(loader), time.monotonic()
             while self.update < last:
@@ -214,7 +217,7 @@ class Training:
         together: Tensor = gathered.cpu().unflatten(0, (accelerator.num_processes, -1)).T.flatten()
         return together[:count]
 
-    def _update(self, batches: Iterator[Any], mixup: Any, criterion: nn.Module) -> float:
+    def _update(self, batches: Iterator[Any], mixup: Any, criterion: Criterion) -> float:
         """One update of the weights, from `accumulate` batches; its loss, over all processes."""
         recipe, accelerator = self.recipe, self.accelerator
         self.model.train()
@@ -328,22 +331,14 @@ def usual(seconds: Sequence[float]) -> float:
     return statistics.median(seconds[2:] or seconds)
 
 
-class SoftTargets(nn.Module):
-    """KL divergence of the student's from the teacher's softmax, both at a temperature (Hinton et al., 2015).
+def soft_target_loss(outputs: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Mean KL divergence in nats of a student's from a teacher's softmax, both at a temperature; outputs (N, classes).
 
     The square of the temperature keeps the size of the gradients. At a high one, this is the distance of the centred
-    outputs. arXiv:1503.02531, section 2.
+    outputs. Hinton et al., arXiv:1503.02531, section 2.
     """
-
-    def __init__(self, temperature: float) -> None:
-        super().__init__()
-        self.temperature = temperature
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Outputs of student and teacher (N, classes) -> their mean divergence in nats."""
-        student, teacher = ((logits.float() / self.temperature).log_softmax(1) for logits in (outputs, targets))
-        loss = nn.functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
-        return loss * self.temperature**2
+    student, teacher = ((logits.float() / temperature).log_softmax(1) for logits in (outputs, targets))
+    return kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
 
 
 def shard_(model: nn.Module, accelerator: Accelerator) -> None:
