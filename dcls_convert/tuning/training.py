@@ -34,6 +34,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.data import DataLoader
 
 from ..errors import CheckpointError, DclsConvertError, one_line
+from ..networks.outputs import tensors_in
 from ..networks.positions import clamp_positions_
 from .images import Batches, ImageData, Repeatable, generators_kept, seed_all
 from .param_groups import param_groups
@@ -210,7 +211,7 @@ class Training:
         for images, labels in self._loader(self.data.test, keys):
             images, labels = images.to(accelerator.device), labels.to(accelerator.device)
             with accelerator.autocast():
-                found = self._outputs(model, images).argmax(1)
+                found = tensors_in(model(images))[0].argmax(1)
                 targets = labels if self.teacher is None else self.teacher(images).argmax(1)
             right.append(found == targets)
         gathered: Any = gather(torch.cat(right))
@@ -240,7 +241,8 @@ class Training:
                 with accelerator.autocast():
                     with torch.no_grad():
                         targets = labels if self.teacher is None else self.teacher(images)
-                    loss = criterion(self._outputs(self.model, images), targets)
+                    outputs = tensors_in(self.model(images))[0]  # some models give auxiliary ones as well
+                    loss = criterion(outputs, targets)
                     if recipe.repulsive:
                         loss = loss + recipe.repulsive * repulsive_loss(self.plain) ** 2
                 accelerator.backward(loss / recipe.accumulate)
@@ -259,11 +261,6 @@ class Training:
         mean = float(accelerator.reduce(total, "mean"))  # which waits for the device
         self.steps.append(seconds + time.perf_counter() - begun)
         return mean
-
-    @staticmethod
-    def _outputs(model: nn.Module, images: Tensor) -> Tensor:
-        outputs: Any = model(images)
-        return outputs if isinstance(outputs, Tensor) else next(iter(outputs))  # some give auxiliary ones as well
 
     def _loader(self, images: Any, keys: Any) -> DataLoader[Any]:
         pinned = self.accelerator.device.type == "cuda"
