@@ -59,6 +59,9 @@ def run_jobs(
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
     """Threads and processes that start inside do not get SIGINT, which a terminal sends to the workers too."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
     resource_tracker.ensure_running()  # would unblock the signal if it started later (CPython 3.11)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
