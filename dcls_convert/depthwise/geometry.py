@@ -97,8 +97,3 @@ def grid_positions(kernel_size: int, dilation: int, window: int) -> list[int]:
     """The old kernel's cells along an axis, from the window's centre: (3, 2, 7) -> [-2, 0, 2]."""
     first = (window - extent(kernel_size, dilation)) // 2 - window // 2
     return [first + index * dilation for index in range(kernel_size)]
-
-
-def conv_macs(output_positions: int, out_channels: int, in_per_group: int, kernel_size: Sequence[int]) -> int:
-    """Multiply-accumulates of a convolution for one image; `output_positions` is summed over its calls."""
-    return output_positions * out_channels * in_per_group * math.prod(kernel_size)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..depthwise.geometry import Padding, conv_macs, size_text
+from ..depthwise.geometry import Padding, size_text
 from ..errors import PlanError, one_line
 from ..layers.conv_classes import AnyConv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
@@ -46,9 +46,9 @@ class OldConv:
         return math.prod([self.out_channels, self.in_channels // self.groups, *self.kernel_size])
 
     def macs(self, size: Sequence[int]) -> int | None:
-        """For one image, with a kernel of that size."""
-        positions, inputs = self.output_positions, self.in_channels // self.groups
-        return None if positions is None else conv_macs(positions, self.out_channels, inputs, size)
+        """Multiply-accumulates for one image, with a kernel of that size."""
+        weights = self.out_channels * (self.in_channels // self.groups) * math.prod(size)
+        return None if self.output_positions is None else self.output_positions * weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
