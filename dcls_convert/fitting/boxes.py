@@ -9,7 +9,6 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,19 +20,30 @@ from ..layers.interpolation import find_interpolation, learnt_axes
 SPREAD_MARGIN = 3  # cells: six sigma of a Gaussian element as it starts
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
     """An old kernel's extent along the learnt axes, with a margin where elements spread beyond their neighbours."""
 
-    dilation: tuple[int, ...]  # of the old convolution, and what it becomes
-    size: tuple[int, ...]
-    interpolation: str
-    dense_axes: tuple[int, ...]
-    axes: tuple[int, ...]  # the learnt ones among the spatial axes
-    sides: tuple[int, ...]  # in cells, of each learnt axis
-    origin: tuple[int, ...]  # of the first cell, from the window's centre
-    kernel_size: tuple[int, ...]  # of the old kernel along the learnt axes
-    spacing: tuple[int, ...]  # of its cells
+    def __init__(
+        self,
+        kernel_size: Sequence[int],
+        dilation: Sequence[int],
+        size: Sequence[int],
+        interpolation: str,
+        dense_axes: Sequence[int] = (),
+    ) -> None:
+        self.dilation, self.size, self.interpolation, self.dense_axes = dilation, size, interpolation, dense_axes
+        self.axes = learnt_axes(len(size), dense_axes)
+        old, spacing, window = ([values[axis] for axis in self.axes] for values in (kernel_size, dilation, size))
+        self.kernel_size = tuple(old)  # along the learnt axes, as all that follows
+        self.grids = list(
+            map(grid_positions, old, spacing, window)
+        )  # where the old cells lie, from the window's centre
+        extents = list(map(extent, old, spacing))
+        most = 0 if find_interpolation(interpolation).exact_on_cells else SPREAD_MARGIN
+        margins = [min(most, (side - inner) // 2) for side, inner in zip(window, extents, strict=True)]
+        self.sides = tuple(side + 2 * margin for side, margin in zip(extents, margins, strict=True))  # in cells
+        # Of the first cell, from the window's centre.
+        self.origin = tuple(grid[0] - margin for grid, margin in zip(self.grids, margins, strict=True))
 
     def largest(
         self, kernels: Sequence[Tensor], kernel_count: int, *, effective: Sequence[Tensor] | None = None
@@ -44,9 +54,7 @@ class Box:
 
     def cells(self) -> Tensor:
         """(K, A): where the cells of the old kernel lie in the box."""
-        shapes = zip(self.kernel_size, self.spacing, self.sides, strict=True)
-        ranges = [[cell + side // 2 for cell in grid_positions(size, step, side)] for size, step, side in shapes]
-        return torch.tensor(list(itertools.product(*ranges)))
+        return torch.tensor(list(itertools.product(*self.grids))) - torch.tensor(self.origin)
 
     def flat_cells(self) -> Tensor:
         """(K,): which of the box's S cells they are."""
@@ -73,33 +81,6 @@ class Box:
         """(A, O, I, *D, E) from the window's centre -> (N, E, A), from the first cell of the box."""
         places = positions.flatten(1, -2).movedim(0, -1)
         return places - places.new_tensor(self.origin)
-
-
-def box_of(
-    kernel_size: Sequence[int],
-    dilation: Sequence[int],
-    size: Sequence[int],
-    interpolation: str,
-    dense_axes: Sequence[int] = (),
-) -> Box:
-    """The box of an old kernel in a window of that size."""
-    axes = learnt_axes(len(size), dense_axes)
-    old, spacing, window = ([values[axis] for axis in axes] for values in (kernel_size, dilation, size))
-    extents = list(map(extent, old, spacing))
-    most = 0 if find_interpolation(interpolation).exact_on_cells else SPREAD_MARGIN
-    margins = [min(most, (side - inner) // 2) for side, inner in zip(window, extents, strict=True)]
-    firsts = [cells[0] for cells in map(grid_positions, old, spacing, window)]
-    return Box(
-        dilation=tuple(dilation),
-        size=tuple(size),
-        interpolation=interpolation,
-        dense_axes=tuple(dense_axes),
-        axes=tuple(axes),
-        sides=tuple(side + 2 * margin for side, margin in zip(extents, margins, strict=True)),
-        origin=tuple(first - margin for first, margin in zip(firsts, margins, strict=True)),
-        kernel_size=tuple(old),
-        spacing=tuple(spacing),
-    )
 
 
 def spread(profiles: Sequence[Tensor]) -> Tensor:

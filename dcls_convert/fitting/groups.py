@@ -10,7 +10,7 @@ from ..errors import PlanError
 from ..layers.conv_classes import CONV_CLASSES, PLAIN, Conv, find_form, why_not_replaceable
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..planning.plan import ConversionPlan, LayerPlan, TieGroup
-from .boxes import Box, box_of
+from .boxes import Box
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class LayerGroup:
     @property
     def box(self) -> Box:
         first = self.plans[0]
-        return box_of(first.kernel_size, first.dilation, first.dilated_size, first.interpolation, first.dense_axes)
+        return Box(first.kernel_size, first.dilation, first.dilated_size, first.interpolation, first.dense_axes)
 
     def kernel_errors(self) -> dict[str, float]:
         """|new - old| / |old| for the kernels of each layer, as they are convolved; nothing on the meta device."""

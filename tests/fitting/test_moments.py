@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dcls_convert.fitting import moments
-from dcls_convert.fitting.boxes import box_of
+from dcls_convert.fitting.boxes import Box
 from dcls_convert.fitting.moments import Moments, best_weights, shared_roots
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 
@@ -32,7 +32,7 @@ def layer_of(name, count=4):
     torch.manual_seed(0)
     dims = len(conv.kernel_size)
     layer = DCLS_LAYERS[dims].like(conv, count, size, "bilinear", dense)
-    box = box_of(conv.kernel_size, conv.dilation, layer.dilated_kernel_size, "bilinear", dense)
+    box = Box(conv.kernel_size, conv.dilation, layer.dilated_kernel_size, "bilinear", dense)
     with torch.no_grad():
         layer.weight.normal_()
         for axis, (first, side) in enumerate(zip(box.origin, box.sides, strict=True)):
@@ -101,7 +101,7 @@ def test_the_root_measures_what_an_error_does_to_the_output(conv):
     old = nn.Conv2d(8, 8, 5, padding=2, bias=False, **conv)
     layer = DCLS_LAYERS[2].like(old, 4, 9, "bilinear", ())
     images = nn.functional.avg_pool2d(torch.randn(6, 8, 44, 44), 5, stride=1)
-    alone = Moments(layer, box_of((5, 5), (1, 1), (9, 9), "bilinear"), joint=False)
+    alone = Moments(layer, Box((5, 5), (1, 1), (9, 9), "bilinear"), joint=False)
     alone.add(images)
     roots = shared_roots([alone])
     assert roots.shape == (8, 25, 25)
@@ -120,7 +120,7 @@ def test_in_the_root_that_layers_share_each_counts_alike():
     rough, smooth = torch.randn(2, 4, 20, 20), nn.functional.avg_pool2d(torch.randn(2, 4, 20, 20), 3, stride=1)
 
     def seeing(*batches):
-        moments = Moments(layer, box_of((3, 3), (1, 1), (7, 7), "bilinear"), joint=False)
+        moments = Moments(layer, Box((3, 3), (1, 1), (7, 7), "bilinear"), joint=False)
         for images in batches:
             moments.add(images)
         return moments

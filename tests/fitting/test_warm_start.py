@@ -13,7 +13,7 @@ from torch import nn
 from dcls_convert import DclsConv2d, convert_
 from dcls_convert.depthwise.geometry import grid_positions
 from dcls_convert.fitting.batches import lines_innermost
-from dcls_convert.fitting.boxes import box_of
+from dcls_convert.fitting.boxes import Box
 from dcls_convert.fitting.least_squares import _problem, _step
 from dcls_convert.fitting.warm_start import fit_elements
 from dcls_convert.layers.construction import construct_kernel
@@ -40,7 +40,7 @@ def kernels_of(case, layers=3, dtype=torch.float32, seed=0):
 
 def box_for(case, interpolation="bilinear"):
     dilation = case.get("dilation", (1,) * len(case["size"]))
-    return box_of(case["shape"][2:], dilation, case["size"], interpolation, case.get("dense_axes", ()))
+    return Box(case["shape"][2:], dilation, case["size"], interpolation, case.get("dense_axes", ()))
 
 
 def in_window(kernel, box):
@@ -105,7 +105,7 @@ def test_a_kernel_that_was_constructed_from_elements_is_found_again():
     cells = torch.tensor(list(itertools.product([-2.0, 0.0, 2.0], repeat=2)))
     positions = (cells + torch.rand(16, 9, 2)).clamp(max=3).permute(2, 0, 1).unsqueeze(2)  # (A, O, I, E)
     kernel = construct_kernel(torch.rand(16, 1, 9) + 0.5, positions, (7, 7))
-    box = box_of((7, 7), (1, 1), (17, 17), "bilinear")
+    box = Box((7, 7), (1, 1), (17, 17), "bilinear")
     assert distances([kernel], *fit_elements([kernel], box, kernel_count=18), box)[0] < 0.02 * float(kernel.norm())
 
 
@@ -114,7 +114,7 @@ def test_a_layer_of_small_weights_is_not_lost_for_the_sum(count, seed):
     """Where the fit of both layers together would leave it worse than its largest cells."""
     generator = torch.Generator().manual_seed(seed)
     kernels = [scale * torch.randn(1, 1, 3, 3, generator=generator) for scale in (1, 0.01)]
-    box = box_of((3, 3), (1, 1), (7, 7), "bilinear")
+    box = Box((3, 3), (1, 1), (7, 7), "bilinear")
     fitted = distances(kernels, *fit_elements(kernels, box, kernel_count=count), box)
     largest = distances(kernels, *box.largest(kernels, count), box)
     assert all(near <= far * (1 + 1e-6) for near, far in zip(fitted, largest, strict=True))
@@ -153,7 +153,7 @@ CELLS = st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-20, 1e10, 0.5]), min_size=9
 def test_odd_kernels_and_images_give_finite_elements_no_worse_than_the_largest(cells, count, interpolation, seen):
     """Kernels of zeros, equal cells, cells that drown others; channels in which nothing is ever seen."""
     kernels = [torch.tensor(layer).reshape(1, 1, 3, 3) for layer in cells]
-    box = box_of((3, 3), (1, 1), (7, 7), interpolation)
+    box = Box((3, 3), (1, 1), (7, 7), interpolation)
     sides = math.prod(box.sides)
     roots = None if seen is None else torch.randn(1, sides, sides, generator=torch.Generator().manual_seed(0))
     if seen in ("no input", "flat input"):
@@ -183,7 +183,7 @@ def test_kernels_of_other_dtypes_give_elements_of_that_dtype(dtype):
 def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
     """Kaufman's gradient is exact: the cost's derivative by the places, weights following."""
     torch.manual_seed(0)
-    box = box_of((5, 5), (1, 1), (9, 9), "bilinear")
+    box = Box((5, 5), (1, 1), (9, 9), "bilinear")
     roots = torch.randn(1, 25, 25).double() / 5 if rooted else None
     problem = _problem(torch.randn(1, 3, 25).double(), box, roots)
     places = torch.rand(1, 6, 2).double() * 3.9

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcls_convert.fitting.boxes import box_of
+from dcls_convert.fitting.boxes import Box
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d
 from dcls_convert.layers.interpolation import INTERPOLATIONS, Interpolation, spread_sum
@@ -219,7 +219,7 @@ def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
     )
     # In the fit, an element has the very footprint that the constructor gives it.
     places = torch.linspace(0, 4, 9, dtype=torch.float64).reshape(1, -1)
-    value, _ = box_of((5,), (1,), (5,), "bell").profile(places, 5)
+    value, _ = Box((5,), (1,), (5,), "bell").profile(places, 5)
     one = torch.ones(9, 1, 1, dtype=torch.float64)
     close(value[0], construct_kernel(one, places.reshape(1, 9, 1, 1) - 2, (5,), interpolation="bell")[:, 0])
 
