@@ -56,7 +56,10 @@ def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...
     """All layers of the plan, without values and not in the model yet. PlanError: as `place_layers_`."""
     convs = {layer.name: _find_conv(model, layer) for layer in plan.layers}
     for tie in plan.tie_groups:
-        _check_owner(model, tie)
+        owner = model.get_submodule(tie.owner)
+        for parameter in tie.parameters.values():
+            if hasattr(owner, parameter):
+                raise PlanError(f"{tie.owner or 'the model'} already has a {parameter}; is the model converted?")
     members: dict[str, list[LayerPlan]] = {}
     for layer in plan.layers:
         members.setdefault(layer.tie_group or f"\0{layer.name}", []).append(layer)
@@ -97,17 +100,3 @@ def _find_conv(model: nn.Module, layer: LayerPlan) -> Conv:
     if (conv.bias is not None) != layer.bias:
         raise PlanError(f"{layer.name}: has {'a' if conv.bias is not None else 'no'} bias, unlike the plan")
     return conv
-
-
-def _check_owner(model: nn.Module, group: TieGroup) -> None:
-    try:
-        owner, *inside = map(model.get_submodule, (group.owner, *group.layers))
-    except AttributeError as error:
-        raise PlanError(f"tie group {group.name}: the plan is for another model: {error}") from error
-    if not set(inside) <= set(owner.modules()):
-        raise PlanError(f"tie group {group.name}: {group.owner} does not hold all its layers")
-    for parameter in group.parameters.values():
-        if hasattr(owner, parameter):
-            raise PlanError(f"{group.owner or 'the model'} already has a {parameter}; is the model converted?")
-        if not parameter.isidentifier():
-            raise PlanError(f"tie group {group.name}: {parameter!r} is no name for a parameter")
