@@ -31,12 +31,11 @@ Fill = Callable[[LayerGroup, Tensor | None], object]  # gives a group its elemen
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offset:
-    """What the outputs of a new layer lack for the means of the old ones, and what can make up for it."""
+    """What makes up for what the outputs of a new layer lack for the means of the old ones."""
 
     name: str  # of the layer
-    values: Tensor  # (out_channels,)
     home: Tensor | None  # its bias, or the running mean of the BatchNorm behind it; None where it has neither
-    sign: int  # with which the home takes up the values
+    values: Tensor  # (out_channels,), to be added to the home
 
 
 @dataclass(kw_only=True)
@@ -60,7 +59,7 @@ def look(model: nn.Module, groups: Sequence[LayerGroup], calibration: Calibratio
     """Run the old network with all images."""
     notify("looking at the images")
     seen, first = Seen(images=calibration), calibration.batches[0][:1]
-    entering: dict[nn.Module, list[nn.Module | None]] = {}  # a norm -> what gave its inputs
+    behind: dict[nn.Module, set[nn.Module | None]] = {}  # a norm -> what gave its inputs
     outputs: list[tuple[nn.Module, Tensor]] = []  # of convolutions, in the first pass
 
     def count(conv: nn.Module, _: Any, output: Tensor) -> None:
@@ -69,7 +68,7 @@ def look(model: nn.Module, groups: Sequence[LayerGroup], calibration: Calibratio
 
     def note_norm(norm: nn.Module, inputs: tuple[Any, ...]) -> None:
         giver = next((conv for conv, output in outputs if inputs and output is inputs[0]), None)
-        entering.setdefault(norm, []).append(giver)
+        behind.setdefault(norm, set()).add(giver)
 
     def add(conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         input = args[0] if args else kwargs["input"]
@@ -88,7 +87,6 @@ def look(model: nn.Module, groups: Sequence[LayerGroup], calibration: Calibratio
                     hooks.callback(norm.register_forward_pre_hook(note_norm).remove)
             forward(model, first)
         outputs.clear()
-        behind = {norm: set(givers) for norm, givers in entering.items()}
         for conv, layer, group in pairs:
             seen.alone[conv] = Moments(layer, group.box, joint=False)
             if seen.calls[conv] > 1:
@@ -141,7 +139,9 @@ def fit_to_outputs_(
         number, of = len(offsets), len(seen.calls)
         notify(f"calibrating {layer.name}, layer {number + 1} of {of}", number, of)
         outputs = layer.solve_(new, wanted)
-        offsets[conv] = layer.offset
+        # A norm subtracts its running mean.
+        values = -layer.lacks if layer.layer.bias is None else layer.lacks
+        offsets[conv] = Offset(name=layer.name, home=layer.home, values=values)
         return [*wanted, *outputs]
 
     passes = [partial(forward, model, batch) for batch in seen.images.batches]
@@ -158,15 +158,10 @@ class _NewLayer:
         self.old = conv.forward
         self._form = find_form(conv) or PLAIN
         self._seen = seen.joint.get(conv)
-        self._home = seen.means.get(conv) if layer.bias is None else layer.bias
+        self.home = seen.means.get(conv) if layer.bias is None else layer.bias
         self._bias: Any = 0.0 if layer.bias is None else layer.bias.detach().double()
-        self._lacks = layer.weight.new_zeros(layer.out_channels, dtype=torch.float64)
+        self.lacks = layer.weight.new_zeros(layer.out_channels, dtype=torch.float64)
         self._kernel: Tensor | None = None
-
-    @property
-    def offset(self) -> Offset:
-        sign = -1 if self.layer.bias is None else 1
-        return Offset(name=self.name, values=self._lacks, home=self._home, sign=sign)
 
     def outputs(self, input: Tensor) -> Tensor:
         """With the offset, where something takes it up."""
@@ -174,7 +169,7 @@ class _NewLayer:
             outputs = self.layer.forward(input)
         else:
             outputs = self.conv._conv_forward(input, self._kernel, self.layer.bias)
-        return outputs if self._home is None else outputs + self._channels(self._lacks, outputs)
+        return outputs if self.home is None else outputs + self._channels(self.lacks, outputs)
 
     @torch.no_grad()
     def solve_(self, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
@@ -198,16 +193,16 @@ class _NewLayer:
             for axis, first, side in zip(self.box.axes, self.box.origin, self.box.sides, strict=True):
                 self._kernel = self._kernel.narrow(2 + axis, first + layer.kernel_size[axis] // 2, side)
         if self._seen is not None:  # of all calls
-            self._lacks = means - self._bias
+            self.lacks = means - self._bias
             return list(map(self.outputs, inputs))
         outputs = list(map(self.outputs, inputs))  # the offset is 0 so far
         (mean, variance), (wanted_mean, wanted_variance) = self._statistics(outputs), self._statistics(wanted)
         scale = torch.ones_like(mean) if form.weight is not None else scale_between(variance, wanted_variance)
         layer.weight.mul_(scale.reshape(-1, *[1] * (layer.weight.dim() - 1)))
         shift = self._bias * (1 - scale)
-        self._lacks = wanted_mean - scale * mean - shift
-        if self._home is not None:
-            shift = shift + self._lacks
+        self.lacks = wanted_mean - scale * mean - shift
+        if self.home is not None:
+            shift = shift + self.lacks
         return [each * self._channels(scale, each) + self._channels(shift, each) for each in outputs]
 
     def _channels(self, values: Tensor, outputs: Tensor) -> Tensor:

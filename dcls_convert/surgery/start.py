@@ -96,7 +96,7 @@ def apply_plan_(
         put_layers_(model, plan, groups)
         for offset in offsets:
             if offset.home is not None:
-                offset.home.add_(offset.values.to(offset.home), alpha=offset.sign)
+                offset.home.add_(offset.values.to(offset.home))
     return errors
 
 
