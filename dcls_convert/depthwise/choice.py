@@ -189,6 +189,5 @@ def _time(case: Case, input: Tensor, kernel: Tensor) -> dict[Way, float]:
 
 def _now(device: torch.device) -> float:
     """Seconds, once all that the device was told to do is done."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -142,9 +142,8 @@ class Moments:
     def penalty(self, covariance: Tensor) -> Tensor:
         """(G, R * S): what is added to the covariance's diagonal, a share of the energy of each line's input."""
         cells = math.prod(self.box.sides)
-        energy = (
-            covariance.diagonal(dim1=1, dim2=2)[:, : self.length].reshape(self.groups, -1, cells).mean(-1)
-        )  # (G, R)
+        energy = covariance.diagonal(dim1=1, dim2=2)[:, : self.length]  # (G, R * S)
+        energy = energy.reshape(self.groups, -1, cells).mean(-1)  # (G, R)
         least = energy.mean() * LEAST_ENERGY + 1e-12
         return DAMPING * energy.maximum(least).repeat_interleave(cells, dim=1)
 

@@ -157,14 +157,12 @@ class _Construct(Function):
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Parts of N, of tensors (N, any) or (A, N, E); first (N, cells of the window), last with E elements."""
-    count, elements = tensors[-1].shape[-2:]
+    elements = tensors[-1].shape[-1]
     if on_cpu(tensors[-1]):
         most = BLOCK_ELEMENTS * min(torch.get_num_threads(), MOST_THREADS)
     else:
         most = MOST_PRODUCTS // tensors[0].shape[-1]
     step = max(1, most // max(elements, 1))
-    if count <= step:
-        return [tensors]
     return zip(*(torch.split(tensor, step, tensor.dim() - 2) for tensor in tensors), strict=True)
 
 

@@ -72,10 +72,9 @@ class FoldFirst(OwnMethod):
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.module is None:
-            raise RuntimeError("copied without its module; use dcls_convert.fold_to_dense_")
-        fold_to_dense_(self.module)  # takes this object off the module as well
-        own = getattr(self.module, self.name, None)
+        module: Any = self.module
+        fold_to_dense_(module)  # takes this object off the module as well
+        own = getattr(module, self.name, None)
         return None if own is None else own(*args, **kwargs)
 
 
