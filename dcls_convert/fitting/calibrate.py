@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, one_line
-from ..layers.conv_classes import PLAIN, Conv, find_form
+from ..layers.conv_classes import PLAIN, Conv
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.in_step import run_in_step
 from ..networks.running import evaluating, run
@@ -156,7 +156,6 @@ class _NewLayer:
     def __init__(self, name: str, conv: Conv, layer: DclsConvNd, box: Box, seen: Seen) -> None:
         self.name, self.conv, self.layer, self.box = name, conv, layer, box
         self.old = conv.forward
-        self._form = find_form(conv) or PLAIN
         self._seen = seen.joint.get(conv)
         self.home = seen.means.get(conv) if layer.bias is None else layer.bias
         self._bias: Any = 0.0 if layer.bias is None else layer.bias.detach().double()
@@ -174,7 +173,7 @@ class _NewLayer:
     @torch.no_grad()
     def solve_(self, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
         """Give the layer the weights for its positions by which outputs are as wanted; its outputs for these inputs."""
-        layer, form = self.layer, self._form
+        layer, form = self.layer, self.layer.form
         joint = self._seen or Moments(layer, self.box, joint=True)
         for input, target in zip(inputs, wanted, strict=True) if self._seen is None else ():
             joint.add(input, target)

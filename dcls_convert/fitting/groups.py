@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..depthwise.geometry import grid_positions
 from ..errors import PlanError
-from ..layers.conv_classes import CONV_CLASSES, PLAIN, Conv, find_form, why_not_replaceable
+from ..layers.conv_classes import CONV_CLASSES, Conv, why_not_replaceable
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..planning.plan import ConversionPlan, LayerPlan, TieGroup
 from .boxes import Box
@@ -28,7 +27,8 @@ class LayerGroup:
 
     def effective_kernels(self) -> list[Tensor]:
         """What the old convolutions convolve, (O, I, *kernel size) each."""
-        return [(find_form(conv) or PLAIN).effective_weight(conv, conv.weight.detach()) for conv in self.convs]
+        pairs = zip(self.convs, self.layers, strict=True)
+        return [layer.form.effective_weight(conv, conv.weight.detach()) for conv, layer in pairs]
 
     @property
     def box(self) -> Box:
@@ -40,13 +40,12 @@ class LayerGroup:
         effective, first = self.effective_kernels(), self.plans[0]
         if effective[0].is_meta:
             return {}
-        shapes = zip(first.kernel_size, first.dilation, first.dilated_size, strict=True)
-        places = [[cell + size // 2 for cell in grid_positions(side, step, size)] for side, step, size in shapes]
-        cells = torch.meshgrid(*map(torch.tensor, places), indexing="ij")
+        shapes = zip(first.extents, first.dilated_size, first.dilation, strict=True)
+        middle = [slice((size - old) // 2, (size + old) // 2, step) for old, size, step in shapes]
         errors = {}
         for plan, old, layer in zip(self.plans, effective, self.layers, strict=True):
             left = layer.kernel().to(torch.promote_types(old.dtype, torch.float32))
-            left[:, :, *cells] -= old  # type: ignore[index]
+            left[:, :, *middle] -= old
             norm = float(old.float().norm())
             errors[plan.name] = float(left.norm()) / norm if norm else 0.0
         return errors

@@ -13,7 +13,6 @@ from ..fitting.calibrate import Offset, Seen, fit_to_outputs_, look
 from ..fitting.groups import LayerGroup, make_layers
 from ..fitting.images import Calibration, Images, calibrate
 from ..fitting.warm_start import fit_elements, fit_seed
-from ..layers.conv_classes import PLAIN, find_form
 from ..layers.elements import Elements, first_cells, random_positions
 from ..layers.interpolation import find_interpolation
 from ..networks.running import reproducible, unchanged_on_failure
@@ -129,7 +128,7 @@ def _fill_from_kernels_(group: LayerGroup, roots: Tensor | None, init: Init, see
         return
     fitted = fit_elements(effective, group.box, kernel_count=count, roots=roots, seed=seed)
     _fill_(group, fitted)
-    if any((find_form(conv) or PLAIN).weight for conv in group.convs):
+    if any(layer.form.weight for layer in group.layers):
         # What transforms the elements (weight standardisation) can undo the fit of what they should become.
         errors = group.kernel_errors()
         _fill_(group, largest)
