@@ -74,16 +74,6 @@ def find_interpolation(name: str) -> Interpolation:
     return INTERPOLATIONS[name]
 
 
-def spread_sum(positions: Tensor, sigma: Tensor | None, size: Sequence[int], interpolation: str) -> Tensor:
-    """What a spread sums to before it is normalised: positions (A, ...) inside the window of `size` -> (...)."""
-    profile = find_interpolation(interpolation).profile
-    sigma = torch.ones_like(positions) if sigma is None else sigma
-    total = torch.ones_like(positions[0])
-    for coordinate, width, length in zip(positions, sigma, size, strict=True):
-        total = total * profile(coordinate + length // 2, width, length).sum(-1)
-    return total
-
-
 def position_limits(size: int) -> tuple[int, int]:
     """The first and last cell of a window of `size` cells, counted from its centre: (-8, 8) for 17, (-4, 3) for 8."""
     return -(size // 2), (size - 1) // 2

@@ -16,7 +16,7 @@ from ..depthwise.geometry import size_text
 from ..errors import CheckpointError
 from ..fitting.groups import make_layers
 from ..layers.conv_classes import PLAIN, find_form
-from ..layers.interpolation import find_interpolation, spread_sum
+from ..layers.interpolation import find_interpolation
 from ..networks.weights import load_weights_, not_finite
 from ..options import AuthorsVersion
 from ..planning.plan import ConversionPlan, LayerCounts, LayerPlan
@@ -135,8 +135,8 @@ def _translated(layer: LayerPlan, weights: AuthorsWeights, released: bool) -> di
     theirs = next((weights.layers[name] for name in layer.names if name in weights.layers), None)
     if theirs is None:
         raise CheckpointError(f"{weights.where}: has no elements for {layer.name}, which is to be converted")
-    sigma, positions = theirs.get(_SIGMA), theirs[_POSITIONS]
-    if (sigma is not None) != find_interpolation(layer.interpolation).has_sigma:
+    sigma, positions, method = theirs.get(_SIGMA), theirs[_POSITIONS], find_interpolation(layer.interpolation)
+    if (sigma is not None) != method.has_sigma:
         allowed = f"no {_SIGMA}, so its interpolation is bilinear, not {layer.interpolation}"
         if sigma is not None:
             allowed = f"a {_SIGMA}, so its interpolation is triangle (their version max) or gaussian (gauss), which "
@@ -156,11 +156,13 @@ def _translated(layer: LayerPlan, weights: AuthorsWeights, released: bool) -> di
     precise = torch.float64 if positions.dtype == torch.float64 else torch.float32
     parts = {"weight": theirs[_WEIGHT], "positions": positions.to(precise)[order] + offset}
     if sigma is not None:
-        least = find_interpolation(layer.interpolation).min_sigma or 0.0
-        parts["sigma"] = sigma.to(precise)[order].abs() + least
+        parts["sigma"] = sigma.to(precise)[order].abs() + (method.min_sigma or 0.0)
     if not is_v0:  # our elements are spread to exactly their weight, theirs are not
         exact = {name: tensor.double() for name, tensor in parts.items()}
-        total = spread_sum(exact["positions"], exact.get("sigma"), size, layer.interpolation)  # (O, I, E)
+        widths = exact.get("sigma", torch.ones_like(exact["positions"]))
+        total = torch.ones_like(exact["weight"])  # what an element's spread sums to: (O, I, E)
+        for place, width, side in zip(exact["positions"], widths, size, strict=True):
+            total = total * method.profile(place + side // 2, width, side).sum(-1)
         parts["weight"] = (exact["weight"] * total / (total + _NORMALISER)).to(theirs[_WEIGHT].dtype)
     return parts
 

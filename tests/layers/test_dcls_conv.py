@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dcls_convert.depthwise.geometry import extent
+from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d, DclsConv3d
 from dcls_convert.layers.elements import largest_elements
 from dcls_convert.layers.interpolation import INTERPOLATIONS
 
 from .common import close, every_interpolation, randn
 
-CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 OPTIONS = {"kernel_count": 4, "dilated_kernel_size": (5, 8)}  # of a small DclsConv2d
 # torch says so of every convolution with padding='same' and an even kernel.
 even_same = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
@@ -49,7 +49,7 @@ def scattered(layer):
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_signature_is_that_of_the_convolution_but_for_the_window(dims):
-    ours, theirs = (inspect.signature(layer[dims]).parameters for layer in (DCLS_LAYERS, CONVS))
+    ours, theirs = (inspect.signature(layer[dims]).parameters for layer in (DCLS_LAYERS, CONV_CLASSES))
     assert list(ours)[:2] == list(theirs)[:2] == ["in_channels", "out_channels"]
     assert theirs.keys() - ours.keys() == {"kernel_size"}
     assert ours.keys() - theirs.keys() == {"kernel_count", "dilated_kernel_size", "interpolation", "dense_axes"}
@@ -112,7 +112,7 @@ class Geometry:
         return len(self.window)
 
     def conv(self, kernel_size):
-        return CONVS[self.dims](*self.channels, kernel_size, **self.options)
+        return CONV_CLASSES[self.dims](*self.channels, kernel_size, **self.options)
 
 
 @st.composite
@@ -200,7 +200,7 @@ def test_fusing_keeps_the_output_and_leaves_a_plain_convolution(geometry, interp
         **geometry.options,
     )
     fused, plain = scattered(layer).fuse(), geometry.conv(geometry.window)
-    assert type(fused) is CONVS[geometry.dims]
+    assert type(fused) is CONV_CLASSES[geometry.dims]
     close(fused(geometry.input), layer(geometry.input))
     # It cannot be told from one that was made as such.
     assert repr(fused) == repr(plain)

@@ -1,6 +1,6 @@
-"""Laws of kernel construction, against plain loops over the paper's algorithms and against the authors' own package.
+"""Laws of kernel construction, against plain loops over the paper's algorithms; the authors' layers are in `surgery`.
 
-Windows are never square, unless the authors' code can do no other, so that swapped axes are seen.
+Windows are never square, so that swapped axes are seen.
 """
 
 import itertools
@@ -8,7 +8,6 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-import DCLS.construct.modules as authors
 import pytest
 import torch
 from hypothesis import given
@@ -18,14 +17,13 @@ from torch import Tensor
 from dcls_convert.fitting.boxes import Box
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d
-from dcls_convert.layers.interpolation import INTERPOLATIONS, Interpolation, spread_sum
+from dcls_convert.layers.interpolation import INTERPOLATIONS, Interpolation
 
 from ..depthwise.gpu_forms import FORMS, Watch, as_on_a_gpu
 from .common import FLOAT64_ATOL, close, every_interpolation, randn
 
 STEP = 1e-7  # cells; of one-sided differences, whose error is of the order of the step itself
 ONE_SIDED_ATOL = 1e-5  # a hundred steps; the derivatives on the two sides of a kink differ by about 1
-AUTHORS_NORMALISER = 1e-7  # what they add, but in version v0, to the sum that they divide by
 
 WINDOWS = {1: (7,), 2: (5, 8), 3: (4, 3, 6)}  # odd and even cells
 SMALL_WINDOWS = {1: (5,), 2: (3, 4), 3: (2, 3, 4)}
@@ -319,40 +317,6 @@ def test_a_position_that_is_not_a_number_shows_in_its_kernel_alone(interpolation
         kernel[0, 0] = healthy[0, 0]
         assert torch.equal(kernel, healthy)
         broken.gradients(random_like(kernel))  # does not crash
-
-
-# The authors' package. Its import table: which of our axes P[0], P[1], ... and SIG[0], ... belong to.
-
-AUTHORS_INTERPOLATION = {"v0": "bilinear", "v1": "bilinear", "max": "triangle", "gauss": "gaussian"}
-AUTHORS_AXES = {
-    **{("Dcls1d", version): (0,) for version in AUTHORS_INTERPOLATION},
-    **{("Dcls2d", version): (1, 0) for version in AUTHORS_INTERPOLATION},
-    **{("Dcls3d", version): (2, 1, 0) for version in AUTHORS_INTERPOLATION},
-    ("Dcls2d", "v0"): (0, 1),
-    ("Dcls3d", "v0"): (0, 2, 1),
-}
-# Where P has another order than the axes, they add half the size of the wrong axis, which must be the same half.
-EQUAL_HALVES = {"Dcls1d": [(7,), (8,)], "Dcls2d": [(7, 7), (6, 6), (5, 4)], "Dcls3d": [(5, 5, 5), (4, 5, 4), (5, 4, 4)]}
-AUTHORS_WINDOWS = [
-    *[(layer, version, size) for layer, version in AUTHORS_AXES for size in EQUAL_HALVES[layer]],
-    *[("Dcls2d", "v0", size) for size in [(5, 8), (9, 2)]],
-    ("Dcls3d", "v0", (3, 6, 7)),
-]
-
-
-@pytest.mark.parametrize(("layer", "version", "size"), AUTHORS_WINDOWS)
-def test_kernels_are_those_of_the_authors(layer, version, size):
-    some = elements(size, AUTHORS_INTERPOLATION[version], count=5)
-    theirs = getattr(authors, layer)(3, 2, kernel_count=5, dilated_kernel_size=size, version=version)
-    axes, least = list(AUTHORS_AXES[layer, version]), INTERPOLATIONS[some.interpolation].min_sigma
-    sigmas = [None] if some.sigma is None else [some.sigma, torch.full_like(some.sigma, least)]
-    for case in [replace(some, sigma=sigma) for sigma in sigmas]:
-        # Their sigma is ours without the least value, which they add to its amount.
-        sigma = None if case.sigma is None else (case.sigma - least)[axes]
-        total = spread_sum(case.positions, case.sigma, size, case.interpolation)
-        share = 1.0 if version == "v0" else total / (total + AUTHORS_NORMALISER)
-        ours = replace(case, weight=case.weight * share)
-        close(ours.kernel(), theirs.DCK(case.weight, case.positions[axes], sigma))
 
 
 # Number formats.

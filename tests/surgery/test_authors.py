@@ -11,10 +11,12 @@ import DCLS.construct.modules as authors
 import pytest
 import timm
 import torch
+from timm.layers import StdConv2d
 from torch import nn
 
 import dcls_convert
 from dcls_convert.errors import CheckpointError
+from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.weights import with_names_of
 from dcls_convert.planning.rules import parse_rules
@@ -29,7 +31,6 @@ FLOAT32_TOLERANCE = 1e-5
 COUNT = 5
 SMALL = ("--input-size", "3x32x32")  # for speed
 INTERPOLATIONS = {"v0": "bilinear", "v1": "bilinear", "max": "triangle", "gauss": "gaussian"}
-CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 def random_places_(layer, generator):
@@ -140,13 +141,13 @@ def states():
 # To which axis P[0], P[1], ... belong, by dims and whether it is version v0.
 AXES = {(2, True): (0, 1), (3, True): (0, 2, 1), (2, False): (1, 0), (3, False): (2, 1, 0)}
 LAYERS = [
-    *((dims, version, (7,) * dims) for dims in (1, 2, 3) for version in INTERPOLATIONS),
-    (2, "v0", (5, 9)),
-    (3, "v0", (3, 5, 7)),
-    (2, "v1", (9, 5)),
+    *((dims, version, (side,) * dims) for dims in (1, 2, 3) for side in (7, 6) for version in INTERPOLATIONS),
+    (2, "v0", (5, 8)),
+    (3, "v0", (3, 6, 7)),
+    (2, "v1", (9, 4)),
     (2, "max", (5, 9)),
-    (2, "gauss", (9, 5)),
-    (3, "gauss", (7, 5, 3)),
+    (2, "gauss", (9, 4)),
+    (3, "gauss", (7, 4, 3)),
 ]
 
 
@@ -168,12 +169,13 @@ def authors_layer(dims, version, size, groups):
 @pytest.mark.parametrize(("dims", "version", "size"), LAYERS)
 def test_layers_are_those_of_the_authors(dims, version, size, groups):
     theirs = authors_layer(dims, version, size, groups).double()
-    ours = nn.Sequential(CONVS[dims](6, 6, 3, padding=1, stride=2, groups=groups, dtype=torch.float64))
+    old = tuple(2 + side % 2 for side in size)  # of the window's parity
+    ours = nn.Sequential(CONV_CLASSES[dims](6, 6, old, padding=1, stride=2, groups=groups, dtype=torch.float64))
     dcls_convert.convert_from_authors_(
         ours,
         {f"0.{name}": tensor for name, tensor in theirs.state_dict().items()},
         dilated_size=size,
-        rules=parse_rules("format: 1\nrules:\n- match: {kernel_size: {min: 3}}\n"),
+        rules=parse_rules("format: 1\nrules:\n- match: {kernel_size: {min: 2}}\n"),
         interpolation=INTERPOLATIONS[version],
         version="v1" if version == "v1" else None,
     )
@@ -340,6 +342,7 @@ REFUSED = {  # what becomes of the state dict, further options, and what the lin
         {},
         f"{PAIR}.P has shape (2, 6, 1, 4), which does not fit its weight (6, 1, 5)",
     ),
+    "P not dense": (changed(f"{PAIR}.P", torch.Tensor.to_sparse), {}, "is torch.sparse_coo; weights must be ordinary"),
     "P not finite": (changed(f"{PAIR}.P", lambda places: places * float("nan")), {}, f"{PAIR}.P must be finite"),
     "outside of the window": (
         moved(9.25),
@@ -400,10 +403,7 @@ def test_a_file_that_does_not_fit_is_one_line(folder, lacking, options, says):
     assert [path.name for path in folder.iterdir()] == ["theirs.pth"]
 
 
-def test_a_mapping_has_what_a_file_must_have(states):
-    state = changed(f"{PAIR}.P", torch.Tensor.to_sparse)(states["v0"])
-    with pytest.raises(CheckpointError, match=r"is torch.sparse_coo; weights must be ordinary dense tensors"):
-        dcls_convert.convert_from_authors_(small(), state)
+def test_a_mapping_may_hold_parameters(states):
     state = {name: nn.Parameter(tensor, tensor.is_floating_point()) for name, tensor in states["v0"].items()}
     dcls_convert.convert_from_authors_(model := small(), state, dilated_size=17)
     assert torch.equal(model.get_submodule(PAIR).weight, states["v0"][f"{PAIR}.weight"])
@@ -418,16 +418,8 @@ def test_an_ordinary_state_dict_is_none_of_theirs():
 
 
 def test_a_layer_that_would_transform_the_elements_is_refused():
-    from timm.layers import StdConv2d
-
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), StdConv2d(4, 4, 3))
-    state = {
-        "0.weight": model[0].weight.detach(),
-        "0.bias": model[0].bias.detach(),
-        "1.weight": torch.randn(4, 4, 2),
-        "1.P": torch.rand(2, 4, 4, 2),
-    }
+    state = model.state_dict() | {"1.weight": torch.ones(4, 4, 2), "1.P": torch.zeros(2, 4, 4, 2)}
     kernel = model[1].weight
     with pytest.raises(CheckpointError, match="1 is a StdConv2d, which would transform the file's elements"):
         dcls_convert.convert_from_authors_(model, state, dilated_size=7)
