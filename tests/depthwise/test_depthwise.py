@@ -224,14 +224,6 @@ def test_a_step_adds_in_one_order_and_keeps_map_and_window_alone():
     assert [tensor.data_ptr() for tensor in kept] == [maps.data_ptr(), kernel.data_ptr()]
 
 
-def test_a_step_does_not_wait_for_the_device():
-    """The meta device has no numbers, and refuses `.item()` and all that needs it."""
-    maps, kernel = torch.ones(128, 96, 56, 56, device="meta"), torch.ones(96, 1, 17, 17, device="meta")
-    output = matmul.convolve(maps, kernel, (8, 8))
-    assert output.shape == maps.shape == matmul.input_gradient(output, kernel, (8, 8)).shape
-    assert matmul.kernel_gradient(maps, output, (17, 17), (8, 8)).shape == kernel.shape
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [2**29, 2**26])
 def test_memory_is_that_on_paper(monkeypatch, most):

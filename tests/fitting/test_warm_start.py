@@ -172,13 +172,6 @@ def test_odd_kernels_and_images_give_finite_elements_no_worse_than_the_largest(c
     assert all(near <= far * (1 + 1e-4) + 1e-5 * float(kernel.norm()) for near, far, kernel in rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_kernels_of_other_dtypes_give_elements_of_that_dtype(dtype):
-    case = CASES["1-D"]
-    weights, positions = fit_elements(kernels_of(case, dtype=dtype), box_for(case), kernel_count=5)
-    assert {tensor.dtype for tensor in (*weights, positions)} == {dtype}
-
-
 @pytest.mark.parametrize("rooted", [False, True])
 def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
     """Kaufman's gradient is exact: the cost's derivative by the places, weights following."""
