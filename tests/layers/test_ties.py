@@ -63,15 +63,14 @@ def assert_a_copy_of(model: nn.Module, original: nn.Module) -> None:
         assert torch.equal(model.eval()(image), original.eval()(image))
 
 
-def saved(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
+def saved(thing, *, weights_only):
+    torch.save(thing, buffer := io.BytesIO())
     buffer.seek(0)
-    return buffer
+    return torch.load(buffer, weights_only=weights_only)
 
 
 def assigned(model, on_meta):
-    on_meta.load_state_dict(torch.load(saved(model.state_dict()), weights_only=True), assign=True)
+    on_meta.load_state_dict(saved(model.state_dict(), weights_only=True), assign=True)
     return on_meta
 
 
@@ -89,7 +88,7 @@ def saved_by_timm(model, _):
 COPIES = {
     "another dtype and back": lambda model, _: copy.deepcopy(model).double().float(),
     "deepcopy of all around it": lambda model, _: copy.deepcopy(nn.Sequential(nn.ReLU(), model))[1],
-    "torch.save": lambda model, _: torch.load(saved(model), weights_only=False),
+    "torch.save": lambda model, _: saved(model, weights_only=False),
     "meta and assign": assigned,
     "to_empty and safetensors": emptied,
     "timm's save_for_hf": saved_by_timm,

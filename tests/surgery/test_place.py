@@ -71,15 +71,14 @@ def test_an_unknown_way_to_start_is_refused_and_the_model_unchanged(options):
 
 
 @pytest.mark.usefixtures("quick_fit")
-@pytest.mark.parametrize("calibrated", [False, True])
-def test_a_failure_after_the_layers_are_in_place_takes_them_out_again(calibrated, monkeypatch):
+def test_a_failure_after_calibrated_layers_are_in_place_takes_them_out_again(monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dcls_convert.surgery.place.spare_from_decay_", fail)
     model = Net()
-    images = [torch.randn(2, *IMAGE, generator=torch.Generator().manual_seed(0))] if calibrated else None
-    refused(model, plan_of(model), KeyboardInterrupt, calibration=images)
+    images = torch.randn(2, *IMAGE, generator=torch.Generator().manual_seed(0))
+    refused(model, plan_of(model), KeyboardInterrupt, calibration=[images])
 
 
 @pytest.mark.parametrize(
