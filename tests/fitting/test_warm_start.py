@@ -109,17 +109,6 @@ def test_a_kernel_that_was_constructed_from_elements_is_found_again():
     assert distances([kernel], *fit_elements([kernel], box, kernel_count=18), box)[0] < 0.02 * float(kernel.norm())
 
 
-@pytest.mark.parametrize(("count", "seed"), [(3, 0), (5, 0), (5, 4), (7, 0)])
-def test_a_layer_of_small_weights_is_not_lost_for_the_sum(count, seed):
-    """Where the fit of both layers together would leave it worse than its largest cells."""
-    generator = torch.Generator().manual_seed(seed)
-    kernels = [scale * torch.randn(1, 1, 3, 3, generator=generator) for scale in (1, 0.01)]
-    box = Box((3, 3), (1, 1), (7, 7), "bilinear")
-    fitted = distances(kernels, *fit_elements(kernels, box, kernel_count=count), box)
-    largest = distances(kernels, *box.largest(kernels, count), box)
-    assert all(near <= far * (1 + 1e-6) for near, far in zip(fitted, largest, strict=True))
-
-
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("scale", [1e-30, 1e15])
 def test_the_scale_of_the_kernels_does_not_matter(scale):
