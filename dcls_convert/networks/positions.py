@@ -90,30 +90,21 @@ def no_weight_decay(model: nn.Module) -> set[str]:
 def spare_from_decay_(model: nn.Module) -> None:
     """Let `model.no_weight_decay()` name positions and sigmas too, so that timm's optimizers do not decay them."""
     if not isinstance(model, fx.GraphModule):  # whose copies and pickles keep no attributes of this kind
-        vars(model)[HOOK] = SpareFromDecay(model, vars(model).get(HOOK))
+        vars(model)[HOOK] = SpareFromDecay(model)
 
 
 def drop_spare_from_decay_(model: nn.Module) -> None:
     """Undo `spare_from_decay_`, in all of the model."""
     for module in model.modules():
-        hook = vars(module).get(HOOK)
-        if isinstance(hook, SpareFromDecay):
+        if isinstance(vars(module).get(HOOK), SpareFromDecay):
             del vars(module)[HOOK]
-            if hook.before is not None:
-                vars(module)[HOOK] = hook.before
 
 
 class SpareFromDecay(OwnMethod):
-    """`no_weight_decay` of one model: what the model itself says, and its positions and sigmas."""
-
-    def __init__(self, module: nn.Module, before: Any = None) -> None:
-        super().__init__(module)
-        # What the model had under this name; of an earlier conversion, what it had before that.
-        self.before: Any = before.before if isinstance(before, SpareFromDecay) else before
+    """`no_weight_decay` of one model: what the model's class says, and its positions and sigmas."""
 
     def __call__(self) -> set[str]:
         if self.module is None:  # copied without its module
             return set()
-        of_class = getattr(type(self.module), HOOK, None)
-        own = self.before() if self.before is not None else of_class(self.module) if of_class is not None else ()
-        return {*own, *no_weight_decay(self.module)}
+        own: Any = getattr(type(self.module), HOOK, lambda _: ())
+        return {*own(self.module), *no_weight_decay(self.module)}
