@@ -3,11 +3,13 @@
 import functools
 import json
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from .errors import CheckpointError, shown
+from .errors import CheckpointError, one_line, shown
+from .files import read_bytes
 
 
 @functools.cache
@@ -58,10 +60,13 @@ def write_json(data: object) -> str:
         raise CheckpointError(f"cannot be written as JSON: {error}") from error
 
 
-def read_json(text: str, where: str) -> dict[str, object]:
-    """An object of JSON; CheckpointError for anything else, beginning with `where`."""
+def read_json(path: Path, where: str) -> dict[str, object]:
+    """The object in a file of JSON; CheckpointError for anything else, beginning with `where`."""
     try:
-        data = json.loads(text)
+        data = json.loads(read_bytes(path).decode())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else one_line(error)
+        raise CheckpointError(f"{where}: cannot be read: {reason}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: is not JSON: {shown(error, 200)}") from error
     if not isinstance(data, dict):

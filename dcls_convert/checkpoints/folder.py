@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import __version__
-from ..errors import CheckpointError, one_line, shown
-from ..files import check_folder, read_bytes
+from ..errors import CheckpointError, shown
+from ..files import check_folder
 from ..networks.source import ModelSource
 from ..networks.weights import alias_names, opened
 from ..planning.plan import ConversionPlan
@@ -64,12 +64,7 @@ class Stamp(Record):
 def read_folder(folder: str | Path) -> FolderConfig:
     """What the folder's config.json says; CheckpointError where there is no folder, or no valid config in it."""
     path = check_folder(Path(folder)) / CONFIG
-    try:
-        text = read_bytes(path).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else one_line(error)
-        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
-    config = read_json(text, str(path))
+    config = read_json(path, str(path))
     architecture, args = config.get("architecture"), config.get("model_args", {})
     if not isinstance(architecture, str) or not isinstance(args, dict):
         raise CheckpointError(f"{path}: names no architecture, or has arguments that are no object")

@@ -22,7 +22,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DclsConvertError, ModelError, did_you_mean, one_line, shown
-from ..files import read_bytes
 from ..layers.conv_classes import AnyConv
 from ..records import read_json
 from .running import seeded
@@ -183,12 +182,7 @@ def build_model(
         _check_hub(source.name, offline=offline)
     if source.kind == "local-dir":
         path = Path(source.name.partition(":")[2]) / "config.json"
-        try:
-            config = read_json(read_bytes(path).decode(), f"{source.name}: {path}")
-        except (OSError, UnicodeDecodeError) as error:
-            problem = getattr(error, "strerror", None) or error
-            raise ModelError(f"{source.name}: {path} cannot be read: {problem}") from error
-        if not isinstance(config.get("architecture"), str):
+        if not isinstance(read_json(path, f"{source.name}: {path}").get("architecture"), str):
             raise ModelError(f"{source.name}: {path} names no architecture; it is not a config of timm")
     with seeded(seed), warnings.catch_warnings(action="ignore"):
         # All on meta; or where the factory calculates with tensors, the weights alone.

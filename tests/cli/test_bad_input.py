@@ -142,7 +142,7 @@ def test_options_that_the_users_model_does_not_take(given, says):
 
 @table(
     {
-        "no config": (None, "local-dir:folder: folder/config.json cannot be read: No such file"),
+        "no config": (None, "local-dir:folder: folder/config.json: cannot be read: No such file"),
         "no architecture": ("{}", "local-dir:folder: folder/config.json names no architecture; it is not a config of"),
         "our architecture": ('{"architecture": "dcls_convert"}', '"dcls_convert" is not a model by itself'),
         "no weights": ('{"architecture": "test_convnext"}', "pretrained weights cannot be loaded", "folder"),
