@@ -12,12 +12,13 @@ from torch import nn
 from .. import __version__
 from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
+from ..networks.sites import find_convs
 from ..networks.source import REGISTRIES, ModelSource, build_model
 from ..networks.weights import check_weights, misfits
 from ..output import check_output, new_folder
 from ..pipeline import convert_
 from ..planning.plan import ConversionPlan
-from ..reports.report import ConversionReport, measure_report, predict_report
+from ..reports.report import ConversionReport, measure_report
 from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
 from .folder import CARD, CONFIG, PAGE, PICTURE, REPORT, WEIGHTS, not_of_a_checkpoint, read_plan, write_files
 from .load import place_
@@ -131,26 +132,19 @@ def _tuned(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:
     classes = getattr(model, "num_classes", None)
     if ModelSource(name=plan.model or "").kind != "timm" or classes is None:
         return plan
-    plan = replace(plan, model_args={**plan.model_args, "num_classes": classes})
+    args, size = {**plan.model_args, "num_classes": classes}, plan.input_size
     first = (getattr(model, "pretrained_cfg", None) or {}).get("first_conv")
-    if isinstance(first, str) and plan.input_size is not None:
-        chans = getattr(model.get_submodule(first), "in_channels", plan.input_size[0])
-        if chans != plan.input_size[0]:  # of `timm.create_model(..., in_chans=1)`
-            size = (chans, *plan.input_size[1:])
-            plan = replace(plan, model_args={**plan.model_args, "in_chans": chans}, input_size=size)
-    new, old = measure_report(model, plan), predict_report(plan)
-    # Counts of the unconverted model change by as much as the converted model's.
-    params = plan.params + (new.params.after or 0) - (old.params.after or 0)
-    macs, before, after = plan.macs, old.macs.after, new.macs.after
-    if macs is not None and before is not None and after is not None:
-        macs += after - before
-    return replace(plan, params=params, macs=macs)
+    if isinstance(first, str) and size is not None:
+        chans = getattr(model.get_submodule(first), "in_channels", size[0])
+        if chans != size[0]:  # of `timm.create_model(..., in_chans=1)`
+            args, size = args | {"in_chans": chans}, (chans, *size[1:])
+    convs = find_convs(build_model(ModelSource(name=plan.model or "", args=args), device="meta"), size)
+    return replace(plan, model_args=args, input_size=size, params=convs.params, macs=convs.macs)
 
 
 def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     """timm's config.json: `model_args` for our entry in its registry, and the preprocessing in `pretrained_cfg`."""
-    stated = getattr(model, "pretrained_cfg", None)
-    stated = stated if isinstance(stated, dict) else {}
+    stated = getattr(model, "pretrained_cfg", None) or {}
     config = {key: value for key, value in stated.items() if key not in SOURCE_KEYS and value is not None}
     counts = {name: getattr(model, name, None) for name in ("num_classes", "num_features")}
     counts = {name: count for name, count in counts.items() if isinstance(count, int)}
