@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, ModelError, listed, one_line
+from ..errors import CheckpointError, ModelError, listed
 from ..networks.source import MOST_ARGUMENT, NOT_LISTED, ModelSource, build_model, check_source
 from ..networks.stages import common_parent
-from ..networks.weights import alias_names, misfits
+from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
 from ..surgery.place import TIMM_ARCHITECTURE, note_for_timm
 from ..surgery.start import apply_plan_
@@ -46,10 +46,7 @@ def create_converted(
     conversion = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_PLACE}")
     base = conversion.model or ""
     _check_arguments(base, pretrained_model_args or kwargs)
-    try:
-        resolved: Any = resolve_pretrained_cfg(TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{CONFIG}: pretrained_cfg: {one_line(error)[:200]}") from error
+    resolved: Any = resolve_pretrained_cfg(TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay)
     config = {**resolved.to_dict(), **NO_OTHER_WEIGHTS}
     beside = _config_beside_weights(config, cache_dir) if pretrained else None
     if base.startswith("timm:"):
@@ -75,7 +72,9 @@ def create_converted(
     def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         if beside is not None:
             check_tensors(state, beside)
-        return (_features_state if features_only else _complete_state)(state, model, config, in_chans)
+        return (
+            _features_state(state, model, config, in_chans) if features_only else _complete_state(state, model, config)
+        )
 
     load_pretrained(  # timm's own, which adapts head and first convolution
         model,
@@ -122,18 +121,12 @@ def _names(entry: str | Iterable[str] | None) -> list[str]:
     return [entry] if isinstance(entry, str) else list(entry or ())
 
 
-def _complete_state(
-    state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any], _in_chans: int | None
-) -> dict[str, Tensor]:
+def _complete_state(state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Refuse weights that lack a tensor: with another number of classes, timm itself does not check."""
     state = {**state, **{alias: state[name] for alias, name in alias_names(model).items() if name in state}}
     heads = tuple(f"{name}." for name in _names(config.get("classifier")))
     if missing := [name for name in model.state_dict() if name not in state and not name.startswith(heads)]:
         raise CheckpointError(f"{WEIGHTS}: lacks {listed(missing, 1)} of the model that {CONFIG} describes")
-    adapted = heads + tuple(f"{name}." for name in _names(config.get("first_conv")))
-    same = {name: tensor for name, tensor in state.items() if not name.startswith(adapted)}
-    if problem := next(misfits(model, same, lacking=model.state_dict()), None):
-        raise CheckpointError(f"{WEIGHTS}: {problem}")
     return state
 
 
