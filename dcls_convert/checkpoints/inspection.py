@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..layers import position_statistics as statistics
 from ..layers.interpolation import find_interpolation, learnt_axes, position_limits
 from ..networks.weights import not_finite
-from ..planning.plan import ConversionPlan, LayerPlan
+from ..planning.plan import ConversionPlan, LayerPlan, taken_from
 from ..records import Record
 from .folder import check_stamp, read_folder, read_stamp, read_tensors, the_plan
 
@@ -144,13 +144,9 @@ def inspect_positions(plan: ConversionPlan, state: Mapping[str, Tensor], folder:
         layer, positions = place.layers[0], state[place.parameters["positions"]]
         sigma = state.get(place.parameters.get("sigma", ""))
         row = PositionRow(
-            name=place.name,
+            **taken_from(layer, PositionRow) | {"name": place.name},
             tied=place.tied,
             layers=tuple(member.name for member in place.layers),
-            kernel_count=layer.kernel_count,
-            dilated_size=layer.dilated_size,
-            dense_axes=layer.dense_axes,
-            interpolation=layer.interpolation,
             kernels=math.prod(positions.shape[1:-1]),
             elements=math.prod(positions.shape[1:]),
             border_share=statistics.border_share(positions, place.learnt_size),
