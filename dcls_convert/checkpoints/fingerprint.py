@@ -60,8 +60,6 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
         return Fingerprint(dtype=name, outputs=None, reason="the plan has no input size")
     if math.prod(input_size[1:]) > MOST_PIXELS:
         return Fingerprint(dtype=name, outputs=None, reason=f"images of more than {MOST_PIXELS:,} pixels are not run")
-    if any(tensor.is_meta for tensor in model.parameters()):
-        return Fingerprint(dtype=name, outputs=None, reason="the model is on the meta device")
     device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
     image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(SEED), device="cpu")
     try:
@@ -82,13 +80,12 @@ def deviation(taken: Fingerprint, stored: Fingerprint) -> float:
         return math.inf
     largest = 0.0
     for new, old in zip(taken.outputs, stored.outputs, strict=True):
-        if new.shape != old.shape or len(new.values) != len(old.values):
+        ours, theirs = (new.norm, *new.values), (old.norm, *old.values)
+        if new.shape != old.shape or [each is None for each in ours] != [each is None for each in theirs]:
             return math.inf
-        for ours, theirs in zip((new.norm, *new.values), (old.norm, *old.values), strict=True):
-            if (ours is None) != (theirs is None):
-                return math.inf
-            if ours is not None and theirs is not None and ours != theirs:
-                largest = max(largest, abs(ours - theirs) / old.norm if old.norm else math.inf)
+        for one, other in zip(ours, theirs, strict=True):
+            if one is not None and other is not None and one != other:
+                largest = max(largest, abs(one - other) / old.norm if old.norm else math.inf)
     return largest
 
 
