@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -95,11 +94,6 @@ LATER = "this dcls-convert knows 1 at most; upgrade it: pip install --upgrade dc
 DAMAGES = {
     # The weights
     "no weights": (instead(WEIGHTS), "model.safetensors: there is no such file"),
-    "a pipe for the weights": (instead(WEIGHTS, os.mkfifo), "model.safetensors: is not a file"),
-    "huge header": (
-        write(WEIGHTS, struct.pack("<Q", 2**40) + b"{}"),
-        "model.safetensors: not a readable safetensors file",
-    ),
     "a flipped bit, in the middle": (flipped(-50_000), CHANGED),
     "weights of another seed": (swapped(WEIGHTS, "seed"), APART, CHANGED),
     "outside the window": (tensors(fill(POSITIONS, 7, 4.5)), CHANGED, "has 1 of 1248 elements outside the window"),
@@ -334,15 +328,6 @@ def test_folded_folders_are_checked(converted, folder, tmp_path):
         assert any(CHANGED in line for line in problems(verify(tmp_path / name)))
     edit_json(tmp_path / "stock" / CONFIG, lambda c: c["model_args"].update(act_layer="relu"))
     assert {"outputs", WEIGHTS} == {line.partition(":")[0] for line in problems(verify(tmp_path / "stock"))}
-
-
-def test_other_precisions_are_compared_in_theirs(converted, tmp_path):
-    model, plan = converted
-    verified = verify(save(tmp_path / "out", model.to(torch.bfloat16), plan))
-    assert problems(verified) == []
-    (detail,) = [check.detail for check in verified.checks if check.name == "outputs"]
-    assert detail.startswith("differ by 0.0e+00 ")
-    assert detail.endswith("rounding in bfloat16")
 
 
 # --- The command, with its fresh process

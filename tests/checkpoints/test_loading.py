@@ -1,18 +1,13 @@
 """Weights from a file become the model's own: the model is that of the ordinary path, and no second copy is made."""
 
-import gc
-
 import pytest
 import timm
 import torch
-import torchvision
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from dcls_convert import convert_, load_converted, save_converted
-from dcls_convert.checkpoints.folder import WEIGHTS, write_files
-from dcls_convert.errors import ModelError
+from dcls_convert import load_converted
 from dcls_convert.networks import weights
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.networks.weights import assign_weights_, build_with_state, load_weights_, read_weights
@@ -105,16 +100,6 @@ def test_tensors_of_a_file_become_the_models_without_a_copy_where_they_can():
     assert (views.bias.item(), views.bias.dtype) == (4, torch.float32)
 
 
-def test_writing_allocates_no_second_model(converted, tmp_path):
-    model, plan = converted
-    gc.collect()
-    with Allocated() as counted:
-        write_files(model, plan, tmp_path, {}, {}, fingerprint=False)
-    assert counted.most < 0.05 * sum(tensor.nbytes for tensor in model.state_dict().values())
-    written = load_file(tmp_path / WEIGHTS)
-    assert all(torch.equal(tensor, written[name]) for name, tensor in model.state_dict().items())
-
-
 def test_a_checkpoint_is_loaded_without_drawing_weights(tmp_path, monkeypatch):
     name = "timm:test_efficientnet"
     folder = save(tmp_path / "folder", *convert(name, seed=1), fingerprint=False)
@@ -128,41 +113,8 @@ def test_a_checkpoint_is_loaded_without_drawing_weights(tmp_path, monkeypatch):
     check_equal_tensors(load_converted(folder), ordinary)
 
 
-# What timm loads by itself, once the package is imported.
-
-
-def test_a_model_with_other_input_channels_is_saved_and_loaded(tmp_path):
-    save(tmp_path / "in", *convert("timm:test_convnext"))
-    model = timm.create_model(f"local-dir:{tmp_path / 'in'}", pretrained=True, in_chans=1).eval()
-    save_converted(model, tmp_path / "in", tmp_path / "out")
-    loaded = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    image = torch.randn(1, 1, 64, 64)
-    assert torch.equal(loaded(image), model(image))
-
-
 def test_a_converted_model_is_made_on_the_meta_device_as_timms_own(tmp_path):
     save(tmp_path / "in", *convert("timm:test_convnext"))
     with torch.device("meta"):
         model = timm.create_model(f"local-dir:{tmp_path / 'in'}")
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_torchvisions_models_are_recognised_and_others_say_how_they_are_loaded(tmp_path):
-    torch.manual_seed(0)
-    for number, (model, loads) in enumerate(
-        [
-            (torchvision.models.resnet18(num_classes=5), True),
-            (torchvision.models.resnet18(norm_layer=nn.SyncBatchNorm), False),
-            (nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 7, groups=8)), False),
-        ]
-    ):
-        folder = tmp_path / str(number)
-        plan = convert_(model.eval(), dilated_size=7, init="random", input_size=(3, 64, 64)).plan
-        save_converted(model, plan, folder)
-        assert plan.model == ("torchvision:resnet18" if loads else None)
-        if loads:
-            image = torch.randn(1, 3, 64, 64)
-            assert torch.equal(timm.create_model(f"local-dir:{folder}", pretrained=True).eval()(image), model(image))
-        else:
-            with pytest.raises(ModelError, match=r"dcls_convert.load_converted\(FOLDER, model=YOURS\) can"):
-                timm.create_model(f"local-dir:{folder}")

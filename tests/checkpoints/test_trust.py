@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 import timm
 import torch
+import torchvision
 
 import dcls_convert
 from dcls_convert import ModelError, load_converted
@@ -175,12 +176,13 @@ def test_a_folders_arguments_cannot_ask_for_a_network_without_end(monkeypatch):
     assert len(tries) == 1  # another way of building would end no sooner
 
 
-def test_a_plan_never_holds_the_hub_or_a_folder():
-    """A model that timm's registry cannot build again is its user's to build."""
+def test_a_plan_names_registered_models_alone():
+    """A model that no registry can build again is its user's to build."""
     unnoted = timm.create_model(TINY, num_classes=3)
     del unnoted._model_args  # as by a timm that keeps its arguments elsewhere: they cannot be guessed
-    for model in (torch.nn.ReLU(), timm.create_model(TINY, act_layer=torch.nn.ReLU), unnoted):
+    other = torchvision.models.resnet18(norm_layer=torch.nn.SyncBatchNorm)
+    for model in (torch.nn.ReLU(), timm.create_model(TINY, act_layer=torch.nn.ReLU), unnoted, other):
         assert known_source(model) is None
-    model = timm.create_model(TINY, num_classes=3)
-    known = ModelSource(name=f"timm:{TINY}", args={"num_classes": 3})
-    assert known_source(model) == known
+    for name, build in ((f"timm:{TINY}", timm.create_model), ("torchvision:resnet18", torchvision.models.get_model)):
+        known = ModelSource(name=name, args={"num_classes": 3})
+        assert known_source(build(name.partition(":")[2], num_classes=3)) == known

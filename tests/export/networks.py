@@ -33,11 +33,6 @@ class Branching(Plain):
         return {"maps": [y, y[:, :1] * 2], "mean": (y.mean((2, 3)), None)}
 
 
-class Overflowing(Plain):
-    def forward(self, x):
-        return self.stage(x) / 0
-
-
 def checkpoint_of(factory, folder):
     name = f"{factory.__module__}:{factory.__name__}"
     model = build_model(ModelSource(name=name), trust_code=True)
