@@ -39,7 +39,7 @@ def run_in_step(modules: Sequence[nn.Module], passes: Sequence[Callable[[], obje
             outputs = list(answer(calls[0][0], [input for _, input in calls]))
             calls.clear()
             for each in started:
-                each.answer(outputs.pop(0))
+                each.outputs.put(outputs.pop(0))
                 calls.append(each.call())
 
 
@@ -55,7 +55,7 @@ class _Pass:
     """A forward pass in a thread of its own: either that runs, or the thread that made it."""
 
     def __init__(self, forward: Callable[[], object]) -> None:
-        self._calls, self._outputs = SimpleQueue[Any](), SimpleQueue[Tensor | None]()
+        self._calls, self.outputs = SimpleQueue[Any](), SimpleQueue[Tensor | None]()
         threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
         modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # a default device is one
         modes += _get_current_dispatch_mode_stack()
@@ -81,17 +81,14 @@ class _Pass:
             raise call
         return call
 
-    def answer(self, outputs: Tensor) -> None:
-        self._outputs.put(outputs)
-
     def ask(self, module: nn.Module, input: Tensor) -> Tensor:
         """Inside: the module's outputs."""
         self._calls.put((module, input))
-        outputs = self._outputs.get()
+        outputs = self.outputs.get()
         if outputs is None:
             raise _Stopped
         return outputs
 
     def stop(self) -> None:
-        self._outputs.put(None)
+        self.outputs.put(None)
         self._thread.join()
