@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from .. import __version__
 from ..errors import CheckpointError, shown
 from ..files import check_folder
-from ..networks.source import ModelSource
+from ..networks.source import TIMM_ARCHITECTURE, ModelSource
 from ..networks.weights import alias_names, opened
 from ..planning.plan import ConversionPlan
 from ..records import Record, read_json, write_json
-from ..surgery.place import TIMM_ARCHITECTURE
 from .fingerprint import Fingerprint, take_fingerprint
 
 WEIGHTS, CONFIG, REPORT, CARD = "model.safetensors", "config.json", "report.json", "README.md"
@@ -139,10 +138,8 @@ def write_files(
     for name, text in {CONFIG: config_text, **texts}.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
     stamp = Stamp(version=__version__, config=config_hash(json.loads(config_text)), fingerprint=outputs)
-    (folder / WEIGHTS).touch()  # with the usual permissions, which safetensors does not give
-    mode = (folder / WEIGHTS).stat().st_mode
     save_file(tensors, folder / WEIGHTS, metadata={METADATA_KEY: stamp.to_json()})
-    (folder / WEIGHTS).chmod(mode)
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # the usual permissions, which safetensors does not give
 
 
 def check_stamp(stamp: Stamp | None, config: FolderConfig) -> None:

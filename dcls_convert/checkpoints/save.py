@@ -1,6 +1,5 @@
 """A converted model into a folder, which appears whole or not at all."""
 
-import importlib
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +12,16 @@ from .. import __version__
 from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.sites import find_convs
-from ..networks.source import REGISTRIES, ModelSource, build_model
+from ..networks.source import REGISTRIES, TIMM_ARCHITECTURE, ModelSource, build_model
 from ..networks.weights import check_weights, misfits
 from ..output import check_output, new_folder
 from ..pipeline import convert_
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport, measure_report
-from ..surgery.place import TIMM_ARCHITECTURE, timm_model_args
+from ..surgery.place import timm_model_args
 from .folder import CARD, CONFIG, PAGE, PICTURE, REPORT, WEIGHTS, not_of_a_checkpoint, read_plan, write_files
 from .load import place_
 
-OUTPUT_IN_FOLDER = "."  # report.json's name for its own folder, which can be moved
 # Where timm's own config says that weights come from; ours stand beside it.
 SOURCE_KEYS = {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "custom_load"}
 
@@ -67,7 +65,7 @@ def save_converted(
     report = report or measure_report(model, plan)
     files = f"The plan and its rules stand in `{CONFIG}`; `{REPORT}` says what each layer costs."
     texts = {
-        REPORT: replace(report, output=OUTPUT_IN_FOLDER).to_json(),
+        REPORT: replace(report, output=".").to_json(),  # the folder can be moved
         CARD: model_card(report, loading_code(plan.model), files, pictures=(pictures or {}).keys()),
     }
     with new_folder(folder, force=force, foreign=not_of_a_checkpoint) as partial:
@@ -210,12 +208,13 @@ def save_trained(model: nn.Module, plan: ConversionPlan | str | Path | None, fol
 
     Of other models, the weights alone.
     """
+    from timm.models import save_for_hf
+
     if plan is not None:
         save_converted(model, plan, folder, force=True)
         return
     with new_folder(folder, force=True, foreign=lambda _: None) as partial:
         if getattr(model, "pretrained_cfg", None):
-            models: Any = importlib.import_module("timm.models")
-            models.save_for_hf(model, str(partial), safe_serialization=True)
+            save_for_hf(model, str(partial), safe_serialization=True)
         else:
             save_model(model, str(partial / WEIGHTS))

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ModelError, listed
-from ..networks.source import MOST_ARGUMENT, NOT_LISTED, ModelSource, build_model, check_source
+from ..networks.source import MOST_ARGUMENT, NOT_LISTED, TIMM_ARCHITECTURE, ModelSource, build_model, check_source
 from ..networks.stages import common_parent
 from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
-from ..surgery.place import TIMM_ARCHITECTURE, note_for_timm
+from ..surgery.place import note_for_timm
 from ..surgery.start import apply_plan_
 from .folder import CONFIG, PLAN_PLACE, WEIGHTS, FolderConfig, check_stamp, check_tensors, read_folder, read_stamp
 from .load import place_

@@ -147,4 +147,4 @@ def _default_output(job: "Job", plan: "ConversionPlan") -> Path:
     size = "" if len(sizes) > 1 else next(size_text(size) if len(set(size)) > 1 else str(size[0]) for size in sizes)
     how = "" if job.how == "random" or job.elements is not None else f"-{job.how}"
     assert job.source is not None
-    return Path(f"{job.source.short_name}-dcls{size}{how}")
+    return Path(f"{Path(job.source.name.rpartition(':')[2]).name}-dcls{size}{how}")

@@ -29,7 +29,7 @@ from .running import seeded
 REGISTRIES = ("timm", "torchvision")
 FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself loads these
 LIBRARIES = (*REGISTRIES, *FOREIGN_SOURCES)  # whose code builds the model; all others are the user's own
-OWN_ENTRY = "dcls_convert"  # our entry in timm's registry; it rebuilds converted models and cannot be converted
+TIMM_ARCHITECTURE = "dcls_convert"  # our entry in timm's registry; it rebuilds converted models and cannot be converted
 WEIGHTS_SUFFIXES = (".pth", ".pt", ".safetensors", ".bin", ".ckpt", ".tar")
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet's classifiers; for models that state no size
 USUAL_CLASSES = 1000
@@ -61,11 +61,6 @@ class ModelSource:
     @property
     def kind(self) -> str:
         return self.name.partition(":")[0]
-
-    @property
-    def short_name(self) -> str:
-        """For file names: the part behind the last colon or slash."""
-        return self.name.rpartition(":")[2].rstrip("/").rpartition("/")[2]
 
 
 def check_source(source: ModelSource) -> None:
@@ -101,12 +96,12 @@ def _check_value(value: Any, where: str) -> None:
 def _is_registered(kind: str, name: str) -> bool:
     if kind == "torchvision":
         return name in _models_of(kind)
-    return name != OWN_ENTRY and bool(_import("timm").is_model(name.partition(".")[0]))
+    return name != TIMM_ARCHITECTURE and bool(_import("timm").is_model(name.partition(".")[0]))
 
 
 def _models_of(kind: str) -> list[str]:
     registry = _import("timm") if kind == "timm" else _import("torchvision.models")
-    return [name for name in registry.list_models() if name != OWN_ENTRY]
+    return [name for name in registry.list_models() if name != TIMM_ARCHITECTURE]
 
 
 def registry_names() -> list[str]:

@@ -8,10 +8,9 @@ from torch import nn
 
 from ..fitting.groups import LayerGroup, make_layers
 from ..networks.positions import spare_from_decay_
+from ..networks.source import TIMM_ARCHITECTURE
 from ..planning.plan import ConversionPlan
 from .fold import fold_before_timm_fuses_
-
-TIMM_ARCHITECTURE = "dcls_convert"  # our entry in timm's registry, which rebuilds a converted model
 
 
 def place_layers_(model: nn.Module, plan: ConversionPlan) -> None:
