@@ -70,8 +70,7 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
         outputs = tuple(_output_print(tensor) for tensor in tensors_in(output) if tensor.is_floating_point())
     except Exception as error:  # the model's own code may raise anything
         return Fingerprint(dtype=name, outputs=None, reason=f"{type(error).__name__}: {one_line(error)[:120]}")
-    reason = None if outputs else "the model gives no floating-point tensor"
-    return Fingerprint(dtype=name, outputs=outputs or None, reason=reason)
+    return Fingerprint(dtype=name, outputs=outputs, reason=None)
 
 
 def deviation(taken: Fingerprint, stored: Fingerprint) -> float:

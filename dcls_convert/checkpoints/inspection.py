@@ -107,17 +107,16 @@ def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
     """In the order of the layers; none if the plan is folded."""
     if plan.folded:
         return ()
-    sets: dict[str, PositionSet] = {}
+    sets = []
     for layer in plan.layers:
         if layer.tie_group is None:
             own = {name: f"{layer.name}.{name}" for name in layer.shared_parameters}
-            sets[f"\0{layer.name}"] = PositionSet(name=layer.name, tied=False, layers=(layer,), parameters=own)
-        elif layer.tie_group not in sets:
-            group = plan.group(layer.tie_group)
+            sets.append(PositionSet(name=layer.name, tied=False, layers=(layer,), parameters=own))
+        elif (group := plan.group(layer.tie_group)).layers[0] == layer.name:
             names = {key: f"{group.owner}.{name}".lstrip(".") for key, name in group.parameters.items()}
             members = tuple(member for member in plan.layers if member.tie_group == group.name)
-            sets[group.name] = PositionSet(name=group.name, tied=True, layers=members, parameters=names)
-    return tuple(sets.values())
+            sets.append(PositionSet(name=group.name, tied=True, layers=members, parameters=names))
+    return tuple(sets)
 
 
 def inspect_folder(folder: str | Path) -> Inspection:

@@ -39,9 +39,10 @@ def load_converted(
     state = load_file(config.weights)
     check_tensors(state, config)
     if model is None:
-        return rebuilt(source, plan, state, where).eval().to(device)
-    place_(model, plan)
-    load_weights_(model, state, where)
+        model = rebuilt(source, plan, state, where)
+    else:
+        place_(model, plan)
+        load_weights_(model, state, where)
     return model.eval().to(device)
 
 

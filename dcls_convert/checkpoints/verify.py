@@ -48,10 +48,6 @@ class Verification(Record):
     ok: bool
     checks: tuple[Check, ...]
 
-    @property
-    def problems(self) -> tuple[Check, ...]:
-        return tuple(check for check in self.checks if check.ok is False)
-
 
 class Checks(list[Check]):
     """Checks as they are made."""

@@ -27,4 +27,6 @@ def verify(checkpoint: Checkpoint, trust_code: TrustCode = False, json_: Json = 
             mark, colour = MARKS[check.ok]
             console.show(Text.assemble((f"{mark:7}", colour), f"  {check.name:{width}}  {printable(check.detail)}"))
     if not verification.ok:
-        raise CheckpointError(f"{checkpoint}: {counted(len(verification.problems), 'problem')} found")
+        raise CheckpointError(
+            f"{checkpoint}: {counted(sum(check.ok is False for check in verification.checks), 'problem')} found"
+        )

@@ -12,7 +12,7 @@ from ..depthwise.geometry import Padding, size_text
 from ..errors import PlanError, one_line
 from ..layers.conv_classes import AnyConv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
-from .stages import OutputStride, find_stages, output_stride
+from .stages import find_stages, output_stride
 from .tracing import Calls, Trace, trace
 
 IMAGE_CHANNELS = 3  # where no input size is known
@@ -120,11 +120,12 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         except Exception as error:  # any model code may run here; without a trace, the model can still be converted
             note = f"the model does not run on the meta device at {size}: {one_line(error)[:200]}"
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
-    strides: dict[str, OutputStride] = {}  # of each convolution whose output has all of the image's axes
-    image = traced.input_size[1:] if traced else ()
-    for name, own in traced.calls.items() if traced else ():
-        if len(sides := own.sizes[0]) == len(image) and min(sides) > 0:
-            strides[name] = output_stride(image, sides)
+    seen, image = (traced.calls, traced.input_size[1:]) if traced else ({}, ())
+    strides = {
+        name: output_stride(image, calls.sizes[0])
+        for name, calls in seen.items()
+        if len(calls.sizes[0]) == len(image) and min(calls.sizes[0]) > 0  # with all of the image's axes
+    }
     stages_from, stage_of, in_stem = find_stages(model, strides, spatial)
     holders: dict[int, list[str]] = {}  # id of a parameter -> the modules that hold it
     for name, module in model.named_modules():
@@ -137,7 +138,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         if reason is None and len(sharing := holders[id(conv.weight)]) > 1:
             reason = f"its weight is shared with {' and '.join(sharing)}"
         if reason is None:
-            calls = traced.calls.get(names[0]) if traced else None
+            calls = seen.get(names[0])
             takes_image = calls.takes_image if calls else traced is None and not sites
             stem = in_stem(names[0]) or (takes_image and conv.in_channels == (size[0] if size else IMAGE_CHANNELS))
             never = 0 if traced else None  # output positions of what is not called

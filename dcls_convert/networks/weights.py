@@ -70,7 +70,7 @@ def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
             str(value.layout): value.layout != torch.strided,
             str(value.dtype): value.dtype not in NUMBERS,
         }
-        for kind in filter(kinds.get, kinds):
+        if kind := next(filter(kinds.get, kinds), None):
             what = f"{shown(name, 120)} is {kind}; weights must be ordinary dense tensors of numbers"
             raise CheckpointError(f"{where}: {what}")
     return {name: value.detach() for name, value in state.items()}
