@@ -72,9 +72,9 @@ def create_converted(
     def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         if beside is not None:
             check_tensors(state, beside)
-        return (
-            _features_state(state, model, config, in_chans) if features_only else _complete_state(state, model, config)
-        )
+        if features_only:
+            state = _features_state(state, model, config, in_chans)
+        return _complete_state(state, model, config)
 
     load_pretrained(  # timm's own, which adapts head and first convolution
         model,
@@ -122,7 +122,7 @@ def _names(entry: str | Iterable[str] | None) -> list[str]:
 
 
 def _complete_state(state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Refuse weights that lack a tensor: with another number of classes, timm itself does not check."""
+    """With aliases; refuse weights that lack a tensor: with another number of classes, timm itself does not check."""
     state = {**state, **{alias: state[name] for alias, name in alias_names(model).items() if name in state}}
     heads = tuple(f"{name}." for name in _names(config.get("classifier")))
     if missing := [name for name in model.state_dict() if name not in state and not name.startswith(heads)]:
@@ -166,9 +166,4 @@ def _features_state(
         for name in _names(config.get("first_conv")):
             state[f"{name}.weight"] = adapt_input_conv(in_chans, state[f"{name}.weight"])
     flat = {_flat(name): tensor for name, tensor in state.items()}
-    own = model.state_dict()
-    renamed = {name: flat[key] for name, key in _unwrapped(own, flat).items()}
-    renamed |= {alias: renamed[name] for alias, name in alias_names(model).items() if name in renamed}
-    if missing := [name for name in own if name not in renamed]:
-        raise CheckpointError(f"{WEIGHTS}: lacks {listed(missing, 1)} of timm's feature extractor")
-    return renamed
+    return {name: flat[key] for name, key in _unwrapped(model.state_dict(), flat).items()}
