@@ -1,10 +1,9 @@
 """A converted model from its folder: build the network, place the layers, take the weights. Draws no random number."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import CheckpointError, PlanError
 from ..networks.source import ModelSource, check_source
@@ -39,28 +38,11 @@ def load_converted(
     state = load_file(config.weights)
     check_tensors(state, config)
     if model is None:
-        model = rebuilt(source, plan, state, where)
+        model, _ = build_with_state(source, state, where, prepare_=lambda model: place_(model, plan))
     else:
         place_(model, plan)
         load_weights_(model, state, where)
     return model.eval().to(device)
-
-
-def rebuilt(
-    source: ModelSource,
-    plan: ConversionPlan | None,
-    state: dict[str, Tensor],
-    where: str,
-    prepare_: Callable[[nn.Module], None] = lambda _: None,
-) -> nn.Module:
-    """The source's network, converted by the plan, if any; `prepare_` changes it before it takes its weights."""
-
-    def prepare(model: nn.Module) -> None:
-        if plan is not None:
-            place_(model, plan)
-        prepare_(model)
-
-    return build_with_state(source, state, where, prepare_=prepare)[0]
 
 
 def buildable(config: FolderConfig, *, trust_code: bool) -> ModelSource:

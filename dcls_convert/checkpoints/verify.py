@@ -14,14 +14,14 @@ from torch import nn
 
 from ..errors import DclsConvertError, one_line, shown
 from ..files import check_folder
-from ..networks.weights import load_file, not_finite
+from ..networks.weights import build_with_state, load_file, not_finite
 from ..progress import Notify, silent
 from ..records import Record, adapter
 from ..tables import counted
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
 from .folder import CONFIG, WEIGHTS, FolderConfig, check_stamp, check_tensors, read_folder, read_stamp
 from .inspection import position_sets
-from .load import buildable, rebuilt
+from .load import buildable, place_
 
 MOST_SECONDS = 600.0  # for the process that rebuilds the model
 FRESH_PROCESS = (
@@ -151,20 +151,22 @@ def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
     config, state, stamp = read_folder(folder), load_file(path), read_stamp(path)
     source = buildable(config, trust_code=trust_code)
 
-    def take_precision_(model: nn.Module) -> None:  # in which the outputs were stored
-        for name, tensor in model.state_dict(keep_vars=True).items():
+    def prepare_(model: nn.Module) -> None:
+        if config.plan is not None:
+            place_(model, config.plan)
+        for name, tensor in model.state_dict(keep_vars=True).items():  # the precision in which the outputs were stored
             if name in state and tensor.is_floating_point() and state[name].is_floating_point():
                 tensor.data = tensor.data.to(state[name].dtype)
 
-    model = checks.attempt(path, lambda: rebuilt(source, config.plan, state, str(path), take_precision_), "model")
-    if model is None:
+    built = checks.attempt(path, lambda: build_with_state(source, state, str(path), prepare_=prepare_), "model")
+    if built is None:
         return checks
     checks.add("model", [], f"{shown(source.name)} rebuilt; all {len(state)} tensors fit")
     stored = stamp.fingerprint if stamp is not None else None
     if stored is None or stored.outputs is None:
         checks.skip("outputs", f"none were stored when it was saved{f': {stored.reason}' if stored else ''}")
         return checks
-    outputs = take_fingerprint(model.eval(), config.input_size)
+    outputs = take_fingerprint(built[0].eval(), config.input_size)
     apart, tolerance = deviation(outputs, stored), TOLERANCES[stored.dtype]
     detail = f"differ by {apart:.1e} of the stored norm; up to {tolerance:g} is rounding in {stored.dtype}"
     detail = detail if outputs.outputs is not None else f"the model does not run: {outputs.reason}"
