@@ -50,8 +50,6 @@ class Verification(Record):
 
 
 class Checks(list[Check]):
-    """Checks as they are made."""
-
     def add(self, name: str, problems: Iterable[str | None], good: str) -> None:
         """A check for every problem, None apart, or one that says what is good."""
         failed = [Check(name=name, ok=False, detail=problem) for problem in problems if problem]

@@ -241,9 +241,9 @@ def _build_own(source: ModelSource) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
+        near = did_you_mean(module_name, LIBRARIES)
         raise ModelError(
-            f"{source.name}: module {module_name!r} cannot be imported: {one_line(error)}"
-            + did_you_mean(module_name, (*REGISTRIES, *FOREIGN_SOURCES))
+            f"{source.name}: module {module_name!r} cannot be imported: {one_line(error)}{near}"
         ) from error
     finally:
         sys.path.remove(here)

@@ -109,7 +109,7 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
 def _run(meta: nn.Module, input_size: Sequence[int], calls: dict[str, Calls]) -> list[tuple[int, ...]]:
     """The shapes of a meta copy's outputs for one image; `calls` gets what each convolution sees, up to an error."""
     image = torch.empty(1, *input_size, dtype=image_dtype(meta), device="meta")
-    names = {module: name for name, module in reversed(list(meta.named_modules(remove_duplicate=False)))}
+    names = {module: name for name, module in meta.named_modules()}
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         entering = args[0] if args else kwargs["input"]
