@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -21,7 +20,7 @@ from dcls_convert.networks.source import ModelSource, build_model, check_source,
 
 from ..audit_hook import watched
 from ..conftest import TINY
-from .folders import convert, edit_json, hub_cache, outputs, problems, same_states, save, seal, verify
+from .folders import edit_json, hub_cache, problems, seal, verify
 
 # What a folder may try: the plan's model, and its arguments. CANARY is a file that must not appear or be opened.
 MODELS = {
@@ -115,28 +114,6 @@ def test_no_way_in_runs_imports_opens_or_downloads_what_a_folder_names(warm, fol
         assert inspect_folder(folder).elements
     assert re.match("model: not checked: .*", skipped)
     assert (events, canary.exists(), "evil_module" in sys.modules) == ([], False, False)
-
-
-@pytest.fixture
-def own(tmp_path, monkeypatch):
-    """The folder of a model of the user's own, which stands in a module that can be imported."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "trusted_module.py").write_text(
-        "import timm\ndef build(**args):\n    return timm.create_model('test_convnext', **args)\n"
-    )
-    source = ModelSource(name="trusted_module:build", args={"num_classes": 3})
-    model, plan = convert(args=source.args)
-    return model, save(tmp_path / "own", model, replace(plan, model=source.name))
-
-
-def test_code_of_the_users_own_runs_where_it_is_trusted_or_given_as_an_object(own):
-    model, folder = own
-    with pytest.raises(ModelError, match=r"trusted_module:build: is not the name of a model .* trust_code=True"):
-        load_converted(folder)
-    assert "trusted_module" not in sys.modules
-    assert same_states(load_converted(folder, trust_code=True), model)
-    unconverted = build_model(ModelSource(name=f"timm:{TINY}", args={"num_classes": 3}))
-    assert torch.equal(outputs(load_converted(folder, model=unconverted)), outputs(model))
 
 
 def test_plain_arguments_of_registered_models_alone_are_allowed():

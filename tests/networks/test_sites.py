@@ -7,7 +7,7 @@ import torchvision
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from dcls_convert import convert_, find_convs, plan_conversion
+from dcls_convert import find_convs, plan_conversion
 from dcls_convert.errors import PlanError
 from dcls_convert.networks.tracing import trace
 from dcls_convert.reports.report import predict_report
@@ -227,13 +227,6 @@ def test_the_stem_is_what_takes_the_image_itself_and_what_is_not_called_costs_no
     assert [site.name for site in sites if site.stem] == ["ordinary"]
     site = sites[-1]
     assert (site.name, site.output_size, site.output_positions) == ("unused", None, 0)
-
-
-def test_a_converted_model_is_refused():
-    model = WithOrdinary(nn.Conv2d(4, 4, 3))
-    convert_(model, dilated_size=7)
-    with pytest.raises(PlanError, match="the model is converted already: it has 1 DCLS layer"):
-        find_convs(model)
 
 
 @pytest.mark.parametrize(
