@@ -114,11 +114,8 @@ DAMAGES = {
     "other arguments": (config(lambda c: c["model_args"].update(act_layer="relu")), APART),
     "another hash": (config(lambda c: c.update({METADATA_KEY: {"tensors": "0" * 64}})), APART, CHANGED),
     "plan a list": (config(lambda c: c["model_args"].update(plan=[])), "config.json: model_args.plan: "),
-    "newer plan": (planned(lambda p: p.update(format=2, novelty=1)), f"has format 2, {LATER}"),
     "another window, of which all shapes are the same": (layer(0, dilated_size=[11, 11]), APART),
     "another count": (layer(0, kernel_count=25), APART, "stages.0.blocks.0.conv_dw.positions has shape"),
-    "another count of one tied layer": (layer(2, kernel_count=25), "tie group stages.1: its layers have 2 different"),
-    "another tie group": (layer(1, tie_group="stages.9"), "the plan's tie groups are"),
 }
 FLIPPED = "a flipped bit, in the middle"
 
