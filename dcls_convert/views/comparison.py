@@ -1,5 +1,6 @@
 """A comparison by training: tables and a sentence for each arm, its recipe, and a page with its curves."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Group
@@ -105,15 +106,7 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
         run = next(run for run in runs if run.arm.label == arm.label)
         track = folder / RUNS / f"{run.arm.file_name}-seed{run.seed}" / TRACK
         if run.moved is not None and track.exists():
-            history = read_history(track)
-            histories.append(
-                {
-                    "title": f"Positions of {arm.label}, seed {run.seed}",
-                    "steps": history.steps,
-                    "moving_steps": history.moving_steps,
-                    "tracks": history.tracks,
-                }
-            )
+            histories.append({"title": f"Positions of {arm.label}, seed {run.seed}", **asdict(read_history(track))})
     facts = {"Epochs": settings.recipe.epochs, "Seeds": len(seeds), "Images to train on": exact(settings.train_images)}
     facts |= {"Images to test with": exact(settings.test_images), "Classes": exact(settings.classes)}
     content = {
