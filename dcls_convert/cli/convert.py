@@ -133,7 +133,7 @@ def _carry_out(job: "Job", plan: "ConversionPlan", output: Path, *, force: bool,
         output,
         report=done.report,
         force=force,
-        pictures=picture_files(done.model, plan, output, done.report) if html else None,
+        pictures=picture_files(done.model, plan, output) if html else None,
         meta=None if job.meta is done.model else job.meta,
     )
     return done

@@ -44,16 +44,22 @@ class Pictures:
     history: HistoryPicture | None = None  # None: not asked for
 
 
-def pictures_of_model(model: nn.Module, plan: ConversionPlan, folder: Path, report: ConversionReport) -> Pictures:
+def pictures_of_model(model: nn.Module, plan: ConversionPlan, folder: Path) -> Pictures:
     """Pictures of a converted model in memory, without those for which a model must run."""
     state = model.state_dict()
-    inspection = inspect_positions(plan, state, folder)
+    return _pictures(plan, state, model, inspect_positions(plan, state, folder))
+
+
+def _pictures(
+    plan: ConversionPlan, state: Mapping[str, Tensor], model: nn.Module | None, inspection: Inspection, **more: Any
+) -> Pictures:
     return Pictures(
-        name=folder.name,
-        report=report,
+        name=Path(inspection.folder).resolve().name,
+        report=predict_report(plan),
         inspection=inspection,
         positions=position_pictures(plan, state, inspection),
         kernels=kernel_pictures(plan, state, model),
+        **more,
     )
 
 
@@ -84,16 +90,7 @@ def pictures_of_folder(
     seen = None
     if fields is not None and model is not None:
         seen = field_pictures(model, source, plan, state, fields, notify, note)
-    return Pictures(
-        name=folder.resolve().name,
-        report=predict_report(plan),
-        inspection=inspection,
-        positions=position_pictures(plan, state, inspection),
-        kernels=kernel_pictures(plan, state, model),
-        raw_weights=reason,
-        fields=seen,
-        history=track,
-    )
+    return _pictures(plan, state, model, inspection, raw_weights=reason, fields=seen, history=track)
 
 
 def page(pictures: Pictures) -> str:

@@ -17,7 +17,6 @@ from ..files import can_plot
 from ..layers.interpolation import position_limits
 from ..options import FigureName
 from ..planning.plan import ConversionPlan
-from ..reports.report import ConversionReport
 from .page import Pictures, page, pictures_of_model
 from .stages import cost_charts
 
@@ -50,11 +49,9 @@ def saved(figure: Callable[[], "Figure"], suffix: str, **style: Any) -> bytes:
     return file.getvalue()
 
 
-def picture_files(
-    model: nn.Module, plan: ConversionPlan, folder: str | Path, report: ConversionReport
-) -> dict[str, bytes]:
+def picture_files(model: nn.Module, plan: ConversionPlan, folder: str | Path) -> dict[str, bytes]:
     """Names and contents for `save_converted(pictures=...)`: the page, and with matplotlib the positions."""
-    pictures = pictures_of_model(model, plan, Path(folder), report)
+    pictures = pictures_of_model(model, plan, Path(folder))
     files = {PAGE: page(pictures).encode()}
     return files | {PICTURE: draw(pictures, "positions", ".png")} if can_plot() else files
 

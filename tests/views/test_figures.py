@@ -9,7 +9,7 @@ import torch
 from timm.layers import StdConv2d
 from torch import nn
 
-from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_report
+from dcls_convert import apply_plan_, find_convs, plan_conversion
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.layers.position_statistics import border_share
@@ -24,7 +24,7 @@ FLOAT32_ATOL = 1e-6
 
 
 def pictures_of(model, plan) -> Pictures:
-    return pictures_of_model(model, plan, Path("folder"), predict_report(plan))
+    return pictures_of_model(model, plan, Path("folder"))
 
 
 def of_module(module, input_size, size, rule="", **options):
