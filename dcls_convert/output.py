@@ -19,7 +19,6 @@ from .errors import CheckpointError, OutputExistsError, one_line, shown
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # flags of Linux's renameat2
 AT_FDCWD = -100
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # renameat2's errors if kernel or file system lack it
-MOST_NAME = 255 - len("..01234567.partial")  # bytes, where file systems take 255
 OLD = ".old"  # suffix of the old output inside the partial folder, without renameat2
 
 Foreign = Callable[[Path], str | None]  # why an existing path must not be replaced; None where it may be
@@ -30,8 +29,6 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
     try:
         if path.name in ("", ".."):
             raise CheckpointError(f"output {path}: name a new folder, not one that is there already")
-        if len(os.fsencode(path.name)) > MOST_NAME:
-            raise CheckpointError(f"output {shown(path)}: File name too long; {MOST_NAME} bytes are the most")
         if path.is_symlink() or path.exists():  # which raise OSError for a name that is too long
             if not force:
                 raise OutputExistsError(path)
