@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
@@ -12,13 +11,12 @@ from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 from rich.text import Text
 
-from ..errors import DclsConvertError, printable, shown
+from ..errors import DclsConvertError, printable
 
 if TYPE_CHECKING:
     from ..progress import Notify
 
 EXIT_UNPRINTED = 1  # where stdout is closed or full
-LONGEST_WORD = 250  # characters in a message; paths may have about as many
 
 
 class OutputError(DclsConvertError):
@@ -32,7 +30,7 @@ def set_up() -> None:
     if not os.environ.get("COLUMNS", "80").strip("0"):  # of a terminal that does not know; rich would print nothing
         del os.environ["COLUMNS"]
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None and hasattr(stream, "reconfigure"):  # None where the shell closed it
+        if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
@@ -49,12 +47,11 @@ def write(text: str) -> None:
 
 
 def message(text: str, style: str = "") -> None:
-    """Print one line to stderr; names of thousands of characters in it are cut."""
-    if sys.stderr is None:
+    """Print one line to stderr."""
+    if sys.stderr is None:  # the shell closed it
         return
-    line = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: shown(word[0], LONGEST_WORD), printable(text))
     try:
-        sys.stderr.write(_rendered(sys.stderr, Text(line, style=style)))
+        sys.stderr.write(_rendered(sys.stderr, Text(printable(text), style=style)))
         sys.stderr.flush()
     except OSError:
         _drop(sys.stderr)
@@ -88,13 +85,12 @@ def standing(output: object) -> Iterator[None]:
 
 
 def finish() -> None:
-    """Flush; where a stream takes nothing, Python must not try again at its end and complain."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None:
-                stream.flush()
-        except OSError:
-            _drop(stream)
+    """Flush; where stdout takes nothing, Python must not try again at its end and complain."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        _drop(sys.stdout)
 
 
 def _rendered(stream: TextIO, *parts: RenderableType, least_width: int = 0) -> str:

@@ -70,22 +70,6 @@ def test_no_control_character_of_data_reaches_the_terminal(capsys, arguments):
         assert {character for character in text if not character.isprintable()} <= {"\n"}, text
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *["convert {}", "convert timm:{}", "convert {}:build", f"convert {__name__}:{{}}"],
-        *[f"convert {OWN} {option}" for option in ("{}", "--{}", "--scope {}", "--rules {}", "--checkpoint {}")],
-        *[f"convert {OWN} {option}" for option in ("--output {}", "--seed {}")],
-        *["rules {}", "rules check {}", "models {}", "verify {}", "inspect {}", "fold {}"],
-    ],
-)
-def test_endless_names_are_cut(arguments):
-    out, err = run(*arguments.format("ab" * 2000).split(), code=2)
-    assert out == ""
-    assert err.splitlines()[-1].startswith("error: ")
-    assert all(len(line) < 1000 for line in err.splitlines())
-
-
 # What stdout can take.
 
 
