@@ -61,9 +61,7 @@ def printable(text: object, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(
-        character
-        if character.isprintable() or character in keep
-        else character.encode("unicode_escape", "surrogatepass").decode("ascii")
+        character if character.isprintable() or character in keep else character.encode("unicode_escape").decode()
         for character in text
     )
 
@@ -97,8 +95,4 @@ def listed(names: Iterable[object], most: int = 3) -> str:
 
 def one_line(error: BaseException) -> str:
     """The message of any exception, on one line: what a library said, without its layout."""
-    try:
-        text = str(error)[:MOST_SAID]
-    except BaseException:  # the exception's own code may raise anything
-        text = ""
-    return printable(" ".join(text.split()) or type(error).__name__)
+    return printable(" ".join(str(error)[:MOST_SAID].split()) or type(error).__name__)

@@ -36,10 +36,7 @@ def builtin_rules() -> dict[str, Path]:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether the folder looks like one of this program."""
-    try:
-        return all((path / name).is_file() for name in ("config.json", "model.safetensors"))
-    except OSError:
-        return False
+    return all(os.path.isfile(path / name) for name in ("config.json", "model.safetensors"))
 
 
 def check_weights_file(path: Path, what: str = "checkpoint") -> None:

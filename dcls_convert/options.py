@@ -27,9 +27,7 @@ INITS: tuple[str, ...] = get_args(Init)
 POSITIONS: tuple[str, ...] = get_args(Positions)
 
 AUTO = "auto"
-ERROR: Scope = (
-    "error"  # the scope by which each tie group gets as many elements as its kernels need; for trained kernels
-)
+ERROR: Scope = "error"  # each tie group gets as many elements as its kernels need; for trained kernels
 EXACT = "exact"  # as many elements as the old kernel has cells, at their places: the same function
 MOST_SIDE = 9_999  # cells or pixels, four digits; a larger kernel or image is a typing mistake
 MOST_PIXELS = 2048 * 2048  # or voxels, of an image on which outputs are compared
