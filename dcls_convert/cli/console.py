@@ -73,17 +73,6 @@ def steps(name: object, *, quiet: bool = False, lines: bool = True, every: float
         yield notify
 
 
-@contextlib.contextmanager
-def standing(output: object) -> Iterator[None]:
-    """For what is done after `output` was written (None: nothing was): where it fails, say that the output is there."""
-    try:
-        yield
-    except BaseException:
-        if output is not None:
-            message(f"note: {output} was written")
-        raise
-
-
 def finish() -> None:
     """Flush; where stdout takes nothing, Python must not try again at its end and complain."""
     try:

@@ -102,13 +102,12 @@ def convert(
             output = output or _default_output(job, conversion_plan)
             done = _carry_out(job, conversion_plan, output, force=force, html=html)
             report, steps = replace(done.report, output=str(output)), next_steps(job, done, output)
-    with console.standing(output):
-        if json_:
-            console.write(report.to_json())
-        elif quiet:
-            console.show(str(output))
-        else:
-            console.show(report_view(replace(report, outcome=None), verbose=verbose), *steps)
+    if json_:
+        console.write(report.to_json())
+    elif quiet:
+        console.show(str(output))
+    else:
+        console.show(report_view(replace(report, outcome=None), verbose=verbose), *steps)
 
 
 def _not_of_a_checkpoint(path: Path) -> str | None:

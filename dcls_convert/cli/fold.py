@@ -38,11 +38,10 @@ def fold(
 
     with console.steps(str(checkpoint), quiet=quiet) as notify:
         folded = fold_checkpoint(checkpoint, format, output, force=force, trust_code=trust_code, notify=notify)
-    with console.standing(folded.output):
-        if json_:
-            console.write(write_json(asdict(folded)))
-        else:
-            console.show(*([folded.output] if quiet else _lines(folded)))
+    if json_:
+        console.write(write_json(asdict(folded)))
+    else:
+        console.show(*([folded.output] if quiet else _lines(folded)))
 
 
 def _lines(folded: "Folded") -> list[str]:

@@ -79,9 +79,8 @@ def inspect(
                     partial.write_bytes(content)
         elif not plan:
             inspection = inspect_folder(checkpoint)
-    with console.standing(" and ".join(map(str, outputs)) or None):
-        if plan or json_:
-            console.write((read_plan(checkpoint) if plan else inspection).to_json())
-        else:
-            lines = [f"Wrote {path} ({path.stat().st_size / 1e6:.2f} MB)." for path in outputs]
-            console.show(inspection_view(inspection), *["", *lines] * bool(lines))
+    if plan or json_:
+        console.write((read_plan(checkpoint) if plan else inspection).to_json())
+    else:
+        lines = [f"Wrote {path} ({path.stat().st_size / 1e6:.2f} MB)." for path in outputs]
+        console.show(inspection_view(inspection), *["", *lines] * bool(lines))

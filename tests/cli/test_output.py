@@ -92,8 +92,8 @@ def closed_pipe():
 @pytest.mark.parametrize(
     ("stdout", "says"),
     [
-        (lambda: open("/dev/full", "w"), "No space left"),
-        (lambda: io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True), "No space left"),
+        (lambda: open("/dev/full", "w"), "No space left on device"),
+        (lambda: io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True), "No space left on device"),
         (lambda: None, "stdout is closed"),
         (closed_pipe, None),
     ],
@@ -107,9 +107,8 @@ def test_a_stdout_that_takes_nothing_does_not_take_back_the_checkpoint(capsys, m
         if sys.stdout is not None:
             sys.stdout.close()  # with nothing left to write, as at Python's end
     load_converted("out", model=plain())
-    lines = capsys.readouterr().err.splitlines()
-    assert "note: out was written" in lines
-    assert lines[-1].startswith(f"error: the results cannot be printed: {says}" if says else "note: ")
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert errors == ([f"error: the results cannot be printed: {says}"] if says else [])
 
 
 def test_a_stderr_that_takes_nothing_is_no_mistake(capsys, monkeypatch):
@@ -174,12 +173,3 @@ def test_signals_that_were_ignored_stay_ignored():
     for number in (signal.SIGINT, signal.SIGHUP):  # as nohup does, and a shell for a job in the background
         signal.signal(number, signal.SIG_IGN)
     assert exit_code(f"{__name__}:signalled", "--output", "out", "--quiet") == 0
-
-
-def test_an_interrupt_after_the_checkpoint_stands_says_so(monkeypatch):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    interrupt = lambda *_, **__: signal.raise_signal(signal.SIGINT)  # noqa: E731
-    monkeypatch.setattr("dcls_convert.views.report.report_view", interrupt)
-    _, err = run(PLAIN, "--output", "out", code=130)
-    assert err.splitlines()[-2:] == ["note: out was written", "error: interrupted"]
-    load_converted("out", model=plain())
