@@ -40,7 +40,6 @@ def inspect(
         {
             "--plan and --json exclude each other; the plan is JSON": plan and json_,
             "--plan prints the plan alone; leave --html and --picture": plan and outputs,
-            "--html and --picture name the same file": html is not None and html == picture,
             "--force replaces the file of --html or --picture": force and not outputs,
             "--figure says what --picture draws": figure != "positions" and picture is None,
             "--figure history needs --history": figure == "history" and history is None,

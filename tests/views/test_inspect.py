@@ -120,7 +120,6 @@ REFUSED = {
     "--html x.html --original page.html": "page.html",
     "--html x.html --history nowhere": "history nowhere: there is no such file",
     "--html x.html --history page.html": "page.html: line 1: ",
-    "--html x.png --picture x.png": "--html and --picture name the same file",
     "--html x.html --plan": "--plan prints the plan alone",
 }
 
