@@ -136,9 +136,8 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
             return EXIT_MISTAKE, "out of memory"
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
-        bug = error.__cause__ or error if isinstance(error, typer.Abort) else error  # typer's, of an EOFError
         return EXIT_BUG, (
-            f"this is a bug in dcls-convert: {type(bug).__name__}: {one_line(bug)[:300]} "
+            f"this is a bug in dcls-convert: {type(error).__name__}: {one_line(error)[:300]} "
             f"(set {TRACEBACK_VARIABLE}=1 for a traceback to report)"
         )
     code = result if isinstance(result, int) else 0  # of typer.Exit; typer makes 130 of a KeyboardInterrupt
