@@ -141,7 +141,6 @@ def argument(metavar: str, help: str, complete: Callable[[str], list[str]]) -> A
 
 
 def image_size(panel: str, help: str) -> Any:
-    """An option for the size of images."""
     return option(panel, help, metavar="CxHxW", parser=parse_input_size)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..progress import Notify
 
 EXIT_UNPRINTED = 1  # where stdout is closed or full
+WIDTH_IN_A_FILE = 160  # columns of wide tables; most of their rows stay on one line
 
 
 class OutputError(DclsConvertError):
@@ -27,17 +28,15 @@ class OutputError(DclsConvertError):
 
 def set_up() -> None:
     """Let stdout and stderr replace what their encodings lack (cp1252 has no arrow) instead of failing."""
-    if not os.environ.get("COLUMNS", "80").strip("0"):  # of a terminal that does not know; rich would print nothing
-        del os.environ["COLUMNS"]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
-def show(*parts: RenderableType, least_width: int = 0) -> None:
-    """Print lines, or what rich lays out: a table fits the terminal, and has `least_width` columns in a file."""
+def show(*parts: RenderableType, wide: bool = False) -> None:
+    """Print lines, or what rich lays out: tables fit the terminal; in a file, those of many columns are `wide`."""
     with _results() as stdout:
-        stdout.write(_rendered(stdout, *parts, least_width=least_width))
+        stdout.write(_rendered(stdout, *parts, wide=wide))
 
 
 def write(text: str) -> None:
@@ -82,11 +81,11 @@ def finish() -> None:
         _drop(sys.stdout)
 
 
-def _rendered(stream: TextIO, *parts: RenderableType, least_width: int = 0) -> str:
+def _rendered(stream: TextIO, *parts: RenderableType, wide: bool = False) -> str:
     """What rich would write to the stream, with control characters escaped; the layout's line ends and colours stay."""
     console = Console(file=stream, highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, least_width)
+    if wide and not console.is_terminal:
+        console.width = max(console.width, WIDTH_IN_A_FILE)
     with console.capture() as captured:
         for part in parts:
             part = Text(printable(part)) if isinstance(part, str) else part

@@ -18,7 +18,6 @@ MOST_JOBS = 1024
 MOST_SECONDS = 86_400
 SECONDS_A_MODEL = 120  # the slowest of all models takes two seconds on an idle core
 SECONDS_A_LINE = 10.0  # of progress, where stderr is no terminal
-WIDTH_IN_A_FILE = 160  # columns; most rows stay on one line
 RUNNING, SHOW = "How to run", "What to show"
 PATTERN_HELP = (
     "Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. Without * ? or [ it is a name, "
@@ -71,6 +70,6 @@ def models(
         for line in [*failure_lines(rows), summary_line(rows)]:
             console.message(line)
     else:
-        console.show(survey_view(rows), least_width=WIDTH_IN_A_FILE)
+        console.show(survey_view(rows), wide=True)
     if any(row.status == "failed" for row in rows):
         raise typer.Exit(EXIT_FAILED)

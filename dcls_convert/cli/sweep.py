@@ -27,7 +27,6 @@ MOST_ROWS = 1000
 MOST_SECONDS, MOST_BATCH = 86_400, 65_536
 CPU_BATCH, GPU_BATCH = 1, 32
 SECONDS = 60
-WIDTH_IN_A_FILE = 160  # columns
 
 
 def list_option(parse: Callable[[str], Any], what: str, help: str, *, metavar: str, step: int = 1) -> Any:
@@ -149,7 +148,7 @@ def sweep(
         console.write(sweep.to_json() if json_ else sweep_csv(sweep))
     else:
         taken = [] if sweep.choice.row is None else ["", f"    {sweep.rows[sweep.choice.row].command}"]
-        console.show(SweepView(sweep), *[f" {choice}" for choice in choices()], least_width=WIDTH_IN_A_FILE)
+        console.show(SweepView(sweep), *[f" {choice}" for choice in choices()], wide=True)
         console.show(*taken)
     if picture is not None:
         with new_file(picture, force=force) as partial:

@@ -132,14 +132,6 @@ def test_a_bug_is_one_line_and_exit_code_1(monkeypatch):
     assert last.startswith("error: this is a bug in dcls-convert: ZeroDivisionError: oh no")
 
 
-@pytest.mark.parametrize("columns", ["0", "", "1"])
-def test_output_is_there_whatever_the_terminal_says_of_its_width(monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", columns)
-    out, _ = run(PLAIN, "--dry-run")
-    assert "parameters" in "".join(out.split())
-    assert run("nomodel", "--dry-run", code=2)[1].splitlines()[-1].startswith("error: no model 'nomodel'")
-
-
 def test_a_traceback_is_shown_on_demand(monkeypatch):
     monkeypatch.setattr("dcls_convert.pipeline.Job.plan", broken)
     monkeypatch.setenv("DCLS_CONVERT_TRACEBACK", "1")
