@@ -9,20 +9,16 @@ import shutil
 import signal
 import stat
 import sys
-import time
 from collections import Counter
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from dcls_convert import output, save_converted
-from dcls_convert.cli import app
 from dcls_convert.errors import CheckpointError
 from dcls_convert.output import clean_up, new_file, new_folder
 
 from .checkpoints.folders import convert
-from .command_line import NET, run
 from .forks import forked
 
 
@@ -278,51 +274,3 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_one_and_the_next_run_clean
             break
     assert len(seen) == 2
     assert sum(seen.values()) > 10
-
-
-# --- Command lines that are killed
-
-
-def snapshot(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def started(line):
-    """The process of a command line."""
-    if pid := os.fork():
-        return pid
-    try:
-        sys.stdout = sys.stderr = open(os.devnull, "w")
-        for number in app.SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        app.main(line)
-    except SystemExit as stopped:
-        os._exit(stopped.code)
-    finally:
-        os._exit(99)
-
-
-@pytest.mark.processes
-def test_a_killed_command_leaves_the_old_or_the_new_output_whole(tmp_path):
-    """At random times: a dozen kills, and with HYPOTHESIS_PROFILE=campaign a hundred."""
-    random, old, out = Random(0), tmp_path / "old", tmp_path / "place" / "out"
-    line = [NET, "--dilated-size", "9", "--input-size", "3x32x32", "--quiet", "--force", "--output", str(out)]
-    run(*line, "--seed", 1)
-    out.rename(old)
-    began = time.monotonic()
-    assert ends(started(line)) == 0
-    seconds, new = time.monotonic() - began, snapshot(out)
-    assert new != snapshot(old)
-    for _ in range(100 if os.environ.get("HYPOTHESIS_PROFILE") == "campaign" else 12):
-        number = random.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-        shutil.rmtree(out)
-        shutil.copytree(old, out)
-        pid = started(line)
-        time.sleep(random.random() * seconds)
-        os.kill(pid, number)  # no other's yet, even where it has ended
-        code, state = ends(pid), snapshot(out)
-        assert code in (0, -number, app.EXIT_INTERRUPTED)  # as the system ends it before the program stands
-        assert state == new or (code and state == snapshot(old))
-        assert number == signal.SIGKILL or list(out.parent.iterdir()) == [out]
-        clean_up(out)
-        assert list(out.parent.iterdir()) == [out]
