@@ -260,12 +260,6 @@ def test_rules_that_do_not_fit_the_model(given, says):
     refused("rules", "check", "my.yaml", "--model", NET, says=says)
 
 
-def test_strict_refuses_what_would_be_skipped():
-    Path("my.yaml").write_text(in_rule("match: {kernel_size: {min: 3}}, dilated_size: 5"))
-    run("resnet18", "--dry-run", *SMALL, "--rules", "my.yaml")
-    refused("resnet18", "--strict", *SMALL, "--rules", "my.yaml", says=["conv1: window 5", "kernel 7", "use 7 or more"])
-
-
 # --- Exit code 3
 
 

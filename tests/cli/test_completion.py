@@ -7,7 +7,7 @@ import timm
 import torchvision
 from typer.completion import get_completion_inspect_parameters
 
-from dcls_convert.cli.completion import complete_checkpoints, complete_models, complete_rules, registered_names
+from dcls_convert.cli.completion import registered_names
 
 from ..command_line import run
 from ..test_house import imported_by
@@ -52,14 +52,19 @@ def test_a_shell_completes_the_model_of_the_default_command(monkeypatch, shell):
         "convnext_tiny --rules dep": {"depthwise"},
         "convnext_tiny --plan mo": {"models-dcls"},
         "inspect mo": {"models-dcls"},
+        "inspect runs/": {"runs/one", "runs/two"},
+        "inspect runs/o": {"runs/one"},
+        "rules check runs/": {"runs/rules.yaml"},
         "rules check c": {"conv3x3"},
         "rules check depthwise --model torchvision:vgg11_": {"torchvision:vgg11_bn"},
     }.items(),
 )
 def test_what_is_completed_where(monkeypatch, typed, words):
-    Path("models-dcls").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        Path("models-dcls", name).touch()
+    for folder in ("models-dcls", "runs/one", "runs/two"):
+        Path(folder).mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            Path(folder, name).touch()
+    Path("runs/rules.yaml").touch()
     Path("more").mkdir()
     get_completion_inspect_parameters()  # makes the shells known
     typed_in(monkeypatch, "bash", f"dcls-convert {typed}")
@@ -69,19 +74,6 @@ def test_what_is_completed_where(monkeypatch, typed, words):
     assert all(word.startswith(last) for word in found)
     assert len(set(found)) == len(found)
     assert "more" not in found
-
-
-def test_files_are_found_in_the_folder_that_was_typed():
-    for folder in ("runs/one", "runs/two"):
-        Path(folder).mkdir(parents=True)
-        for name in ("config.json", "model.safetensors"):
-            Path(folder, name).touch()
-    Path("runs/rules.yaml").touch()
-    assert complete_checkpoints("runs/") == ["runs/one", "runs/two"]
-    assert complete_checkpoints("runs/o") == ["runs/one"]
-    assert complete_checkpoints("nowhere/o") == []
-    assert complete_rules("runs/") == ["runs/rules.yaml"]
-    assert complete_models("local-dir:runs") == []
 
 
 def test_the_script_is_installed(monkeypatch, tmp_path):

@@ -62,17 +62,3 @@ def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained, tmp_pa
         one, new = one.double(), new.double()
         kl = (one.softmax(1) * (one.log_softmax(1) - new.log_softmax(1))).sum(1).mean()
         assert agreed["kl"] == pytest.approx(float(kl), rel=1e-3, abs=1e-7)
-
-
-@pytest.mark.slow
-def test_scope_error_from_the_command_line_is_read_again_without_fitting(trained, tmp_path):
-    by_model = convert(trained, tmp_path, "--tie", "none", output="model")[1]
-    out, report, _ = convert(trained, tmp_path, "--tie", "none", "--scope", "error")
-    summed = [sum(layer["fit_error"] for layer in found["layers"]) for found in (by_model, report)]
-    assert summed[1] <= summed[0] * (1 + 1e-5)
-    assert report["budget"]["scope"] == "error"
-    assert report["budget"]["used"] <= report["budget"]["limit"]
-    assert "Error" in out
-    counts = {layer["name"]: layer["kernel_count"] for layer in report["layers"]}
-    model = load_converted(tmp_path / "out")
-    assert {name: model.get_submodule(name).kernel_count for name in counts} == counts

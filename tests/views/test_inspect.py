@@ -13,7 +13,6 @@ from dcls_convert import load_converted, save_converted
 from dcls_convert.checkpoints.folder import CARD, FILES, PAGE, PICTURE, read_plan
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.networks.source import ModelSource, build_model
-from dcls_convert.views import plot
 
 from ..command_line import run
 from .test_page import data_of
@@ -165,11 +164,3 @@ def test_a_folder_holds_its_page_and_its_card_the_picture_until_it_is_replaced(h
     run(NETWORK, *OPTIONS, "--output", "net", "--force")
     assert names(folder) == set(FILES)
     assert PICTURE not in (folder / CARD).read_text(encoding="utf-8")
-
-
-def test_where_a_picture_fails_nothing_is_written_and_a_dry_run_has_no_page(here, monkeypatch):
-    _, message = run(NETWORK, *OPTIONS[:-1], "--html", "--dry-run", code=2)
-    assert "--html has no effect with --dry-run" in message
-    monkeypatch.setattr(plot, "page", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    run(NETWORK, *OPTIONS, "--html", "--output", "net", code=2)
-    assert list(here.iterdir()) == []
