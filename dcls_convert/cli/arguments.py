@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from ..errors import DclsConvertError, shown
-from ..files import check_images, check_weights_file
+from ..files import check_folder, check_images, check_weights_file
 from ..options import (
     AUTO,
     DEFAULT_BUDGET,
@@ -136,8 +136,12 @@ class CommandGroup(HelpOption, TyperGroup):
         return items
 
 
-def argument(metavar: str, help: str, complete: Callable[[str], list[str]]) -> Any:
-    return typer.Argument(metavar=metavar, help=help, autocompletion=complete, show_default=False)
+def argument(metavar: str, help: str, complete: Callable[[str], list[str]], **settings: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=help, autocompletion=complete, show_default=False, **settings)
+
+
+def checkpoint_argument(metavar: str, help: str) -> Any:
+    return argument(metavar, help, complete_checkpoints, callback=check_folder)
 
 
 def image_size(panel: str, help: str) -> Any:
@@ -145,7 +149,7 @@ def image_size(panel: str, help: str) -> Any:
 
 
 # What several commands take.
-Checkpoint = Annotated[Path, argument("CHECKPOINT", "A folder that dcls-convert wrote.", complete_checkpoints)]
+Checkpoint = Annotated[Path, checkpoint_argument("CHECKPOINT", "A folder that dcls-convert wrote.")]
 InputSize = Annotated[Any, image_size(OUTPUT, "Image size for counting MACs; without it, the model's own.")]
 Json = Annotated[bool, option(OUTPUT, "Print one JSON object.", "--json")]
 Csv = Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")]

@@ -104,8 +104,7 @@ def compare(
     )
     network.check()
     first = os.environ.get("RANK", "0") == "0"  # of the processes of accelerate launch or torchrun
-    with console.steps(network.model, quiet=not first, every=SECONDS_A_LINE) as notify:
-        notify("reading the images")  # which begins with imports of some seconds
+    with console.steps(network.model, "reading the images", quiet=not first, every=SECONDS_A_LINE) as notify:
         from ..compare.arms import make_arms
         from ..compare.comparison import carry_out, settle, usual_lr, with_epochs
         from ..tuning.recipe import Recipe

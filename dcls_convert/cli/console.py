@@ -62,13 +62,20 @@ def note(text: str, *_: int) -> None:
 
 
 @contextlib.contextmanager
-def steps(name: object, *, quiet: bool = False, lines: bool = True, every: float = 0.0) -> Iterator["Notify"]:
-    """Show what is being done, as `show_progress`; nothing when quiet, and on terminals alone without `lines`."""
+def steps(
+    name: object, first: str = "", *, quiet: bool = False, lines: bool = True, every: float = 0.0
+) -> Iterator["Notify"]:
+    """Show what is being done, as `show_progress`; nothing when quiet, and on terminals alone without `lines`.
+
+    What is told first begins with imports of some seconds.
+    """
     from ..progress import show_progress, silent
 
     # What models and their loaders print meanwhile is progress too.
     loud = show_progress(str(name), every=every, line=message if lines else silent, redirect=True)
     with contextlib.nullcontext(silent) if quiet else loud as notify, contextlib.redirect_stdout(sys.stderr):
+        if first:
+            notify(first)
         yield notify
 
 

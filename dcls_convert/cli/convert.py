@@ -78,8 +78,7 @@ def convert(
         check_output(output, force=force, foreign=_not_of_a_checkpoint)
     if plan is not None:
         check_folder(plan)
-    with console.steps(network.model, quiet=quiet) as notify:
-        notify("planning")  # which begins with imports of some seconds
+    with console.steps(network.model, "planning", quiet=quiet) as notify:
         from ..checkpoints.folder import read_plan
         from ..compare.timing import check_device
         from ..progress import silent

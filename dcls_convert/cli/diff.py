@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import shown
-from ..files import check_folder
 from ..tables import counted
 from . import console
-from .arguments import Checkpoint, Json, argument
-from .completion import complete_checkpoints
+from .arguments import Checkpoint, Json, checkpoint_argument
 
 if TYPE_CHECKING:
     from ..planning.plan import Difference
@@ -18,14 +16,11 @@ if TYPE_CHECKING:
 
 def diff(
     checkpoint: Checkpoint,
-    other: Annotated[Path, argument("OTHER", "Another such folder.", complete_checkpoints)],
+    other: Annotated[Path, checkpoint_argument("OTHER", "Another such folder.")],
     json_: Json = False,
 ) -> None:
     """Show what differs between two checkpoints: their plans, layer by layer, and whether their weights are equal."""
-    for folder in (checkpoint, other):
-        check_folder(folder)
-    with console.steps("diff", lines=False) as notify:
-        notify("reading")  # which begins with imports of some seconds
+    with console.steps("diff", "reading", lines=False):
         from ..checkpoints.folder import WEIGHTS, read_plan, read_tensors, tensors_hash
         from ..records import write_json
 

@@ -4,7 +4,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..files import check_folder
 from ..options import FoldFormat
 from ..tables import counted
 from . import console
@@ -32,7 +31,6 @@ def fold(
 
     Positions are no longer learnable then. Outputs stay the same, which is checked before anything is written.
     """
-    check_folder(checkpoint)
     from ..export.formats import fold_checkpoint
     from ..records import write_json
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from ..files import check_folder, check_images, check_picture, check_weights_file
+from ..files import check_images, check_picture, check_weights_file
 from ..options import FigureName
 from ..output import check_output, new_file, not_a_file
 from . import console
@@ -56,9 +56,7 @@ def inspect(
             check_weights_file(path, what)
     for path in outputs:
         check_output(path, force=force, foreign=not_a_file)
-    check_folder(checkpoint)
-    with console.steps(checkpoint, lines=bool(outputs)) as notify:
-        notify("reading")  # which begins with imports of some seconds
+    with console.steps(checkpoint, "reading", lines=bool(outputs)) as notify:
         from ..checkpoints.folder import read_plan
         from ..checkpoints.inspection import inspect_folder
         from ..views.inspection import inspection_view

@@ -66,8 +66,7 @@ def rules_schema() -> None:
 
 def _claims(rules: "RuleSet", model_name: str) -> list[str]:
     """A line for every rule, and one for the rest. DclsConvertError where the rules do not fit the model."""
-    with console.steps(model_name, lines=False) as notify:
-        notify("reading")  # which begins with imports of some seconds
+    with console.steps(model_name, "reading", lines=False):
         from ..networks.source import resolve_model
         from ..pipeline import Job
         from ..planning.rules import claim_sites

@@ -134,8 +134,7 @@ def sweep(
     if picture is not None:
         check_picture(picture, "--picture")
         check_output(picture, force=force, foreign=not_a_file)
-    with console.steps(network.model) as notify:
-        notify("planning")  # which begins with imports of some seconds
+    with console.steps(network.model, "planning") as notify:
         from ..compare.candidates import combinations, make_sweep, usual_sizes
         from ..depthwise import choices
         from ..views.sweep import SweepView, draw_sweep, sweep_csv

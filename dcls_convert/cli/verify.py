@@ -3,7 +3,6 @@
 from rich.text import Text
 
 from ..errors import CheckpointError, printable
-from ..files import check_folder
 from ..tables import counted
 from . import console
 from .arguments import Checkpoint, Json, TrustCode
@@ -13,9 +12,7 @@ MARKS = {True: ("ok", "green"), False: ("problem", "red"), None: ("skipped", "ye
 
 def verify(checkpoint: Checkpoint, trust_code: TrustCode = False, json_: Json = False) -> None:
     """Check a checkpoint: rebuild it in a fresh process, and compare names, shapes, hash and outputs."""
-    check_folder(checkpoint)
-    with console.steps(checkpoint, lines=False) as notify:
-        notify("reading")  # which begins with imports of some seconds
+    with console.steps(checkpoint, "reading", lines=False) as notify:
         from ..checkpoints.verify import verify_folder
 
         verification = verify_folder(checkpoint, trust_code=trust_code, notify=notify)
