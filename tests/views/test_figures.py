@@ -115,7 +115,7 @@ def test_the_elements_behind_a_kernel_make_it(name):
 DRAWN = {"cost": (".svg", ".pdf", ".PNG"), "positions": (".svg",), "kernels": (".svg",), "receptive-field": (".svg",)}
 
 
-def test_every_figure_is_drawn_and_the_same_on_every_day(monkeypatch):
+def test_every_figure_is_drawn():
     """That of a history: test_history.py."""
     field = field_picture(torch.ones(4, 4), "After", "a $network")
     fields = FieldPictures(fields=(field,), notes=())
@@ -123,8 +123,5 @@ def test_every_figure_is_drawn_and_the_same_on_every_day(monkeypatch):
     assert {*DRAWN, "history"} == set(FIGURES)
     for figure, suffixes in DRAWN.items():
         for suffix in suffixes:
-            monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")  # what matplotlib takes for the time
-            first = draw(pictures, figure, suffix)
-            assert first.startswith({".svg": b"<?xml", ".pdf": b"%PDF-"}.get(suffix, b"\x89PNG\r\n"))
-            monkeypatch.setenv("SOURCE_DATE_EPOCH", "100000")
-            assert figure != "cost" or draw(pictures, figure, suffix) == first
+            begins = {".svg": b"<?xml", ".pdf": b"%PDF-"}.get(suffix, b"\x89PNG\r\n")
+            assert draw(pictures, figure, suffix).startswith(begins)
