@@ -53,7 +53,7 @@ class TrackedPositions:
     mean_distance: Length | None  # from the centre
     mean_sigma: Length | None  # None also where the interpolation has no sigma
     histograms: tuple[Histogram, ...]  # one for each learnt axis
-    followed: tuple[tuple[Length | None, ...], ...] = ()  # coordinates of the same few elements, for each learnt axis
+    followed: tuple[tuple[Length | None, ...], ...]  # coordinates of the same few elements, for each learnt axis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

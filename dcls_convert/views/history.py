@@ -54,7 +54,7 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
     tracks = []
     for place, first_row in enumerate(records[0].positions):
         rows, moving_rows = ([record.positions[place] for record in some] for some in (records, moving))
-        if len({tuple(map(len, row.followed)) for row in rows if row.followed}) > 1:
+        if len({tuple(map(len, row.followed)) for row in rows}) > 1:
             raise CheckpointError(f"{path}: the records follow several numbers of elements of {shown(first_row.name)}")
         track = TrackPicture(
             name=first_row.name,

@@ -107,11 +107,8 @@ def test_a_record_that_no_picture_can_show_is_refused(tracked, tmp_path, message
         read_history(tmp_path / "odd.jsonl")
 
 
-@pytest.mark.parametrize("followed", [True, False], ids=["as today", "before elements were followed"])
-def test_speeds_and_places_are_those_of_the_training(tracked, tmp_path, followed):
-    lines = copy.deepcopy(tracked[1])
-    for line in [] if followed else lines:
-        del line["positions"][0]["followed"]
+def test_speeds_and_places_are_those_of_the_training(tracked, tmp_path):
+    lines = tracked[1]
     (tmp_path / "track.jsonl").write_bytes(written(lines))
     history = read_history(tmp_path / "track.jsonl")
     (track,) = history.tracks
@@ -122,4 +119,4 @@ def test_speeds_and_places_are_those_of_the_training(tracked, tmp_path, followed
     assert [sum(counts) for counts in track.histograms[0]] == [elements] * 3
     for before, after in zip(*(track.frames[step] for step in (1, 2)), strict=True):
         assert all(math.isclose(one + 1, two, abs_tol=0.02) for one, two in zip(before, after, strict=True))
-    assert bool(track.frames[0]) == followed
+    assert track.frames[0]
