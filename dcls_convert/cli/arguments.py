@@ -100,8 +100,7 @@ class HelpOption:
     def get_help_option(self, ctx: Any) -> Any:
         """As in typer, but False by default: typer imports pydantic to validate None, which doubles the time."""
         option = super().get_help_option(ctx)  # type: ignore[misc]
-        if option is not None:
-            option.default, option.metavar = False, ""
+        option.default, option.metavar = False, ""
         return option
 
 
