@@ -25,34 +25,8 @@ def comparison_view(comparison: Comparison) -> Group:
     lines = [one.sentence for one in comparison.arms if one.sentence is not None]
     if comparison.missing:
         lines.append(f"{counted(len(comparison.missing), 'run')} missing: {'; '.join(comparison.missing[:4])}")
-    tables = (cost_table(comparison.arms), "", accuracy_table(comparison.arms))
+    tables = (Table(COSTS, comparison.arms), "", Table(ACCURACIES, comparison.arms))
     return Group(title(settings.model, more), "", *tables, "", *map(indented, lines))
-
-
-def cost_table(arms: tuple[ArmResult, ...]) -> Table[ArmResult]:
-    columns: list[Column[ArmResult]] = [
-        Column("network", lambda arm: arm.label),
-        Column("parameters", lambda arm: arm.params, exact),
-        Column("MACs", lambda arm: arm.macs, short_count),
-        Column("ms a step", lambda arm: arm.step_ms, "{:.0f}".format),
-        Column("images a second", lambda arm: arm.images_per_second, "{:.0f}".format),
-        Column("peak MiB", lambda arm: arm.peak_mib, "{:,.0f}".format),
-    ]
-    return Table(columns=columns, rows=arms)
-
-
-def accuracy_table(arms: tuple[ArmResult, ...]) -> Table[ArmResult]:
-    """Differences are to the network as it is, with 95 % intervals over seeds and over the images to test."""
-    columns: list[Column[ArmResult]] = [
-        Column("network", lambda arm: arm.label),
-        Column("top-1 %", lambda arm: arm, _top1),
-        Column("difference", lambda arm: arm.over_images and arm.over_images.mean, "{:+.2f}".format),
-        Column("over seeds", lambda arm: arm.over_seeds, _bounds),
-        Column("over images", lambda arm: arm.over_images, _bounds),
-        Column("cells moved", lambda arm: arm.distance, "{:.2f}".format),
-        Column("outside", lambda arm: arm.outside, "{:.0%}".format),
-    ]
-    return Table(columns=columns, rows=arms)
 
 
 def _top1(arm: ArmResult) -> str:
@@ -61,6 +35,26 @@ def _top1(arm: ArmResult) -> str:
 
 def _bounds(interval: Interval) -> str:
     return f"[{interval.low:+.2f}, {interval.high:+.2f}]"
+
+
+COSTS: list[Column[ArmResult]] = [
+    Column("network", lambda arm: arm.label),
+    Column("parameters", lambda arm: arm.params, exact),
+    Column("MACs", lambda arm: arm.macs, short_count),
+    Column("ms a step", lambda arm: arm.step_ms, "{:.0f}".format),
+    Column("images a second", lambda arm: arm.images_per_second, "{:.0f}".format),
+    Column("peak MiB", lambda arm: arm.peak_mib, "{:,.0f}".format),
+]
+ACCURACIES: list[Column[ArmResult]] = [
+    Column("network", lambda arm: arm.label),
+    Column("top-1 %", lambda arm: arm, _top1),
+    Column("difference", lambda arm: arm.over_images and arm.over_images.mean, "{:+.2f}".format),
+    Column("over seeds", lambda arm: arm.over_seeds, _bounds),
+    Column("over images", lambda arm: arm.over_images, _bounds),
+    Column("cells moved", lambda arm: arm.distance, "{:.2f}".format),
+    Column("outside", lambda arm: arm.outside, "{:.0%}".format),
+]
+DIFFERENCES = "Differences are to the network as it is, with 95 % intervals over seeds and over the images to test."
 
 
 def work_lines(work: Work, settings: Settings, device: str) -> list[str]:
@@ -100,7 +94,7 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
         {"title": "Top-1 accuracy", "unit": "%", "lines": [run.top1 for run in runs]},
         {"title": "Training loss", "unit": "nats", "lines": [run.loss for run in runs]},
     ]
-    tables = [cost_table(comparison.arms).cells(), accuracy_table(comparison.arms).cells()]
+    tables = [Table(columns, comparison.arms).cells() for columns in (COSTS, ACCURACIES)]
     histories = []
     for arm in comparison.arms:
         run = next(run for run in runs if run.arm.label == arm.label)
@@ -115,7 +109,7 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
         "facts": [[name, str(value)] for name, value in facts.items()],
         "comparison": {
             "sentences": [arm.sentence for arm in comparison.arms if arm.sentence is not None],
-            "notes": [accuracy_table.__doc__],
+            "notes": [DIFFERENCES],
             "tables": [{"headings": headings, "rows": rows} for headings, rows in tables],
             "legend": labels,
             "names": [f"{run.arm.label}, seed {run.seed}" for run in runs],
