@@ -147,7 +147,7 @@ def _trainer(
     from ..compare.runs import Settings, Trainer
     from ..tuning.images import open_images
 
-    images = open_images(data, dataset, classes=network.num_classes)
+    images = open_images(data, dataset, classes=network.num_classes, note=console.note)
     network = replace(network, num_classes=len(images.classes))
     job = network.job(note=console.note)
     assert job.source is not None

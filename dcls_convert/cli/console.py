@@ -28,6 +28,8 @@ class OutputError(DclsConvertError):
 
 def set_up() -> None:
     """Let stdout and stderr replace what their encodings lack (cp1252 has no arrow) instead of failing."""
+    if not os.environ.get("COLUMNS", "80").strip("0"):  # of a terminal that does not know; rich would print nothing
+        del os.environ["COLUMNS"]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

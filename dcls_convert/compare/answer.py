@@ -114,7 +114,7 @@ def over_all_images(differences: "np.ndarray[Any, np.dtype[np.float64]]") -> Int
 
 def sentence(differences: Sequence[float], seeds: Interval | None, images: Interval, slower: float) -> str:
     """What the differences say, by the wider of both intervals; a gain or loss only where neither holds 0."""
-    time = f"at {slower:.2g} times the time"
+    time = "at the same speed" if f"{slower:.2g}" == "1" else f"at {slower:.2g} times the time"
     listed = ", ".join(f"{difference:+.1f}" for difference in differences)
     if seeds is None or len(differences) < LEAST_SEEDS:
         return f"too few seeds to tell: differences of {listed} points"

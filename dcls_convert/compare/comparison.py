@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import OutputExistsError
+from ..errors import DclsConvertError, OutputExistsError
 from ..output import new_file
 from ..progress import Notify
 from ..records import Record
@@ -55,7 +55,8 @@ def settle(
     """Time the arms, and decide the epochs where minutes for all runs are given; the folder's settings overrule both.
 
     The trainer's settings become those that count. With `only` (i, n), the work is every n-th run, from the i-th on.
-    CheckpointError: the folder holds a comparison with other settings, or cannot be written.
+    CheckpointError: the folder holds a comparison with other settings, or cannot be written; DclsConvertError: the
+    minutes are less than an epoch takes.
     """
     runs = list(in_turns(arms, seeds))
     mine = runs[only[0] - 1 :: only[1]]
@@ -71,8 +72,11 @@ def settle(
     updates = len(trainer.data.train) // trainer.settings.recipe.update_size(trainer.accelerator.num_processes)
     epoch = {arm: updates * update + test for arm, (update, test) in took.items()}
     if minutes and not known:
-        epochs = max(1, int(60 * minutes / sum(epoch[arm] for arm, _ in runs)))
-        trainer.settings = with_epochs(trainer.settings, epochs)
+        every = sum(epoch[arm] for arm, _ in runs) / 60
+        if minutes < every:
+            problem = f"{minutes:g} minutes: an epoch of all {len(runs)} runs takes {math.ceil(every)} here"
+            raise DclsConvertError(f"{problem}; give more, or take fewer seeds, sizes or images")
+        trainer.settings = with_epochs(trainer.settings, int(minutes / every))
     if not known and trainer.accelerator.is_main_process:
         trainer.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OutputExistsError), new_file(path, force=False) as partial:  # of another call

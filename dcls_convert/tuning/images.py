@@ -1,23 +1,26 @@
 """The images of a training: any data set of timm that has an index; which image is seen when, and how it is changed."""
 
 import contextlib
-import os
 import random
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from timm.data import create_dataset, create_transform, resolve_data_config
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 
-from ..errors import DclsConvertError, one_line, shown
+from ..errors import DclsConvertError, listed, one_line, shown
 from ..networks.running import seeded
 from ..options import Augmentation
+from ..progress import Notify, silent
+from ..tables import counted
 from .recipe import Recipe
 
 HELD_OUT = 5  # one image in so many of each class is to test, in a folder that has no images for it
@@ -65,8 +68,11 @@ def open_images(
     splits: Sequence[str] = SPLITS,
     classes: int | None = None,
     labelled: bool = True,
+    note: Notify = silent,
 ) -> ImageData:
     """The images of a folder, or of one of timm's data sets, still without transforms.
+
+    Images of a folder that cannot be decoded are left out; timm would take the next one in their place.
 
     Args:
         data: Folder with a folder for each class, or with `train` and `validation` (or `val`) that have these. Of each
@@ -75,9 +81,10 @@ def open_images(
         splits: Names of its parts, to train and to test.
         classes: How many, where the data set does not name them.
         labelled: False for images to learn a teacher's outputs from; folders are then no classes.
+        note: Told which images are left out, and which classes have none to test with.
 
     Raises:
-        DclsConvertError: No such data, no classes, or images that come as a stream.
+        DclsConvertError: No such data, no classes, some that are only tested, or images that come as a stream.
     """
     where = f"--dataset {dataset}" if dataset else f"--data {shown(data)}"
     if not dataset and not (data is not None and data.is_dir()):
@@ -86,22 +93,57 @@ def open_images(
     try:
         train = create_dataset(dataset, root=root, split=splits[0])
         named = getattr(getattr(train, "reader", train), "class_to_idx", None) or {}
-        same = {"class_map": named} if named and not dataset else {}  # a class may have no images to test
-        test = create_dataset(dataset, root=root, split=splits[1], **same)
+        test = create_dataset(dataset, root=root, split=splits[1])
     except Exception as error:  # what timm and the libraries below it raise has no common base
         raise DclsConvertError(f"{where}: {one_line(error)[:300]}") from error
     if not all(hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in (train, test)):
         raise DclsConvertError(f"{where}: is a stream; choose a data set whose images have numbers")
-    if not dataset and os.path.samefile(test.reader.root, str(root)):
-        if not os.path.samefile(train.reader.root, str(root)):
+    if not dataset:
+        _leave_out_unreadable_(train.reader, where, note)
+        if test.reader.root != root:
+            if labelled:
+                _take_classes_of(test.reader, named, where, note)
+            _leave_out_unreadable_(test.reader, where, note)
+        elif train.reader.root == root:
+            train.reader.samples, test.reader.samples = _held_out(train.reader.samples)
+        else:
             raise DclsConvertError(f"{where}: has train, but neither validation nor val")
-        train.reader.samples, test.reader.samples = _held_out(train.reader.samples)
     names = tuple(named) or tuple(map(str, range(classes or 0)))
     if labelled and len(names) < 2:
         raise DclsConvertError(f"{where}: has fewer than two classes to tell apart")
     if not len(train) or not len(test):
         raise DclsConvertError(f"{where}: has {len(train)} images to train on and {len(test)} to test with")
     return ImageData(train=train, test=test, classes=names)
+
+
+def _take_classes_of(reader: Any, named: Mapping[str, int], where: str, note: Notify) -> None:
+    """Give the reader's samples the numbers of these classes."""
+    own = {number: name for name, number in reader.class_to_idx.items()}
+    if unknown := [name for name in own.values() if name not in named]:
+        raise DclsConvertError(f"{where}: there is nothing to learn {listed(unknown)} from, only to test with")
+    if untested := [name for name in named if name not in reader.class_to_idx]:
+        note(f"no images to test {listed(untested)} with")
+    reader.class_to_idx = named
+    reader.samples = [(path, named[own[number]]) for path, number in reader.samples]
+
+
+def _leave_out_unreadable_(reader: Any, where: str, note: Notify) -> None:
+    with ThreadPoolExecutor() as pool:
+        decoded = list(pool.map(_is_decoded, (path for path, _ in reader.samples)))
+    if lost := [Path(path) for (path, _), known in zip(reader.samples, decoded, strict=True) if not known]:
+        names = listed(path.relative_to(reader.root) for path in lost)
+        note(f"{where}: {counted(len(lost), 'image')} cannot be read, and are left out: {names}")
+    reader.samples = [sample for sample, known in zip(reader.samples, decoded, strict=True) if known]
+
+
+def _is_decoded(path: str) -> bool:
+    try:
+        with Image.open(path) as image:
+            image.draft("RGB", (64, 64))  # a JPEG in an eighth of its size, which is much faster
+            image.load()
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return True
 
 
 def _held_out(samples: Sequence[tuple[str, int]]) -> tuple[list[Any], list[Any]]:

@@ -165,3 +165,10 @@ def test_signals_that_were_ignored_stay_ignored():
     for number in (signal.SIGINT, signal.SIGHUP):  # as nohup does, and a shell for a job in the background
         signal.signal(number, signal.SIG_IGN)
     assert exit_code(f"{__name__}:signalled", "--output", "out", "--quiet") == 0
+
+
+@pytest.mark.parametrize("columns", ["0", ""])
+def test_output_is_there_whatever_the_terminal_says_of_its_width(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    out, _ = run(PLAIN, "--dry-run")
+    assert "parameters" in "".join(out.split())

@@ -11,6 +11,7 @@ from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.compare.arms import Arm, make_arms, make_network
 from dcls_convert.compare.comparison import COMPARISON, Comparison, usual_lr
 from dcls_convert.compare.runs import Settings, Trainer
+from dcls_convert.errors import DclsConvertError
 from dcls_convert.networks.positions import position_parameters
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.options import PlanOptions
@@ -185,6 +186,8 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
 def test_minutes_decide_the_epochs_once(tmp_path):
     with patch("dcls_convert.compare.runs.Trainer.seconds", return_value=(1.0, 1.0)):  # 5 s an epoch, 4 runs
         compare("--sizes", "9", "--seeds", "2", "--minutes", "1", "--only", "1/99", "--output", "out")
+        _, err = compare("--sizes", "9", "--seeds", "8", "--minutes", "1", "--output", "other", code=2)
+    assert "1 minutes: an epoch of all 16 runs takes 2 here; give more, or take fewer" in err
     assert read_comparison(tmp_path / "out").settings.recipe.epochs == 3
     compare("--sizes", "9", "--seeds", "2", "--minutes", "9", "--only", "99/99", "--output", "out")
     assert read_comparison(tmp_path / "out").settings.recipe.epochs == 3
@@ -227,3 +230,24 @@ def test_folders_of_classes_alone_are_split_class_by_class(tmp_path):
     paths = [{path for path, _ in part.reader.samples} for part in (data.train, data.test)]
     assert not paths[0] & paths[1]
     assert {label for _, label in data.test.reader.samples} == {0, 1}
+
+
+def test_images_that_cannot_be_read_are_named_and_left_out_and_classes_must_be_learnt(tmp_path):
+    folder, said = tmp_path / "images", []
+    whole = open_images(folder, note=said.append)
+    assert said == []
+    image = next((folder / "train/light").iterdir())
+    (folder / "train/dark/cut.png").write_bytes(image.read_bytes()[:60])
+    (folder / "train/dark/none.jpg").write_text("no image")
+    found = open_images(folder, note=said.append)
+    assert found.train.reader.samples == whole.train.reader.samples
+    (line,) = said
+    assert line.endswith("2 images cannot be read, and are left out: dark/cut.png, dark/none.jpg")
+    (folder / "validation/dark").rename(folder / "validation/dusk")
+    with pytest.raises(DclsConvertError, match="nothing to learn dusk from"):
+        open_images(folder)
+    (folder / "validation/dusk").rename(tmp_path / "dusk")
+    said.clear()
+    light = open_images(folder, note=said.append).test
+    assert {label for _, label in light.reader.samples} == {1}
+    assert said[-1] == "no images to test dark with"
