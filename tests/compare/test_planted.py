@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dcls_convert.compare.comparison import read_comparison
-
 from ..command_line import run
+from .test_comparison import read_comparison
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves images open
 SIDE, IMAGES = 24, 96  # pixels; two thirds are to train on
