@@ -95,8 +95,10 @@ def convert_and_save_(model: nn.Module, folder: str | Path, *, force: bool = Fal
 
 
 def check_fits_plan(model: nn.Module, plan: ConversionPlan, meta: nn.Module | None = None) -> None:
-    """Refuse a model that could not be loaded again: other layers, ties, names or shapes than the plan's, or NaN."""
+    """Refuse a model that could not be loaded again: layers, ties, names, shapes not the plan's, or no values."""
     state = model.state_dict()
+    if empty := next((name for name, tensor in state.items() if tensor.is_meta), None):
+        raise CheckpointError(f"the model cannot be saved: {empty} is on the meta device, without values")
     problem = None if plan.folded else next(_layer_problems(model, plan), None)
     source = ModelSource(name=plan.model or "", args=plan.model_args)
     if problem is None and source.kind in REGISTRIES:

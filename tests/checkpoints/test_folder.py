@@ -57,6 +57,8 @@ def test_a_meta_model_that_the_caller_has_is_taken(converted, tmp_path, monkeypa
     assert save(tmp_path / "out", model, plan, meta=meta, fingerprint=False).is_dir()
     with pytest.raises(CheckpointError, match="does not fit"):
         save(tmp_path / "other", model, plan, meta=other, fingerprint=False)
+    with pytest.raises(CheckpointError, match="on the meta device, without values"):
+        save(tmp_path / "none", meta, plan)
 
 
 @pytest.mark.parametrize(("name", "size", "args"), FAMILIES)
