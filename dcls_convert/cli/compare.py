@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import shown
-from ..options import POSITIONS, Augmentation, Positions
+from ..options import POSITION_LR_SCALE, POSITIONS, Augmentation, Positions
 from ..output import new_file
 from . import console
 from .arguments import OUTPUT, WHAT, WHERE, Json, Network, number, option, refuse, with_records
@@ -31,7 +31,6 @@ DATASET_HELP = "A data set by timm's name: torch/cifar10, hfds/cifar10."
 MINUTES_HELP = "For all runs together; decides the epochs, the same for all."
 ABLATE_HELP = "Train with frozen positions, and with dense kernels of the window's size, too."
 POSITIONS_HELP = "Where they start, from scratch: normal, kernel or uniform, or several: normal,kernel."
-POSITION_LR_HELP = "Learning rate of positions, times that of weights."
 OUTPUT_HELP = "Where runs lie; a second call goes on with those that are missing."
 HTML_HELP = "Add a page with the curves of all runs, and positions moving."
 ONLY_HELP = "Every N-th run, from the I-th on, for job arrays; all other calls use the same folder."
@@ -56,6 +55,7 @@ def _count(help: str, panel: str, **settings: Any) -> Any:
     return number(int, 1, MOST, panel, help, metavar="N", **settings)
 
 
+POSITION_RATE = number(float, 0, 1000, TRAINING, "Learning rate of positions, times that of weights.", metavar="X")
 STARTS = option(WHERE, POSITIONS_HELP, metavar="P,P", parser=_starts, show_default="normal")
 
 
@@ -75,7 +75,7 @@ def compare(
         float | None,
         number(float, 0, 1000, TRAINING, "Learning rate.", metavar="X", show_default="by batch size and weights"),
     ] = None,
-    position_lr_scale: Annotated[float, number(float, 0, 1000, TRAINING, POSITION_LR_HELP, metavar="X")] = 5.0,
+    position_lr_scale: Annotated[float, POSITION_RATE] = POSITION_LR_SCALE,
     augmentation: Annotated[Augmentation, option(TRAINING, "Of images to train on.")] = "light",
     amp: Annotated[bool, option(RUNNING, "In bfloat16 autocast.", "--amp")] = False,
     device: Annotated[

@@ -35,9 +35,8 @@ class Box:
         self.axes = learnt_axes(len(size), dense_axes)
         old, spacing, window = ([values[axis] for axis in self.axes] for values in (kernel_size, dilation, size))
         self.kernel_size = tuple(old)  # along the learnt axes, as all that follows
-        self.grids = list(
-            map(grid_positions, old, spacing, window)
-        )  # where the old cells lie, from the window's centre
+        # Where the old cells lie, from the window's centre.
+        self.grids = list(map(grid_positions, old, spacing, window))
         extents = list(map(extent, old, spacing))
         most = 0 if find_interpolation(interpolation).exact_on_cells else SPREAD_MARGIN
         margins = [min(most, (side - inner) // 2) for side, inner in zip(window, extents, strict=True)]

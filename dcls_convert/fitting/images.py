@@ -21,6 +21,7 @@ HELD_OUT = 5  # every fifth image of a folder is not fitted to, and shows what t
 BATCH = 8  # images
 # Of a file's contents, whatever its name says. Pillow has more, of which PostScript would be run as a program.
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF")
+UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what Pillow's readers raise
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # where the model states none
 
 Images = str | Path | Iterable[Tensor]  # a folder, or batches (N, channels, *spatial) as the model takes them
@@ -86,7 +87,7 @@ def read_images(
     for path in (paths[index * len(paths) // most] for index in range(most)):  # a folder of classes gives some of each
         try:
             images[path] = _as_taken(_opened(path, size), model, size)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow's readers raise
+        except UNREADABLE as error:
             note(f"{path} is not taken: {one_line(error)[:100]}")
     return images
 

@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import Dataset, Sampler
 
 from ..errors import DclsConvertError, listed, one_line, shown
-from ..networks.running import seeded
+from ..fitting.images import FORMATS, UNREADABLE
+from ..networks.running import quietly, seeded
 from ..options import Augmentation
 from ..progress import Notify, silent
 from ..tables import counted
@@ -128,7 +129,7 @@ def _take_classes_of(reader: Any, named: Mapping[str, int], where: str, note: No
 
 
 def _leave_out_unreadable_(reader: Any, where: str, note: Notify) -> None:
-    with ThreadPoolExecutor() as pool:
+    with quietly(), ThreadPoolExecutor() as pool:
         decoded = list(pool.map(_is_decoded, (path for path, _ in reader.samples)))
     if lost := [Path(path) for (path, _), known in zip(reader.samples, decoded, strict=True) if not known]:
         names = listed(path.relative_to(reader.root) for path in lost)
@@ -138,10 +139,10 @@ def _leave_out_unreadable_(reader: Any, where: str, note: Notify) -> None:
 
 def _is_decoded(path: str) -> bool:
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             image.draft("RGB", (64, 64))  # a JPEG in an eighth of its size, which is much faster
             image.load()
-    except (OSError, SyntaxError, ValueError):
+    except UNREADABLE:
         return False
     return True
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError
 from ..networks.positions import position_parameters, unwrapped
+from ..options import POSITION_LR_SCALE
 
-POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
 WEIGHT_DECAY = 0.05  # of the paper's ConvNeXt recipe
 
 

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 
 from ..errors import DclsConvertError
-from .param_groups import POSITION_LR_SCALE, WEIGHT_DECAY
+from ..options import POSITION_LR_SCALE
+from .param_groups import WEIGHT_DECAY
 
 AT_LEAST_ONE = ("epochs", "batch_size", "accumulate")
 BELOW_ONE = ("smoothing", "ema")

@@ -19,7 +19,8 @@ from torch import nn
 
 from ..errors import DclsConvertError
 from ..networks.positions import clamp_positions_, position_parameters
-from .param_groups import POSITION_LR_SCALE, param_groups
+from ..options import POSITION_LR_SCALE
+from .param_groups import param_groups
 from .repulsion import repulsive_loss
 from .tracker import PositionTracker, is_first_rank
 
