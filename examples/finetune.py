@@ -134,7 +134,7 @@ def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | N
         teacher = timm.create_model(name, pretrained=not path, checkpoint_path=path, **classes)
     except Exception as error:  # of timm, the hub or the file
         problem = " ".join(str(error).split())[:200]
-        raise DclsConvertError(f"--teacher {args.teacher}: its weights cannot be had: {problem}") from error
+        raise DclsConvertError(f"--teacher {args.teacher}: cannot load its weights: {problem}") from error
     if teacher.num_classes != student.num_classes:
         raise DclsConvertError(
             f"--teacher {args.teacher}: has {teacher.num_classes} classes, {args.model} has {student.num_classes}"

@@ -159,7 +159,7 @@ def test_a_temperature_goes_from_the_divergence_to_the_distance_of_centred_outpu
         (["nowhere"], 2, "nowhere: neither a folder nor a model of timm"),
         (["test_vit", "--dilated-size", "9"], 3, "nothing in the model matches"),
         (["test_convnext", "--mixup", "1", "--batch-size", "3"], 2, "batch size 3: mixup and cutmix need an even one"),
-        (["test_convnext", "--teacher", "test_vit"], 2, "--teacher test_vit: its weights cannot be had"),
+        (["test_convnext", "--teacher", "test_vit"], 2, "--teacher test_vit: cannot load its weights"),
         (["test_convnext", "--teacher", "test_vit", "--num-classes", "3"], 2, "keeps the classes that it has"),
     ],
 )

@@ -38,13 +38,12 @@ if TYPE_CHECKING:
 WHAT, HOW_MANY, WHERE, OUTPUT = "What to convert", "How many elements", "Where they start", "Output"
 
 DEFAULT = "convert"  # command
+LONGEST_CHOICES = 24  # characters of <words|to|choose|from> in --help, which breaks longer ones
 MOST_SEED = 2**63 - 1  # of torch.Generator
 
 
 def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
     """An option in one of the groups of --help; a flag needs its name, or it would get a --no- form."""
-    if names and not settings.keys() & {"metavar", "parser"}:
-        settings["metavar"] = ""  # of a flag
     if isinstance(usual := settings.get("show_default"), str):  # which typer would write in brackets of both kinds
         help, settings["show_default"] = f"{help} \\[default: {usual}]", False
     return typer.Option(*names, rich_help_panel=panel, help=help, **settings)
@@ -94,18 +93,31 @@ def parse_input_size(text: str) -> tuple[int, ...]:
     return _sides(text, range(2, 5), what)
 
 
-class HelpOption:
-    """The option --help, without a type."""
+class PlainHelp:
+    """Help that tells names of arguments and words to choose from, without types and brackets."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """As typer's, with --help."""
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False) or getattr(parameter, "count", False):
+                parameter.metavar = ""
+            elif getattr(parameter, "metavar", "") is None and (choices := parameter.display_type_rich(ctx)):
+                words, (help, *usual) = choices.strip("<>").split("|"), parameter.help.split(" \\[")
+                parameter.metavar = "|".join(words) if len(choices) <= LONGEST_CHOICES else "NAME"
+                if parameter.metavar == "NAME" and not all(word in help for word in words):
+                    parameter.help = " \\[".join([f"{help} One of {', '.join(words)}.", *usual])
+        return parameters
 
     def get_help_option(self, ctx: Any) -> Any:
         """As in typer, but False by default: typer imports pydantic to validate None, which doubles the time."""
         option = super().get_help_option(ctx)  # type: ignore[misc]
-        option.default, option.metavar = False, ""
+        option.default = False
         return option
 
 
-class Command(HelpOption, TyperCommand):
-    """Its help tells names of arguments, without types and brackets."""
+class Command(PlainHelp, TyperCommand):
+    """A command whose arguments have names alone, too."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -116,7 +128,7 @@ class Command(HelpOption, TyperCommand):
                 words._usage_display_name = lambda name=parameter.metavar: name
 
 
-class CommandGroup(HelpOption, TyperGroup):
+class CommandGroup(PlainHelp, TyperGroup):
     """Commands, of which `convert` is the default where there is one. Called alone, the group shows its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -155,7 +167,7 @@ Csv = Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")]
 Force = Annotated[bool, option(OUTPUT, "Replace what an earlier run wrote.", "--force")]
 Quiet = Annotated[bool, option(OUTPUT, "No progress and no report, only the output's name.", "--quiet", "-q")]
 TRUST = "Import and run the code of your own that the checkpoint names as its model. Never for folders of others."
-TrustCode = Annotated[bool, typer.Option("--trust-code", help=TRUST, metavar="")]
+TrustCode = Annotated[bool, typer.Option("--trust-code", help=TRUST)]
 
 MODEL_HELP = (
     "convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, hf-hub:REPO, local-dir:FOLDER, or "

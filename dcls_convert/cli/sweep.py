@@ -64,8 +64,8 @@ def _window(text: str) -> int | tuple[int, ...]:
 
 SIZES = list_option(
     _window,
-    f"sizes from 1 to {MOST_SIDE}: 7..23 (each second), 7..23..4 (each fourth), 7,9,13, or 17x9",
-    "Windows: 7..23 is each second size (sizes are odd or even as the old kernels), 7..23..4 each fourth.",
+    f"sizes from 1 to {MOST_SIDE}: 7..23 (every other), 7..23..4 (every fourth), 7,9,13, or 17x9",
+    "Windows: 7..23 tries every other size, as an odd kernel needs an odd window; 7..23..4 every fourth.",
     metavar="A..B|N,N",
     step=2,  # the window and the old kernel must both be odd or both be even
 )

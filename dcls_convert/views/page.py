@@ -101,7 +101,7 @@ def page(pictures: Pictures) -> str:
         "Parameters": f"{arrow(report.params)} ({percent(report.params)})",
         "MACs for one image": f"{arrow(report.macs, short_count)} ({percent(report.macs) or 'not counted'})",
         "Layers replaced": exact(len(report.layers)),
-        "Elements, shared ones once": exact(inspection.elements),
+        "Distinct elements": exact(inspection.elements),
         "Farthest out on average": f"{farthest.name}, {farthest.mean_distance:.2f} cells" if farthest else "",
         "At the border": f"{100 * inspection.share('border_share'):.1f} %",
         "Overlapping": f"{100 * inspection.share('overlap_share'):.1f} %",

@@ -148,7 +148,7 @@ def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> T
                 (gradient,) = torch.autograd.grad(unit.sum(), pixels)
                 gradients.append(gradient.abs().sum((0, 1)).double())
     except Exception as error:  # the model's own code may raise anything
-        message = f"the model's gradient cannot be had: {type(error).__name__}: {one_line(error)[:200]}"
+        message = f"cannot calculate the model's gradient: {type(error).__name__}: {one_line(error)[:200]}"
         raise ModelError(message) from error
     finally:
         handle.remove()

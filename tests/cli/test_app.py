@@ -7,14 +7,16 @@ import shutil
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from dcls_convert import load_converted
 from dcls_convert.checkpoints.folder import FILES
+from dcls_convert.cli.app import EXAMPLES
 from dcls_convert.errors import NothingMatchesError
-from dcls_convert.options import PlanOptions
+from dcls_convert.options import PlanOptions, Scope
 from dcls_convert.pipeline import Job
 from dcls_convert.planning.rules import load_rules
 
@@ -36,6 +38,16 @@ def test_main_job():
     names: dict[str, torch.nn.Module] = {}
     exec("\n".join(line[4:] for line in snippet.splitlines()), names)
     assert load_converted(f"{TINY}-dcls17-tuned").num_classes == names["model"].num_classes == 10
+
+
+@pytest.mark.parametrize("command", ["", *(one.__name__ for one in EXAMPLES), "rules check"])
+def test_help_has_names_and_words_but_no_types_within_80_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out, _ = run(*command.split(), "--help")
+    assert not re.search(r"<|>|\bbool\b|\bint\b|\bfloat\b|…", out)
+    assert max(map(len, out.splitlines())) <= 80
+    missing = [word for word in get_args(Scope) if "--scope" in out and word not in out]
+    assert not missing
 
 
 def test_what_is_to_be_pasted_is_python_whatever_the_folder_is_called():
