@@ -13,6 +13,7 @@ import typer
 from ..errors import shown
 from ..options import POSITION_LR_SCALE, POSITIONS, Augmentation, Positions
 from ..output import new_file
+from ..progress import Notify, silent
 from . import console
 from .arguments import OUTPUT, WHAT, WHERE, Json, Network, number, option, refuse, with_records
 from .sweep import SIZES, stated
@@ -114,7 +115,8 @@ def compare(
         accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
         usual = usual_lr(batch_size * accelerator.num_processes, trained=network.trained)
         recipe = Recipe(batch_size=batch_size, lr=usual if lr is None else lr, position_lr_scale=position_lr_scale)
-        trainer = _trainer(network, data, dataset, recipe, augmentation, output, accelerator)
+        note = console.note if first else silent
+        trainer = _trainer(network, data, dataset, recipe, augmentation, output, accelerator, note)
         trainer.settings = with_epochs(trainer.settings, epochs or EPOCHS)
         trainer.workers, trainer.fsdp = workers, fsdp
         trainer.job.notify = notify
@@ -142,14 +144,15 @@ def _trainer(
     augmentation: Augmentation,
     output: Path,
     accelerator: Any,
+    note: Notify,
 ) -> "Trainer":
     """With the images opened, and the network's head made for their classes."""
     from ..compare.runs import Settings, Trainer
     from ..tuning.images import open_images
 
-    images = open_images(data, dataset, classes=network.num_classes, note=console.note)
+    images = open_images(data, dataset, classes=network.num_classes, note=note)
     network = replace(network, num_classes=len(images.classes))
-    job = network.job(note=console.note)
+    job = network.job(note=note)
     assert job.source is not None
     settings = Settings(
         model=job.source.name,
