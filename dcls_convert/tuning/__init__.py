@@ -11,10 +11,9 @@ from ..networks.positions import clamp_positions_, no_weight_decay
 from .param_groups import param_groups
 from .recipe import Recipe
 from .repulsion import repulsive_loss
-from .tracker import Histogram, PositionTracker, TrackedPositions, TrackRecord, read_track, show_in_tensorboard
+from .tracker import PositionTracker, TrackedPositions, TrackRecord, read_track, show_in_tensorboard
 
 __all__ = [
-    "Histogram",
     "PositionTracker",
     "Recipe",
     "TrackRecord",

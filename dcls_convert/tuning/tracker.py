@@ -32,15 +32,6 @@ INSIDE_WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Histogram:
-    """How many elements lie where along one axis. Bin i reaches from `low + i * width` to `low + (i + 1) * width`."""
-
-    low: Length  # cells; half a cell below the first position that the window allows
-    width: Length  # cells
-    counts: tuple[int, ...]  # elements beyond the window count in the outermost bins, those not finite nowhere
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedPositions:
     """One positions tensor at one step. A value that is not finite is None."""
 
@@ -52,7 +43,9 @@ class TrackedPositions:
     spread: tuple[Length | None, ...]  # standard deviation about the centre along each learnt axis
     mean_distance: Length | None  # from the centre
     mean_sigma: Length | None  # None also where the interpolation has no sigma
-    histograms: tuple[Histogram, ...]  # one for each learnt axis
+    # For each learnt axis, the elements nearest to each cell of the window. Those beyond it count in the outermost
+    # cells, those that are not finite nowhere.
+    histograms: tuple[Annotated[tuple[int, ...], Field(min_length=1)], ...]
     followed: tuple[tuple[Length | None, ...], ...]  # coordinates of the same few elements, for each learnt axis
 
 
@@ -79,19 +72,13 @@ class PositionTracker:
     Args:
         model: May be wrapped (DDP, FSDP2, `torch.compile`, EMA).
         path: File to which every update appends a line; `read_track` reads it.
-        bins_per_cell: Of the histograms.
 
     Between updates it holds one copy of the positions. Under DDP and FSDP2 every rank must call `update`, and gets the
     record; rank 0 alone writes. FSDP1 is not supported: its flat shards are no positions.
-
-    Raises:
-        DclsConvertError: `bins_per_cell` below 1.
     """
 
-    def __init__(self, model: nn.Module, path: str | os.PathLike[str] | None = None, *, bins_per_cell: int = 1) -> None:
-        if not isinstance(bins_per_cell, int) or bins_per_cell < 1:
-            raise DclsConvertError(f"bins_per_cell={bins_per_cell!r} must be an integer of at least 1")
-        self.model, self.bins_per_cell = model, bins_per_cell
+    def __init__(self, model: nn.Module, path: str | os.PathLike[str] | None = None) -> None:
+        self.model = model
         self.path = None if path is None else Path(path)
         self._step: int | None = None
         self._before: dict[str, Tensor] = {}
@@ -141,14 +128,13 @@ class PositionTracker:
             spread=tuple(map(_finite, spread(now))),
             mean_distance=_finite(mean_distance(now)),
             mean_sigma=None if sigma is None else _finite(float(whole(sigma).mean(dtype=torch.float64))),
-            histograms=tuple(self._histogram(*pair) for pair in zip(now, size, strict=True)),
+            histograms=tuple(_histogram(*pair) for pair in zip(now, size, strict=True)),
             followed=tuple(tuple(_finite(round(value, FOLLOWED_DIGITS)) for value in axis) for axis in followed),
         )
 
-    def _histogram(self, coordinate: Tensor, side: int) -> Histogram:
-        index = bins(coordinate[coordinate.isfinite()], side, self.bins_per_cell)
-        counts = tuple(torch.bincount(index, minlength=side * self.bins_per_cell).tolist())
-        return Histogram(low=position_limits(side)[0] - 0.5, width=1 / self.bins_per_cell, counts=counts)
+
+def _histogram(coordinate: Tensor, side: int) -> tuple[int, ...]:
+    return tuple(torch.bincount(bins(coordinate[coordinate.isfinite()], side, 1), minlength=side).tolist())
 
 
 def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:
@@ -175,18 +161,17 @@ def show_in_tensorboard(writer: Any, record: TrackRecord) -> None:
         for name in ("speed", "border_share", "overlap_share", "mean_distance", "mean_sigma"):
             if (value := getattr(row, name)) is not None:
                 writer.add_scalar(f"{name}/{row.name}", value, record.step)
-        for axis, histogram in enumerate(row.histograms):
-            counts, half = histogram.counts, histogram.width / 2
-            middles = [histogram.low + (index + 0.5) * histogram.width for index in range(len(counts))]
-            filled = list(zip(middles, counts, strict=True))  # sums place each element in its bin's middle
+        for axis, counts in enumerate(row.histograms):
+            first = position_limits(len(counts))[0]
+            filled = list(enumerate(counts, start=int(first)))  # sums place each element in its cell's middle
             writer.add_histogram_raw(
                 f"positions/{row.name}/axis{axis}",
-                min=histogram.low,
-                max=middles[-1] + half,
+                min=first - 0.5,
+                max=first + len(counts) - 0.5,
                 num=sum(counts),
-                sum=sum(middle * count for middle, count in filled),
-                sum_squares=sum(middle**2 * count for middle, count in filled),
-                bucket_limits=[middle + half for middle in middles],
+                sum=sum(cell * count for cell, count in filled),
+                sum_squares=sum(cell**2 * count for cell, count in filled),
+                bucket_limits=[cell + 0.5 for cell, _ in filled],
                 bucket_counts=list(counts),
                 global_step=record.step,
             )

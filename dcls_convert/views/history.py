@@ -39,13 +39,11 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
     if not records:
         raise CheckpointError(f"{path}: has no records")
     # Of each record and tensor: the name, and how many bins there are along each axis.
-    forms = [[(row.name, [len(axis.counts) for axis in row.histograms]) for row in one.positions] for one in records]
+    forms = [[(row.name, [*map(len, row.histograms)]) for row in one.positions] for one in records]
     for record, form in zip(records, forms, strict=True):
         if form != forms[0]:
             first = records[0].step
             raise CheckpointError(f"{path}: the records of steps {first} and {record.step} differ in tensors")
-        if not all(0 < axis.width <= 1 and axis.counts for row in record.positions for axis in row.histograms):
-            raise CheckpointError(f"{path}: the histograms of step {record.step} have bins that are no part of a cell")
     # Evenly spaced records, with the first and the last, whose coordinates are not too many.
     numbers = sum(sum(map(len, row.followed)) for row in records[0].positions)
     numbers += sum(sum(bins) for _, bins in forms[0])
@@ -58,12 +56,12 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
             raise CheckpointError(f"{path}: the records follow several numbers of elements of {shown(first_row.name)}")
         track = TrackPicture(
             name=first_row.name,
-            size=tuple(round(len(axis.counts) * axis.width) for axis in first_row.histograms),
+            size=tuple(map(len, first_row.histograms)),
             speed=tuple(row.speed for row in rows),
             spread=tuple(_root_mean_square(row.spread) for row in rows),
             border=tuple(row.border_share for row in rows),
             frames=tuple(row.followed for row in moving_rows),
-            histograms=tuple(zip(*([axis.counts for axis in row.histograms] for row in moving_rows), strict=True)),
+            histograms=tuple(zip(*(row.histograms for row in moving_rows), strict=True)),
         )
         tracks.append(track)
     return HistoryPicture(
