@@ -160,8 +160,6 @@ def _time(job: Job, candidates: Sequence[Candidate], settings: TimingSettings, d
         job.notify("warming up" if count < 0 else f"timing, round {count + 1}, {spent:.0f} of {settings.seconds:g} s")
         for candidate, model in going:
             with candidate.doing("timing"):
-                if count < 0:
-                    candidate.change(ways=dict(clock.ways(model)))
                 times = clock.measure(model)
                 if count >= 0:
                     candidate.runs.append(times)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -51,7 +51,6 @@ class SweepRow:
     folded_bytes: int | None = None  # of the whole model's weights and buffers, with constructed kernels
     forward_ms: Timing | None = None  # a batch in eval mode
     step_ms: Timing | None = None  # a batch forward and backward in training mode, and a step of SGD
-    ways: dict[str, int] = field(default_factory=dict)  # of `depthwise_way`; replaced layers that go each of them
     kernel_error: float | None = None  # mean of |new - old| / |old| over the replaced kernels
     images: int | None = None  # that were held out of the calibration, with which outputs were compared
     output_error: float | None = None  # |new - old| / |old| of the outputs for them; without any, for random images

@@ -3,17 +3,13 @@
 import copy
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..depthwise.choice import depthwise_way
-from ..depthwise.eager import is_channels_last
 from ..errors import DclsConvertError, shown
-from ..layers.dcls_conv import DclsConvNd
 from ..networks.outputs import tensors_in
 from ..networks.running import run
 from ..planning.plan import ConversionPlan
@@ -53,8 +49,8 @@ class Clock:
 
     def __init__(self, input_size: Sequence[int], settings: TimingSettings, device: torch.device) -> None:
         images = torch.randn(settings.batch, *input_size, generator=torch.Generator().manual_seed(0))
-        self.images, self.device, self.amp = images.to(device), device, settings.amp
-        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.amp)
+        self.images, self.device = images.to(device), device
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=settings.amp)
 
     def measure(self, model: nn.Module) -> tuple[float, float]:
         """A forward pass and a training step, whose learning rate is 0: it changes running statistics alone."""
@@ -74,21 +70,6 @@ class Clock:
         finally:
             model.zero_grad(set_to_none=True)
 
-    def ways(self, model: nn.Module) -> Counter[str]:
-        """Of `depthwise_way`: how many converted layers go each of them in a forward pass."""
-        ways = dict[Any, str]()
-
-        def watch(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            ways.setdefault(layer, self._way(layer, inputs[0]))
-
-        hooks = [part.register_forward_hook(watch) for part in model.modules() if isinstance(part, DclsConvNd)]
-        try:
-            self._forward(model.eval())
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return Counter(ways.values())
-
     @torch.no_grad()
     def _forward(self, model: nn.Module) -> None:
         with self.autocast:
@@ -106,12 +87,3 @@ class Clock:
     def _wait(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-
-    def _way(self, layer: Any, input: Tensor) -> str:
-        if layer.dims != 2 or input.dim() != 4:
-            return "torch"
-        input, padding = layer.padded_and_left(input)
-        dtype = torch.bfloat16 if self.amp else input.dtype
-        size = (layer.out_channels, layer.in_channels // layer.groups, *layer.dilated_kernel_size)
-        geometry = (size, layer.stride, padding, layer.dilation, layer.groups)
-        return depthwise_way(self.device, dtype, is_channels_last(input), tuple(input.shape), *geometry)

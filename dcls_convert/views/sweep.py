@@ -125,8 +125,6 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
         widest = max((100 * (step.third_quartile - step.first_quartile) / step.median for step in steps), default=0)
         if widest > sweep.slower:
             yield indented(f"Equal runs differ by {widest:.0f} %: measure longer (--seconds), on an idle machine.")
-        if ways := sorted(set[str]().union(*(row.ways for row in rows))):
-            yield indented(f"New layers are convolved by {' and '.join(ways)}.")
     images = next((row.images for row in rows if row.images is not None), None)
     if images is not None:
         compared = f"{counted(images, 'image')} held out of the calibration" if images else "random images"
@@ -160,7 +158,6 @@ def sweep_csv(sweep: Sweep) -> str:
         Column("kernel_counts", lambda row: " ".join(map(str, row.kernel_counts))),
         *map(known, ("elements", "params", "macs", "folded_bytes")),
         *(time(part, number) for part in ("forward_ms", "step_ms") for number in numbers),
-        Column("ways", lambda row: " ".join(f"{way}:{count}" for way, count in row.ways.items())),
         *map(known, ("kernel_error", "images", "output_error", "same_top1", "kl", "dominated", "reason", "command")),
         Column("taken", lambda row: _sign(sweep, row)[0] == TAKEN),
     ]

@@ -147,14 +147,12 @@ def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
     assert [row["step_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
 
 
-def test_times_are_measured_by_turns_and_ways_named(monkeypatch):
-    monkeypatch.setenv("DCLS_CONVERT_DEPTHWISE", "torch")
+def test_times_are_measured_by_turns():
     found, err = sweep(NARROW, "--sizes", "5,7", "--time", "--seconds", 1, "--batch-size", 2, "--amp")
     for row in found["rows"]:
         for part in (row["forward_ms"], row["step_ms"]):
             assert 0 < part["first_quartile"] <= part["median"] <= part["third_quartile"]
             assert part["runs"] >= 3
-        assert row["ways"] == ({"torch": row["layers"]} if row["asked"] else {})
     assert found["timing"] == {
         "device": "cpu",
         "batch": 2,
