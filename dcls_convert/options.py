@@ -18,7 +18,7 @@ AuthorsVersion = Literal["v0", "v1"]  # of their package's layers without sigma;
 Kind = Literal["depthwise", "grouped", "dense"]  # of a convolution, by its groups
 Sort = Literal["name", "params", "macs", "count", "layers"]  # of models
 FoldFormat = Literal["timm", "onnx", "pt2"]
-FigureName = Literal["positions", "kernels", "receptive-field", "cost", "history"]
+FigureName = Literal["positions", "kernels", "receptive-field", "history"]
 
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 SCOPES: tuple[Scope, ...] = get_args(Scope)

@@ -3,7 +3,7 @@
 import base64
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from .counts import arrow, exact, percent, short_count
 from .elements import LayerKernels, PositionPicture, kernel_pictures, position_pictures
 from .history import HistoryPicture, read_history
 from .receptive_field import FieldOptions, FieldPictures, field_pictures
-from .stages import cost_charts
+from .stages import StageRow, stage_rows
 
 TEMPLATE = Path(__file__).with_name("page.html")
+COSTS = {"params": "Parameters", "macs": "MACs for one image"}  # of a stage
 DIGITS = 4  # significant, of numbers that are drawn
 PLACES_PER_CELL = 100  # of coordinates, which are 16-bit integers in the page
 
@@ -106,6 +107,7 @@ def page(pictures: Pictures) -> str:
         "At the border": f"{100 * inspection.share('border_share'):.1f} %",
         "Overlapping": f"{100 * inspection.share('overlap_share'):.1f} %",
     }
+    stages = stage_rows(report.layers)
     content = {
         "title": pictures.name,
         "subtitle": f"{report.model or 'a model'} with learnable element positions (DCLS)",
@@ -116,10 +118,7 @@ def page(pictures: Pictures) -> str:
         "kernels": [*map(_kernels, pictures.kernels)],
         "volumes": any(len(layer.dilated_size) == 3 for layer in report.layers),
         "rawWeights": pictures.raw_weights,
-        "costs": [
-            {"unit": unit, "rows": [_bar(*each) for each in chart.items()]}
-            for unit, chart in cost_charts(report.layers).items()
-        ],
+        "costs": [*filter(None, (_bars(stages, unit, name) for unit, name in COSTS.items()))],
         "untouched": exact(report.params_untouched),
         "macsNote": report.macs.note,
         "fields": seen and _fields(seen),
@@ -167,9 +166,16 @@ def _fields(seen: FieldPictures) -> dict[str, Any]:
     return {"notes": seen.notes, "decades": seen.decades, "maps": maps}
 
 
-def _bar(stage: str, cost: Change) -> dict[str, Any]:
-    labels = [short_count(cost.before), short_count(cost.after)]
-    return {"name": stage, "before": cost.before, "after": cost.after, "labels": labels}
+def _bars(stages: Sequence[StageRow], cost: str, unit: str) -> dict[str, Any] | None:
+    """A cost of each stage, where it is known of all."""
+    rows = []
+    for stage in stages:
+        change: Change = getattr(stage, cost)
+        if change.delta is None:
+            return None
+        labels = [short_count(change.before), short_count(change.after)]
+        rows.append({"name": stage.name, "before": change.before, "after": change.after, "labels": labels})
+    return {"unit": unit, "rows": rows}
 
 
 def _plain(value: Any) -> Any:

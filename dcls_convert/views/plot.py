@@ -18,7 +18,6 @@ from ..layers.interpolation import position_limits
 from ..options import FigureName
 from ..planning.plan import ConversionPlan
 from .page import Pictures, page, pictures_of_model
-from .stages import cost_charts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -146,25 +145,6 @@ def _wrapped(text: str, width: int = 46) -> str:
     return "\n".join(textwrap.wrap(printable(text), width))
 
 
-def _cost(pictures: Pictures) -> "Figure":
-    """Parameters and MACs of the replaced convolutions, by stage."""
-    from matplotlib.ticker import EngFormatter
-
-    charts = cost_charts(pictures.report.layers)
-    stages = len(charts["Parameters"])
-    figure = new_figure(4.0 * len(charts), 0.8 + 0.5 * stages)
-    for panel, (name, changes) in zip(figure.subplots(1, len(charts), squeeze=False).flat, charts.items(), strict=True):
-        for when, shift, hatch in (("before", -0.2, "////"), ("after", 0.2, "")):
-            places, counts = [i + shift for i in range(stages)], [getattr(one, when) for one in changes.values()]
-            panel.barh(places, counts, 0.36, label=when, hatch=hatch, color="C0", alpha=0.55 if hatch else 1)
-        panel.set_yticks(range(stages), [shown(stage, 24) for stage in changes])
-        panel.set_title(f"{name}, replaced convolutions")
-        panel.invert_yaxis()
-        panel.xaxis.set_major_formatter(EngFormatter())
-        panel.legend()
-    return figure
-
-
 def _history(pictures: Pictures) -> "Figure":
     """Speed, spread and share at the border over time."""
     history = pictures.history
@@ -187,6 +167,5 @@ FIGURES: dict[FigureName, Callable[[Pictures], "Figure"]] = {
     "positions": _positions,
     "kernels": _kernels,
     "receptive-field": _fields,
-    "cost": _cost,
     "history": _history,
 }

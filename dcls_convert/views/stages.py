@@ -64,16 +64,6 @@ def stage_rows(layers: Iterable[Any]) -> list[StageRow]:
     return [StageRow(name=name, layers=tuple(members)) for name, members in stages.items()]
 
 
-def cost_charts(layers: Iterable[Any]) -> dict[str, dict[str, Change]]:
-    """Each cost that is known of all stages, of each stage."""
-    rows = stage_rows(layers)
-    charts = {
-        "Parameters": {row.name: row.params for row in rows},
-        "MACs for one image": {row.name: row.macs for row in rows},
-    }
-    return {name: chart for name, chart in charts.items() if all(change.delta is not None for change in chart.values())}
-
-
 COLUMNS: list[Column[StageRow]] = [
     Column("Stage", lambda row: row.name),
     Column("Layers", lambda row: len(row.layers)),
