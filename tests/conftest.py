@@ -1,5 +1,6 @@
 """Models shared by the tests: small, seeded, in eval mode."""
 
+import gc
 import os
 import signal
 import time
@@ -20,6 +21,7 @@ from .hub import Hub
 TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
 
 torch.set_num_threads(1)  # the tensors are small, and on a busy machine two threads wait for one another
+gc.freeze()  # what was imported stays; accelerate searches all else for what nobody refers to, for each network
 
 
 # HYPOTHESIS_PROFILE=campaign looks for long, from a new seed each time; the plain tests look at the same few examples.
@@ -27,6 +29,10 @@ _HYPOTHESIS = {"deadline": None, "database": None, "suppress_health_check": list
 settings.register_profile("plain", max_examples=20, derandomize=True, **_HYPOTHESIS)
 settings.register_profile("campaign", max_examples=2000, print_blob=True, **_HYPOTHESIS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "plain"))
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # so that extensions find all released
 
 
 @pytest.fixture

@@ -9,7 +9,10 @@ from PIL import Image
 from ..command_line import run
 from .test_comparison import read_comparison
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves images open
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),  # timm leaves images open
+]
 SIDE, IMAGES = 24, 96  # pixels; two thirds are to train on
 NETWORK = """
 from torch import nn
@@ -39,7 +42,6 @@ def lagged_noise(lags: tuple[int, int], *, shuffled: bool) -> None:
 
 
 # A kernel of 3x3 relates columns up to 2 apart, one of 9x9 up to 8; one element, which spreads over two, those 1 apart.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lags", "shuffled", "count", "said"),
     [
