@@ -1,9 +1,9 @@
 """Names of emoji, learnt from three vendors and tested on the fourth, with `dcls-convert compare`.
 
-    python benchmarks/emoji.py FOLDER [--test VENDOR]     # the images
+    python benchmarks/emoji.py FOLDER [--test VENDOR]     # the images; name the folder after the vendor
     cd benchmarks && dcls-convert compare emoji:small_convnext --data FOLDER --input-size 3x64x64 --batch-size 32 \\
         --lr 0.002 --sizes 17 --positions normal,kernel,uniform --epochs 19 --device cpu --output COMPARISON
-    python benchmarks/emoji.py --store COMPARISON         # into results/emoji.json; --table prints it
+    python benchmarks/emoji.py --store COMPARISON ...     # into results/emoji.json; --table prints it
 
 FOLDER gets `train`, with a folder for each emoji of a thing (an animal, a dish, a place ...) that has it as three
 vendors draw it, and `validation`, with that of the fourth: 64 x 64 pixels, on white. The pictures are of the npm
@@ -15,6 +15,7 @@ import json
 import subprocess
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ VERSION = "16.0.0"
 SIDE = 64  # pixels
 THINGS = ("Animals & Nature", "Food & Drink", "Travel & Places", "Activities", "Objects")  # not faces, flags, signs
 STORED = RESULTS / "emoji.json"
+POSITION_LR_SCALE = 5.0  # the usual one
 
 
 def small_convnext(num_classes: int = 1000, **options: object) -> "nn.Module":
@@ -39,6 +41,13 @@ def small_convnext(num_classes: int = 1000, **options: object) -> "nn.Module":
 
     dims = {"depths": (1, 1, 3, 1), "dims": (24, 48, 96, 192), "patch_size": 2, "ls_init_value": 0.1}
     return timm.create_model("convnext_atto", num_classes=num_classes, **dims, **options)
+
+
+def small_convmixer(num_classes: int = 1000) -> "nn.Module":
+    """A ConvMixer with little reach: four layers of 5x5 kernels, on maps of 16 cells."""
+    from timm.models.convmixer import ConvMixer
+
+    return ConvMixer(128, 4, kernel_size=5, patch_size=4, num_classes=num_classes)
 
 
 def prepare(folder: Path, test: str, packages: Path) -> int:
@@ -61,32 +70,44 @@ def prepare(folder: Path, test: str, packages: Path) -> int:
     return len(shared)
 
 
-def keep(comparison: Path) -> None:
+def keep(comparisons: Sequence[Path]) -> None:
     """What `compare` found, without what it found for each image."""
-    found = json.loads((comparison / "comparison.json").read_text(encoding="utf-8"))
-    recipe, sizes = found["settings"]["recipe"], "--sizes 17 --positions normal,kernel,uniform"
-    options = f"--input-size 3x64x64 {sizes} --batch-size {recipe['batch_size']} --lr {recipe['lr']:g}"
-    options += f" --epochs {recipe['epochs']} --device cpu"
-    command = f"dcls-convert compare emoji:small_convnext --data emoji {options}"
-    store(STORED, command=command, settings=found["settings"] | {"data": "emoji"}, rows=found["arms"])
+    found = [json.loads((folder / "comparison.json").read_text(encoding="utf-8")) for folder in comparisons]
+    recipe = found[0]["settings"]["recipe"]
+    options = (
+        f"--input-size 3x64x64 --batch-size {recipe['batch_size']} --lr {recipe['lr']:g} --epochs {recipe['epochs']}"
+    )
+    command = f"dcls-convert compare emoji:NETWORK --data FOLDER {options} --device cpu"
+    rows = [named(arm, one["settings"]) for one in found for arm in one["arms"]]
+    settings = {name: found[0]["settings"][name] for name in ("classes", "train_images", "test_images", "augmentation")}
+    store(STORED, command=command, settings=settings | {"recipe": recipe}, rows=rows)
+
+
+def named(arm: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """With the network, the vendor to test with, and what else than the label makes the arm another one."""
+    test = next((vendor for vendor in VENDORS if vendor in Path(settings["data"]).name), VENDORS[0])
+    rate = settings["recipe"]["position_lr_scale"]
+    more = [*settings["planning"].values(), *([f"rate x{rate:g}"] if rate != POSITION_LR_SCALE else [])]
+    label = " ".join([arm["label"], *more]) if arm["distance"] is not None else arm["label"]
+    return arm | {"label": label, "network": settings["model"].rpartition("_")[2], "test": test}
 
 
 def table() -> str:
-    """Of each network, and what is said of it."""
+    """Of each network, and what is said of those with seeds enough."""
     rows: list[dict[str, Any]] = json.loads(STORED.read_text(encoding="utf-8"))["rows"]
-    header = ["network", "parameters", "MACs, M", "ms a step", "top-1, %", "by seed", "over seeds", "over images"]
-    lines = []
+    header = ["network, tested on", "converted", "parameters", "MACs, M", "ms a step", "top-1, %", "by seed"]
+    header += ["over seeds", "over images", "cells moved", "outside, %"]
+    lines, said = [], []
     for row in rows:
         bounds = [row["over_seeds"], row["over_images"]]
         intervals = ["" if one is None else f"{one['low']:+.1f} to {one['high']:+.1f}" for one in bounds]
         by_seed = ", ".join(f"{difference:+.1f}" for difference in row["differences"])
         numbers = [f"{row['params']:,}", f"{row['macs'] / 1e6:.1f}", f"{row['step_ms']:.0f}", f"{row['top1']:.1f}"]
-        lines.append([row["label"], *numbers, by_seed, *intervals])
-    moving = [["network", "cells moved", "outside 7x7, %"]]
-    for row in (row for row in rows if row["distance"]):
-        moving.append([row["label"], f"{row['distance']:.2f}", f"{100 * row['outside']:.0f}"])
-    said = "\n".join(f"- {row['sentence']}" for row in rows if row["sentence"])
-    return f"{markdown_table(header, lines)}\n\n{markdown_table(moving[0], moving[1:])}\n\n{said}"
+        moved = ["", ""] if row["distance"] is None else [f"{row['distance']:.2f}", f"{100 * row['outside']:.0f}"]
+        lines.append([f"{row['network']}, {row['test']}", row["label"], *numbers, by_seed, *intervals, *moved])
+        if len(row["differences"]) > 1:
+            said.append(f"- {row['network']}, {row['sentence']}")
+    return "\n\n".join([markdown_table(header, lines), "\n".join(said)])
 
 
 def draw(comparison: Path, target: Path) -> None:
@@ -117,7 +138,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--test", choices=VENDORS, default="apple")
     parser.add_argument("--packages", type=Path, help="folder of emoji-datasource-VENDOR-VERSION.tgz")
-    parser.add_argument("--store", type=Path, metavar="COMPARISON")
+    parser.add_argument("--store", type=Path, nargs="+", metavar="COMPARISON")
     parser.add_argument(
         "--picture", type=Path, nargs=2, metavar=("COMPARISON", "FILE"), help="draw where elements went"
     )

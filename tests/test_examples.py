@@ -4,6 +4,7 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
 import torch
 import torchvision
 
@@ -24,6 +25,7 @@ def test_first_steps(tmp_path, monkeypatch, capsys):
     assert "loaded by timm, outputs equal: True" in out
 
 
+@pytest.mark.slow
 def test_what_a_new_user_writes_first(tmp_path, monkeypatch):
     """A trained ResNet-18 of torchvision: converted, trained in mixed precision, saved, loaded, folded."""
     monkeypatch.chdir(tmp_path)

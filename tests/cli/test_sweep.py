@@ -188,7 +188,7 @@ def test_json_csv_and_the_table_agree():
 
 def test_errors_are_those_of_the_conversions(tmp_path):
     write_trained(tmp_path, narrow(), images=6)
-    trained = ("--checkpoint", "weights.safetensors", "--calibrate", "images")
+    trained = ("--checkpoint", "weights.safetensors", "--calibrate", "images", "--scope", "model")
     found, _ = sweep(NARROW, "--sizes", "5", "--budgets", "80%,100%", *trained, "--slower", "1000")
     for index, row in enumerate(found["rows"][1:]):
         outcome = report_of(row["command"], "--output", tmp_path / str(index))["outcome"]

@@ -17,7 +17,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("options", [{"init": "random"}, {"calibration": [photos(2)]}], ids=["random", "calibration"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"init": "random"}, id="random"),
+        pytest.param({"calibration": [photos(2)]}, id="calibration", marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_on_a_gpu_stays_there_and_becomes_what_it_becomes_on_the_cpu(options):
     """Where new tensors are on the GPU by default, too: a generator of the CPU then needs the CPU to be named.
 
