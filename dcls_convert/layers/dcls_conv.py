@@ -293,12 +293,6 @@ class DclsConvNd(Tied):
         parts += [f"dense_axes={self.dense_axes}"] * bool(self.dense_axes) + ["bias=False"] * (self.bias is None)
         return ", ".join([*parts, f"interpolation={self.interpolation}"] + ["positions=tied"] * self.is_tied)
 
-    def _repr_html_(self) -> str:
-        """The layer in a notebook."""
-        from ..views.elements import layer_html
-
-        return layer_html(self)
-
 
 class DclsConv1d(DclsConvNd):
     __doc__ = DclsConvNd.__doc__

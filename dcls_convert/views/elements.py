@@ -8,25 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.console import Group
-from rich.text import Text
 from torch import Tensor, nn
 
 from ..checkpoints.inspection import Inspection, PositionRow, position_sets
-from ..depthwise.geometry import size_text
 from ..errors import CheckpointError
 from ..layers.construction import construct_kernel
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.interpolation import learnt_axes
 from ..layers.position_statistics import BORDER_MARGIN, bins, outside_share
 from ..planning.plan import ConversionPlan, LayerPlan
-from ..tables import Column, Table, as_html, title
 
 AXES = ("depth", "row", "column")  # the last ones, for fewer dimensions
 FINE = 3  # bins in a cell along each axis; odd, so that an element on a cell is in the middle of a bin
 MOST_BINS = 150_000  # of all heat maps together; above, a bin is a cell
 MOST_KERNELS = 32  # shown of a layer
-CELL = 10  # pixels of a cell in a notebook
 MOST_NUMBERS = 1_200_000  # cells and coordinates of all shown kernels together
 
 
@@ -147,31 +142,3 @@ def _strongest(
         positions=torch.stack([axis.flatten(1) for axis in axes[-2:]], -1),
         weights=weights.flatten(1),
     )
-
-
-@torch.no_grad()
-def layer_html(layer: DclsConvNd) -> str:
-    """A table of a row; and for one or two axes, a map of the window, darker where more elements are nearest."""
-    columns: list[Column[DclsConvNd]] = [
-        Column("Channels", lambda layer: f"{layer.in_channels} → {layer.out_channels}"),
-        Column("Kernel", lambda layer: size_text(layer.dilated_kernel_size), left=True),
-        Column("Elements", lambda layer: layer.kernel_count, "{:,}".format),
-        Column("Groups", lambda layer: layer.groups, "{:,}".format),
-        Column("Stride", lambda layer: size_text(layer.stride)),
-        Column("Interpolation", lambda layer: layer.interpolation),
-        Column("Positions", lambda layer: "tied" if layer.is_tied else "its own"),
-    ]
-    shown = as_html(Group(title(type(layer).__name__), Text(), Table(columns, [layer])))
-    positions, sides = layer.positions, [layer.dilated_kernel_size[axis] for axis in layer.learnt_axes]
-    if positions.is_meta or len(sides) > 2 or not bool(positions.isfinite().all()):
-        return f"<div>{shown}</div>"
-    heat = heat_map(positions, sides, 1)
-    (height, width), most = heat.shape, int(heat.max())
-    squares = "".join(
-        f'<rect x="{cell % width * CELL}" y="{cell // width * CELL}" width="{CELL}" height="{CELL}" '
-        f'fill="#1f77b4" fill-opacity="{count / most:.2f}"><title>{count:,}</title></rect>'
-        for cell, count in enumerate(heat.flatten().tolist())
-    )
-    size = f'width="{width * CELL}" height="{height * CELL}"'
-    frame = f'<rect {size} fill="none" stroke="#888"/>'
-    return f'<div>{shown}<svg xmlns="http://www.w3.org/2000/svg" {size}>{squares}{frame}</svg></div>'

@@ -4,7 +4,6 @@ import copy
 import inspect
 import itertools
 import math
-import xml.etree.ElementTree
 from dataclasses import dataclass
 from typing import Any
 
@@ -335,18 +334,3 @@ def test_an_exported_program_changes_no_positions_and_gives_the_output_of_traini
     before = copy.deepcopy(list(exported.parameters()))
     close(exported(x), layer(x))
     assert all(torch.equal(*pair) for pair in zip(before, exported.parameters(), strict=True))
-
-
-def test_a_notebook_shows_sizes_and_a_map_of_rows_and_columns():
-    layer = DclsConv2d(1, 1, kernel_count=2, dilated_kernel_size=(5, 8))
-    with torch.no_grad():
-        layer.positions.copy_(torch.tensor([[-2.0, 1.4], [3.0, -4.0]]).view(2, 1, 1, 2))  # limits -2..2 and -4..3
-    page = xml.etree.ElementTree.fromstring(layer._repr_html_())
-    assert all(part in "".join(page.itertext()) for part in ("DclsConv2d", "1 → 1", "5x8", "its own"))
-    full = {
-        (int(square.get("y")) // 10, int(square.get("x")) // 10)
-        for square in page.iter("{http://www.w3.org/2000/svg}rect")
-        if square.get("fill-opacity") == "1.00"
-    }
-    assert full == {(0, 7), (3, 0)}
-    assert "svg" not in copy.deepcopy(layer).to("meta")._repr_html_()
