@@ -25,6 +25,7 @@ DATA, TRAINING, RUNNING = "Images", "Training", "How to run"
 PACKAGES = ("accelerate", "scipy")  # of the extra `train`
 PAGE = "comparison.html"
 EPOCHS, BATCH, SEEDS = 30, 64, 3
+START: Positions = "uniform"  # from the paper's, elements hardly leave the centre in trainings that compare
 MOST = 10**6
 SECONDS_A_LINE = 60.0  # of progress, where stderr is no terminal
 DATA_HELP = "A folder for each class, or train and validation (or val) with these; with --dataset, where that lies."
@@ -57,7 +58,7 @@ def _count(help: str, panel: str, **settings: Any) -> Any:
 
 
 POSITION_RATE = number(float, 0, 1000, TRAINING, "Learning rate of positions, times that of weights.", metavar="X")
-STARTS = option(WHERE, POSITIONS_HELP, metavar="P,P", parser=_starts, show_default="normal")
+STARTS = option(WHERE, POSITIONS_HELP, metavar="P,P", parser=_starts, show_default=START)
 
 
 @functools.partial(with_records, but=("dilated_size",))
@@ -120,7 +121,8 @@ def compare(
         trainer.settings = with_epochs(trainer.settings, epochs or EPOCHS)
         trainer.workers, trainer.fsdp = workers, fsdp
         trainer.job.notify = notify
-        arms = make_arms(sizes or [None], positions or ["normal"], ablate=ablate)
+        starts = positions or ["normal" if network.trained else START]
+        arms = make_arms(sizes or [None], starts, ablate=ablate)
         every, part = range(seeds), only or (1, 1)
         work = settle(trainer, arms, every, minutes=minutes, only=part, notify=notify)
         for line in work_lines(work, trainer.settings, str(accelerator.device)) if first and work.runs else ():

@@ -122,11 +122,11 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     out, err = compare("--sizes", "9", "--epochs", "2", "--seeds", "3", "--output", "out", "--html")
     assert "6 runs of 2 epochs of 4 updates on cpu: about" in err
     assert "AdamW, lr" in err
-    assert "9x9: " in out
+    assert "9x9 uniform: " in out
     comparison = read_comparison(tmp_path / "out")
-    assert [arm.label for arm in comparison.arms] == ["as it is", "9x9"]
+    assert [arm.label for arm in comparison.arms] == ["as it is", "9x9 uniform"]
     assert [(run.arm.label, run.seed) for run in comparison.runs] == [
-        (label, seed) for label in ("as it is", "9x9") for seed in range(3)
+        (label, seed) for label in ("as it is", "9x9 uniform") for seed in range(3)
     ]
     assert all(len(run.loss) == len(run.top1) == 2 and len(run.right) == 4 for run in comparison.runs)
     assert all(run.top1[-1] == 25 * run.right.count("1") for run in comparison.runs)
@@ -135,9 +135,9 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     page = (tmp_path / "out/comparison.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
     assert data["comparison"]["names"] == [f"{run.arm.label}, seed {run.seed}" for run in comparison.runs]
-    assert [history["title"] for history in data["histories"]] == ["Positions of 9x9, seed 0"]
+    assert [history["title"] for history in data["histories"]] == ["Positions of 9x9 uniform, seed 0"]
     assert not list((tmp_path / "out").rglob("state.pt"))
-    assert verify_folder(tmp_path / "out/models/9x9-seed0", rebuild=rebuild_here).ok
+    assert verify_folder(tmp_path / "out/models/9x9-uniform-seed0", rebuild=rebuild_here).ok
     again, err = compare("--sizes", "9", "--epochs", "2", "--seeds", "3", "--output", "out", "--json")
     assert "runs of" not in err
     assert json.loads(again) == comparison.to_dict()
@@ -157,7 +157,10 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
         _, err = compare("--sizes", "9", "--epochs", "2", "--output", "whole", code=2)
     assert "output whole: compares with epochs 1, not 2; name another folder" in err
     out, _ = compare("--sizes", "9,11", "--epochs", "1", "--seeds", "3", "--only", "1/9", "--output", "whole")
-    assert "5 runs missing: 11x11, seed 0; 11x11, seed 1; as it is, seed 2; 9x9, seed 2" in " ".join(out.split())
+    assert (
+        "5 runs missing: 11x11 uniform, seed 0; 11x11 uniform, seed 1; as it is, seed 2; 9x9 uniform, seed 2"
+        in " ".join(out.split())
+    )
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path):
@@ -175,7 +178,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     with patch.object(Training, "_update", killed):
         compare(*options, "--output", "killed", code=130)
     assert (tmp_path / "killed/settings.json").exists()
-    assert [path.parent.name for path in (tmp_path / "killed").rglob("state.pt")] == ["9x9-seed0"]
+    assert [path.parent.name for path in (tmp_path / "killed").rglob("state.pt")] == ["9x9-uniform-seed0"]
     compare(*options, "--output", "killed")
     one, other = (read_comparison(tmp_path / name) for name in ("whole", "killed"))
     assert [(run.loss, run.top1, run.moved) for run in one.runs] == [
