@@ -163,7 +163,7 @@ def show_in_tensorboard(writer: Any, record: TrackRecord) -> None:
                 writer.add_scalar(f"{name}/{row.name}", value, record.step)
         for axis, counts in enumerate(row.histograms):
             first = position_limits(len(counts))[0]
-            filled = list(enumerate(counts, start=int(first)))  # sums place each element in its cell's middle
+            filled = list(enumerate(counts, start=first))  # sums place each element in its cell's middle
             writer.add_histogram_raw(
                 f"positions/{row.name}/axis{axis}",
                 min=first - 0.5,
