@@ -78,9 +78,12 @@ def keep(comparisons: Sequence[Path]) -> None:
         f"--input-size 3x64x64 --batch-size {recipe['batch_size']} --lr {recipe['lr']:g} --epochs {recipe['epochs']}"
     )
     command = f"dcls-convert compare emoji:NETWORK --data FOLDER {options} --device cpu"
-    rows = [named(arm, one["settings"]) for one in found for arm in one["arms"]]
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}  # the first of its name
+    for one in found:
+        for row in (named(arm, one["settings"]) for arm in one["arms"]):
+            rows.setdefault((row["network"], row["test"], row["label"]), row)
     settings = {name: found[0]["settings"][name] for name in ("classes", "train_images", "test_images", "augmentation")}
-    store(STORED, command=command, settings=settings | {"recipe": recipe}, rows=rows)
+    store(STORED, command=command, settings=settings | {"recipe": recipe}, rows=[*rows.values()])
 
 
 def named(arm: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
