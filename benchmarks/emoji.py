@@ -5,6 +5,9 @@
         --lr 0.002 --sizes 17 --positions normal,kernel,uniform --epochs 19 --device cpu --output COMPARISON
     python benchmarks/emoji.py --store COMPARISON ...     # into results/emoji.json; --table prints it
 
+Other rows have `emoji:small_convmixer --sizes 9`, `--test google`, `--position-lr-scale 20`, `--interpolation
+gaussian`, or `--rules bystage.yaml`, and `--seeds 1` where they state one difference.
+
 FOLDER gets `train`, with a folder for each emoji of a thing (an animal, a dish, a place ...) that has it as three
 vendors draw it, and `validation`, with that of the fourth: 64 x 64 pixels, on white. The pictures are of the npm
 registry's packages emoji-datasource-VENDOR, which npm fetches, or which lie in the folder of --packages.
@@ -29,7 +32,6 @@ VERSION = "16.0.0"
 SIDE = 64  # pixels
 THINGS = ("Animals & Nature", "Food & Drink", "Travel & Places", "Activities", "Objects")  # not faces, flags, signs
 STORED = RESULTS / "emoji.json"
-POSITION_LR_SCALE = 5.0  # the usual one
 
 
 def small_convnext(num_classes: int = 1000, **options: object) -> "nn.Module":
@@ -88,6 +90,8 @@ def keep(comparisons: Sequence[Path]) -> None:
 
 def named(arm: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """With the network, the vendor to test with, and what else than the label makes the arm another one."""
+    from dcls_convert.options import POSITION_LR_SCALE
+
     test = next((vendor for vendor in VENDORS if vendor in Path(settings["data"]).name), VENDORS[0])
     rate = settings["recipe"]["position_lr_scale"]
     more = [*settings["planning"].values(), *([f"rate x{rate:g}"] if rate != POSITION_LR_SCALE else [])]
@@ -110,6 +114,9 @@ def table() -> str:
         lines.append([f"{row['network']}, {row['test']}", row["label"], *numbers, by_seed, *intervals, *moved])
         if len(row["differences"]) > 1:
             said.append(f"- {row['network']}, {row['sentence']}")
+    pairs = [pair for row in rows if row["label"] in ("17x17 kernel", "9x9 kernel") for pair in row["differences"]]
+    better = f"better in {sum(pair > 0 for pair in pairs)} of {len(pairs)} pairs"
+    said.append(f"- over the old kernel, all: {better}, {sum(pairs) / len(pairs):+.1f} points in the mean")
     return "\n\n".join([markdown_table(header, lines), "\n".join(said)])
 
 
