@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = ("benchmarks", "examples")  # folders whose files are in the site too, since pages link to them
-SHOWN = (".md", ".svg", ".py", ".json", ".slurm")
+SHOWN = (".md", ".svg", ".py", ".json", ".slurm", ".yaml")
 FIRST = "convert_"  # function of the API page
 MODULES = ("__version__", "depthwise", "tuning")  # public, but no functions or classes
 
