@@ -136,6 +136,8 @@ def compare(
             console.write(comparison.to_json())
         else:
             console.show(comparison_view(comparison), *[f" Wrote {output / PAGE}."] * html)
+    if comparison.interrupted:
+        raise KeyboardInterrupt
 
 
 def _trainer(

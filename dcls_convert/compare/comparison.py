@@ -27,6 +27,7 @@ class Comparison(Record):
     arms: tuple[ArmResult, ...]
     runs: tuple[Run, ...]
     missing: tuple[str, ...]  # runs that are asked for and not there yet
+    interrupted: bool = False  # before this call's work was done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,14 +103,22 @@ def with_epochs(settings: Settings, epochs: int) -> Settings:
 
 
 def carry_out(trainer: Trainer, work: Work, arms: Sequence[Arm], seeds: Sequence[int], notify: Notify) -> Comparison:
-    """Train what is left, and answer from all runs that are there; `comparison.json` is written after each."""
-    for done, (arm, seed) in enumerate(work.runs):
+    """Train what is left, and answer from all runs that are there; `comparison.json` is written after each.
 
-        def tell(what: str, *_: int, done: int = done) -> None:
-            notify(f"run {done + 1} of {len(work.runs)}, {what}", done, len(work.runs))
+    An interrupt ends it with the runs so far, where there are some.
+    """
+    try:
+        for done, (arm, seed) in enumerate(work.runs):
 
-        trainer.run(arm, seed, tell)
-        _gather(trainer, arms, seeds)
+            def tell(what: str, *_: int, done: int = done) -> None:
+                notify(f"run {done + 1} of {len(work.runs)}, {what}", done, len(work.runs))
+
+            trainer.run(arm, seed, tell)
+            _gather(trainer, arms, seeds)
+    except KeyboardInterrupt:
+        if not (comparison := _gather(trainer, arms, seeds)).runs:
+            raise
+        return replace(comparison, interrupted=True)
     return _gather(trainer, arms, seeds)
 
 

@@ -25,6 +25,8 @@ def comparison_view(comparison: Comparison) -> Group:
     lines = [one.sentence for one in comparison.arms if one.sentence is not None]
     if comparison.missing:
         lines.append(f"{counted(len(comparison.missing), 'run')} missing: {'; '.join(comparison.missing[:4])}")
+    if comparison.interrupted:
+        lines.append("Interrupted: the same command goes on with what is missing.")
     tables = (Table(COSTS, comparison.arms), "", Table(ACCURACIES, comparison.arms))
     return Group(title(settings.model, more), "", *tables, "", *map(indented, lines))
 

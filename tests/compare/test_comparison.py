@@ -176,7 +176,12 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
         return real(*arguments)
 
     with patch.object(Training, "_update", killed):
-        compare(*options, "--output", "killed", code=130)
+        out, err = compare(*options, "--output", "killed", code=130)
+    assert out.splitlines()[-2:] == [
+        " 1 run missing: 9x9 uniform, seed 0",
+        " Interrupted: the same command goes on with what is missing.",
+    ]
+    assert err.splitlines()[-1] == "error: interrupted"
     assert (tmp_path / "killed/settings.json").exists()
     assert [path.parent.name for path in (tmp_path / "killed").rglob("state.pt")] == ["9x9-uniform-seed0"]
     compare(*options, "--output", "killed")
