@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..errors import PlanError
 from ..layers.conv_classes import CONV_CLASSES, Conv, why_not_replaceable
@@ -54,7 +54,11 @@ class LayerGroup:
 def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...]:
     """All layers of the plan, without values and not in the model yet. PlanError: as `place_layers_`."""
     convs = {layer.name: _find_conv(model, layer) for layer in plan.layers}
+    graphs = [f"{name}.".lstrip(".") for name, module in model.named_modules() if isinstance(module, fx.GraphModule)]
     for tie in plan.tie_groups:
+        if any(f"{tie.owner}.".startswith(graph) for graph in graphs):
+            problem = "a graph of torch.fx, whose copies would lose the positions that layers share"
+            raise PlanError(f"{tie.owner or 'the model'} is in {problem}; convert before tracing, or with tie='none'")
         owner = model.get_submodule(tie.owner)
         for parameter in tie.parameters.values():
             if hasattr(owner, parameter):

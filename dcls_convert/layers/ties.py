@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 POSITION_PARAMETERS = ("positions", "sigma")  # what says where elements are; layers of a tie group share it
 APPLY = "_apply"  # the method of nn.Module through which `to`, `cuda`, `half`, `to_empty` and so on change tensors
@@ -36,8 +36,7 @@ class Tied(nn.Module):
         for name in names:
             delattr(self, name)
         self.__dict__["_owner"], self._owner_names = owner, dict(names)
-        if not isinstance(owner, fx.GraphModule):  # whose copies and pickles keep no attributes of this kind
-            vars(owner).setdefault(APPLY, KeepFormat(owner)).names |= frozenset(names.values())
+        vars(owner).setdefault(APPLY, KeepFormat(owner)).names |= frozenset(names.values())
 
     def untie_(self) -> None:
         """Hold the shared parameters itself from now on, the same objects. The owner keeps them too."""

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.utils import parametrizations
 
 from dcls_convert.errors import DclsConvertError, PlanError
@@ -47,6 +47,13 @@ WRONG_MODELS = {
 def test_a_plan_for_another_model_is_refused_and_the_model_unchanged(wrong):
     match = r"^\w+.2: |^\w+.0: is a DclsConv2d, where the plan has a convolution$"
     refused(WRONG_MODELS[wrong](), plan_of(Net()), PlanError, match=match)
+
+
+def test_a_traced_graph_whose_copies_would_lose_shared_positions_is_refused():
+    model = fx.symbolic_trace(Net())
+    refused(model, plan_of(model), PlanError, match="convert before tracing, or with tie='none'")
+    apply_plan_(model, plan_of(model, tie="none"), init="random")
+    assert state_of(copy.deepcopy(model)).keys() == state_of(model).keys()
 
 
 @pytest.mark.parametrize("missing", [False, True], ids=["another object", "no module"])
