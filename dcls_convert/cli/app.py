@@ -96,11 +96,11 @@ app.add_typer(rules_app, name="rules")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Ends the process, with one line at most of what went wrong."""
-    interrupts = _raise_interrupts()
+    _raise_interrupts()
     console.set_up()
     try:
         code, line = _run(list(sys.argv[1:] if arguments is None else arguments))
-        if interrupts and code:  # of which a library made another error
+        if console.interrupts and code:  # of which a library made another error
             code, line = EXIT_INTERRUPTED, "interrupted"
     except KeyboardInterrupt:
         code, line = EXIT_INTERRUPTED, "interrupted"
@@ -144,15 +144,14 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
     return code, "interrupted" if code == EXIT_INTERRUPTED else None
 
 
-def _raise_interrupts() -> list[int]:
-    """Let each signal that nobody ignored raise KeyboardInterrupt; the list will hold those that came."""
-    interrupts: list[int] = []
+def _raise_interrupts() -> None:
+    """Let each signal that nobody ignored raise KeyboardInterrupt; `console.interrupts` will hold those that came."""
+    console.interrupts.clear()
 
     def interrupt(number: int, _frame: object) -> None:
-        interrupts.append(number)
+        console.interrupts.append(number)
         raise KeyboardInterrupt
 
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, or for a shell's job in the background
             signal.signal(number, interrupt)
-    return interrupts

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 EXIT_UNPRINTED = 1  # where stdout is closed or full
 WIDTH_IN_A_FILE = 160  # columns of wide tables; most of their rows stay on one line
+interrupts: list[int] = []  # signals that came
 
 
 class OutputError(DclsConvertError):
@@ -76,9 +77,15 @@ def steps(
     # What models and their loaders print meanwhile is progress too.
     loud = show_progress(str(name), every=every, line=message if lines else silent, redirect=True)
     with contextlib.nullcontext(silent) if quiet else loud as notify, contextlib.redirect_stdout(sys.stderr):
+
+        def step(text: str, done: int = 0, total: int = 0, /) -> None:
+            if interrupts:  # and a library has swallowed the KeyboardInterrupt
+                raise KeyboardInterrupt
+            notify(text, done, total)
+
         if first:
-            notify(first)
-        yield notify
+            step(first)
+        yield step
 
 
 def finish() -> None:

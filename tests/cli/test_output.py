@@ -3,6 +3,7 @@
 Whatever stdout can take, the checkpoint that was written stands, and the exit code says whether its report was printed.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -142,16 +143,24 @@ def test_a_traceback_is_shown_on_demand(monkeypatch):
 # Signals.
 
 
-def interrupted_with_another_error():
-    try:
+def interrupted(error=None):
+    """In a library that swallows the KeyboardInterrupt, or makes another error of it."""
+    with contextlib.suppress(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
-    except KeyboardInterrupt:
-        raise RuntimeError("as C++ makes of it") from None
+    if error:
+        raise error
+    return plain()
 
 
-def test_an_interrupt_of_which_a_library_makes_another_error_is_one():
-    err = run(f"{__name__}:interrupted_with_another_error", "--quiet", code=130)[1]
+def interrupted_with_another_error():
+    return interrupted(RuntimeError("as C++ makes of it"))
+
+
+@pytest.mark.parametrize("factory", [interrupted, interrupted_with_another_error])
+def test_no_library_takes_an_interrupt_away(factory):
+    err = run(f"{__name__}:{factory.__name__}", "--quiet", "--output", "out", code=130)[1]
     assert err.splitlines() == ["error: interrupted"]
+    assert not Path("out").exists()
 
 
 def signalled():
