@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import shown
+from ..errors import DclsConvertError, shown
 from ..options import POSITION_LR_SCALE, POSITIONS, Augmentation, Positions
 from ..output import new_file
 from ..progress import Notify, silent
@@ -155,6 +155,8 @@ def _trainer(
     from ..tuning.images import open_images
 
     images = open_images(data, dataset, classes=network.num_classes, note=note)
+    if network.num_classes not in (None, len(images.classes)):
+        raise DclsConvertError(f"--num-classes {network.num_classes}: the images have {len(images.classes)} classes")
     network = replace(network, num_classes=len(images.classes))
     job = network.job(note=note)
     assert job.source is not None

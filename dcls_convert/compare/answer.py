@@ -16,6 +16,7 @@ LEAST_SEEDS = 3  # for a sentence about a difference
 LARGE = 2.0  # points; intervals without a gain that reach farther say too little
 CONFIDENCE = 0.95
 RESAMPLES = 2000
+UNSEEN = 3  # images: of n where nothing differs, with 95 % confidence less than 3/n of all images do
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +110,8 @@ def over_all_images(differences: "np.ndarray[Any, np.dtype[np.float64]]") -> Int
         (differences,), np.mean, n_resamples=RESAMPLES, batch=50, method="percentile", rng=np.random.default_rng(0)
     )
     low, high = (100 * float(bound) for bound in drawn.confidence_interval)
-    return Interval(mean=100 * float(np.mean(differences)), low=low, high=high)
+    mean, least = 100 * float(np.mean(differences)), 100 * UNSEEN / len(differences)
+    return Interval(mean=mean, low=min(low, mean - least), high=max(high, mean + least))
 
 
 def sentence(differences: Sequence[float], seeds: Interval | None, images: Interval, slower: float) -> str:
@@ -124,5 +126,6 @@ def sentence(differences: Sequence[float], seeds: Interval | None, images: Inter
         return f"{'helps' if low > 0 else 'harms'} by {abs(seeds.mean):.1f} ± {half:.1f} points {time}"
     most = max(-low, high)
     if most > LARGE:
-        return f"too few seeds to tell: differences of {listed} points"
+        few = "seeds" if seeds.high - seeds.low > images.high - images.low else "images to test with"
+        return f"too few {few} to tell: differences of {listed} points"
     return f"no difference larger than {math.ceil(10 * most) / 10:.1f} points, {time}"

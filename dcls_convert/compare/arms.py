@@ -101,7 +101,8 @@ def make_network(job: Job, arm: Arm) -> ArmNetwork:
     options = replace(job.options, dilated_size=arm.size or AUTO)
     if arm.kind == "dense":
         # All cells of the window will be weights, which start as the old kernel with zeros around it.
-        job = replace(job, init="exact", calibration=None, options=replace(options, kernel_count=EXACT, scope="auto"))
+        options = replace(options, kernel_count=EXACT, scope="auto", interpolation=None)
+        job = replace(job, init="exact", calibration=None, options=options)
     else:
         job = replace(job, positions=arm.positions, options=options)
     conversion = job.convert()

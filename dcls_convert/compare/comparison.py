@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import DclsConvertError, OutputExistsError
+from ..errors import CheckpointError, DclsConvertError, OutputExistsError
 from ..output import new_file
 from ..progress import Notify
 from ..records import Record
@@ -65,6 +65,8 @@ def settle(
     path = trainer.folder / SETTINGS
     if known := path.exists():
         _take_settings(trainer, minutes)
+    elif trainer.folder.is_dir() and any(not entry.name.startswith(".") for entry in trainer.folder.iterdir()):
+        raise CheckpointError(f"output {trainer.folder}: holds other things than a comparison; name another folder")
     timed = arms if minutes and not known else list(dict.fromkeys(arm for arm, _ in left))
     took = {}
     for number, arm in enumerate(timed):

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Subset
 
 from ..checkpoints.save import save_trained
-from ..errors import CheckpointError, DclsConvertError
+from ..errors import CheckpointError, DclsConvertError, one_line
 from ..fitting.images import BATCH, Calibration
 from ..options import Augmentation
 from ..output import new_file
@@ -120,7 +120,12 @@ class Trainer:
         data = replace(self.data, test=Subset(self.data.test, range(some)))
         recipe = replace(self.settings.recipe, epochs=TRIAL_UPDATES)
         training = Training(network.model, data, recipe, accelerator=self.accelerator, fsdp=self.fsdp)
-        training.run(most_updates=TRIAL_UPDATES)
+        try:
+            training.run(most_updates=TRIAL_UPDATES)
+        except (DclsConvertError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # the model's own code
+            raise DclsConvertError(f"{arm.label}: fails on these images: {one_line(error)[:200]}") from error
         begun = time.monotonic()
         training.test()
         return usual(training.updates), (time.monotonic() - begun) * len(self.data.test) / some

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image
 from timm.data import create_dataset, create_transform, resolve_data_config
 from torch import nn
 from torch.utils.data import Dataset, Sampler
+from torchvision.transforms import Compose
 
 from ..errors import DclsConvertError, listed, one_line, shown
 from ..fitting.images import FORMATS, UNREADABLE
@@ -24,6 +26,7 @@ from ..progress import Notify, silent
 from ..tables import counted
 from .recipe import Recipe
 
+MODES = {1: "L", 3: "RGB"}  # of images, by channels
 HELD_OUT = 5  # one image in so many of each class is to test, in a folder that has no images for it
 SPLITS = ("train", "validation")  # for timm, "val" and others are the same
 AUGMENTATIONS: dict[Augmentation, dict[str, Any]] = {  # arguments of timm's create_transform
@@ -111,7 +114,7 @@ def open_images(
             raise DclsConvertError(f"{where}: has train, but neither validation nor val")
     names = tuple(named) or tuple(map(str, range(classes or 0)))
     if labelled and len(names) < 2:
-        raise DclsConvertError(f"{where}: has fewer than two classes to tell apart")
+        raise DclsConvertError(f"{where}: has fewer than two classes; each is a folder of images")
     if not len(train) or not len(test):
         raise DclsConvertError(f"{where}: has {len(train)} images to train on and {len(test)} to test with")
     return ImageData(train=train, test=test, classes=names)
@@ -162,10 +165,15 @@ def set_transforms_(
 ) -> None:
     """Let the data sets give images as the model takes them, those to train on augmented."""
     config = resolve_data_config({"input_size": tuple(input_size)} if input_size else {}, model=model)
-    crop = config["crop_pct"]
+    crop, channels = config["crop_pct"], config["input_size"][0]
+    if channels not in MODES:
+        raise DclsConvertError(f"images have 1 or 3 channels; the model takes {channels}")
     config = {name: config[name] for name in ("input_size", "interpolation", "mean", "std")}
-    data.train.transform = create_transform(**config, is_training=True, **AUGMENTATIONS[augmentation])
-    data.test.transform = create_transform(**config, crop_pct=crop)
+    config |= {name: config[name][:channels] for name in ("mean", "std")}
+    in_mode = partial(Image.Image.convert, mode=MODES[channels])
+    train = create_transform(**config, is_training=True, **AUGMENTATIONS[augmentation])
+    data.train.transform = Compose([in_mode, train])
+    data.test.transform = Compose([in_mode, create_transform(**config, crop_pct=crop)])
 
 
 class Repeatable(Dataset[Any]):

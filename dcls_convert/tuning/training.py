@@ -115,7 +115,7 @@ class Training:
         self.updates_per_epoch = self.batches.updates_per_epoch
         if not self.updates_per_epoch:
             size = recipe.update_size(processes)
-            raise DclsConvertError(f"a batch size of {size}: one update takes more than all {images} images")
+            raise DclsConvertError(f"--batch-size: an update takes {size} images, more than all {images}; take fewer")
         self.settings = {name: str(value) for name, value in (asdict(recipe) | dict(settings or {})).items()}
         self.settings["num_processes"] = str(accelerator.num_processes)
         self.update = 0  # so many are done
@@ -291,7 +291,7 @@ class Training:
             "scaler": scaler.state_dict() if scaler else None,
             "update": self.update,
             "correct": self.correct,
-            "curves": {name: getattr(self, name) for name in ("loss", "top1", "seconds")},
+            "curves": {name: getattr(self, name) for name in ("loss", "top1", "seconds", "steps")},
         }
         if self.accelerator.is_main_process:
             try:

@@ -16,6 +16,7 @@ from .history import read_history
 from .page import filled_page
 
 MINUTE, HOUR = 60, 3600
+SOME = 4  # of the missing runs are named
 
 
 def comparison_view(comparison: Comparison) -> Group:
@@ -24,7 +25,9 @@ def comparison_view(comparison: Comparison) -> Group:
     more = f"  {counted(settings.recipe.epochs, 'epoch')}, {counted(seeds, 'seed')}"
     lines = [one.sentence for one in comparison.arms if one.sentence is not None]
     if comparison.missing:
-        lines.append(f"{counted(len(comparison.missing), 'run')} missing: {'; '.join(comparison.missing[:4])}")
+        more = f"; and {len(comparison.missing) - SOME} more" * (len(comparison.missing) > SOME)
+        some = "; ".join(comparison.missing[:SOME]) + more
+        lines.append(f"{counted(len(comparison.missing), 'run')} missing: {some}")
     if comparison.interrupted:
         lines.append("Interrupted: the same command goes on with what is missing.")
     tables = (Table(COSTS, comparison.arms), "", Table(ACCURACIES, comparison.arms))

@@ -1,6 +1,7 @@
 """What a comparison says follows from its runs: intervals, and a sentence that claims no gain without one."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,6 +84,11 @@ def test_results_pair_runs_by_seed():
     assert (second.differences, second.slower, second.seeds) == ((25, 25), 3, (1, 2))
     assert second.over_seeds == Interval(mean=25, low=25, high=25)
     assert second.over_images.mean == 25
+    same = [replace(one, arm=arm) for arm in (original, converted) for one in runs[:3]]
+    assert (
+        results(same)[1].sentence
+        == "17x17: too few images to test with to tell: differences of +0.0, +0.0, +0.0 points"
+    )
 
 
 def test_labels_and_names_of_files_tell_arms_apart():

@@ -5,7 +5,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import timm
 import torch
+from PIL import Image
 
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.compare.arms import Arm, make_arms, make_network
@@ -16,11 +18,11 @@ from dcls_convert.networks.positions import position_parameters
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline import Job
-from dcls_convert.tuning.images import open_images
+from dcls_convert.tuning.images import open_images, set_transforms_
 from dcls_convert.tuning.recipe import Recipe
 from dcls_convert.tuning.training import Training, accelerator_for
 
-from ..command_line import NET, run
+from ..command_line import NET, net, run
 from ..photographs import photographs
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves images open
@@ -69,6 +71,8 @@ def test_frozen_arms_start_like_those_that_move_and_dense_ones_compute_what_the_
     outputs = [network.model.eval()(images) for network in (original, moving, frozen, dense)]
     torch.testing.assert_close(outputs[1], outputs[2], rtol=0, atol=0)
     torch.testing.assert_close(outputs[3], outputs[0])
+    gaussian = make_network(job(options=PlanOptions(interpolation="gaussian")), Arm(kind="dense", size=9))
+    torch.testing.assert_close(gaussian.model.eval()(images), outputs[0])
     assert not any(one.tensor.requires_grad for one in position_parameters(frozen.model))
     assert dense.model.stages[0][1].weight.shape[2:] == (9, 9)
     assert dense.model.stages[0][1].weight.requires_grad
@@ -157,10 +161,10 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
         _, err = compare("--sizes", "9", "--epochs", "2", "--output", "whole", code=2)
     assert "output whole: compares with epochs 1, not 2; name another folder" in err
     out, _ = compare("--sizes", "9,11", "--epochs", "1", "--seeds", "3", "--only", "1/9", "--output", "whole")
-    assert (
-        "5 runs missing: 11x11 uniform, seed 0; 11x11 uniform, seed 1; as it is, seed 2; 9x9 uniform, seed 2"
-        in " ".join(out.split())
-    )
+    missing = "11x11 uniform, seed 0; 11x11 uniform, seed 1; as it is, seed 2; 9x9 uniform, seed 2; and 1 more"
+    assert f"5 runs missing: {missing}" in " ".join(out.split())
+    _, err = compare(*whole, "--output", "images", code=2)
+    assert err.splitlines()[-1] == "error: output images: holds other things than a comparison; name another folder"
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path):
@@ -184,6 +188,8 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     assert err.splitlines()[-1] == "error: interrupted"
     assert (tmp_path / "killed/settings.json").exists()
     assert [path.parent.name for path in (tmp_path / "killed").rglob("state.pt")] == ["9x9-uniform-seed0"]
+    with patch("dcls_convert.compare.runs.save_trained", side_effect=KeyboardInterrupt):  # after its last epoch
+        compare(*options, "--output", "killed", code=130)
     compare(*options, "--output", "killed")
     one, other = (read_comparison(tmp_path / name) for name in ("whole", "killed"))
     assert [(run.loss, run.top1, run.moved) for run in one.runs] == [
@@ -209,7 +215,9 @@ def test_minutes_decide_the_epochs_once(tmp_path):
         (("--data", "images", "--epochs", "1", "--minutes", "1"), "exclude each other"),
         (("--data", "images", "--only", "4/3"), "'4/3' is not a part such as 3/12"),
         (("--data", "images", "--positions", "normal,there"), "is not some of normal, kernel, uniform"),
-        (("--data", "images", "--batch-size", "512"), "a batch size of 512: one update takes more than all 16 images"),
+        (("--data", "images", "--batch-size", "512"), "--batch-size: an update takes 512 images, more than all 16"),
+        (("--data", "images", "--num-classes", "7"), "--num-classes 7: the images have 2 classes"),
+        (("--data", "images/train/light"), "has fewer than two classes; each is a folder of images"),
         (("--data", "images", "--fsdp"), "--fsdp: needs several processes"),
         (("--data", "images", "--sizes", "8", "--batch-size", "4"), "8x8"),
     ],
@@ -218,6 +226,27 @@ def test_mistakes_are_one_line_and_write_nothing(tmp_path, arguments, message):
     _, err = run("compare", NET, *SIZE, "--device", "cpu", *arguments, "--output", "out", code=2)
     assert message in err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+def choosy(num_classes):
+    network = net(num_classes)
+    network.stem.register_forward_pre_hook(lambda _, inputs: 1 / (inputs[0].shape[-1] == 64))
+    return network
+
+
+def test_a_network_that_does_not_take_the_images_is_no_bug():
+    _, err = run("compare", f"{__name__}:choosy", "--data", "images", *QUICK, code=2)
+    assert err.splitlines()[-1] == "error: as it is: fails on these images: division by zero"
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, "RGB"), (3, "L")])
+def test_images_have_the_channels_that_the_network_takes(channels, mode):
+    data, size = open_images(Path("images")), (channels, 32, 32)
+    set_transforms_(data, timm.create_model("test_convnext", in_chans=channels), size)
+    for part in (data.train, data.test):
+        assert part.transform(Image.new(mode, (40, 40))).shape == size
+    with pytest.raises(DclsConvertError, match="images have 1 or 3 channels; the model takes 2"):
+        set_transforms_(data, timm.create_model("test_convnext", in_chans=2), (2, 32, 32))
 
 
 def test_what_is_not_installed_is_named(monkeypatch):
