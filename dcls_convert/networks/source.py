@@ -137,8 +137,6 @@ def resolve_model(
         tags = [known.partition(".")[2] for known in _import("timm").list_pretrained(f"{architecture}.*")]
         if tag not in tags:
             raise ModelError(f"timm:{architecture} has no weights tagged {tag!r}; tags: {', '.join(tags) or 'none'}")
-    elif kind == "torchvision" and pretrained and num_classes is not None:
-        raise ModelError(f"{source.name}: its pretrained weights have a fixed number of classes; leave --num-classes")
     elif kind == "torchvision" and in_chans is not None:
         raise ModelError(f"{source.name} has a fixed number of input channels; --in-chans is for timm")
     return source
@@ -213,7 +211,12 @@ def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
                 models, args = _import("torchvision.models"), source.args
                 if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
                     args = {**args, "weights_backbone": None}  # torchvision downloads a backbone by default
-                model = models.get_model(name, weights="DEFAULT" if pretrained else None, **args)
+                if pretrained and "num_classes" in args:  # torchvision refuses it
+                    model = _with_another_head(
+                        models.get_model(name, weights="DEFAULT"), models.get_model(name, **args)
+                    )
+                else:
+                    model = models.get_model(name, weights="DEFAULT" if pretrained else None, **args)
             elif kind == "timm" or kind in FOREIGN_SOURCES:
                 target = name if kind == "timm" else source.name
                 model = _import("timm").create_model(target, pretrained=pretrained, **source.args)
@@ -231,6 +234,16 @@ def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
         raise ModelError(f"{source.name}: {what}: {type(error).__name__}: {one_line(error)[:300]}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"{source.name}: gives a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _with_another_head(pretrained: nn.Module, model: nn.Module) -> nn.Module:
+    """The model with the other one's weights but for its classifier, which starts afresh as timm's do."""
+    own = _shapes(model)
+    state = {name: tensor for name, tensor in pretrained.state_dict().items() if own.get(name) == tensor.shape}
+    model.load_state_dict(state, strict=False)
+    if hasattr(pretrained, "transform_input"):  # of Inceptions, as their weights need it
+        model.transform_input = pretrained.transform_input
     return model
 
 
@@ -339,17 +352,25 @@ def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] 
 
 
 def known_source(model: nn.Module) -> ModelSource | None:
-    """The source that `timm.create_model` noted on its model, if `check_source` allows it; None for other modules."""
+    """How timm or torchvision builds a model with these names and shapes, if `check_source` allows it; or None."""
     config, arguments = getattr(model, "pretrained_cfg", None), getattr(model, "_model_args", None)
     architecture = config.get("architecture") if isinstance(config, dict) else None
     if not isinstance(architecture, str) or not isinstance(arguments, dict):
         return _of_torchvision(model)
-    source = ModelSource(name=f"timm:{architecture}", args=dict(arguments))
+    args, classes = dict(arguments), getattr(model, "num_classes", None)  # of a head that may be another one by now
+    if isinstance(config, dict) and classes not in (None, config.get("num_classes")):
+        args["num_classes"] = classes
+    source = ModelSource(name=f"timm:{architecture}", args=args)
     try:
         check_source(source)
+        built = build_model(source, device="meta")
     except ModelError:
         return None
-    return source
+    return source if _shapes(built) == _shapes(model) else None
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def _of_torchvision(model: nn.Module) -> ModelSource | None:

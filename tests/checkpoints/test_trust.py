@@ -146,6 +146,11 @@ def test_a_plan_names_registered_models_alone():
     other = torchvision.models.resnet18(norm_layer=torch.nn.SyncBatchNorm)
     for model in (torch.nn.ReLU(), timm.create_model(TINY, act_layer=torch.nn.ReLU), unnoted, other):
         assert known_source(model) is None
+    changed = timm.create_model(TINY)
+    changed.reset_classifier(3)
+    assert known_source(changed) == ModelSource(name=f"timm:{TINY}", args={"num_classes": 3})
+    changed.head.fc = torch.nn.Linear(64, 5)
+    assert known_source(changed) is None
     for name, build in ((f"timm:{TINY}", timm.create_model), ("torchvision:resnet18", torchvision.models.get_model)):
         known = ModelSource(name=name, args={"num_classes": 3})
         assert known_source(build(name.partition(":")[2], num_classes=3)) == known

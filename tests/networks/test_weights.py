@@ -129,3 +129,7 @@ def test_torchvision_weights_come_through_its_own_loader(monkeypatch):
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", lambda *_args, **_options: state)
     network = job_of("torchvision:shufflenet_v2_x0_5", pretrained=True).network
     assert torch.equal(network.conv1[0].weight, state["conv1.0.weight"])
+    source = ModelSource(name="torchvision:shufflenet_v2_x0_5", args={"num_classes": 3})
+    tuned = Job(source=source, pretrained=True).network
+    assert tuned.fc.weight.shape == (3, 1024)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in tuned.state_dict().items() if "fc" not in name)
