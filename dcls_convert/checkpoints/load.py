@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, PlanError
+from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource, check_source
 from ..networks.weights import build_with_state, load_file, load_weights_
 from ..planning.plan import ConversionPlan
@@ -40,8 +41,9 @@ def load_converted(
     if model is None:
         model, _ = build_with_state(source, state, where, prepare_=lambda model: place_(model, plan))
     else:
-        place_(model, plan)
-        load_weights_(model, state, where)
+        with unchanged_on_failure(model):
+            place_(model, plan)
+            load_weights_(model, state, where)
     return model.eval().to(device)
 
 

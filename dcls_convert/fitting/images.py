@@ -48,7 +48,8 @@ def calibrate(
         plan: Made for it; states the images' size.
         images: A folder, of which 80 images spread evenly over the order of their names are taken, and every fifth of
             these held out, with the corners of each that is larger than the model's images; or batches
-            (N, channels, *spatial) as the model takes them, of which none is held out.
+            (N, channels, *spatial) as the model takes them, or lists that begin with these, as a loader gives with
+            labels, of which none is held out.
         note: Told about files that are not taken.
 
     Raises:
@@ -66,7 +67,8 @@ def calibrate(
             held += [whole.pop(path), *(_as_taken(crop, model, size) for crop in _corners(_opened(path, size), size))]
         calibration = Calibration(batches=_batches([*whole.values()]), held_out=_batches(held))
     else:
-        calibration = Calibration(batches=tuple(batch for batch in images if len(batch)))
+        batches = (batch[0] if isinstance(batch, list | tuple) else batch for batch in images)
+        calibration = Calibration(batches=tuple(batch for batch in batches if len(batch)))
     if not len(calibration):
         raise DclsConvertError(f"calibration: there are no images in {shown(images)}")
     if not all(bool(batch.isfinite().all()) for batch in calibration.batches):
@@ -88,7 +90,7 @@ def read_images(
         try:
             images[path] = _as_taken(_opened(path, size), model, size)
         except UNREADABLE as error:
-            note(f"{path} is not taken: {one_line(error)[:100]}")
+            note(f"{path} is not taken: {one_line(error)[:200]}")
     return images
 
 

@@ -103,8 +103,10 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
 
     Raises:
         PlanError: `input_size` is not positive integers for as many dimensions as the convolutions have, or the model
-            has DCLS layers already.
+            has DCLS layers already, or is compiled.
     """
+    if hasattr(model, "_orig_mod"):
+        raise PlanError("the model is compiled; convert it before torch.compile")
     converted = sum(isinstance(module, DclsConvNd) for module in model.modules())
     if converted:
         raise PlanError(f"the model is converted already: it has {converted} DCLS layers")

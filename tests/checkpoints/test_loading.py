@@ -8,10 +8,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dcls_convert import load_converted
+from dcls_convert.errors import CheckpointError
 from dcls_convert.networks import weights
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.networks.weights import assign_weights_, build_with_state, load_weights_, read_weights
 
+from ..planning.nets import state_of
 from .folders import Allocated, convert, save
 
 FAMILIES = {
@@ -111,6 +113,15 @@ def test_a_checkpoint_is_loaded_without_drawing_weights(tmp_path, monkeypatch):
 
     monkeypatch.setattr(weights, "build_model", on_meta)
     check_equal_tensors(load_converted(folder), ordinary)
+
+
+def test_a_model_that_does_not_fit_stays_as_it_was(tmp_path):
+    folder = save(tmp_path / "folder", *convert("timm:test_convnext"))
+    model = timm.create_model("test_convnext", num_classes=7)
+    before = state_of(model)
+    with pytest.raises(CheckpointError, match="has shape"):
+        load_converted(folder, model=model)
+    assert state_of(model) == before
 
 
 def test_a_converted_model_is_made_on_the_meta_device_as_timms_own(tmp_path):

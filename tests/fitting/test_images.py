@@ -218,6 +218,12 @@ def test_of_what_is_held_out_the_corners_are_too_where_they_are_larger_than_the_
     assert min(whole, top_left) > 0.5 > max(bottom_left, top_right)
 
 
+def test_a_loader_may_give_labels_too(planned):
+    images = torch.rand(2, *planned[1].input_size)
+    (batch,) = calibrate(*planned, [(images, torch.zeros(2))]).batches
+    assert batch is images
+
+
 # Refused.
 
 

@@ -264,6 +264,11 @@ def test_a_wrong_input_size_is_refused_with_what_it_must_be(size):
         find_convs(Holder(depthwise()), size)
 
 
+def test_a_compiled_model_is_refused():
+    with pytest.raises(PlanError, match="convert it before"):
+        find_convs(torch.compile(Holder(depthwise())))
+
+
 @pytest.mark.parametrize("channels", [3, 1])
 def test_a_timm_model_states_its_input_size_and_channels(channels):
     convs = find_convs(timm.create_model("test_convnext", in_chans=channels))
