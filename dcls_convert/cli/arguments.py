@@ -1,5 +1,6 @@
 """What the commands' arguments have in common: their types, groups for --help, and the records that hold them."""
 
+import difflib
 import functools
 import inspect
 import re
@@ -134,6 +135,8 @@ class CommandGroup(PlainHelp, TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
         if args and DEFAULT in self.commands and args[0] not in own and args[0] not in self.commands:
+            if near := difflib.get_close_matches(args[0], self.commands, 1, 0.8):  # no model's name is as near
+                raise DclsConvertError(f"there is no command {args[0]!r} (did you mean {near[0]!r}?)")
             args = [DEFAULT, *args]
         return super().parse_args(ctx, args or ["--help"])
 

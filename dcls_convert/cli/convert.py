@@ -95,6 +95,9 @@ def convert(
             notify=notify,
             note=silent if quiet else console.note,
         )
+        if output is None and plan is None and not dry_run and (calibrated or by_error):  # before minutes of measuring
+            sketch = job.plan(replace(network.options, scope="model"))
+            check_output(_default_output(job, sketch), force=force, foreign=_not_of_a_checkpoint)
         conversion_plan = job.plan() if plan is None else job.plan_again(read_plan(plan))
         report, steps = predict_report(conversion_plan), []
         if not dry_run:

@@ -22,9 +22,15 @@ def diff(
     """Show what differs between two checkpoints: their plans, layer by layer, and whether their weights are equal."""
     with console.steps("diff", "reading", lines=False):
         from ..checkpoints.folder import WEIGHTS, read_plan, read_tensors, tensors_hash
+        from ..planning.plan import Difference
         from ..records import write_json
+        from ..reports.report import predict_report
 
-        differences = read_plan(checkpoint).diff(read_plan(other))
+        plans = [read_plan(folder) for folder in (checkpoint, other)]
+        differences = [*plans[0].diff(plans[1])]
+        for name in ("params", "macs"):
+            one, two = (getattr(predict_report(plan), name).after for plan in plans)
+            differences += [Difference(what=f"{name} after conversion", one=one, other=two)] * (one != two)
         # What the files hold, not what folders state of them: one may be damaged.
         one, two = (tensors_hash(read_tensors(folder / WEIGHTS)) for folder in (checkpoint, other))
     if json_:
@@ -48,4 +54,6 @@ def _line(difference: "Difference") -> str:
 def _text(value: Any) -> str:
     if isinstance(value, list) and value and all(isinstance(side, int) for side in value):
         return "x".join(map(str, value))
+    if type(value) is int:
+        return f"{value:,}"
     return shown(value if isinstance(value, str) else json.dumps(value), 60)

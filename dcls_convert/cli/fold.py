@@ -51,7 +51,9 @@ def _lines(folded: "Folded") -> list[str]:
         sizes = ", ".join(f"{name}={value}" for name, value in (folded.kernel_args or {}).items())
         what = f"timm loads it by itself{', with ' + sizes if sizes else ''}; dcls-convert is not needed"
     elif folded.kind == "dcls":
-        what = f"timm loads it where dcls-convert is installed, because {folded.note}"
+        own = "trust_code" in folded.loading or "unconverted" in folded.loading
+        who = "dcls_convert.load_converted" if own else "timm, where dcls-convert is installed,"
+        what = f"{who} loads it, because {folded.note}"
     else:
         several = f"{folded.batch} at a time, because with any number {folded.note}"
         what = f"{FORMATS[folded.format].noun} for images of {size_text(folded.input_size)}"

@@ -296,6 +296,9 @@ def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list
         if index not in index_of.values():
             shadowed = any(rule.match.misses(site) is None for site in convs.sites)
             why = "earlier rules claim all that it matches" if shadowed else "no convolution of the model matches it"
+            if rule.match.stage is not None and not shadowed:
+                stages = dict.fromkeys(site.stage for site in convs.sites if site.stage)
+                why += f"; its stages are {', '.join(stages) or 'not known'}"
             raise RuleError(f"{rules.source}: rule {rules.label(index)!r} claims nothing: {why}")
     return rule_of, skipped
 

@@ -16,7 +16,6 @@ from PIL import Image
 from timm.data import create_dataset, create_transform, resolve_data_config
 from torch import nn
 from torch.utils.data import Dataset, Sampler
-from torchvision.transforms import Compose
 
 from ..errors import DclsConvertError, listed, one_line, shown
 from ..fitting.images import FORMATS, UNREADABLE
@@ -171,9 +170,10 @@ def set_transforms_(
     config = {name: config[name] for name in ("input_size", "interpolation", "mean", "std")}
     config |= {name: config[name][:channels] for name in ("mean", "std")}
     in_mode = partial(Image.Image.convert, mode=MODES[channels])
-    train = create_transform(**config, is_training=True, **AUGMENTATIONS[augmentation])
-    data.train.transform = Compose([in_mode, train])
-    data.test.transform = Compose([in_mode, create_transform(**config, crop_pct=crop)])
+    data.train.transform = create_transform(**config, is_training=True, **AUGMENTATIONS[augmentation])
+    data.test.transform = create_transform(**config, crop_pct=crop)
+    for part in (data.train, data.test):
+        part.transform.transforms.insert(0, in_mode)
 
 
 class Repeatable(Dataset[Any]):

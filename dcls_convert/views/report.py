@@ -1,5 +1,6 @@
 """How a report looks: tables for the terminal and the model card, what to say of them, and what to do next."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,6 +54,10 @@ def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType
     if slower > COSTLY:
         sizes = f"cheaper sizes: dcls-convert sweep {printable(short)}"
         parts.append(Text(f"{1 + slower / 100:.1f} times the MACs; {sizes}", style="yellow"))
+    same = [layer for layer in report.layers if math.prod(layer.kernel_size) == math.prod(layer.dilated_size)]
+    if fewer := [layer for layer in same if layer.kernel_count < math.prod(layer.kernel_size)]:
+        few = f"{counted(len(fewer), 'layer')} of {len(report.layers)} get no larger window, and fewer weights"
+        parts.append(Text(f"{few}; a rule can skip them", style="yellow"))
     parts.append(Text())
     convolutions = counted(len(report.skipped), "convolution")
     if not verbose:
