@@ -260,13 +260,13 @@ class DclsConvNd(Tied):
             layer.form.adapt(conv, layer)
         return layer
 
-    def fuse(self) -> Conv:
-        """The plain convolution with the constructed kernel as its weight: same outputs, positions no longer learnt.
+    def fuse(self, kernel: Tensor | None = None) -> Conv:
+        """The plain convolution with the constructed kernel, or a given one: same outputs, positions no longer learnt.
 
         `timm.utils.reparameterize_model` calls it. On the CPU, a plain depthwise convolution with a wide window is slow
         for contiguous maps; `model.to(memory_format=torch.channels_last)`, with images of that format, helps.
         """
-        kernel, padding = self.kernel().detach().contiguous(), self.padding
+        kernel, padding = self.kernel().detach().contiguous() if kernel is None else kernel.detach(), self.padding
         if is_uneven(padding):
             # Zeros around the kernel instead: as many cells on both sides of the input give the same outputs.
             most = tuple(max(sides) for sides in padding)

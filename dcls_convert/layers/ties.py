@@ -38,16 +38,6 @@ class Tied(nn.Module):
         self.__dict__["_owner"], self._owner_names = owner, dict(names)
         vars(owner).setdefault(APPLY, KeepFormat(owner)).names |= frozenset(names.values())
 
-    def untie_(self) -> None:
-        """Hold the shared parameters itself from now on, the same objects. The owner keeps them too."""
-        owner = self._owner
-        shared = {name: getattr(owner, owner_name) for name, owner_name in self._owner_names.items()}
-        self.__dict__["_owner"], self._owner_names = None, {}
-        for name, parameter in shared.items():
-            setattr(self, name, parameter)
-        if owner is not None and not any(isinstance(one, Tied) and one._owner is owner for one in owner.modules()):
-            vars(owner).pop(APPLY, None)
-
     @property
     def is_tied(self) -> bool:
         """Whether positions (and sigma) belong to another module."""

@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.ties import OwnMethod
+from ..layers.ties import APPLY, OwnMethod
 from ..networks.positions import drop_spare_from_decay_
 from ..networks.running import unchanged_on_failure
 
@@ -36,13 +36,12 @@ def fold_to_dense_(model: nn.Module) -> int:
             owner, names = layer._owner, set(layer._owner_names.values())
             if owner is None:
                 continue
-            left = (m for m in owner.modules() if isinstance(m, DclsConvNd) and m._owner is owner)
+            left = [m for m in owner.modules() if isinstance(m, DclsConvNd) and m._owner is owner]
             if not any(names & set(other._owner_names.values()) for other in left):
-                for tied in folded:
-                    if tied._owner is owner and names & set(tied._owner_names.values()):
-                        tied.untie_()  # an alias outside the owner may still use the layer
-                for name in names:
+                for name in names & {*owner._parameters}:
                     delattr(owner, name)
+            if not left:
+                vars(owner).pop(APPLY, None)
         for attributes in map(vars, model.modules()):
             for name in REPARAMETERIZING:
                 if isinstance(attributes.get(name), FoldFirst):

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..fitting.groups import LayerGroup, make_layers
@@ -32,13 +31,8 @@ def put_layers_(
         for layer_plan, layer in zip(group.plans, group.layers, strict=True):
             module: nn.Module = layer
             if plan.folded:
-                device = layer.weight.device
-                for name, parameter in () if with_values else list(layer.named_parameters(recurse=False)):
-                    if name != "bias":  # nothing is constructed
-                        setattr(layer, name, nn.Parameter(torch.empty_like(parameter, device="meta")))
-                module = conv = layer.fuse()
-                if not with_values:
-                    conv.weight = nn.Parameter(torch.empty_like(conv.weight, device=device))
+                size = (*layer.weight.shape[:2], *layer.kernel_size)
+                module = layer.fuse(None if with_values else layer.weight.new_empty(size))
             for name in layer_plan.names:
                 model.set_submodule(name, module)
     if not plan.folded:

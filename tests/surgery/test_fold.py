@@ -179,13 +179,3 @@ def test_positions_tied_across_the_models_children_go_with_the_last_layer():
     assert relative_error(expected, outputs(model)) < FLOAT64_ERROR
     assert not positions_in(reparameterize_model(model, inplace=True))
     assert relative_error(expected, outputs(model)) < FLOAT64_ERROR
-
-
-def test_a_layer_that_also_stands_elsewhere_keeps_its_positions():
-    model = nn.Sequential(nn.Sequential(nn.Sequential(depthwise(), depthwise())), nn.Sequential(nn.Tanh())).double()
-    convert_(model, dilated_size=5, input_size=IMAGE)
-    model[1].append(model[0][0][1])
-    expected = outputs(trained(model))
-    folded = reparameterize_model(model)
-    assert not any(isinstance(module, DclsConvNd) for module in folded.modules())
-    assert relative_error(expected, outputs(folded)) < FLOAT64_ERROR
