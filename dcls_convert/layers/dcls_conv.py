@@ -20,8 +20,6 @@ from .elements import POSITION_STD, largest_elements
 from .interpolation import find_interpolation, learnt_axes, position_limits
 from .ties import Tied
 
-PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
-
 IntOrTuple = int | Sequence[int]
 
 
@@ -107,23 +105,16 @@ class DclsConvNd(Tied):
         return sizes
 
     def _check(self) -> None:
-        for name in ("in_channels", "out_channels"):
-            channels, groups = getattr(self, name), self.groups
-            if {type(channels), type(groups)} != {int} or min(channels, groups) < 1 or channels % groups:
-                raise ValueError(f"{name}={channels!r} must be a positive multiple of groups={groups!r}")
         if not set(self.dense_axes) < set(range(self.dims)) or len(set(self.dense_axes)) != len(self.dense_axes):
             raise ValueError(f"dense_axes={self.dense_axes} must be different axes, and leave one to be learnt")
         if type(self.kernel_count) is not int or self.kernel_count < 1:
             raise ValueError(f"kernel_count={self.kernel_count!r} must be an integer of at least 1")
-        if self.padding_mode not in PADDING_MODES:
-            raise ValueError(f"padding_mode={self.padding_mode!r} must be one of {', '.join(PADDING_MODES)}")
-        if isinstance(self.padding, str):
-            if self.padding not in ("same", "valid", DYNAMIC_SAME):
-                raise ValueError(f"padding={self.padding!r} must be 'same', 'valid', {DYNAMIC_SAME!r} or integers")
-            if self.padding == DYNAMIC_SAME and (self.dims != 2 or self.padding_mode != "zeros"):
-                raise ValueError(f"padding={self.padding!r} is for 2-D with zeros")
-            if self.padding == "same" and any(stride != 1 for stride in self.stride):
-                raise ValueError(f"padding='same' needs stride 1, not {self.stride}")
+        if self.padding == DYNAMIC_SAME and (self.dims != 2 or self.padding_mode != "zeros"):
+            raise ValueError(f"padding={self.padding!r} is for 2-D with zeros")
+        padding = 0 if self.padding == DYNAMIC_SAME else self.padding
+        geometry = (self.dilated_kernel_size, self.stride, padding, self.dilation, self.groups)
+        make: Any = self.conv_class  # which refuses what no convolution can have
+        make(self.in_channels, self.out_channels, *geometry, padding_mode=self.padding_mode, device="meta")
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Weights and bias as `torch.nn.Conv2d` draws them, positions from N(0, 0.5), sigma at its initial value."""

@@ -77,13 +77,13 @@ def test_parameters_have_the_shapes_and_starting_values_of_the_paper(interpolati
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"in_channels": 3, "groups": 2}, "in_channels=3 must be a positive multiple of groups=2"),
+        ({"in_channels": 3, "groups": 2}, "in_channels must be divisible by groups"),
         ({"kernel_count": 0}, "kernel_count=0 must be an integer of at least 1"),
         ({"dilated_kernel_size": (5, 8.0)}, "dilated_kernel_size.* of at least 1, or 2 of them"),
-        ({"padding": "sane"}, "padding='sane' must be 'same', 'valid', 'dynamic_same' or integers"),
+        ({"padding": "sane"}, "Invalid padding string 'sane'"),
         ({"padding": "dynamic_same", "padding_mode": "reflect"}, "padding='dynamic_same' is for 2-D with zeros"),
-        ({"padding": "same", "stride": (1, 2)}, r"padding='same' needs stride 1, not \(1, 2\)"),
-        ({"padding_mode": "reflection"}, "'reflection' must be one of zeros, reflect, replicate, circular"),
+        ({"padding": "same", "stride": (1, 2)}, "padding='same' is not supported for strided"),
+        ({"padding_mode": "reflection"}, "padding_mode must be one of .*'reflection'"),
         ({"interpolation": "gauss"}, "'gauss' is not known; it is one of bilinear, "),
         ({"dense_axes": (0, 1)}, "leave one to be learnt"),
     ],
