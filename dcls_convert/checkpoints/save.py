@@ -189,7 +189,8 @@ def loading_code(model: str | None) -> str:
             'model = timm.create_model("local-dir:{folder}", pretrained=True, num_classes=10)\n'
         )
     how = "" if kind in REGISTRIES else ", trust_code=True" if model else ", model=unconverted"
-    return f'import dcls_convert\n\nmodel = dcls_convert.load_converted("{{folder}}"{how})\n'
+    built = "" if kind in REGISTRIES or model else "  # which is built as before"
+    return f'import dcls_convert\n\nmodel = dcls_convert.load_converted("{{folder}}"{how}){built}\n'
 
 
 def training_code(model: str | None, *, trained: bool) -> str:
