@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import CheckpointError, DclsConvertError, OutputExistsError
+from ..files import is_checkpoint
 from ..output import new_file
 from ..progress import Notify
 from ..records import Record
@@ -65,7 +66,7 @@ def settle(
     path = trainer.folder / SETTINGS
     if known := path.exists():
         _take_settings(trainer, minutes)
-    elif trainer.folder.is_dir() and any(not entry.name.startswith(".") for entry in trainer.folder.iterdir()):
+    elif is_checkpoint(trainer.folder) or any(path.is_dir() for path in trainer.folder.glob("[!.]*")):  # logs may be
         raise CheckpointError(f"output {trainer.folder}: holds other things than a comparison; name another folder")
     timed = arms if minutes and not known else list(dict.fromkeys(arm for arm, _ in left))
     took = {}

@@ -161,7 +161,9 @@ def misfits(model: nn.Module, state: Mapping[str, Tensor], *, lacking: Collectio
     unexpected = [name for name in state if name not in own]
     if missing or unexpected:
         parts = [f"lacks {listed(missing)}"] * bool(missing) + [f"has {listed(unexpected)} too many"] * bool(unexpected)
-        converted = "; these weights are converted already" * any(name.endswith("positions") for name in unexpected)
+        converted = "; these weights are converted already" * any(
+            name.endswith("dcls_positions") for name in unexpected
+        )
         yield f"does not fit the model: it {' and '.join(parts)}{converted}"
     for name, theirs in state.items():
         ours = own.get(name, theirs)
