@@ -112,7 +112,7 @@ def table() -> str:
         numbers = [f"{row['params']:,}", f"{row['macs'] / 1e6:.1f}", f"{row['step_ms']:.0f}", f"{row['top1']:.1f}"]
         moved = ["", ""] if row["distance"] is None else [f"{row['distance']:.2f}", f"{100 * row['outside']:.0f}"]
         lines.append([f"{row['network']}, {row['test']}", row["label"], *numbers, by_seed, *intervals, *moved])
-        if len(row["differences"]) > 1:
+        if len(row["differences"]) > 2:
             said.append(f"- {row['network']}, {row['sentence']}")
     pairs = [pair for row in rows if row["label"] in ("17x17 kernel", "9x9 kernel") for pair in row["differences"]]
     better = f"better in {sum(pair > 0 for pair in pairs)} of {len(pairs)} pairs"
