@@ -114,7 +114,7 @@ def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(folder):
     first, state, expected = (torch.load(path, weights_only=True) for path in paths)
     assert first["update"] < state["update"] == 8
     for one in (state, expected):
-        assert len(one["curves"].pop("seconds")) == 4
+        assert [len(one["curves"].pop(name)) for name in ("seconds", "steps")] == [4, 8]
     # By paths: saving turns tuples into lists.
     for (path, leaf), (other_path, other) in zip(
         *(tree_flatten_with_path(s)[0] for s in (state, expected)), strict=True
