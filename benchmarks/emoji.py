@@ -5,8 +5,8 @@
         --lr 0.002 --sizes 17 --positions normal,kernel,uniform --epochs 19 --device cpu --output COMPARISON
     python benchmarks/emoji.py --store COMPARISON ...     # into results/emoji.json; --table prints it
 
-Other rows have `emoji:small_convmixer --sizes 9`, `--test google`, `--position-lr-scale 20`, `--interpolation
-gaussian`, or `--rules bystage.yaml`, and `--seeds 1` where they state one difference.
+Other rows have `emoji:small_convmixer --sizes 9`, `--test google`, `--position-lr-scale 1` or 20, `--interpolation
+gaussian`, or `--rules bystage.yaml`, and `--seeds` for as many differences as they state.
 
 FOLDER gets `train`, with a folder for each emoji of a thing (an animal, a dish, a place ...) that has it as three
 vendors draw it, and `validation`, with that of the fourth: 64 x 64 pixels, on white. The pictures are of the npm

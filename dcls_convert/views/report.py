@@ -56,8 +56,8 @@ def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType
         parts.append(Text(f"{1 + slower / 100:.1f} times the MACs; {sizes}", style="yellow"))
     same = [layer for layer in report.layers if math.prod(layer.kernel_size) == math.prod(layer.dilated_size)]
     if fewer := [layer for layer in same if layer.kernel_count < math.prod(layer.kernel_size)]:
-        few = f"{counted(len(fewer), 'layer')} of {len(report.layers)} get no larger window, and fewer weights"
-        parts.append(Text(f"{few}; a rule can skip them", style="yellow"))
+        few = f"No larger window, and fewer weights, for {counted(len(fewer), 'layer')} of {len(report.layers)}"
+        parts.append(Text(f"{few}; a rule can skip such", style="yellow"))
     parts.append(Text())
     convolutions = counted(len(report.skipped), "convolution")
     if not verbose:

@@ -47,7 +47,7 @@ def lagged_noise(lags: tuple[int, int], *, shuffled: bool) -> None:
     [
         ((3, 4), False, 20, ["helps by"]),
         ((2, 4), False, 1, ["harms by"]),
-        ((3, 4), True, 20, ["no difference", "too few"]),
+        ((3, 4), True, 20, ["no difference", "too few seeds", "too few images"]),
     ],
     ids=["gain", "loss", "nothing"],
 )
