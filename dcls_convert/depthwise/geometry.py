@@ -29,14 +29,18 @@ def size_text(size: Sequence[int]) -> str:
     return "x".join(map(str, size))
 
 
-def check_window(kernel_size: Sequence[int], dilation: Sequence[int], window: Sequence[int]) -> None:
-    """Refuse (PlanError) a window that is smaller than the old kernel's extent, or of the other parity."""
+def check_window(
+    kernel_size: Sequence[int], dilation: Sequence[int], window: Sequence[int], dense_axes: Sequence[int] = ()
+) -> None:
+    """Refuse (PlanError) a window smaller than the old extent, of the other parity, or with another dense side."""
     if len(window) != len(kernel_size):
         sides = "side" if len(window) == 1 else "sides"
         raise PlanError(f"window {size_text(window)} has {len(window)} {sides}, the kernel has {len(kernel_size)}")
     for axis, (kernel, spacing, size) in enumerate(zip(kernel_size, dilation, window, strict=True)):
         old = extent(kernel, spacing)
         where = "" if len(window) == 1 else f" (axis {axis} of {size_text(window)})"
+        if axis in dense_axes and (size != kernel or old != kernel):
+            raise PlanError(f"dense axis {axis} must keep its size {kernel}, undilated")
         spanning = f"kernel {kernel}" if spacing == 1 else f"kernel {kernel} with dilation {spacing}, extent {old},"
         if size < old:
             raise PlanError(f"window {size}{where} is smaller than the {spanning} that it replaces; use {old} or more")

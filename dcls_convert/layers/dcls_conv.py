@@ -207,7 +207,7 @@ class DclsConvNd(Tied):
         if reason := why_not_replaceable(conv) or (None if isinstance(conv, cls.conv_class) else "other dimension"):
             raise ValueError(f"{type(conv).__name__} cannot become a {cls.__name__}: {reason}")
         layer = cls.like(conv, kernel_count, dilated_kernel_size, interpolation, dense_axes)
-        check_window(conv.kernel_size, conv.dilation, layer.dilated_kernel_size)
+        check_window(conv.kernel_size, conv.dilation, layer.dilated_kernel_size, layer.dense_axes)
         weight, positions = largest_elements(
             [conv.weight.detach()],
             effective=[layer.form.effective_weight(conv, conv.weight.detach())],
@@ -237,9 +237,6 @@ class DclsConvNd(Tied):
         layer = cls(conv.in_channels, conv.out_channels, **options, device="meta")  # draws from no generator
         shapes = conv.kernel_size, conv.dilation, layer.dilated_kernel_size
         layer.padding = grown_padding(padding_of(conv), *shapes, conv.stride)
-        for axis in layer.dense_axes:
-            if (layer.dilated_kernel_size[axis], 1) != (conv.kernel_size[axis], conv.dilation[axis]):
-                raise ValueError(f"dense axis {axis} must keep its size {conv.kernel_size[axis]}, undilated")
         layer.to_empty(device=conv.weight.device)
         layer._reset_sigma_()
         layer.bias = cast(nn.Parameter | None, conv.bias)

@@ -233,11 +233,8 @@ def _check_layer(layer: LayerPlan) -> None:
             raise PlanError(
                 f"dense axes {layer.dense_axes} are not axes of a {dims}-D kernel, or leave none to be learnt"
             )
-        check_window(layer.kernel_size, layer.dilation, layer.dilated_size)
+        check_window(layer.kernel_size, layer.dilation, layer.dilated_size, layer.dense_axes)
         check_cells(layer.out_channels * layer.in_channels // layer.groups, layer.dilated_size)
-        for axis in layer.dense_axes:
-            if layer.dilated_size[axis] != layer.kernel_size[axis]:
-                raise PlanError(f"dense axis {axis} must keep its size {layer.kernel_size[axis]}")
         if not 1 <= layer.kernel_count <= layer.cells:
             most = f"the {layer.cells} cells of its window"
             raise PlanError(f"kernel count {layer.kernel_count} must be from 1 to {most}")

@@ -329,11 +329,7 @@ def _window(site: ConvSite, size: int | Sequence[int], rule: Rule) -> tuple[tupl
         raise PlanError("all its axes are dense; nothing would be learnt")
     if isinstance(size, int):
         sides = tuple(site.kernel_size[axis] if axis in dense else size for axis in range(site.dims))
-    for axis in sorted(dense):
-        dilated = site.kernel_size[axis] > 1 and site.dilation[axis] > 1
-        if sides[axis] != site.kernel_size[axis] or dilated:
-            raise PlanError(f"dense axis {axis} must keep its size {site.kernel_size[axis]}, undilated")
-    check_window(site.kernel_size, site.dilation, sides)
+    check_window(site.kernel_size, site.dilation, sides, sorted(dense))
     padding = grown_padding(site.padding, site.kernel_size, site.dilation, sides, site.stride)
     check_cells(site.out_channels * site.in_channels // site.groups, sides)
     if site.padding_mode in ("reflect", "circular") and site.input_extent is not None:
