@@ -163,14 +163,10 @@ class DclsConvNd(Tied):
         exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
         if self.training and not exporting:
             self.clamp_positions_()
-        input, padding = self.padded_and_left(input)
+        padding = self.padding
+        if self.padding_mode != "zeros" or padding == DYNAMIC_SAME or is_uneven(padding):  # the convolution cannot
+            input, padding = self.padded(input), (0,) * self.dims
         return self.conv_function(input, self.kernel(), self.bias, self.stride, padding, self.dilation, self.groups)
-
-    def padded_and_left(self, input: Tensor) -> tuple[Tensor, Padding]:
-        """The input, padded where the convolution cannot, and the padding left to it: fixed numbers of zeros."""
-        if self.padding_mode == "zeros" and self.padding != DYNAMIC_SAME and not is_uneven(self.padding):
-            return input, self.padding
-        return self.padded(input), (0,) * self.dims
 
     def padded(self, input: Tensor) -> Tensor:
         """The input with all its padding, so that a convolution without any gives the layer's output."""
