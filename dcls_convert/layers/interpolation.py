@@ -43,10 +43,8 @@ class Interpolation:
             width = torch.ones_like(cells) if sigma is None else clamped(sigma[axis], self.min_sigma or 0, math.inf)
             profile = self.profile(cells, width, length)
             profiles.append(profile / profile.sum(-1, keepdim=True))
-        spread = weight.unsqueeze(-1) * profiles[0]  # (*C, E, length)
-        if len(size) == 1:
-            return spread.sum(-2)
-        for profile in profiles[1:-1]:
+        spread = weight.unsqueeze(-1)  # (*C, E, 1)
+        for profile in profiles[:-1]:
             spread = (spread.unsqueeze(-1) * profile.unsqueeze(-2)).flatten(-2)  # (*C, E, product of lengths)
         # On a CPU, a matrix product per kernel: no tensor of elements x window is made in 1-D and 2-D. A GPU might
         # round its factors to 11 bits (TF32).
