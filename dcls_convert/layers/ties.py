@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ class Tied(nn.Module):
         for name in names:
             delattr(self, name)
         self.__dict__["_owner"], self._owner_names = owner, dict(names)
-        vars(owner).setdefault(APPLY, KeepFormat(owner)).names |= frozenset(names.values())
+        vars(owner)[APPLY] = partial(_apply_of_owner, owner)  # unlike a closure, copies and pickles as the owner does
 
     @property
     def is_tied(self) -> bool:
@@ -61,30 +62,16 @@ class Tied(nn.Module):
         return new
 
 
-class OwnMethod:
-    """A method that one module alone has, as an attribute of the object. Copies of the module get a copy of it."""
-
-    def __init__(self, module: nn.Module | None) -> None:
-        self.module = module
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # Do not deep-copy self.module: a module with a __deepcopy__ of its own would recurse.
-        new = copy.copy(self)
-        new.module = memo.get(id(self.module))
-        return new
+def names_in_use(owner: nn.Module) -> set[str]:
+    """Those of its parameters that layers below it share."""
+    layers = [layer for layer in owner.modules() if isinstance(layer, Tied) and layer._owner is owner]
+    return {name for layer in layers for name in layer._owner_names.values()}
 
 
-class KeepFormat(OwnMethod):
-    """`_apply` of an owner that keeps its tied parameters' format: channels_last fails for tensors of five axes."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.names: frozenset[str] = frozenset()
-
-    def __call__(self, fn: Change, recurse: bool = True) -> Any:
-        owner: Any = self.module
-        shared = [getattr(owner, name) for name in self.names if hasattr(owner, name)]
-        return type(owner)._apply(owner, _keeping_format(fn, shared), recurse)
+def _apply_of_owner(owner: nn.Module, fn: Change, recurse: bool = True) -> Any:
+    """`_apply` that keeps the format of parameters that layers share: channels_last fails for tensors of five axes."""
+    shared = [getattr(owner, name) for name in names_in_use(owner)]
+    return type(owner)._apply(owner, _keeping_format(fn, shared), recurse)  # type: ignore[no-untyped-call]
 
 
 def _keeping_format(fn: Change, parameters: Iterable[Tensor]) -> Change:

@@ -1,12 +1,13 @@
 """The positions and sigmas of a model, found through the layers that use them: names alone do not tell."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.ties import POSITION_PARAMETERS, OwnMethod
+from ..layers.ties import POSITION_PARAMETERS
 
 # Where DDP and DataParallel, EMA copies, `torch.compile` and FSDP1 keep the model that they wrap.
 WRAPPED_AT = ("module", "_orig_mod", "_fsdp_wrapped_module")
@@ -90,21 +91,17 @@ def no_weight_decay(model: nn.Module) -> set[str]:
 def spare_from_decay_(model: nn.Module) -> None:
     """Let `model.no_weight_decay()` name positions and sigmas too, so that timm's optimizers do not decay them."""
     if not isinstance(model, fx.GraphModule):  # whose copies and pickles keep no attributes of this kind
-        vars(model)[HOOK] = SpareFromDecay(model)
+        vars(model)[HOOK] = partial(_spared_from_decay, model)
 
 
 def drop_spare_from_decay_(model: nn.Module) -> None:
     """Undo `spare_from_decay_`, in all of the model."""
     for module in model.modules():
-        if isinstance(vars(module).get(HOOK), SpareFromDecay):
+        if getattr(vars(module).get(HOOK), "func", None) is _spared_from_decay:
             del vars(module)[HOOK]
 
 
-class SpareFromDecay(OwnMethod):
+def _spared_from_decay(model: nn.Module) -> set[str]:
     """`no_weight_decay` of one model: what the model's class says, and its positions and sigmas."""
-
-    def __call__(self) -> set[str]:
-        if self.module is None:  # copied without its module
-            return set()
-        own: Any = getattr(type(self.module), HOOK, lambda _: ())
-        return {*own(self.module), *no_weight_decay(self.module)}
+    own: Any = getattr(type(model), HOOK, lambda _: ())
+    return {*own(model), *no_weight_decay(model)}

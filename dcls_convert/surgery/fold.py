@@ -1,13 +1,14 @@
 """Every DCLS layer becomes its plain convolution, by our own function or by timm's `reparameterize_model`."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
 
 from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.ties import APPLY, OwnMethod
+from ..layers.ties import APPLY, names_in_use
 from ..networks.positions import drop_spare_from_decay_
 from ..networks.running import unchanged_on_failure
 
@@ -33,18 +34,15 @@ def fold_to_dense_(model: nn.Module) -> int:
         for name, layer in layers:
             model.set_submodule(name, folded[layer])
         for layer in folded:  # tied parameters go from their owner once no layer below it uses them
-            owner, names = layer._owner, set(layer._owner_names.values())
-            if owner is None:
-                continue
-            left = [m for m in owner.modules() if isinstance(m, DclsConvNd) and m._owner is owner]
-            if not any(names & set(other._owner_names.values()) for other in left):
-                for name in names & {*owner._parameters}:
-                    delattr(owner, name)
-            if not left:
-                vars(owner).pop(APPLY, None)
+            if (owner := layer._owner) is not None:
+                in_use = names_in_use(owner)
+                for name in set(layer._owner_names.values()) - in_use:
+                    owner._parameters.pop(name, None)
+                if not in_use:
+                    vars(owner).pop(APPLY, None)
         for attributes in map(vars, model.modules()):
             for name in REPARAMETERIZING:
-                if isinstance(attributes.get(name), FoldFirst):
+                if getattr(attributes.get(name), "func", None) is _fold_first:
                     del attributes[name]
         drop_spare_from_decay_(model)
         arguments = vars(model).get("_model_args")  # as `place` sets it, for timm's savers
@@ -60,21 +58,14 @@ def fold_before_timm_fuses_(model: nn.Module) -> None:
         has_layers = any(isinstance(inner, DclsConvNd) for inner in module.modules())
         if has_layers and not isinstance(module, DclsConvNd | fx.GraphModule):
             name = next((name for name in REPARAMETERIZING if hasattr(module, name)), "reparameterize")
-            vars(module)[name] = FoldFirst(module, name)
+            vars(module)[name] = partial(_fold_first, module, name)
 
 
-class FoldFirst(OwnMethod):
-    """A method for one module: folds the module, then calls the method of this name that the module's class has."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        super().__init__(module)
-        self.name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self.module
-        fold_to_dense_(module)  # takes this object off the module as well
-        own = getattr(module, self.name, None)
-        return None if own is None else own(*args, **kwargs)
+def _fold_first(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    """In the place of a module's method: folds the module, then calls the method of this name that its class has."""
+    fold_to_dense_(module)  # takes what calls this off the module as well
+    own: Any = getattr(module, name, None)
+    return None if own is None else own(*args, **kwargs)
 
 
 def _children(model: nn.Module) -> Iterator[nn.Module]:
