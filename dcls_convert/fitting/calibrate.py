@@ -29,15 +29,6 @@ from .moments import Moments, best_weights, scale_between, shared_roots
 Fill = Callable[[LayerGroup, Tensor | None], object]  # gives a group its elements; roots as for `fit_elements`
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offset:
-    """What makes up for what the outputs of a new layer lack for the means of the old ones."""
-
-    name: str  # of the layer
-    home: Tensor | None  # its bias, or the running mean of the BatchNorm behind it; None where it has neither
-    values: Tensor  # (out_channels,), to be added to the home
-
-
 @dataclass(kw_only=True)
 class Seen:
     """What the old network's convolutions see in the images."""
@@ -114,8 +105,8 @@ def forward(model: nn.Module, batch: Tensor) -> None:
 
 def fit_to_outputs_(
     model: nn.Module, groups: Sequence[LayerGroup], seen: Seen, fill: Fill, notify: Notify
-) -> list[Offset]:
-    """Give new layers, made for the model, the elements by which it keeps its outputs; offsets to apply with them.
+) -> list["NewLayer"]:
+    """Give new layers, made for the model, the elements by which it keeps its outputs; they have offsets to apply.
 
     The layers of all tie groups get their positions and first weights for what the old network feeds them. Then each
     layer's weights are solved for alone. DclsConvertError: the model does not take the images, or has values that are
@@ -124,43 +115,47 @@ def fit_to_outputs_(
     for number, group in enumerate(groups):
         notify(f"fitting {group.title}, {number + 1} of {len(groups)}", number, len(groups))
         fill(group, seen.roots(group))
-    layers: dict[nn.Module, _NewLayer] = {
-        conv: _NewLayer(plan.name, conv, layer, group.box, seen)
+    layers: dict[nn.Module, NewLayer] = {
+        conv: NewLayer(plan.name, conv, layer, group.box, seen)
         for group in groups
         for conv, layer, plan in zip(group.convs, group.layers, group.plans, strict=True)
     }
-    offsets: dict[nn.Module, Offset] = {}
+    solved: list[NewLayer] = []
 
     def answer(conv: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
         layer, half = layers[conv], len(inputs) // 2
         wanted, new = [layer.old(input) for input in inputs[:half]], inputs[half:]
-        if conv in offsets:
+        if layer in solved:
             return [*wanted, *map(layer.outputs, new)]
-        number, of = len(offsets), len(seen.calls)
+        number, of = len(solved), len(seen.calls)
         notify(f"calibrating {layer.name}, layer {number + 1} of {of}", number, of)
-        outputs = layer.solve_(new, wanted)
-        # A norm subtracts its running mean.
-        values = -layer.lacks if layer.layer.bias is None else layer.lacks
-        offsets[conv] = Offset(name=layer.name, home=layer.home, values=values)
-        return [*wanted, *outputs]
+        solved.append(layer)
+        return [*wanted, *layer.solve_(new, wanted)]
 
     passes = [partial(forward, model, batch) for batch in seen.images.batches]
     with evaluating(model):
         run_in_step(list(seen.calls), [*passes, *passes], answer)
-    return list(offsets.values())
+    return solved
 
 
-class _NewLayer:
+class NewLayer:
     """A layer in the place of its convolution, in the network that is converted so far."""
 
     def __init__(self, name: str, conv: Conv, layer: DclsConvNd, box: Box, seen: Seen) -> None:
         self.name, self.conv, self.layer, self.box = name, conv, layer, box
         self.old = conv.forward
         self._seen = seen.joint.get(conv)
+        # Its bias, or the running mean of the BatchNorm behind it; None where it has neither.
         self.home = seen.means.get(conv) if layer.bias is None else layer.bias
         self._bias: Any = 0.0 if layer.bias is None else layer.bias.detach().double()
+        # By channel, what its outputs lack for the means of the old ones.
         self.lacks = layer.weight.new_zeros(layer.out_channels, dtype=torch.float64)
         self._kernel: Tensor | None = None
+
+    @property
+    def offset(self) -> Tensor:
+        """(out_channels,): what is to be added to the home; a norm subtracts its running mean."""
+        return -self.lacks if self.layer.bias is None else self.lacks
 
     def outputs(self, input: Tensor) -> Tensor:
         """With the offset, where something takes it up."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError, listed
-from ..fitting.calibrate import Offset, Seen, fit_to_outputs_, look
+from ..fitting.calibrate import NewLayer, Seen, fit_to_outputs_, look
 from ..fitting.groups import LayerGroup, make_layers
 from ..fitting.images import Calibration, Images, calibrate
 from ..fitting.warm_start import fit_elements, fit_seed
@@ -62,7 +62,7 @@ def apply_plan_(
     groups = make_layers(model, plan)
     generator = generator or torch.Generator().manual_seed(0)
     seed = fit_seed(generator)
-    offsets: list[Offset] = []
+    calibrated: list[NewLayer] = []
     if init == "random":
         for group in groups:
             layer, uniform = group.plans[0], positions != "normal"
@@ -82,8 +82,8 @@ def apply_plan_(
         if not isinstance(calibration, Seen):
             calibration = look(model, groups, calibrate(model, plan, calibration, note=note), notify)
         fill = partial(_fill_from_kernels_, init=init, seed=seed)
-        offsets = fit_to_outputs_(model, groups, calibration, fill, notify)
-        if lost := [offset.name for offset in offsets if offset.home is None]:
+        calibrated = fit_to_outputs_(model, groups, calibration, fill, notify)
+        if lost := [each.name for each in calibrated if each.home is None]:
             note(
                 f"{listed(lost)} have neither a bias nor a BatchNorm behind them, so the means of their outputs could "
                 "not be set back to the old ones"
@@ -91,11 +91,11 @@ def apply_plan_(
     errors: dict[str, float] = {}
     for group in groups if init != "random" else ():
         errors |= group.kernel_errors()
-    with unchanged_on_failure(model, values=[offset.home for offset in offsets if offset.home is not None]):
+    with unchanged_on_failure(model, values=[each.home for each in calibrated if each.home is not None]):
         put_layers_(model, plan, groups)
-        for offset in offsets:
-            if offset.home is not None:
-                offset.home.add_(offset.values.to(offset.home))
+        for each in calibrated:
+            if each.home is not None:
+                each.home.add_(each.offset.to(each.home))
     return errors
 
 
