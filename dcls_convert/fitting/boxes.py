@@ -34,11 +34,14 @@ class Box:
         self.dilation, self.size, self.interpolation, self.dense_axes = dilation, size, interpolation, dense_axes
         self.axes = learnt_axes(len(size), dense_axes)
         old, spacing, window = ([values[axis] for axis in self.axes] for values in (kernel_size, dilation, size))
+        method = find_interpolation(interpolation)
+        # How an element spreads along an axis, and the derivative by its place: (N, E), side -> (N, E, side) each.
+        self.profile = method.footprint
         self.kernel_size = tuple(old)  # along the learnt axes, as all that follows
         # Where the old cells lie, from the window's centre.
         self.grids = list(map(grid_positions, old, spacing, window))
         extents = list(map(extent, old, spacing))
-        most = 0 if find_interpolation(interpolation).exact_on_cells else SPREAD_MARGIN
+        most = 0 if method.exact_on_cells else SPREAD_MARGIN
         margins = [min(most, (side - inner) // 2) for side, inner in zip(window, extents, strict=True)]
         self.sides = tuple(side + 2 * margin for side, margin in zip(extents, margins, strict=True))  # in cells
         # Of the first cell, from the window's centre.
@@ -67,10 +70,6 @@ class Box:
         boxed = values.new_zeros(len(values), math.prod(self.sides))
         boxed[:, self.flat_cells().to(values.device)] = values
         return boxed
-
-    def profile(self, places: Tensor, side: int) -> tuple[Tensor, Tensor]:
-        """How an element spreads along an axis, and the derivative by its place: (N, E) -> (N, E, side) each."""
-        return find_interpolation(self.interpolation).footprint(places, side)
 
     def footprint(self, places: Tensor) -> Tensor:
         """(N, E, A) -> (N, E, S)."""
