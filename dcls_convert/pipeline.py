@@ -191,8 +191,7 @@ class Job:
         written = [tensor for tensor in written if elements is not None or tensor.dim() == 1]
         with unchanged_on_failure(model, values=written):
             held_out = [] if images is None else images.held_out
-            before = _answers(model, plan, held_out) if compared else None
-            _, shifted = _answers(model, plan, [*map(_shifted, held_out)]) if compared and held_out else (None, [])
+            before = _answers(model, plan, [*held_out, *map(_shifted, held_out)]) if compared else None
             kept: list[str] = []
             errors: dict[str, float] = {}
             if elements is not None:
@@ -220,11 +219,14 @@ class Job:
         self._say_kept(kept)
         if before is None or after is None:
             return Conversion(model=model, report=report.with_fit_errors(errors))
-        (random, old), (new_random, new) = before, after
-        outcome = Outcome(kernel_error=sum(errors.values()) / len(errors) if errors else None, images=0)
-        if held_out:
-            agreed, yardstick = taken_from(agreement(old, new), Outcome), agreement(old, shifted)
-            outcome = replace(outcome, images=sum(map(len, held_out)), **agreed, shifted=yardstick)
+        (random, answers), (new_random, new) = before, after
+        old, shifted = answers[: len(held_out)], answers[len(held_out) :]
+        outcome = Outcome(
+            kernel_error=sum(errors.values()) / len(errors) if errors else None,
+            images=sum(map(len, held_out)),
+            **taken_from(agreement(old, new), Outcome),
+            shifted=agreement(old, shifted) if held_out else None,
+        )
         moved = None if random is None else relative_distance(random, new_random)
         return Conversion(model=model, report=report.with_fit_errors(errors, outcome), moved=moved)
 
