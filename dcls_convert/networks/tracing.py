@@ -73,26 +73,22 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
     """Refuse (PlanError) windows that would change an output size: a model may pad outside its convolutions."""
     if before is None:
         return
-    meta = before.meta
     calls: dict[str, Calls] = {}
     shapes: list[tuple[int, ...]] = []
     failure = None
-    convs: dict[str, Any] = {name: meta.get_submodule(name) for name in windows}
     layers: dict[nn.Module, Any] = {}  # one for a convolution of several names; their kernels are not constructed
     try:
+        meta = copy.deepcopy(before.meta)
         for name, (window, dense_axes) in windows.items():
-            if (conv := convs[name]) not in layers:
+            conv: Any = before.meta.get_submodule(name)
+            if conv not in layers:
                 layers[conv] = DCLS_LAYERS[len(window)].like(conv, 1, window, INTERPOLATIONS[0], dense_axes)
                 kernel_size = (*conv.weight.shape[:2], *window)
                 layers[conv].kernel = functools.partial(Tensor.new_empty, conv.weight, kernel_size)
-        for name, conv in convs.items():
             meta.set_submodule(name, layers[conv])
         shapes = _run(meta, before.input_size, calls)
     except Exception as error:  # any model code may run here
         failure = error
-    finally:
-        for name, conv in convs.items():
-            meta.set_submodule(name, conv)
     sizes = [(name, old.sizes, calls[name].sizes) for name, old in before.calls.items() if name in calls]
     for name, olds, news in [*sizes, ("", before.shapes, shapes)]:
         for old, new in zip(olds, news, strict=False):
