@@ -127,10 +127,9 @@ class _Construct(Function):
         return kernel.view(*weight.shape[:-1], *size)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         """Algorithm 2. Changes nothing in place that depends on `grad`: it may be a batch (`is_grads_batched`)."""
         (weight, cells), size = ctx.saved_tensors, ctx.size
-        of_weight, of_cells, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():
             # A graph of the gradients is wanted (create_graph=True): the plain form has derivatives of any order.
             gradients = torch.func.vjp(functools.partial(of_plain_operations, size=size), weight, cells)[1]
@@ -142,17 +141,13 @@ class _Construct(Function):
             index, fractions = _corners(some_cells, size)
             values = torch.stack([corner.gather(1, index) for corner in _shifted(some_grad, size)])  # (corners, n, E)
             slopes: list[Tensor] = []  # of the axes so far, the first one first
-            for axis, fraction in reversed(list(enumerate(fractions))):
+            for fraction in reversed(fractions):
                 steps = values[1::2] - values[::2]
-                if of_weight or axis > 0:
-                    values = torch.addcmul(values[::2], steps, fraction)
-                slopes = [steps, *(slope[::2].lerp(slope[1::2], fraction) for slope in slopes)] if of_cells else []
-            if of_weight:
-                grad_weights.append(values[0])
-            if of_cells:
-                grad_coordinates.append(some_weight * torch.cat(slopes))
-        grad_weight = torch.cat(grad_weights).reshape(weight.shape) if of_weight else None
-        return grad_weight, torch.cat(grad_coordinates, 1).reshape(cells.shape) if of_cells else None, None
+                values = torch.addcmul(values[::2], steps, fraction)
+                slopes = [steps, *(slope[::2].lerp(slope[1::2], fraction) for slope in slopes)]
+            grad_weights.append(values[0])
+            grad_coordinates.append(some_weight * torch.cat(slopes))
+        return torch.cat(grad_weights).reshape(weight.shape), torch.cat(grad_coordinates, 1).reshape(cells.shape), None
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
