@@ -7,7 +7,7 @@ in the next (as GPTQ, arXiv:2210.17323, does for quantisation). The network itse
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,8 +25,6 @@ from .boxes import Box
 from .groups import LayerGroup
 from .images import Calibration
 from .moments import Moments, best_weights, scale_between, shared_roots
-
-Fill = Callable[[LayerGroup, Tensor | None], object]  # gives a group its elements; roots as for `fit_elements`
 
 
 @dataclass(kw_only=True)
@@ -103,18 +101,12 @@ def forward(model: nn.Module, batch: Tensor) -> None:
         raise DclsConvertError(f"calibration: the model does not take the images: {one_line(error)[:200]}") from error
 
 
-def fit_to_outputs_(
-    model: nn.Module, groups: Sequence[LayerGroup], seen: Seen, fill: Fill, notify: Notify
-) -> list["NewLayer"]:
-    """Give new layers, made for the model, the elements by which it keeps its outputs; they have offsets to apply.
+def fit_to_outputs_(model: nn.Module, groups: Sequence[LayerGroup], seen: Seen, notify: Notify) -> list["NewLayer"]:
+    """Give new layers, made for the model, the weights by which it keeps its outputs; they have offsets to apply.
 
-    The layers of all tie groups get their positions and first weights for what the old network feeds them. Then each
-    layer's weights are solved for alone. DclsConvertError: the model does not take the images, or has values that are
-    not finite.
+    They have positions and first weights for what the old network feeds them. Each layer is then solved for alone.
+    DclsConvertError: the model does not take the images, or has values that are not finite.
     """
-    for number, group in enumerate(groups):
-        notify(f"fitting {group.title}, {number + 1} of {len(groups)}", number, len(groups))
-        fill(group, seen.roots(group))
     layers: dict[nn.Module, NewLayer] = {
         conv: NewLayer(plan.name, conv, layer, group.box, seen)
         for group in groups

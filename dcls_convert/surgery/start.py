@@ -3,8 +3,6 @@
 Axes: O output channels, I input channels per group, D cells of the dense axes, E kernel elements, A learnt axes.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -70,19 +68,18 @@ def apply_plan_(
             size = layer.extents if positions == "kernel" else layer.dilated_size
             places = random_positions(weights[0], size, layer.dense_axes, generator, uniform=uniform)
             _fill_(group, (weights, places))
-    elif calibration is None:
+    else:
+        if calibration is not None and not isinstance(calibration, Seen):
+            calibration = look(model, groups, calibrate(model, plan, calibration, note=note), notify)
         first, done, total = 1, 0, sum(layer.dense_weights for layer in plan.layers)  # which time goes with
         for group in groups:
             last = first + len(group.plans) - 1
             which = f"layer {last}" if last == first else f"layers {first} to {last}"
             notify(f"fitting {group.title}, {which} of {len(plan.layers)}", done, total)
-            _fill_from_kernels_(group, None, init, seed)
+            roots = None if calibration is None else calibration.roots(group)
+            _fill_from_kernels_(group, roots, init, seed)
             first, done = last + 1, done + sum(layer.dense_weights for layer in group.plans)
-    else:
-        if not isinstance(calibration, Seen):
-            calibration = look(model, groups, calibrate(model, plan, calibration, note=note), notify)
-        fill = partial(_fill_from_kernels_, init=init, seed=seed)
-        calibrated = fit_to_outputs_(model, groups, calibration, fill, notify)
+        calibrated = [] if calibration is None else fit_to_outputs_(model, groups, calibration, notify)
         if lost := [each.name for each in calibrated if each.home is None]:
             note(
                 f"{listed(lost)} have neither a bias nor a BatchNorm behind them, so the means of their outputs could "
