@@ -63,11 +63,8 @@ class Moments:
         if self.sums is None:
             side = self.length + (0 if wanted is None else wanted.shape[1] // self.groups) + 1
             self.sums = torch.zeros(self.groups, side, side, dtype=torch.float64, device=input.device)
-        first, work = 0, []
-        for part in parts:
-            last = first + math.prod(part[0][0].shape[: self.axes])
-            work.append((self.sums[first:last], part))
-            first = last
+        groups = [math.prod(seen[0].shape[: self.axes]) for seen, *_ in parts]
+        work = list(zip(torch.split(self.sums, groups), parts, strict=True))
         in_parallel(lambda pair: self._add_products_(*pair), work, input.device)
 
     def parts(self, images: Tensor, wanted: Tensor | None = None) -> list[Part]:
