@@ -72,16 +72,12 @@ class LayerPlan(OldConv):
         return self.position_shape[0] * len(self.shared_parameters)
 
     @property
-    def element_weights(self) -> int:
-        return self.lines * self.kernel_count
-
-    @property
     def folded_weights(self) -> int:  # of the plain convolution with the constructed kernel
         return self.lines * self.cells
 
     @property
     def position_params(self) -> int:  # positions and sigma, shared by the tie group
-        return self.element_weights * self.coordinates
+        return self.lines * self.kernel_count * self.coordinates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -223,7 +223,7 @@ def _planned_layer(plan: ConversionPlan, layer: LayerPlan) -> LayerReport:
     bias = layer.out_channels * layer.bias
     counted_here = layer.tie_group is None or plan.group(layer.tie_group).layers[0] == layer.name
     positions = layer.position_params if counted_here and not plan.folded else 0
-    weights = layer.folded_weights if plan.folded else layer.element_weights
+    weights = layer.folded_weights if plan.folded else layer.lines * layer.kernel_count
     return LayerReport(
         **taken_from(layer, LayerReport) | {"position_params": positions},
         params_before=layer.dense_weights + bias,
