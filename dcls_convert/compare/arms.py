@@ -77,8 +77,8 @@ class ArmNetwork:
         for start, now in zip(self.start, _positions(trained), strict=True):
             here = now.tensor.detach().double()
             distances.append((here - start.double()).square().sum(0).sqrt().flatten())
-            layer = layers[now.layer_names[0]]
-            sides = [layer.extents[axis] for axis in now.layers[0].learnt_axes]
+            name, layer = next(iter(now.layers.items()))
+            sides = [layers[name].extents[axis] for axis in layer.learnt_axes]
             outside.append([here.numel(), outside_share(here, sides), outside_share(start, sides)])
         weights, shares, before = torch.tensor(outside, dtype=torch.float64).T
         shares, before = (float((weights * part).sum() / weights.sum()) for part in (shares, before))

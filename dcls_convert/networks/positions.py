@@ -21,33 +21,26 @@ class PositionParameter:
     name: str  # in `named_parameters`; below its first layer where the tensor is registered outside the model
     kind: str  # "positions" or "sigma"
     tensor: Tensor  # (A, *C, E); the parameter itself
-    layers: tuple[DclsConvNd, ...]
-    layer_names: tuple[str, ...]
+    layers: dict[str, DclsConvNd]  # by name, in the model's order
 
     @property
     def learnt_size(self) -> tuple[int, ...]:
         """Cells of the window along the learnt axes."""
-        return tuple(self.layers[0].dilated_kernel_size[axis] for axis in self.layers[0].learnt_axes)
+        first = next(iter(self.layers.values()))
+        return tuple(first.dilated_kernel_size[axis] for axis in first.learnt_axes)
 
 
 def position_parameters(model: nn.Module) -> tuple[PositionParameter, ...]:
     """Every positions and sigma tensor of the model once, in the order of the layers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    users: dict[int, tuple[str, Tensor, dict[str, DclsConvNd]]] = {}
+    found: dict[int, PositionParameter] = {}
     for layer_name, layer in model.named_modules():
         for kind in POSITION_PARAMETERS if isinstance(layer, DclsConvNd) else ():
             if (tensor := getattr(layer, kind)) is not None:
-                users.setdefault(id(tensor), (kind, tensor, {}))[2][layer_name] = layer
-    return tuple(
-        PositionParameter(
-            name=names.get(key, f"{next(iter(layers))}.{kind}".lstrip(".")),
-            kind=kind,
-            tensor=tensor,
-            layers=tuple(layers.values()),
-            layer_names=tuple(layers),
-        )
-        for key, (kind, tensor, layers) in users.items()
-    )
+                name = names.get(id(tensor), f"{layer_name}.{kind}".lstrip("."))
+                one = PositionParameter(name=name, kind=kind, tensor=tensor, layers={})
+                found.setdefault(id(tensor), one).layers[layer_name] = layer
+    return tuple(found.values())
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

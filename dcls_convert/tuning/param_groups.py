@@ -79,7 +79,7 @@ def param_groups(
 def _groups_of_timm(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     """timm's own groups, with `lr_scale` where it is asked for `layer_decay`."""
     # timm reads the depth from a name, and takes a parameter of a stage that is in no block for a part of the head.
-    names = {one.name: f"{one.layer_names[0]}.{one.kind}".lstrip(".") for one in position_parameters(model)}
+    names = {one.name: f"{next(iter(one.layers))}.{one.kind}".lstrip(".") for one in position_parameters(model)}
     named = [(names.get(name, name), parameter) for name, parameter in model.named_parameters()]
     # What timm's functions read of a model, with these names.
     seen = SimpleNamespace(named_parameters=lambda: named, pretrained_cfg=getattr(model, "pretrained_cfg", None) or {})

@@ -108,7 +108,7 @@ class PositionTracker:
         return record
 
     def _row(self, parameter: PositionParameter, step: int) -> TrackedPositions:
-        now, sigma = whole(parameter.tensor.detach()), parameter.layers[0].sigma
+        now, sigma = whole(parameter.tensor.detach()), next(iter(parameter.layers.values())).sigma
         name, size = INSIDE_WRAPPERS.sub("", parameter.name), parameter.learnt_size
         speed, before = None, self._before.get(name)
         self._before[name] = now.clone()
@@ -121,7 +121,7 @@ class PositionTracker:
         followed = flat[:, torch.arange(count, device=now.device) * flat.shape[1] // count].double().tolist()
         return TrackedPositions(
             name=name,
-            layers=tuple(INSIDE_WRAPPERS.sub("", layer) for layer in parameter.layer_names),
+            layers=tuple(INSIDE_WRAPPERS.sub("", layer) for layer in parameter.layers),
             speed=speed,
             border_share=border_share(now, size),
             overlap_share=overlap_share(now),
