@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 import typer
 from rich.console import Console, RenderableType
@@ -12,9 +12,7 @@ from rich.segment import Segment, Segments
 from rich.text import Text
 
 from ..errors import DclsConvertError, printable
-
-if TYPE_CHECKING:
-    from ..progress import Notify
+from ..progress import Notify, show_progress, silent
 
 EXIT_UNPRINTED = 1  # where stdout is closed or full
 WIDTH_IN_A_FILE = 160  # columns of wide tables; most of their rows stay on one line
@@ -67,13 +65,11 @@ def note(text: str, *_: int) -> None:
 @contextlib.contextmanager
 def steps(
     name: object, first: str = "", *, quiet: bool = False, lines: bool = True, every: float = 0.0
-) -> Iterator["Notify"]:
+) -> Iterator[Notify]:
     """Show what is being done, as `show_progress`; nothing when quiet, and on terminals alone without `lines`.
 
     What is told first begins with imports of some seconds.
     """
-    from ..progress import show_progress, silent
-
     # What models and their loaders print meanwhile is progress too.
     loud = show_progress(str(name), every=every, line=message if lines else silent, redirect=True)
     with contextlib.nullcontext(silent) if quiet else loud as notify, contextlib.redirect_stdout(sys.stderr):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..files import PLOT_LIBRARY, can_plot, check_folder
 from ..options import AUTO, ERROR, EXACT, AuthorsVersion, Init, PlanOptions, Positions
 from ..output import check_output
+from ..progress import silent
 from . import console
 from .arguments import MOST_SEED, OUTPUT, WHAT, WHERE, Force, Json, Network, Quiet, number, option, refuse, with_records
 from .completion import complete_checkpoints
@@ -81,7 +82,6 @@ def convert(
     with console.steps(network.model, "planning", quiet=quiet) as notify:
         from ..checkpoints.folder import read_plan
         from ..compare.timing import check_device
-        from ..progress import silent
         from ..reports.report import predict_report
         from ..views.report import next_steps, report_view
 

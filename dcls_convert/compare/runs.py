@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from ..tuning.images import ImageData, set_transforms_
 from ..tuning.recipe import Recipe
 from ..tuning.training import STATE, Training, usual
 from .arms import Arm, ArmNetwork, Moved, make_network
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 SETTINGS, RUNS, MODELS, FINISHED = "settings.json", "runs", "models", "run.json"
 CALIBRATED_ON = 64  # of the images to train on
@@ -91,7 +88,7 @@ class Trainer:
     data: ImageData
     settings: Settings
     folder: Path
-    accelerator: "Accelerator"
+    accelerator: Any  # from `accelerator_for`
     workers: int = 0
     fsdp: bool = False
 

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -14,13 +13,11 @@ from ..depthwise.geometry import size_text
 from ..errors import filled, printable, shown
 from ..networks.outputs import Agreement
 from ..options import EXACT, MOST_SLOWER
+from ..pipeline import Conversion, Job
 from ..reports.report import Change, ConversionReport, Outcome
 from ..tables import Column, Table, counted, indented, span
 from .counts import arrow, exact, in_one_unit, percent, short_arrow
 from .stages import COLUMNS, StageRow, stage_rows
-
-if TYPE_CHECKING:
-    from ..pipeline import Conversion, Job
 
 COSTLY = 50.0  # percent more MACs
 WHY_SCOPE = {"model": ", as in the paper", "error": ", the default with images"}
@@ -177,7 +174,7 @@ def _agreement(found: Outcome | Agreement, images: int) -> str:
     return ", ".join(parts) or "outputs that cannot be compared"
 
 
-def next_steps(job: "Job", done: "Conversion", output: Path) -> list[str | Text]:
+def next_steps(job: Job, done: Conversion, output: Path) -> list[str | Text]:
     """Lines for the terminal, below the report."""
     code = filled(training_code(done.report.model, trained=job.trained), output).splitlines()
     near = NEAR_THE_CENTRE if job.elements is None and job.how == "random" and job.positions == "normal" else ()
@@ -191,7 +188,7 @@ def next_steps(job: "Job", done: "Conversion", output: Path) -> list[str | Text]
     return lines
 
 
-def _start(job: "Job") -> str:
+def _start(job: Job) -> str:
     """What the new layers start from."""
     if job.elements is not None:
         return "the authors' elements and positions; it gives the outputs of their network"

@@ -2,17 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..depthwise.geometry import size_text
+from ..planning.plan import ConversionPlan
 from ..reports.report import Change
 from ..tables import Column, Table, counted, span, title
-
-if TYPE_CHECKING:
-    from ..planning.plan import ConversionPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +70,7 @@ COLUMNS: list[Column[StageRow]] = [
 ]
 
 
-def plan_view(plan: "ConversionPlan") -> RenderableType:
+def plan_view(plan: ConversionPlan) -> RenderableType:
     """The plan for a terminal of 80 columns or more, or a notebook."""
     used, limit = (sum(getattr(unit, name) for unit in plan.budget) for name in ("used", "limit"))
     head = title(f"{counted(len(plan.layers), 'layer')} of {plan.model or 'the model'}{', folded' * plan.folded}")
