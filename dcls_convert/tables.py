@@ -100,6 +100,17 @@ class Table(Generic[Row]):
         return laid_out
 
 
+def field_column(path: str) -> Column[Any]:
+    """For CSV: of each row the field "macs.after", headed "macs_after"; several numbers with spaces between them."""
+
+    def value(row: Any) -> Any:
+        for name in path.split("."):
+            row = getattr(row, name, None)
+        return " ".join(map(str, row)) if isinstance(row, tuple) else row
+
+    return Column(path.replace(".", "_"), value)
+
+
 def title(name: object, more: str = "") -> Text:
     """A line above a table."""
     return Text(printable(name), style="bold") + Text(printable(more), style="not bold dim")

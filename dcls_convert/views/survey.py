@@ -1,7 +1,7 @@
 """How a survey of models looks: a table for the terminal, JSON and CSV."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import get_args
 
@@ -15,7 +15,7 @@ from ..options import PlanOptions
 from ..planning.rules import RuleSet
 from ..records import adapter, write_json
 from ..reports.report import Change
-from ..tables import Column, Table, counted, span
+from ..tables import Column, Table, counted, field_column, span
 from .counts import short_arrow, short_count
 
 MOST_KINDS = 4  # of convolutions, named where nothing matches
@@ -63,7 +63,7 @@ def survey_json(
 
 def survey_csv(rows: Sequence[ModelRow]) -> str:
     """A line for each model; a value that is not known is empty."""
-    return Table([Column(name, value) for name, value in CSV_COLUMNS.items()], rows).csv()
+    return Table(CSV_COLUMNS, rows).csv()
 
 
 def _replaced(row: ModelRow) -> str:
@@ -90,19 +90,13 @@ COLUMNS: list[Column[ModelRow]] = [
     Column("Parameters", lambda row: row.params, _change),
     Column("MACs", lambda row: row.macs, _change),
 ]
-CSV_COLUMNS: dict[str, Callable[[ModelRow], object]] = {
-    "name": lambda row: row.name,
-    "status": lambda row: row.status,
-    "replaced": lambda row: _kinds(row.replaced),
-    "dilated_sizes": lambda row: " ".join(map(size_text, row.dilated_sizes)),
-    "kernel_counts": lambda row: " ".join(map(str, row.kernel_counts)),
-    "params_before": lambda row: row.params.before,
-    "params_after": lambda row: row.params.after,
-    "macs_before": lambda row: row.macs.before,
-    "macs_after": lambda row: row.macs.after,
-    "input_size": lambda row: size_text(row.input_size or ()),
-    "rules": lambda row: row.rules,
-    "convolutions": lambda row: _kinds(row.convolutions),
-    "macs_note": lambda row: row.macs.note,
-    "reason": lambda row: row.reason,
-}
+CSV_COLUMNS: list[Column[ModelRow]] = [
+    *map(field_column, ("name", "status")),
+    Column("replaced", lambda row: _kinds(row.replaced)),
+    Column("dilated_sizes", lambda row: " ".join(map(size_text, row.dilated_sizes))),
+    *map(field_column, ("kernel_counts", "params.before", "params.after", "macs.before", "macs.after")),
+    Column("input_size", lambda row: size_text(row.input_size or ())),
+    field_column("rules"),
+    Column("convolutions", lambda row: _kinds(row.convolutions)),
+    *map(field_column, ("macs.note", "reason")),
+]

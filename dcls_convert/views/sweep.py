@@ -14,7 +14,7 @@ from ..compare.sweep import Sweep, SweepRow, Timing, Value, growth, step_ms
 from ..depthwise.geometry import size_text
 from ..errors import printable
 from ..options import DEFAULT_BUDGET
-from ..tables import Column, Table, counted, indented, span, title
+from ..tables import Column, Table, counted, field_column, indented, span, title
 from .counts import exact, in_one_unit
 from .plot import new_figure, saved
 
@@ -142,26 +142,12 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
 
 def sweep_csv(sweep: Sweep) -> str:
     """A line for each row; a value that is not known is empty."""
-
-    def known(name: str) -> Column[SweepRow]:
-        return Column(name, attrgetter(name))
-
-    def time(part: str, name: str) -> Column[SweepRow]:
-        return Column(f"{part}_{name}", lambda row: getattr(getattr(row, part), name, None))
-
-    numbers = [field.name for field in fields(Timing)]
-    columns = [
-        known("window"),
-        Column("asked_kernel_count", lambda row: row.asked and row.asked.kernel_count),
-        Column("asked_budget", lambda row: row.asked and row.asked.budget),
-        *map(known, ("status", "layers")),
-        Column("kernel_counts", lambda row: " ".join(map(str, row.kernel_counts))),
-        *map(known, ("elements", "params", "macs", "folded_bytes")),
-        *(time(part, number) for part in ("forward_ms", "step_ms") for number in numbers),
-        *map(known, ("kernel_error", "images", "output_error", "same_top1", "kl", "dominated", "reason", "command")),
-        Column("taken", lambda row: _sign(sweep, row)[0] == TAKEN),
-    ]
-    return Table(columns, sweep.rows).csv()
+    times = (f"{part}.{field.name}" for part in ("forward_ms", "step_ms") for field in fields(Timing))
+    paths = ["window", "asked.kernel_count", "asked.budget", "status", "layers", "kernel_counts", "elements", "params"]
+    paths += ["macs", "folded_bytes", *times, "kernel_error", "images", "output_error", "same_top1", "kl", "dominated"]
+    paths += ["reason", "command"]
+    taken: Column[SweepRow] = Column("taken", lambda row: _sign(sweep, row)[0] == TAKEN)
+    return Table([*map(field_column, paths), taken], sweep.rows).csv()
 
 
 def draw_sweep(sweep: Sweep, suffix: str) -> bytes:

@@ -188,7 +188,7 @@ def test_json_and_csv_tell_every_field_of_a_row():
         "macs": {"before": 20, "after": 30, "delta": 10, "note": "a note"},
     }
     assert data["models"][0].keys() == data["models"][1].keys()
-    assert list(lines[0]) == list(CSV_COLUMNS)
+    assert list(lines[0]) == [column.heading for column in CSV_COLUMNS]
     assert all(lines[0].values())
     assert (lines[0]["reason"], lines[0]["params_after"]) == (FULL.reason, "9")
     assert {key for key, value in lines[1].items() if value} == {"name", "status"}
