@@ -5,7 +5,6 @@ from pathlib import Path
 
 from rich.console import Group
 
-from .. import __version__
 from ..compare.answer import ArmResult, Interval
 from ..compare.comparison import Comparison, Work
 from ..compare.runs import RUNS, Settings
@@ -123,6 +122,5 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
             "charts": charts,
         },
         "histories": histories,
-        "made": f"Made by dcls-convert {__version__}. This page uses no network.",
     }
     return filled_page(content)

@@ -123,13 +123,13 @@ def page(pictures: Pictures) -> str:
         "macsNote": report.macs.note,
         "fields": seen and _fields(seen),
         "history": pictures.history,
-        "made": f"Made by dcls-convert {__version__}. This page uses no network.",
     }
     return filled_page(content)
 
 
 def filled_page(content: Mapping[str, Any]) -> str:
     """The template with what its script draws; in ASCII, as `page`."""
+    content = {**content, "made": f"Made by dcls-convert {__version__}. This page uses no network."}
     data = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False).replace(" %", "\\u00a0%")
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
