@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from timm.data import create_dataset, create_transform, resolve_data_config
+from timm.utils import random_seed
 from torch import nn
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from ..errors import DclsConvertError, listed, one_line, shown
 from ..fitting.images import FORMATS, UNREADABLE
@@ -37,22 +37,17 @@ AUGMENTATIONS: dict[Augmentation, dict[str, Any]] = {  # arguments of timm's cre
 
 def seed_all(*place: int | str) -> None:
     """Seed all global generators for a place in a run."""
-    seed = zlib.crc32(repr(place).encode())
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    random_seed(zlib.crc32(repr(place).encode()))
 
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Afterwards, global generators have the states of before."""
-    before, before_numpy = random.getstate(), np.random.get_state()
-    with seeded(0):
-        try:
-            yield
-        finally:
-            random.setstate(before)
-            np.random.set_state(before_numpy)
+    with contextlib.ExitStack() as back:
+        back.callback(random.setstate, random.getstate())
+        back.callback(np.random.set_state, np.random.get_state())
+        back.enter_context(seeded(0))
+        yield
 
 
 @dataclass(kw_only=True, slots=True)
@@ -188,25 +183,12 @@ class Repeatable(Dataset[Any]):
         return self.images[key[1]]
 
 
-@dataclass
-class Batches(Sampler[list[tuple[int, int]]]):
+def batches(images: int, recipe: Recipe, rank: int, processes: int, start: int) -> Iterator[list[tuple[int, int]]]:
     """The keys of this process's part of every batch, from the update `start` on to the end of the run."""
-
-    images: int
-    recipe: Recipe
-    rank: int
-    processes: int
-    start: int = 0
-
-    @property
-    def updates_per_epoch(self) -> int:
-        return self.images // self.recipe.update_size(self.processes)
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        size, parts = self.recipe.batch_size, self.recipe.accumulate
-        for epoch in range(self.start // self.updates_per_epoch, self.recipe.epochs):
-            order = np.random.default_rng([self.recipe.seed, epoch]).permutation(self.images).tolist()
-            done = max(0, self.start - epoch * self.updates_per_epoch)
-            for batch in range(done * parts, self.updates_per_epoch * parts):
-                first = (batch * self.processes + self.rank) * size
-                yield [(epoch, index) for index in order[first : first + size]]
+    updates, size, parts = images // recipe.update_size(processes), recipe.batch_size, recipe.accumulate
+    for epoch in range(start // updates, recipe.epochs):
+        order = np.random.default_rng([recipe.seed, epoch]).permutation(images).tolist()
+        done = max(0, start - epoch * updates)
+        for batch in range(done * parts, updates * parts):
+            first = (batch * processes + rank) * size
+            yield [(epoch, index) for index in order[first : first + size]]

@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from ..errors import CheckpointError, DclsConvertError, one_line
 from ..networks.outputs import tensors_in
 from ..networks.positions import clamp_positions_
-from .images import Batches, ImageData, Repeatable, generators_kept, seed_all
+from .images import ImageData, Repeatable, batches, generators_kept, seed_all
 from .param_groups import param_groups
 from .recipe import Recipe
 from .repulsion import repulsive_loss
@@ -44,7 +44,7 @@ from .tracker import TRACK, PositionTracker
 
 try:
     from accelerate import Accelerator
-    from accelerate.utils import DistributedType, broadcast, gather
+    from accelerate.utils import DistributedType, broadcast, gather, patch_environment
 except ImportError as error:
     raise DclsConvertError("training needs accelerate: pip install accelerate scipy") from error
 
@@ -56,13 +56,9 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 def accelerator_for(*, device: str | None = None, mixed_precision: str | None = None) -> Accelerator:
     """accelerate's, for a device as torch names it, or for the best there is. DclsConvertError: one of FSDP1."""
     wish = {} if device in (None, "cpu") else {"ACCELERATE_TORCH_DEVICE": str(device)}
-    os.environ.update(wish)  # which accelerate reads as it starts
-    try:
+    with patch_environment(**wish):  # which accelerate reads as it starts
         cpu = device == "cpu" or not torch.accelerator.is_available()
         accelerator = Accelerator(mixed_precision=mixed_precision, cpu=cpu)
-    finally:
-        for name in wish:
-            del os.environ[name]
     if accelerator.distributed_type == DistributedType.FSDP:
         raise DclsConvertError("accelerate launch with --use_fsdp is FSDP1; leave it, and give --fsdp to this program")
     return accelerator
@@ -111,13 +107,11 @@ class Training:
         if fsdp and accelerator.distributed_type == DistributedType.NO:
             raise DclsConvertError("--fsdp: needs several processes: accelerate launch --num_processes 2 ...")
         images, processes = len(data.train), accelerator.num_processes
-        self.batches = Batches(images, recipe, accelerator.process_index, processes)
-        self.updates_per_epoch = self.batches.updates_per_epoch
+        self.updates_per_epoch = images // (size := recipe.update_size(processes))
         if not self.updates_per_epoch:
-            size = recipe.update_size(processes)
             raise DclsConvertError(f"--batch-size: an update takes {size} images, more than all {images}; take fewer")
         self.settings = {name: str(value) for name, value in (asdict(recipe) | dict(settings or {})).items()}
-        self.settings["num_processes"] = str(accelerator.num_processes)
+        self.settings["num_processes"] = str(processes)
         self.update = 0  # so many are done
         self.loss: list[float] = []  # of each update
         self.top1: list[float] = []  # of each epoch; percent of the images to test that get their label's class
@@ -168,7 +162,8 @@ class Training:
         recipe = self.recipe
         per_epoch, last = self.updates_per_epoch, recipe.epochs * self.updates_per_epoch
         last = last if most_updates is None else min(last, most_updates)
-        loader = self._loader(self.data.train, replace(self.batches, start=self.update))
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        keys = batches(len(self.data.train), recipe, rank, processes, self.update)
         mixing = {"mixup_alpha": recipe.mixup, "cutmix_alpha": recipe.cutmix, "label_smoothing": recipe.smoothing}
         mixed = bool(recipe.mixup or recipe.cutmix)
         mixup = Mixup(**mixing, num_classes=len(self.data.classes) or 1) if mixed else None
@@ -176,10 +171,10 @@ class Training:
         if self.teacher is not None:
             criterion = partial(soft_target_loss, temperature=recipe.temperature)
         with generators_kept():
-            batches, begun = iter(loader), time.monotonic()
+            loaded, begun = iter(self._loader(self.data.train, keys)), time.monotonic()
             while self.update < last:
                 started = time.monotonic()
-                self.loss.append(self._update(batches, mixup, criterion))
+                self.loss.append(self._update(loaded, mixup, criterion))
                 self.updates.append(time.monotonic() - started)
                 if not math.isfinite(self.loss[-1]):
                     problem = f"the loss is {self.loss[-1]} after {self.update} updates"
@@ -218,7 +213,7 @@ class Training:
         together: Tensor = gathered.cpu().unflatten(0, (accelerator.num_processes, -1)).T.flatten()
         return together[:count]
 
-    def _update(self, batches: Iterator[Any], mixup: Any, criterion: Criterion) -> float:
+    def _update(self, loaded: Iterator[Any], mixup: Any, criterion: Criterion) -> float:
         """One update of the weights, from `accumulate` batches; its loss, over all processes."""
         recipe, accelerator = self.recipe, self.accelerator
         self.model.train()
@@ -228,7 +223,7 @@ class Training:
         total, seconds = torch.zeros((), device=accelerator.device), 0.0
         for batch in range(recipe.accumulate):
             last = batch == recipe.accumulate - 1
-            images, labels = (part.to(accelerator.device, non_blocking=True) for part in next(batches))
+            images, labels = (part.to(accelerator.device, non_blocking=True) for part in next(loaded))
             begun = time.perf_counter()
             seed_all("update", recipe.seed, self.update, batch, accelerator.process_index)  # loading seeds, too
             if mixup:
