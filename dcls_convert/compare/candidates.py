@@ -18,7 +18,7 @@ from ..planning.plan import ConversionPlan, taken_from
 from ..planning.planner import larger_sizes
 from ..reports.report import predict_report
 from .sweep import Asked, Size, Sweep, SweepRow, TimingSettings, choose, with_dominated
-from .timing import Clock, converted_copy, summary
+from .timing import converted_copy, measure, summary
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 100
 
@@ -43,9 +43,12 @@ class Candidate:
         except (NothingMatchesError, RuleError):  # no combination can be planned
             raise
         except Exception as error:
+            self.plan = self.model = None
+            if what == "planning" and isinstance(error, DclsConvertError):
+                self.change(status="does not fit", reason=str(error))
+                return
             kind = "" if isinstance(error, DclsConvertError) else f"{type(error).__name__}: "
             self.change(status="failed", reason=f"{what}: {kind}{one_line(error)[:200]}")
-            self.plan = self.model = None
 
 
 def combinations(sizes: Sequence[Size], counts: Sequence[int] | None, budgets: Sequence[float] | None) -> list[Asked]:
@@ -109,13 +112,7 @@ def make_sweep(
 
 def _plan(job: Job, candidate: Candidate, asked: Asked) -> None:
     count, budget = asked.kernel_count or AUTO, asked.budget or DEFAULT_BUDGET
-    try:
-        plan = job.plan(replace(job.options, dilated_size=asked.size, kernel_count=count, budget=budget))
-    except (NothingMatchesError, RuleError):
-        raise
-    except DclsConvertError as error:
-        candidate.change(status="does not fit", reason=str(error))
-        return
+    plan = job.plan(replace(job.options, dilated_size=asked.size, kernel_count=count, budget=budget))
     report = predict_report(plan)
     grown = sum(
         (layer.folded_weights - layer.dense_weights) * cast(Any, job.meta.get_submodule(layer.name)).weight.itemsize
@@ -145,7 +142,8 @@ def _fit(job: Job, candidate: Candidate, plan: ConversionPlan) -> None:
 def _time(job: Job, candidates: Sequence[Candidate], settings: TimingSettings, device: torch.device) -> None:
     """Measure the original and those that have a plan, which take turns, and put the times into their rows."""
     assert job.convs.input_size is not None
-    network, clock = job.network.to(device), Clock(job.convs.input_size, settings, device)
+    network = job.network.to(device)
+    images = torch.randn(settings.batch, *job.convs.input_size, generator=torch.Generator().manual_seed(0)).to(device)
     for candidate in candidates:
         if candidate.plan is not None or candidate.row.asked is None:
             job.notify(f"building {candidate.row.window}")
@@ -160,7 +158,7 @@ def _time(job: Job, candidates: Sequence[Candidate], settings: TimingSettings, d
         job.notify("warming up" if count < 0 else f"timing, round {count + 1}, {spent:.0f} of {settings.seconds:g} s")
         for candidate, model in going:
             with candidate.doing("timing"):
-                times = clock.measure(model)
+                times = measure(model, images, amp=settings.amp)
                 if count >= 0:
                     candidate.runs.append(times)
                     forward, step = zip(*candidate.runs, strict=True)

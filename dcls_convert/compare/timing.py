@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import DclsConvertError, shown
 from ..networks.outputs import tensors_in
 from ..networks.running import run
 from ..planning.plan import ConversionPlan
 from ..surgery.start import apply_plan_
-from .sweep import Timing, TimingSettings
+from .sweep import Timing
 
 CALLS_ON_GPU = 5  # a measured run on a GPU is their mean, since the end of the last alone is waited for
 
@@ -44,46 +44,40 @@ def summary(runs: Sequence[float]) -> Timing:
     return Timing(median=middle, first_quartile=low, third_quartile=high, runs=len(runs))
 
 
-class Clock:
-    """Measures models on the same images."""
+def measure(model: nn.Module, images: Tensor, *, amp: bool) -> tuple[float, float]:
+    """Milliseconds of a forward pass and of a training step, whose learning rate is 0: it changes statistics alone."""
+    autocast = torch.autocast(images.device.type, torch.bfloat16, enabled=amp)
 
-    def __init__(self, input_size: Sequence[int], settings: TimingSettings, device: torch.device) -> None:
-        images = torch.randn(settings.batch, *input_size, generator=torch.Generator().manual_seed(0))
-        self.images, self.device = images.to(device), device
-        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=settings.amp)
+    def forward() -> None:
+        with torch.no_grad(), autocast:
+            run(model, images)
 
-    def measure(self, model: nn.Module) -> tuple[float, float]:
-        """A forward pass and a training step, whose learning rate is 0: it changes running statistics alone."""
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with autocast:
+            outputs = tensors_in(run(model, images))
+            loss = sum(output.float().square().mean() for output in outputs if output.requires_grad)
+        torch.autograd.backward(torch.as_tensor(loss))
+        optimizer.step()
 
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            with self.autocast:
-                outputs = tensors_in(run(model, self.images))
-                loss = sum(output.float().square().mean() for output in outputs if output.requires_grad)
-            torch.autograd.backward(torch.as_tensor(loss))
-            optimizer.step()
+    try:
+        model.eval()
+        forward_ms = _milliseconds(forward, images.device)
+        optimizer = torch.optim.SGD(model.train().parameters(), lr=0.0)
+        return forward_ms, _milliseconds(step, images.device)
+    finally:
+        model.zero_grad(set_to_none=True)
 
-        try:
-            forward_ms = self._milliseconds(lambda: self._forward(model.eval()))
-            optimizer = torch.optim.SGD(model.train().parameters(), lr=0.0)
-            return forward_ms, self._milliseconds(step)
-        finally:
-            model.zero_grad(set_to_none=True)
 
-    @torch.no_grad()
-    def _forward(self, model: nn.Module) -> None:
-        with self.autocast:
-            run(model, self.images)
+def _milliseconds(call: Callable[[], None], device: torch.device) -> float:
+    def wait() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
-    def _milliseconds(self, call: Callable[[], object]) -> float:
-        calls = CALLS_ON_GPU if self.device.type != "cpu" else 1
-        self._wait()
-        begun = time.perf_counter()
-        for _ in range(calls):
-            call()
-        self._wait()
-        return 1e3 * (time.perf_counter() - begun) / calls
-
-    def _wait(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+    calls = CALLS_ON_GPU if device.type != "cpu" else 1
+    wait()
+    begun = time.perf_counter()
+    for _ in range(calls):
+        call()
+    wait()
+    return 1e3 * (time.perf_counter() - begun) / calls

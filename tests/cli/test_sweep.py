@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dcls_convert import convert_, fold_to_dense_
-from dcls_convert.compare.timing import Clock
+from dcls_convert.compare import candidates
 from dcls_convert.pipeline import Job
 
 from ..command_line import NET, net, run
@@ -134,14 +134,14 @@ def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
 
 
 def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
-    measure, calls = Clock.measure, itertools.count(1)
+    measure, calls = candidates.measure, itertools.count(1)
 
-    def interrupted(clock, model):
+    def interrupted(model, images, *, amp):
         if next(calls) == 8:
             raise KeyboardInterrupt
-        return measure(clock, model)
+        return measure(model, images, amp=amp)
 
-    monkeypatch.setattr(Clock, "measure", interrupted)
+    monkeypatch.setattr(candidates, "measure", interrupted)
     found, _ = sweep(NARROW, "--sizes", "5,7", "--time", "--seconds", 1, code=130)
     assert [row["forward_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
     assert [row["step_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]

@@ -4,8 +4,8 @@ import timm
 import torch
 
 from dcls_convert import find_convs, plan_conversion
-from dcls_convert.compare.sweep import Timing, TimingSettings
-from dcls_convert.compare.timing import Clock, converted_copy, summary
+from dcls_convert.compare.sweep import Timing
+from dcls_convert.compare.timing import converted_copy, measure, summary
 from dcls_convert.layers.dcls_conv import DclsConvNd
 
 
@@ -13,8 +13,7 @@ def test_models_share_what_is_not_converted_and_no_parameter_changes():
     model = timm.create_model("test_efficientnet").eval()
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     plan = plan_conversion(find_convs(model, (3, 32, 32)), dilated_size=5)
-    settings = TimingSettings(device="cpu", batch=2, seconds=0, amp=False, threads=1, torch="")
-    converted, clock = converted_copy(model, plan), Clock((3, 32, 32), settings, torch.device("cpu"))
+    converted, images = converted_copy(model, plan), torch.randn(2, 3, 32, 32)
     own = {id(parameter) for parameter in model.parameters()}
     for name, parameter in converted.named_parameters():
         layer = name.rpartition(".")[0] in {layer.name for layer in plan.layers}
@@ -22,7 +21,7 @@ def test_models_share_what_is_not_converted_and_no_parameter_changes():
     assert sum(isinstance(module, DclsConvNd) for module in converted.modules()) == len(plan.layers)
     for each in (model, converted):
         state = {name: tensor.clone() for name, tensor in each.named_parameters()}
-        assert min(clock.measure(each)) > 0
+        assert min(measure(each, images, amp=False)) > 0
         assert all(torch.equal(state[name], tensor) for name, tensor in each.named_parameters())
         assert all(tensor.grad is None for tensor in each.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.named_parameters())
