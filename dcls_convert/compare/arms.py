@@ -61,11 +61,9 @@ class ArmNetwork:
     model: nn.Module
     plan: ConversionPlan | None = None  # None: without DCLS layers
     macs: int | None
-    params: int = field(init=False)
     start: list[Tensor] = field(init=False)  # positions
 
     def __post_init__(self) -> None:
-        self.params = sum(parameter.numel() for parameter in self.model.parameters())
         self.start = [one.tensor.detach().clone() for one in _positions(self.model)]
 
     def moved(self, trained: nn.Module) -> "Moved | None":

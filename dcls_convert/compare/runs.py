@@ -169,7 +169,7 @@ class Trainer:
             seed=seed,
             device=torch.cuda.get_device_name(self.accelerator.device) if cuda else self.accelerator.device.type,
             processes=self.accelerator.num_processes,
-            params=network.params,
+            params=sum(parameter.numel() for parameter in trained.parameters()),
             macs=network.macs,
             step_ms=1e3 * usual(training.steps),
             images_per_second=images / statistics.median(training.seconds),

@@ -60,8 +60,6 @@ def test_arms_of_a_seed_share_all_weights_that_are_not_converted():
         shared = [name for name in original if "stages" not in name]
         for network in networks:
             assert all(torch.equal(network.model.state_dict()[name], original[name]) for name in shared)
-            params = sum(parameter.numel() for parameter in network.model.parameters())
-            assert network.params == params
         assert not torch.equal(original["stem.weight"], make_network(job(seed=2), arms[0]).model.stem.weight)
 
 
