@@ -95,36 +95,18 @@ def random_like(tensor):
 # The paper's algorithms.
 
 
-def corners(position, size):
-    """The cells around one element: cell, whether below (0) or above (1) on each axis, fractions of the position."""
-    cells = [coordinate + length // 2 for coordinate, length in zip(position, size, strict=True)]
-    # At the upper border there is no cell above: the cell below is taken as the last but one, its fraction as 1.
-    floors = [min(math.floor(cell), length - 2) for cell, length in zip(cells, size, strict=True)]
-    fractions = [cell - floor for cell, floor in zip(cells, floors, strict=True)]
-    for choice in itertools.product((0, 1), repeat=len(size)):
-        yield tuple(floor + up for floor, up in zip(floors, choice, strict=True)), choice, fractions
-
-
 def algorithm_1(weights, positions, size):
-    """weights (E), positions (A, E) -> kernel (*size)."""
+    """weights (E), positions (A, E) -> kernel (*size). Autograd's derivative of the fractions makes it Algorithm 2."""
     kernel = torch.zeros(size, dtype=torch.float64)
-    for weight, *position in zip(weights.tolist(), *positions.tolist(), strict=True):
-        for cell, choice, fractions in corners(position, size):
-            kernel[cell] += weight * math.prod(r if up else 1 - r for up, r in zip(choice, fractions, strict=True))
+    for weight, *position in zip(weights, *positions, strict=True):
+        cells = [coordinate + length // 2 for coordinate, length in zip(position, size, strict=True)]
+        # At the upper border there is no cell above: the cell below is taken as the last but one, its fraction as 1.
+        floors = [min(int(cell.detach().floor()), length - 2) for cell, length in zip(cells, size, strict=True)]
+        for choice in itertools.product((0, 1), repeat=len(size)):
+            corner = list(zip(cells, floors, choice, strict=True))
+            shares = [cell - floor if up else 1 - (cell - floor) for cell, floor, up in corner]
+            kernel[tuple(floor + up for _, floor, up in corner)] += weight * math.prod(shares)
     return kernel
-
-
-def algorithm_2(weights, positions, size, grad_kernel):
-    """Gradients of weights (E) and of positions (A, E)."""
-    grad_weights, grad_positions = torch.zeros_like(weights), torch.zeros_like(positions)
-    for i, (weight, *position) in enumerate(zip(weights.tolist(), *positions.tolist(), strict=True)):
-        for cell, choice, fractions in corners(position, size):
-            shares = [r if up else 1 - r for up, r in zip(choice, fractions, strict=True)]
-            grad_weights[i] += grad_kernel[cell] * math.prod(shares)
-            for axis, up in enumerate(choice):
-                others = math.prod(shares[:axis] + shares[axis + 1 :])
-                grad_positions[axis, i] += weight * (1 if up else -1) * grad_kernel[cell] * others
-    return grad_weights, grad_positions
 
 
 def placed(where, size, *, count=6, channels=(2, 3)):
@@ -140,17 +122,15 @@ def placed(where, size, *, count=6, channels=(2, 3)):
 @every_dims
 @pytest.mark.parametrize("where", ["inside", "whole", "lower", "upper", "mixed"])
 def test_bilinear_is_algorithms_1_and_2(dims, where):
-    size = WINDOWS[dims]
-    old = placed(where, size)
+    old = placed(where, WINDOWS[dims])
     kernel = old.kernel()
     toward = random_like(kernel)
     grad_weight, grad_positions = old.gradients(toward)
     for o, i in itertools.product(range(2), range(3)):
-        weights, positions = old.weight[o, i], old.positions[:, o, i]
-        close(kernel[o, i], algorithm_1(weights, positions, size))
-        expected_weight, expected_positions = algorithm_2(weights, positions, size, toward[o, i])
-        close(grad_weight[o, i], expected_weight)
-        close(grad_positions[:, o, i], expected_positions)
+        inputs = [old.weight[o, i].requires_grad_(), old.positions[:, o, i].requires_grad_()]
+        expected = algorithm_1(*inputs, old.size)
+        close(kernel[o, i], expected.detach())
+        close((grad_weight[o, i], grad_positions[:, o, i]), torch.autograd.grad(expected, inputs, toward[o, i]))
 
 
 @every_interpolation
