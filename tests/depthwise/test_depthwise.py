@@ -1,7 +1,7 @@
 """The depthwise convolution gives what torch's gives: values, memory format, gradients of any order, in every mode."""
 
 import copy
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -38,12 +38,6 @@ def going(way):
         patch.setenv(VARIABLE, "matmul" if way == "matmul" else "auto")
         patch.setattr(module, "depthwise", lambda *args: paddings.append(args[-1]) or convolve(*args))
         yield paddings
-
-
-@pytest.fixture
-def take():
-    with ExitStack() as stack:
-        yield lambda way: stack.enter_context(going(way))
 
 
 def geometry(window, padding, side, *, stride=(1, 1), last=False, channels=3, batch=2, bias=True, part=2**29, each=1):
@@ -125,12 +119,12 @@ def test_gradients_and_gradients_of_gradients(way, geometry):
 @every_way
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("side", [(28, 28), (14, 14)])
-def test_rounding_is_little_more_than_torchs(take, way, dtype, side):
+def test_rounding_is_little_more_than_torchs(way, dtype, side):
     inputs, arguments = tensors(geometry((17, 17), (8, 8), side, channels=4, batch=4), dtype)
     exact = outputs_and_gradients(F.conv2d, [given.detach().double().requires_grad_() for given in inputs], arguments)
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
-    paddings = take(way)
-    ours = outputs_and_gradients(conv2d, inputs, arguments)
+    with going(way) as paddings:
+        ours = outputs_and_gradients(conv2d, inputs, arguments)
     assert paddings
     factor = 10 if (way, dtype) == ("onednn", torch.float32) else 1.5  # there, sums in an order of its own
     for mine, other, true in zip(ours, theirs, exact, strict=True):
@@ -144,7 +138,7 @@ WIDE = geometry((7, 17), (3, 8), (5, 16), channels=2)
 
 @every_way
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # by torch, of its own use or ours
-def test_function_transforms_tangents_and_batches_of_gradients(take, way):
+def test_function_transforms_tangents_and_batches_of_gradients(way):
     inputs, arguments = tensors(WIDE)
     plain = [tensor.detach() for tensor in inputs]
     tangents = tuple(torch.ones_like(tensor) for tensor in plain)
@@ -162,47 +156,47 @@ def test_function_transforms_tangents_and_batches_of_gradients(take, way):
         yield from torch.autograd.grad(output, inputs, directions, is_grads_batched=True)
 
     theirs = list(results(F.conv2d))
-    paddings = take(way)
-    assert_same(list(results(conv2d)), theirs)
+    with going(way) as paddings:
+        assert_same(list(results(conv2d)), theirs)
     assert paddings
 
 
 @every_way
-def test_autocast(take, way):
+def test_autocast(way):
     inputs, arguments = tensors(WIDE, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
-        paddings = take(way)
-        ours = outputs_and_gradients(conv2d, inputs, arguments)
+        with going(way) as paddings:
+            ours = outputs_and_gradients(conv2d, inputs, arguments)
     assert paddings
     assert_same(ours, theirs, atol=0.5)
 
 
 @every_way
 @pytest.mark.parametrize("shape", [(4, 4, 20), (2, 4, 20, 20)])  # as many rows as channels, the one without a batch
-def test_maps_without_a_batch_and_dense_kernels_are_left_alone(take, way, shape):
-    paddings, groups = take(way), 4 if len(shape) == 3 else 1
+def test_maps_without_a_batch_and_dense_kernels_are_left_alone(way, shape):
+    groups = 4 if len(shape) == 3 else 1
     arguments = torch.randn(shape), torch.randn(4, 4 // groups, 17, 17), None, (1, 1), (8, 8), (1, 1), groups
-    assert torch.equal(conv2d(*arguments), F.conv2d(*arguments))
+    with going(way) as paddings:
+        assert torch.equal(conv2d(*arguments), F.conv2d(*arguments))
     assert not paddings
 
 
 @every_way
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # by torch, of its own use or ours
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_layers_go_the_way_and_programs_hold_one_plain_convolution(take, way):
-    paddings = take(way)
+def test_layers_go_the_way_and_programs_hold_one_plain_convolution(way):
     torch.manual_seed(0)
     layer = DclsConv2d(4, 4, kernel_count=5, dilated_kernel_size=17, padding=8, groups=4)
     images = torch.randn(1, 4, 9, 9)
-    layer(images).sum().backward()
+    with going(way) as paddings:
+        layer(images).sum().backward()
+        assert layer.positions.grad.abs().sum() > 0
+        exported = torch.export.export(layer.eval(), (images,))
+        traced = torch.jit.trace(layer, images, check_trace=False)
     assert paddings == [(8, 8)]
-    assert layer.positions.grad.abs().sum() > 0
-    exported = torch.export.export(layer.eval(), (images,))
     names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
     assert (sum("conv2d" in name for name in names), sum("pad" in name or "bmm" in name for name in names)) == (1, 0)
-    traced = torch.jit.trace(layer, images, check_trace=False)
-    assert len(paddings) == 1
     torch.testing.assert_close(traced(images), layer(images))
 
 
@@ -282,15 +276,15 @@ def test_a_compiled_training_step(monkeypatch):
 @pytest.mark.parametrize(
     "spread", [DistributedDataParallel, lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,)))]
 )
-def test_spread_layers(tmp_path, monkeypatch, take, spread):
+def test_spread_layers(tmp_path, monkeypatch, spread):
     images = torch.randn(2, 4, 20, 18, dtype=torch.float64)
     monkeypatch.setenv(VARIABLE, "torch")
     expected = steps(network(), images)
-    paddings = take("matmul")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
-        ours = [getattr(tensor, "to_local", tensor.detach)() for tensor in steps(spread(network()), images)]
+        with going("matmul") as paddings:
+            results = steps(spread(network()), images)
     finally:
         dist.destroy_process_group()
     assert len(paddings) == 6
-    assert_same(ours, expected, atol=1e-9)
+    assert_same([getattr(tensor, "to_local", tensor.detach)() for tensor in results], expected, atol=1e-9)
