@@ -2,40 +2,37 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dcls_convert import convert_
-from dcls_convert.networks.source import build_model, resolve_model
+from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.planning.rules import parse_rules
 
 FACTORISED = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [1, 7]}\n  - match: {kernel_size: [7, 1]}\n")
 SMALL_COAT = {"img_size": 64, "embed_dims": (16,) * 4, "serial_depths": (1,) * 4}
 QUICK = ("test_resnet", "test_efficientnet", "test_nfnet", "coat_lite_tiny")  # the others are `slow`
-# One small model of each: what runs in the layers that are replaced, input, rules.
+# One small model of each: what runs in the layers that are replaced, window (else 9), input, rules.
 FAMILIES = {
-    "test_resnet": {},
+    "test_resnet": {"window": 5},
     "test_efficientnet": {"options": {"pad_type": "same"}},  # dynamic SAME padding, strides of 2
-    "test_nfnet": {},  # scaled weight standardisation, gain, grouped
+    "test_nfnet": {"window": 5},  # scaled weight standardisation, gain, grouped
     "coat_lite_tiny": {"options": SMALL_COAT},  # shared instances
     "tf_mixnet_s": {"window": 13},  # sizes from 3 to 11 side by side, dynamic SAME padding
-    "inception_v4": {"input": (3, 96, 96), "rules": FACTORISED, "window": 9},
-    "vit_base_r50_s16_224": {"input": (3, 224, 224), "options": {"depth": 1}},  # standardisation and dynamic SAME
+    "inception_v4": {"input": (3, 96, 96), "rules": FACTORISED},
+    "vit_base_r50_s16_224": {"input": (3, 224, 224), "window": 5, "options": {"depth": 1}},  # standardisation and dynamic SAME
     "fastvit_t8": {},
-    "convmixer_768_32": {"window": 9},  # padding="same"
+    "convmixer_768_32": {},  # padding="same"
     "edgenext_xx_small": {"window": 11},
     "ghostnet_050": {},  # depth multiplier
-    "torchvision:vgg11": {"options": {"num_classes": 2}},
+    "torchvision:vgg11": {"window": 5, "options": {"num_classes": 2}},
     "torchvision:deeplabv3_mobilenet_v3_large": {},  # dilated, a mapping as output
-    "torchvision:r2plus1d_18": {"input": (3, 4, 32, 32)},  # 1x3x3 and 3x1x1
+    "torchvision:r2plus1d_18": {"window": 5, "input": (3, 4, 32, 32)},  # 1x3x3 and 3x1x1
 }
 
 
 def built(name, options):
     """With something in the parameters that start as zeros: what is multiplied by 0 is equal whatever it is."""
-    source = resolve_model(name)
-    if options:
-        source = type(source)(name=source.name, args=options)
+    source = ModelSource(name=name if ":" in name else f"timm:{name}", args=options)
     model = build_model(source).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -56,17 +53,12 @@ def floats(outputs):
 def test_an_exact_start_leaves_the_outputs_as_they_were(name):
     """In float32, to 1e-5 of the largest output; and says what it costs."""
     family = FAMILIES[name]
-    model = built(name, family.get("options"))
+    model = built(name, family.get("options", {}))
     size = family.get("input", (3, 64, 64))
     image = torch.rand(1, *size, generator=torch.Generator().manual_seed(2))
     before = floats(model(image))
-    report = convert_(
-        model,
-        init="exact",
-        input_size=size,
-        rules=family.get("rules", "auto"),
-        dilated_size=family.get("window", 9 if "rules" not in family and _depthwise(model) else 5),
-    )
+    options = {"rules": family.get("rules", "auto"), "dilated_size": family.get("window", 9)}
+    report = convert_(model, init="exact", input_size=size, **options)
     after = floats(model(image))
     assert not report.skipped or all(skip.reason.startswith(("not matched", "window")) for skip in report.skipped)
     for old, new in zip(before, after, strict=True):
@@ -75,7 +67,3 @@ def test_an_exact_start_leaves_the_outputs_as_they_were(name):
         assert (old - new).abs().max() <= 1e-5 * old.abs().max()
     assert report.params.after == sum(parameter.numel() for parameter in model.parameters())
     assert report.params.delta == report.params.positions, "weights stay, positions are added"
-
-
-def _depthwise(model):
-    return any(isinstance(m, nn.Conv2d) and m.groups == m.in_channels > 1 for m in model.modules())
