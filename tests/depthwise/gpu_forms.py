@@ -16,8 +16,9 @@ ROUNDED = {"mm", "bmm", "addmm", "baddbmm"}  # to 11 bits, where TF32 is allowed
 
 @contextmanager
 def as_on_a_gpu(form):
+    """Inside, kernels are constructed in this form; None is the CPU's own."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (bilinear, interpolation):
+        for module in (bilinear, interpolation) if form else ():
             patch.setattr(module, "on_cpu", lambda _: False)
         if form == "compiled":
             patch.setattr(bilinear, "is_eager", lambda *_: False)
