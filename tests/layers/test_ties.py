@@ -2,13 +2,11 @@
 
 import copy
 import io
-import tempfile
 
 import pytest
 import timm
 import torch
 from safetensors.torch import load, save
-from timm.models import save_for_hf
 from torch import nn
 
 import dcls_convert
@@ -79,19 +77,12 @@ def emptied(model, on_meta):
     return on_meta
 
 
-def saved_by_timm(model, _):
-    with tempfile.TemporaryDirectory() as folder:
-        save_for_hf(model, folder, safe_serialization=True)
-        return timm.create_model(f"local-dir:{folder}", pretrained=True)
-
-
 COPIES = {
     "another dtype and back": lambda model, _: copy.deepcopy(model).double().float(),
     "deepcopy of all around it": lambda model, _: copy.deepcopy(nn.Sequential(nn.ReLU(), model))[1],
     "torch.save": lambda model, _: saved(model, weights_only=False),
     "meta and assign": assigned,
     "to_empty and safetensors": emptied,
-    "timm's save_for_hf": saved_by_timm,
 }
 
 
