@@ -61,20 +61,12 @@ class ReadsAttribute(AddsSkip):
 
 
 def check(model, window, input_size=IMAGE):
-    """Twice with one copy: each says the same."""
     convs = find_convs(model, input_size)
     plan = plan_conversion(convs, EVERYTHING, dilated_size=window, budget=1000)
-    said = set()
-    for _ in range(2):
-        try:
-            check_same_shapes(convs.trace, plan.windows)
-            said.add(None)
-        except PlanError as error:
-            said.add(str(error))
+    try:
+        check_same_shapes(convs.trace, plan.windows)
+    finally:  # the copy can be used again
         assert convs.trace is None or not any(isinstance(one, DclsConvNd) for one in convs.trace.meta.modules())
-    (line,) = said
-    if line is not None:
-        raise PlanError(line)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ FAMILIES = {
     "coat_lite_tiny": {"options": SMALL_COAT},  # shared instances
     "tf_mixnet_s": {"window": 13},  # sizes from 3 to 11 side by side, dynamic SAME padding
     "inception_v4": {"input": (3, 96, 96), "rules": FACTORISED},
-    "vit_base_r50_s16_224": {"input": (3, 224, 224), "window": 5, "options": {"depth": 1}},  # standardisation and dynamic SAME
+    "vit_base_r50_s16_224": {"input": (3, 224, 224), "window": 5, "options": {"depth": 1}},  # dynamic SAME
     "fastvit_t8": {},
     "convmixer_768_32": {},  # padding="same"
     "edgenext_xx_small": {"window": 11},
