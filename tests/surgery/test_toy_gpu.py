@@ -7,7 +7,7 @@ from dcls_convert import convert_, fold_to_dense_
 from dcls_convert.checkpoints.fingerprint import deviation, take_fingerprint
 
 from ..fitting.test_calibrate import SMALL, network, photos
-from .toy_gpu import OnToyGpu, put_on_toy_gpu_, toy_gpu
+from .toy_gpu import OnToyGpu, toy_gpu
 
 # torch compiles decompositions of its own where operations are looked at.
 pytestmark = [
@@ -32,8 +32,8 @@ def test_a_model_on_a_gpu_stays_there_and_becomes_what_it_becomes_on_the_cpu(opt
     options = {"dilated_size": 9, "budget": 60, "input_size": SMALL, **options}
     ours, theirs = network(bias=True).double(), network(bias=True).double()
     convert_(ours, **options)
-    put_on_toy_gpu_(theirs)
     with toy_gpu():
+        theirs.to("cuda")
         with torch.device("cuda"):
             convert_(theirs, **options)
         for name, tensor in theirs.state_dict().items():

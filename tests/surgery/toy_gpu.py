@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -80,15 +80,8 @@ def toy_gpu():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.backends.cudnn, "enabled", False)  # operations of cuDNN cannot run on the CPU
+        # `nn.Module.to` replaces parameters: their memory cannot become that of a subclass.
+        patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         torch._C._ensureCUDADeviceGuardSet()
         with _Numbers(), _Operations():
             yield
-
-
-def put_on_toy_gpu_(model):
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    there = OnToyGpu(tensor.detach())
-                    tensors[name] = nn.Parameter(there) if tensors is module._parameters else there
