@@ -5,20 +5,17 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._dynamo import lookup_backend
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from dcls_convert.depthwise import choice, matmul, onednn
 from dcls_convert.depthwise.choice import VARIABLE, conv2d
 from dcls_convert.layers.dcls_conv import DclsConv2d
 
+from ..layers.common import close
 from .gpu_forms import HOST, UNORDERED, Watch
 
 FLOAT64_ATOL = 1e-11  # sums of some thousand products of numbers of order 1
@@ -76,12 +73,6 @@ def outputs_and_gradients(function, inputs, arguments):
     return [output, *torch.autograd.grad((output * weights.to(output.dtype)).sum(), inputs)]
 
 
-def assert_same(ours, theirs, atol=FLOAT64_ATOL):
-    for mine, expected in zip(ours, theirs, strict=True):
-        assert mine.dtype == expected.dtype
-        torch.testing.assert_close(mine, expected, rtol=0, atol=atol)
-
-
 @every_way
 @example(geometry((17, 17), (8, 8), (28, 30)))
 @example(geometry((17, 17), (8, 8), (14, 7), last=True))
@@ -99,7 +90,7 @@ def test_values_memory_format_and_gradients_are_those_of_torch(way, geometry):
         patch.setattr(onednn, "PART", geometry["part"])  # one image
         ours = outputs_and_gradients(conv2d, inputs, arguments)
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
-    assert_same(ours, theirs)
+    close(ours, theirs, FLOAT64_ATOL)
     if geometry["channels"] > 1 and ours[0].shape[2:].numel() > 1:  # else formats are the same
         assert ours[0].stride() == theirs[0].stride()
 
@@ -157,7 +148,7 @@ def test_function_transforms_tangents_and_batches_of_gradients(way):
 
     theirs = list(results(F.conv2d))
     with going(way) as paddings:
-        assert_same(list(results(conv2d)), theirs)
+        close(list(results(conv2d)), theirs, FLOAT64_ATOL)
     assert paddings
 
 
@@ -169,7 +160,7 @@ def test_autocast(way):
         with going(way) as paddings:
             ours = outputs_and_gradients(conv2d, inputs, arguments)
     assert paddings
-    assert_same(ours, theirs, atol=0.5)
+    close(ours, theirs, atol=0.5)
 
 
 @every_way
@@ -233,7 +224,7 @@ def test_memory_is_that_on_paper(monkeypatch, most):
     assert max(allocated) <= max(channels * max(patches, bank), 4 * 8 * 96 * 72 * 72)  # or the padded map
 
 
-# Networks, compiled and spread over processes: `matmul` against torch's way.
+# Compiled networks: `matmul` against torch's way.
 
 
 def steps(model, images):
@@ -267,24 +258,6 @@ def test_a_compiled_training_step(monkeypatch):
         graphs.append(str(graph.graph))
         return lookup_backend("aot_eager")(graph, inputs)
 
-    assert_same(steps(torch.compile(network(), fullgraph=True, backend=backend), images), expected, atol=1e-9)
+    close(steps(torch.compile(network(), fullgraph=True, backend=backend), images), expected, atol=1e-9)
     assert all(("bmm" in graph or "autograd_function" in graph) and "conv2d" not in graph for graph in graphs)
     assert graphs
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "spread", [DistributedDataParallel, lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,)))]
-)
-def test_spread_layers(tmp_path, monkeypatch, spread):
-    images = torch.randn(2, 4, 20, 18, dtype=torch.float64)
-    monkeypatch.setenv(VARIABLE, "torch")
-    expected = steps(network(), images)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
-        with going("matmul") as paddings:
-            results = steps(spread(network()), images)
-    finally:
-        dist.destroy_process_group()
-    assert len(paddings) == 6
-    assert_same([getattr(tensor, "to_local", tensor.detach)() for tensor in results], expected, atol=1e-9)
