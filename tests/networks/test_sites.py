@@ -269,8 +269,5 @@ def test_a_compiled_model_is_refused():
         find_convs(torch.compile(Holder(depthwise())))
 
 
-@pytest.mark.parametrize("channels", [3, 1])
-def test_a_timm_model_states_its_input_size_and_channels(channels):
-    convs = find_convs(timm.create_model("test_convnext", in_chans=channels))
-    assert convs.input_size == (channels, 160, 160)
-    assert convs.macs
+def test_a_timm_model_states_its_input_size_and_channels():
+    assert find_convs(timm.create_model("test_convnext", in_chans=1)).input_size == (1, 160, 160)
