@@ -1,5 +1,6 @@
 """Bilinear construction block by block gives what plain operations give, however it is differentiated."""
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.func import grad, hessian, vmap
 
 from dcls_convert.depthwise.eager import is_eager
@@ -41,10 +41,11 @@ def toward(kernel):
     return randn(*kernel.shape, seed=1)
 
 
-def kernel_and_gradients(construct, weight, positions, size):
-    leaves = [weight.detach().requires_grad_(), positions.detach().requires_grad_()]
-    kernel = construct(*leaves, size)
-    return kernel, *torch.autograd.grad(kernel, leaves, toward(kernel))
+def kernel_and_gradients(construct, some, size, learnt, create_graph=False):
+    some = [tensor.detach().requires_grad_(is_learnt) for tensor, is_learnt in zip(some, learnt, strict=True)]
+    kernel = construct(*some, size)
+    leaves = list(itertools.compress(some, learnt))
+    return kernel, *torch.autograd.grad(kernel, leaves, toward(kernel), create_graph=create_graph)
 
 
 @given(
@@ -55,15 +56,19 @@ def kernel_and_gradients(construct, weight, positions, size):
     block=st.sampled_from([1, 7, 500, 1 << 26]),
     form=st.sampled_from([None, *FORMS]),
     strided=st.booleans(),
+    learnt=st.sampled_from([(True, True), (True, False), (False, True)]),  # weight, positions
+    create_graph=st.booleans(),
 )
-def test_kernel_and_gradients_are_those_of_plain_operations(size, channels, count, seed, block, form, strided):
+def test_kernel_and_gradients_are_those_of_plain_operations(
+    size, channels, count, seed, block, form, strided, learnt, create_graph
+):
     some = inputs(size, channels, count, seed)
     with as_on_a_gpu(form), pytest.MonkeyPatch.context() as patch:
         patch.setattr(bilinear, "BLOCK_ELEMENTS", block)
         patch.setattr(bilinear, "MOST_PRODUCTS", block)
         inputs_of_fast = [tensor.mT.contiguous().mT for tensor in some] if strided else some
-        fast = kernel_and_gradients(bilinear_kernel, *inputs_of_fast, size)
-    close(fast, kernel_and_gradients(of_plain_operations, *some, size))
+        fast = kernel_and_gradients(bilinear_kernel, inputs_of_fast, size, learnt, create_graph)
+    close(fast, kernel_and_gradients(of_plain_operations, some, size, learnt))
 
 
 # Ways of differentiating.
@@ -100,22 +105,6 @@ def test_function_transforms_give_what_they_give_for_plain_operations():
         return hessian(loss, (0, 1))(*some), vmap(grad(loss, (0, 1)), in_dims=(1, 2))(*some)
 
     close(results(bilinear_kernel), results(of_plain_operations))
-
-
-@pytest.mark.parametrize("moving", [0, 1], ids=["weight", "positions"])
-def test_one_of_both_may_be_frozen(moving):
-    size = (5, 8)
-    some = list(inputs(size))
-    _, *both = kernel_and_gradients(bilinear_kernel, *some, size)
-    some[moving].requires_grad_()
-    for create_graph in (False, True):
-        kernel = bilinear_kernel(*some, size)
-        (gradient,) = torch.autograd.grad(kernel, some[moving], toward(kernel), create_graph=create_graph)
-        close(gradient, both[moving])
-    with forward_ad.dual_level():
-        some[moving] = forward_ad.make_dual(some[moving].detach(), some[moving].detach().cos())
-        tangents = [forward_ad.unpack_dual(f(*some, size)).tangent for f in (bilinear_kernel, of_plain_operations)]
-    close(*tangents)
 
 
 # Beside the numbers.
