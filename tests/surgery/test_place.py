@@ -65,12 +65,6 @@ def test_a_name_of_a_shared_object_that_is_not_that_object_is_refused(missing):
     refused(model, plan, PlanError)
 
 
-def test_a_parameter_that_is_there_already_is_not_overwritten():
-    model = Net()
-    model.layer2.dcls_positions = nn.Parameter(torch.zeros(1))
-    refused(model, plan_of(model), PlanError, match="layer2 already has a dcls_positions; is the model converted")
-
-
 @pytest.mark.parametrize("options", [{"init": "best"}, {"positions": "grid"}])
 def test_an_unknown_way_to_start_is_refused_and_the_model_unchanged(options):
     model = Net()
