@@ -298,12 +298,6 @@ def strayed(**options):
     return layer
 
 
-def assert_inside(layer):
-    """Both borders are met, and none is passed: those of (5, 8) are (-2, 2) and (-4, 3)."""
-    assert [(axis.min().item(), axis.max().item()) for axis in layer.positions] == [(-2, 2), (-4, 3)]
-    assert (layer.sigma == 0.27).all()
-
-
 def test_training_and_saving_bring_positions_back_into_the_window_and_evaluation_takes_the_border():
     layer, x = strayed().eval(), randn(1, 2, 9, 9)
     before = [parameter.detach().clone() for parameter in layer.parameters()]
@@ -312,8 +306,9 @@ def test_training_and_saving_bring_positions_back_into_the_window_and_evaluation
     saved.state_dict()
     close(layer.train()(x), expected)
     assert layer.positions is positions
-    assert_inside(saved)
-    assert_inside(layer)
+    for one in (saved, layer):  # both borders are met, and none is passed
+        assert [(axis.min().item(), axis.max().item()) for axis in one.positions] == [(-2, 2), (-4, 3)]
+        assert (one.sigma == 0.27).all()
 
 
 @every_interpolation
