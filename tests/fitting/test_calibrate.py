@@ -84,8 +84,8 @@ def test_layers_with_nowhere_to_put_their_means_are_named():
 
 
 @pytest.mark.usefixtures("quick_fit")
-@pytest.mark.parametrize("options", [{}, {"scope": "error", "calibration": [photos()]}], ids=["fit", "calibrated"])
-def test_neither_autocast_nor_tf32_reaches_the_fit(options, monkeypatch):
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_autocast_tf32_threads_and_the_global_generator_leave_no_trace(calibrated, monkeypatch):
     seen, fit_lines = set(), warm_start.fit_lines
 
     def watched(*args, **kwargs):
@@ -93,39 +93,24 @@ def test_neither_autocast_nor_tf32_reaches_the_fit(options, monkeypatch):
         return fit_lines(*args, **kwargs)
 
     monkeypatch.setattr(warm_start, "fit_lines", watched)
-    plain, other = network(), network()
-    options = {"dilated_size": 9, "budget": 60, "input_size": SMALL, **options}
-    report = convert_(plain, **options)
+    plain, other, images = network(channels=24), network(channels=24), photos(3, size=48)
+    options = {"dilated_size": 9, "budget": 60, "input_size": (3, 48, 48)}
+    options["calibration"] = Calibration(batches=(images[:2],), held_out=(images[2:],)) if calibrated else None
+    report, threads = convert_(plain, **options), torch.get_num_threads()
     torch.set_float32_matmul_precision("high")
+    torch.set_num_threads(3)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
     try:
         with torch.autocast("cpu", torch.bfloat16):
             assert convert_(other, **options) == report
-        assert torch.get_float32_matmul_precision() == "high"
+        assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == ("high", 3)
     finally:
         torch.set_float32_matmul_precision("highest")
+        torch.set_num_threads(threads)
+    assert torch.equal(torch.get_rng_state(), before)
     assert seen == {False}
     assert tensors_hash(plain.state_dict().items()) == tensors_hash(other.state_dict().items())
-
-
-@pytest.mark.usefixtures("quick_fit")
-@pytest.mark.parametrize("calibrated", [False, True])
-def test_neither_threads_nor_the_global_generator_leave_a_trace(calibrated):
-    images, size, threads = photos(3, size=48), (3, 48, 48), torch.get_num_threads()
-    options = {"dilated_size": 9, "budget": 60, "input_size": size}
-    options["calibration"] = Calibration(batches=(images[:2],), held_out=(images[2:],)) if calibrated else None
-    results = []
-    try:
-        for number in (1, 3):
-            model = network(channels=24)
-            torch.set_num_threads(number)
-            torch.manual_seed(number)
-            before = torch.get_rng_state()
-            results.append((convert_(model, **options), tensors_hash(model.state_dict().items())))
-            assert torch.equal(torch.get_rng_state(), before)
-            assert torch.get_num_threads() == number
-    finally:
-        torch.set_num_threads(threads)
-    assert results[0] == results[1]
 
 
 def test_with_an_element_for_every_cell_nothing_changes():
