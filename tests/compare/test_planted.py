@@ -41,6 +41,21 @@ def lagged_noise(lags: tuple[int, int], *, shuffled: bool) -> None:
         Image.frombytes("L", (SIDE, SIDE), bytes(pixels)).save(folder / f"{index}.png")
 
 
+@pytest.fixture
+def compared(tmp_path, monkeypatch):
+    """Compare the network with 9x9 windows on what lies in `noise`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("planted.py").write_text(NETWORK)
+
+    def compare(options):
+        usual = "--data noise --sizes 9 --batch-size 16 --device cpu --input-size 3x24x24 --output out"
+        run("compare", "planted:net", *usual.split(), *options.split())
+        return read_comparison(tmp_path / "out")
+
+    return compare
+
+
 # A kernel of 3x3 relates columns up to 2 apart, one of 9x9 up to 8; one element, which spreads over two, those 1 apart.
 @pytest.mark.parametrize(
     ("lags", "shuffled", "count", "said"),
@@ -51,26 +66,17 @@ def lagged_noise(lags: tuple[int, int], *, shuffled: bool) -> None:
     ],
     ids=["gain", "loss", "nothing"],
 )
-def test_what_was_planted_is_found(tmp_path, monkeypatch, lags, shuffled, count, said):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    Path("planted.py").write_text(NETWORK)
+def test_what_was_planted_is_found(compared, lags, shuffled, count, said):
     lagged_noise(lags, shuffled=shuffled)
-    training = "--epochs 12 --batch-size 16 --lr 0.03 --augmentation none --device cpu --input-size 3x24x24".split()
-    size = ("--sizes", "9", "--kernel-count", str(count), "--positions", "uniform")
-    run("compare", "planted:net", "--data", "noise", *training, *size, "--output", "out")
-    sentence = read_comparison(tmp_path / "out").arms[1].sentence
+    training = "--epochs 12 --lr 0.03 --augmentation none --positions uniform"
+    sentence = compared(f"{training} --kernel-count {count}").arms[1].sentence
     assert any(what in sentence for what in said), sentence
 
 
-def test_the_same_network_twice_differs_by_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    Path("planted.py").write_text(NETWORK)
+def test_the_same_network_twice_differs_by_nothing(compared):
     lagged_noise((2, 4), shuffled=False)
-    still = "--ablate --position-lr-scale 0 --sizes 9 --epochs 1 --seeds 2 --batch-size 16 --device cpu".split()
-    run("compare", "planted:net", "--data", "noise", *still, "--input-size", "3x24x24", "--output", "out")
-    runs = {(run.arm.kind, run.seed): run for run in read_comparison(tmp_path / "out").runs}
+    found = compared("--ablate --position-lr-scale 0 --epochs 1 --seeds 2").runs
+    runs = {(run.arm.kind, run.seed): run for run in found}
     for seed in range(2):
         moving, frozen = runs["converted", seed], runs["frozen", seed]
         assert (moving.loss, moving.top1, moving.right) == (frozen.loss, frozen.top1, frozen.right)
