@@ -92,16 +92,6 @@ def test_what_moved_is_measured_from_the_start():
 
 def test_trained_networks_are_calibrated_on_images_to_train_on():
     weights = make_network(job(), Arm()).model.state_dict()
-    with patch("dcls_convert.compare.runs.make_network", side_effect=lambda job, arm: (job, arm)) as made:
-        trainer = small_trainer(job(weights=weights, options=PlanOptions()))
-        trainer.network(Arm(kind="converted", size=9), 0)
-        trainer.network(Arm(), 0)
-    (calibrated, plain) = (call.args[0].calibration for call in made.call_args_list)
-    assert len(calibrated) == 16
-    assert plain is None
-
-
-def small_trainer(job):
     data = open_images(Path("images"))
     settings = Settings(
         model=NET,
@@ -113,8 +103,14 @@ def small_trainer(job):
         augmentation="light",
         recipe=Recipe(epochs=1, batch_size=4),
     )
-    accelerator = accelerator_for(device="cpu")
-    return Trainer(job=job, data=data, settings=settings, folder=Path("out"), accelerator=accelerator)
+    parts = {"data": data, "settings": settings, "folder": Path("out"), "accelerator": accelerator_for(device="cpu")}
+    trainer = Trainer(job=job(weights=weights, options=PlanOptions()), **parts)
+    with patch("dcls_convert.compare.runs.make_network", side_effect=lambda job, arm: (job, arm)) as made:
+        for arm in (Arm(kind="converted", size=9), Arm()):
+            trainer.network(arm, 0)
+    calibrated, plain = (call.args[0].calibration for call in made.call_args_list)
+    assert len(calibrated) == 16
+    assert plain is None
 
 
 # The command.

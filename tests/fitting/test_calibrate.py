@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -227,15 +228,9 @@ def test_a_convolution_called_twice_is_calibrated_for_both_and_an_idle_one_fitte
     assert all(layer.fit_error < 1 for layer in report.layers)
 
 
-def dense(model):
+def with_convs(conv_class, model):
     for part in model[1]:
-        part[0] = nn.Conv2d(8, 8, 3, padding=1, bias=False)
-    return model
-
-
-def standardised(model):
-    for part in model[1]:
-        part[0] = StdConv2d(8, 8, 3, padding=1, bias=False)
+        part[0] = conv_class(8, 8, 3, padding=1, bias=False)
     return model
 
 
@@ -246,8 +241,8 @@ def standardised(model):
         (nn.Module.eval, {}, 0.5),
         (nn.Module.eval, {"interpolation": "gaussian"}, 0.7),
         (nn.Module.eval, {"interpolation": "triangle"}, 0.7),
-        (dense, {"rules": "conv3x3"}, 0.5),
-        (standardised, {"rules": "conv3x3"}, 1.0),
+        (partial(with_convs, nn.Conv2d), {"rules": "conv3x3"}, 0.5),
+        (partial(with_convs, StdConv2d), {"rules": "conv3x3"}, 1.0),
     ],
     ids=["bilinear", "gaussian", "triangle", "dense", "standardised"],
 )
