@@ -14,6 +14,7 @@ import pytest
 from dcls_convert.errors import CheckpointError, PlanError
 from dcls_convert.planning.plan import ConversionPlan
 
+from ..checkpoints.folders import places
 from .nets import IMAGE, Net, plan_of
 
 PLANS = {
@@ -76,15 +77,6 @@ WRONG = {
 }
 
 
-def nodes(value, path=()):
-    """Every mapping and every leaf of a JSON value, with the path to it."""
-    if not isinstance(value, list):
-        yield path, value
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from nodes(inner, (*path, key))
-
-
 def changed(path, value):
     """PLAN with another value at that place; `...` takes it out."""
     data = copy.deepcopy(PLAN)
@@ -106,7 +98,8 @@ def refused(data):
 
 def test_an_unknown_or_missing_field_or_a_value_of_another_type_is_refused_wherever_it_stands():
     assert not refused(PLAN)
-    for path, value in nodes(PLAN):
+    for path in [(), *places(PLAN)]:
+        value = reduce(getitem, path, PLAN)
         if isinstance(value, dict) and path != ("model_args",):  # which holds whatever the model takes
             assert refused(changed((*path, "comment"), 1)), path
             missing = [(*path, key) for key in value if (*path, key) not in HAVE_DEFAULTS]
