@@ -1,19 +1,17 @@
 """Stands in for timm's train.py, which is not in timm's wheel: its options, the same calls of timm, and the same order.
 
-Only what the recipes of examples/imagenet.md and docs/timm.md ask for, and on CPUs. Where TIMM_TRAIN_SCRIPT names
-timm's own script, test_imagenet runs that instead.
+Only what the recipes of examples/imagenet.md and docs/timm.md ask for, on CPUs, without their augmentation and losses.
+Where TIMM_TRAIN_SCRIPT names timm's own script, test_imagenet runs that instead.
 """
 
 import argparse
 import contextlib
 import logging
-from functools import partial
 from pathlib import Path
 
 import torch
 from timm import create_model
-from timm.data import FastCollateMixup, create_dataset, create_loader, resolve_data_config
-from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
+from timm.data import create_dataset, create_loader, resolve_data_config
 from timm.models import load_checkpoint, resume_checkpoint
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
@@ -54,24 +52,18 @@ def main():
         args.model, pretrained=args.pretrained, drop_path_rate=args.drop_path, num_classes=args.num_classes
     )
     config = resolve_data_config(vars(args), model=model)
-    shared = {"mean": config["mean"], "std": config["std"], "device": device, "distributed": args.distributed}
-    data = partial(create_dataset, args.dataset, root=args.data_dir, batch_size=args.batch_size)
-    mixup = {"label_smoothing": args.smoothing, "num_classes": model.num_classes}
+    options = {"split": "train", "is_training": True, "seed": 42, "batch_size": args.batch_size}
     loader = create_loader(
-        data(split="train", is_training=True, seed=42),
+        create_dataset(args.dataset, root=args.data_dir, **options),
         input_size=config["input_size"],
         batch_size=args.batch_size,
         is_training=True,
-        re_prob=args.reprob,
-        re_mode=args.remode,
-        auto_augment=args.aa,
-        interpolation=args.train_interpolation,
+        mean=config["mean"],
+        std=config["std"],
         num_workers=args.workers,
-        collate_fn=FastCollateMixup(args.mixup, args.cutmix, **mixup),
-        **shared,
+        device=device,
+        distributed=args.distributed,
     )
-    bce = BinaryCrossEntropy(target_threshold=args.bce_target_thresh)
-    criterion = bce if args.bce_loss else SoftTargetCrossEntropy()
     optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=args))
     start = resume_checkpoint(model, args.resume, optimizer) if args.resume else 0
     average = ModelEmaV3(model, decay=args.model_ema_decay) if args.model_ema else None
@@ -90,7 +82,7 @@ def main():
     for epoch in range(start, epochs):
         if hasattr(loader.dataset, "set_epoch"):
             loader.dataset.set_epoch(epoch)
-        loss = train_one_epoch(epoch, running, loader, optimizer, criterion, args, scheduler, average)
+        loss = train_one_epoch(epoch, running, loader, optimizer, args, scheduler, average)
         if args.rank == 0:
             saver.save_checkpoint(epoch, metric=loss)
         scheduler.step(epoch + 1, loss)
@@ -98,12 +90,12 @@ def main():
         torch.distributed.destroy_process_group()
 
 
-def train_one_epoch(epoch, model, loader, optimizer, criterion, args, scheduler, average):
+def train_one_epoch(epoch, model, loader, optimizer, args, scheduler, average):
     model.train()
     cast = torch.autocast("cpu", getattr(torch, args.amp_dtype)) if args.amp else contextlib.nullcontext()
     for index, (images, targets) in enumerate(loader):
         with cast:
-            loss = criterion(model(images), targets)
+            loss = torch.nn.functional.cross_entropy(model(images), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path
 
 import dcls_convert
+from dcls_convert.tuning import read_track
 
 from ..conftest import TINY
 from ..photographs import photographs
@@ -123,6 +124,8 @@ def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(folder):
         assert torch.equal(leaf, other) if isinstance(other, torch.Tensor) else leaf == other
     for file in ("best/model.safetensors", "best/config.json", "history.json"):
         assert (resumed / file).read_bytes() == (whole / file).read_bytes()
+    for run in (resumed, whole):  # written by one process
+        assert [record.step for record in read_track(run / "positions.jsonl")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("run", ["taught", "taught-fsdp"])

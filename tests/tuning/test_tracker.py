@@ -123,15 +123,6 @@ def test_steps_go_upwards(model, step):
         tracker.update(step)
 
 
-def test_rank_0_alone_writes(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    for rank in (0, 1):
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        path = tmp_path / f"{rank}.jsonl"
-        assert tuning.PositionTracker(model, path).update(0).positions  # the same in all: test_distributed
-        assert path.exists() == (rank == 0)
-
-
 def test_tensorboard_reads_what_the_record_holds(model, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
