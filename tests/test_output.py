@@ -4,22 +4,19 @@ import errno
 import functools
 import itertools
 import os
-import resource
-import shutil
 import signal
 import stat
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from dcls_convert import output, save_converted
 from dcls_convert.errors import CheckpointError
 from dcls_convert.output import clean_up, new_file, new_folder
 
 from .checkpoints.folders import convert
-from .forks import forked
 
 
 def folder_of(text):
@@ -124,69 +121,87 @@ def is_step(after, frame, event, argument):
     return event == ("return" if after else "call") and frame.f_code is output._renameat2.__code__
 
 
-def watch(step, act, after=False):
-    """From now on, count moments before or after system calls, and `act` at the `step`-th; their names."""
-    seen = []
-
-    def look(*event):
-        if is_step(after, *event):
-            seen.append(getattr(event[2], "__name__", event[0].f_code.co_name))
-            if len(seen) == step:
-                sys.setprofile(None)
-                act()
-
-    sys.setprofile(look)
-    return seen
-
-
 def fail_with(error):
     raise error
+
+
+def cut_short(write, step, act, after=False):
+    """Write, and `act` before or after the `step`-th of the system calls; whether it came to that, and failed."""
+    moments, reached, failed = itertools.count(1), [], False
+
+    def look(*event):
+        if is_step(after, *event) and next(moments) == step:
+            sys.setprofile(None)
+            reached.append(step)
+            act()
+
+    sys.setprofile(look)
+    try:
+        write()
+    except (CheckpointError, OSError, KeyboardInterrupt):  # shutil may close twice, an OSError
+        failed = True
+    finally:
+        sys.setprofile(None)
+    return bool(reached), failed
+
+
+def killed(write, step):
+    """As `cut_short`, by SIGKILL in a process of its own."""
+    if not (pid := os.fork()):
+        try:
+            cut_short(write, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        finally:
+            os._exit(0)
+    return (os.waitpid(pid, 0)[1] == signal.SIGKILL,) * 2
+
+
+FULL = OSError(errno.ENOSPC, "No space left")
+WAYS_TO_END = {
+    "full disk": functools.partial(cut_short, act=functools.partial(fail_with, FULL)),
+    "interrupt": functools.partial(cut_short, act=functools.partial(fail_with, KeyboardInterrupt()), after=True),
+    "kill": killed,
+}
+ENDS = [pytest.param(end, marks=pytest.mark.processes if end == "kill" else ()) for end in WAYS_TO_END]
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that is opened, and the next step fails
 @KINDS
 @PLATFORMS
 @pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt()], ids=repr)
-def test_a_failure_at_any_step_leaves_the_old_or_the_new_one_and_nothing_else(tmp_path, kind, force, error):
+@pytest.mark.parametrize("end", ENDS)
+def test_whatever_ends_a_run_at_any_step_leaves_the_old_or_the_new_one(tmp_path, kind, force, end):
+    """A failure leaves nothing else; what a kill leaves, the next run removes."""
     seen = Counter()
     for step in itertools.count(1):
         path = tmp_path / str(step) / "out"
         path.parent.mkdir()
         if force:
             kind("old")(path)
-        reached = watch(step, functools.partial(fail_with, error), after=isinstance(error, KeyboardInterrupt))
-        failed = False
-        try:
-            kind("new")(path, force=force)
-        except (CheckpointError, OSError, type(error)):  # shutil may close twice, an OSError
-            failed = True
-        finally:
-            sys.setprofile(None)
-        error.__traceback__ = error.__context__ = None  # which keep frames that are to be cleaned up
+        reached, failed = WAYS_TO_END[end](functools.partial(kind("new"), path, force=force), step)
+        if end == "kill" and output._renameat2 is without_renameat2:
+            clean_up(path)  # as the next run does
         state = content(path)
         assert state == "new" or (failed and state == ("old" if force else None)), (step, failed, state)
-        assert list(path.parent.iterdir()) == ([path] if state else []), step
+        assert end == "kill" or list(path.parent.iterdir()) == ([path] if state else []), step
         seen[state] += 1
-        if len(reached) < step:
+        kind("next")(path, force=True)
+        assert content(path) == "next"
+        assert list(path.parent.iterdir()) == [path]
+        if not reached:
             break
     assert len(seen) == 2
     assert sum(seen.values()) > 10
 
 
-def test_a_full_disk_is_one_line(tmp_path):
-    def write(path, force):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-        try:
-            folder_of("new" * 1000)(path, force=force)
-        except CheckpointError as error:
-            return str(error)
-
+@pytest.mark.parametrize("error", [FULL, SafetensorError("No space left")], ids=repr)
+def test_a_full_disk_is_one_line(tmp_path, error):
     folder_of("old")(tmp_path / "out")
-    for path, state in ((tmp_path / "new", "nothing was left there"), (tmp_path / "out", "is there is whole")):
-        said = forked(lambda path=path: write(path, True))
-        assert said.startswith(f"output {path} cannot be written: [Errno 27] File too large; ")
-        assert said.endswith(state)
+    for path, state in (
+        (tmp_path / "new", "nothing was left there"),
+        (tmp_path / "out", "the one that is there is whole"),
+    ):
+        with pytest.raises(CheckpointError, match=f"^output {path} cannot be written: .*No space left.*; {state}$"):
+            folder_of("new")(path, force=True, between=lambda: fail_with(error))
     assert content(tmp_path / "out") == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -194,10 +209,6 @@ def test_a_full_disk_is_one_line(tmp_path):
 def test_no_permission_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(CheckpointError, match=f"output {tmp_path}/out: no permission to write in {tmp_path}$"):
-        folder_of("new")(tmp_path / "out")
-    monkeypatch.undo()
-    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: fail_with(PermissionError(errno.EACCES, "Permission denied")))
-    with pytest.raises(CheckpointError, match=r"cannot be written: .*Permission denied; nothing was left there$"):
         folder_of("new")(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -225,52 +236,3 @@ def test_the_next_run_removes_what_others_left_and_nothing_else(tmp_path):
     folder_of("new")(tmp_path / "out")
     assert content(tmp_path / "out") == "new"
     assert {path.name for path in tmp_path.iterdir()} == {"out", *kept}
-
-
-@KINDS
-@PLATFORMS
-def test_of_two_runs_that_write_one_output_at_once_the_later_one_does(tmp_path, kind):
-    path = tmp_path / "out"
-    kind("old")(path)
-    with pytest.raises(CheckpointError, match=r"cannot be written: .*; the one that is there is whole$"):
-        kind("first")(path, force=True, between=lambda: kind("later")(path, force=True))
-    assert content(path) == "later"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def ends(pid):
-    """The exit code of a child, or minus the signal that killed it."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-@pytest.mark.processes
-@KINDS
-@PLATFORMS
-@pytest.mark.parametrize("force", [False, True])
-def test_a_kill_at_any_step_leaves_the_old_or_the_new_one_and_the_next_run_cleans_up(tmp_path, kind, force):
-    path, seen = tmp_path / "out", Counter()
-    for step in itertools.count(1):
-        if force:
-            kind("old")(path)
-        if not (pid := os.fork()):
-            try:
-                watch(step, lambda: os.kill(os.getpid(), signal.SIGKILL))
-                kind("new")(path, force=force)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        code = ends(pid)
-        if output._renameat2 is without_renameat2:
-            clean_up(path)  # as the next run does
-        state = content(path)
-        assert state in ("new", "old" if force else None)
-        assert state == "new" or code == -signal.SIGKILL
-        seen[state] += 1
-        kind("next")(path, force=True)
-        assert content(path) == "next"
-        assert [each.name for each in tmp_path.iterdir()] == ["out"]
-        path.unlink() if path.is_file() else shutil.rmtree(path)
-        if code == 0:
-            break
-    assert len(seen) == 2
-    assert sum(seen.values()) > 10
