@@ -3,20 +3,16 @@
 import gc
 import os
 import signal
-import time
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before timm is imported: no test reaches a hub
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # before onnxruntime is imported
 
-import huggingface_hub
 import pytest
 import timm
 import torch
 from huggingface_hub import constants
 from hypothesis import HealthCheck, settings
 from torch import nn
-
-from .hub import Hub
 
 TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
 
@@ -65,30 +61,7 @@ def _signals_as_they_were():
 
 
 @pytest.fixture
-def hub():
-    with Hub() as hub:
-        yield hub
-    assert hub.unknown == []
-
-
-@pytest.fixture
-def here(hub, tmp_path, monkeypatch):
-    """This process uses the hub, with a cache of its own, and waits for nothing."""
-    monkeypatch.chdir(tmp_path)
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
-    for module in (constants, huggingface_hub.file_download):  # before 1.0, of the second
-        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)  # of the functions of the same names
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+def hub(tmp_path, monkeypatch):
+    """An empty cache of the hub's client, which asks no hub."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # of the client between its trials
-    huggingface_hub.utils.disable_progress_bars()
-    # Clients before 1.0 keep a session, which knows whether it is offline.
-    forget = getattr(huggingface_hub.utils, "reset_sessions", lambda: None)
-    forget()
-    yield hub
-    forget()
-    huggingface_hub.utils.enable_progress_bars()
+    return tmp_path / "cache"

@@ -32,6 +32,7 @@ from dcls_convert.checkpoints import verify
 from dcls_convert.cli.app import main
 
 from .conftest import TINY
+from .hub import upload
 from .photographs import photographs
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +45,6 @@ OTHERS = [pytest.mark.thirdparty, pytest.mark.filterwarnings("ignore")]  # other
 LONG = ("README", "checkpoints", "choosing", "compare", "convert", "errors", "fsdp2", "starts", "timm", "training")
 MARKS = {f"{page}.md": SLOW for page in LONG}
 MARKS |= dict.fromkeys(("lightning.md", "trainer.md", "libraries.md"), OTHERS)
-MARKS["hub.md"] = [pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")]  # huggingface_hub to httpx
 # What stands in for names in a page: page -> text -> text.
 SMALL = {"convnext_tiny": TINY}  # .ci/run takes the real one
 STAND_INS = dict.fromkeys(("convert.md", "hub.md", "index.md", "python.md"), SMALL)
@@ -194,14 +194,13 @@ def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monk
     in_this_process = functools.partial(verify.verify_folder, rebuild=verify.rebuild_here)
     monkeypatch.setattr(verify, "verify_folder", in_this_process)  # a fresh one takes seconds
     if page == "hub.md":
-        hub = request.getfixturevalue("here")
-        # The hub of the tests takes folders, not requests.
+        hub = request.getfixturevalue("hub")
         create = lambda *names, **_: SimpleNamespace(repo_id=names[-1])  # noqa: E731
-        upload = lambda *_, repo_id, folder_path, **__: hub.upload(Path(folder_path), repo_id)  # noqa: E731
+        push = lambda *_, repo_id, folder_path, **__: upload(Path(folder_path), repo_id, hub)  # noqa: E731
         for place in ("huggingface_hub", "huggingface_hub.HfApi"):
             monkeypatch.setattr(f"{place}.create_repo", create)
-            monkeypatch.setattr(f"{place}.upload_folder", upload)
-        monkeypatch.setenv("HF_TOKEN", "hf_of_the_test")
+            monkeypatch.setattr(f"{place}.upload_folder", push)
+        monkeypatch.setattr("huggingface_hub.HfApi.file_exists", lambda *_, **__: False)  # timm asks for a card
     elif page != "errors.md":  # which shows what happens without a network
         request.getfixturevalue("trained")
     (tmp_path / "reader").mkdir()

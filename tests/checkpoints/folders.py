@@ -99,14 +99,6 @@ def seal(folder):
     edit_stamp(folder, lambda stamp: stamp | {"config": config_hash(json.loads((folder / CONFIG).read_text()))})
 
 
-def hub_cache(folder, hub):
-    """The folder as the hub's cache holds it, as the repository me/NAME: a path to copy it to."""
-    snapshot = hub / f"models--me--{folder.name}" / "snapshots" / ("0" * 40)
-    (snapshot.parent.parent / "refs").mkdir(parents=True)
-    (snapshot.parent.parent / "refs" / "main").write_text("0" * 40)
-    return snapshot
-
-
 class Allocated(TorchDispatchMode):
     """Bytes of all memory that operators allocate on the CPU."""
 

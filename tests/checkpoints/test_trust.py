@@ -22,7 +22,8 @@ from dcls_convert.export.formats import fold_checkpoint
 from dcls_convert.networks.source import ModelSource, build_model, check_source, known_source
 
 from ..conftest import TINY
-from .folders import edit_json, hub_cache, places, problems, seal, verify
+from ..hub import upload
+from .folders import edit_json, places, problems, seal, verify
 
 # What a folder may try: the plan's model, and its arguments. CANARY is a file that must not appear or be opened,
 # canary_module a module that must not be imported.
@@ -87,9 +88,9 @@ def watched():
         _events = None
 
 
-def ways(folder, hub):
+def ways(folder):
     """Every way in that builds a model, by name."""
-    local, remote = f"local-dir:{folder}", f"hf-hub:me/{folder.name}"
+    local, remote = f"local-dir:{folder}", "hf-hub:me/evil"
     return {
         "load_converted": lambda: load_converted(folder),
         "fold": lambda: fold_checkpoint(folder, "timm", folder.parent / f"folded-{folder.name}"),
@@ -97,15 +98,15 @@ def ways(folder, hub):
         "timm, pretrained": lambda: timm.create_model(local, pretrained=True),
         "timm, new head": lambda: timm.create_model(local, pretrained=True, num_classes=3),
         "timm, features": lambda: timm.create_model(local, pretrained=True, features_only=True),
-        "hub": lambda: timm.create_model(remote, cache_dir=hub),
-        "hub, pretrained": lambda: timm.create_model(remote, pretrained=True, cache_dir=hub),
+        "hub": lambda: timm.create_model(remote),
+        "hub, pretrained": lambda: timm.create_model(remote, pretrained=True),
     }
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_way_in_runs_imports_opens_or_downloads_what_a_folder_names(folder, tmp_path, monkeypatch, attack):
+def test_no_way_in_runs_imports_opens_or_downloads_what_a_folder_names(folder, hub, tmp_path, monkeypatch, attack):
     """The folder names the model, or the arguments, in all places, and says that it was written so."""
-    canary, hub = tmp_path / "elsewhere" / "CANARY", tmp_path / "hub"
+    canary = tmp_path / "elsewhere" / "CANARY"
     canary.parent.mkdir()
     canary.with_name("canary_module.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(canary.parent)
@@ -118,9 +119,9 @@ def test_no_way_in_runs_imports_opens_or_downloads_what_a_folder_names(folder, t
 
     edit_json(folder / CONFIG, change)
     seal(folder)
-    shutil.copytree(folder, hub_cache(folder, hub))
+    upload(folder, "me/evil", hub)
     with watched() as events:
-        for way, load in ways(folder, hub).items():
+        for way, load in ways(folder).items():
             with pytest.raises(Exception, match=REFUSALS):
                 load()
             assert events == [], way
