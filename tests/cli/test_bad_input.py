@@ -68,7 +68,6 @@ def refused(*arguments, says, code=MISTAKE):
     {
         f"{NET} --plan nowhere": "nowhere: is not a folder",
         "rules nope": "No such command 'nope'",
-        "rules show nope": "rules 'nope' are neither a file nor one of conv3x3, dense3x3",
         "inspect . --json --plan": "--plan and --json exclude each other",
     }
 )
@@ -238,28 +237,6 @@ def test_what_a_message_advises_works(given, says):
         run(*SIZED, "--dry-run", option, value)
 
 
-# --- Rule files
-
-DEPTHWISE = "match: {kind: depthwise}"
-RULE = f"{DEPTHWISE}, dilated_size: 17"
-
-
-def in_rule(text):
-    return f"format: 1\nrules: [{{{text}}}]"
-
-
-@table(
-    {
-        f"{DEPTHWISE}, dilated_size: [17]": "stages.0.1: the size 17 is for 1-D, this convolution is 2-D",
-        f"{RULE}}}, {{name: late, match: {{path: no*}}": "my.yaml: rule 'late' claims nothing: no convolution",
-    }
-)
-def test_rules_that_do_not_fit_the_model(given, says):
-    Path("my.yaml").write_text(in_rule(given))
-    refused(NET, *SMALL, "--rules", "my.yaml", says=says)
-    refused("rules", "check", "my.yaml", "--model", NET, says=says)
-
-
 # --- Exit code 3
 
 
@@ -285,7 +262,6 @@ def test_a_converted_model_is_not_converted_again():
 
 @table(
     {
-        "--checkpoint half.safetensors": "checkpoint half.safetensors: not a readable safetensors file",
         "--output foreign --force": re.compile("output foreign holds 'data.txt'.* it is left as it is"),
         "--output ''": "output .: name a new folder, not one that is there already",
         "--output half.safetensors/x": "half.safetensors is not a folder",
