@@ -5,11 +5,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._dynamo import lookup_backend
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from dcls_convert.depthwise import choice, matmul, onednn
 from dcls_convert.depthwise.choice import VARIABLE, conv2d
@@ -224,7 +228,7 @@ def test_memory_is_that_on_paper(monkeypatch, most):
     assert max(allocated) <= max(channels * max(patches, bank), 4 * 8 * 96 * 72 * 72)  # or the padded map
 
 
-# Compiled networks: `matmul` against torch's way.
+# Networks, compiled and spread over processes: `matmul` against torch's way.
 
 
 def steps(model, images):
@@ -261,3 +265,21 @@ def test_a_compiled_training_step(monkeypatch):
     close(steps(torch.compile(network(), fullgraph=True, backend=backend), images), expected, atol=1e-9)
     assert all(("bmm" in graph or "autograd_function" in graph) and "conv2d" not in graph for graph in graphs)
     assert graphs
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "spread", [DistributedDataParallel, lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,)))]
+)
+def test_spread_layers(tmp_path, monkeypatch, spread):
+    images = torch.randn(2, 4, 20, 18, dtype=torch.float64)
+    monkeypatch.setenv(VARIABLE, "torch")
+    expected = steps(network(), images)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        with going("matmul") as paddings:
+            ours = [getattr(tensor, "to_local", tensor.detach)() for tensor in steps(spread(network()), images)]
+    finally:
+        dist.destroy_process_group()
+    assert len(paddings) == 6
+    close(ours, expected, atol=1e-9)
