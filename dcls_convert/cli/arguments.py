@@ -135,7 +135,8 @@ class CommandGroup(PlainHelp, TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
         if args and DEFAULT in self.commands and args[0] not in own and args[0] not in self.commands:
-            if near := difflib.get_close_matches(args[0], self.commands, 1, 0.8):  # no model's name is as near
+            near = difflib.get_close_matches(args[0], self.commands, 1, 0.8)  # no model's name is as near
+            if near and not args[0].startswith("-"):
                 raise DclsConvertError(f"there is no command {args[0]!r} (did you mean {near[0]!r}?)")
             args = [DEFAULT, *args]
         return super().parse_args(ctx, args or ["--help"])
@@ -164,8 +165,8 @@ def image_size(panel: str, help: str) -> Any:
 
 # What several commands take.
 Checkpoint = Annotated[Path, checkpoint_argument("CHECKPOINT", "A folder that dcls-convert wrote.")]
-SIZE_HELP = "Size of images, for MACs, exports and training; without it, the model's own."
-InputSize = Annotated[Any, image_size(OUTPUT, SIZE_HELP)]
+IMAGES_HELP = "Size of images, for MACs, exports and training; without it, the model's own."
+InputSize = Annotated[Any, image_size(OUTPUT, IMAGES_HELP)]
 Json = Annotated[bool, option(OUTPUT, "Print one JSON object.", "--json")]
 Csv = Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")]
 Force = Annotated[bool, option(OUTPUT, "Replace what an earlier run wrote.", "--force")]

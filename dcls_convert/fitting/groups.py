@@ -59,10 +59,6 @@ def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...
         if any(f"{tie.owner}.".startswith(graph) for graph in graphs):
             problem = "a graph of torch.fx, whose copies would lose the positions that layers share"
             raise PlanError(f"{tie.owner or 'the model'} is in {problem}; convert before tracing, or with tie='none'")
-        owner = model.get_submodule(tie.owner)
-        for parameter in tie.parameters.values():
-            if hasattr(owner, parameter):
-                raise PlanError(f"{tie.owner or 'the model'} already has a {parameter}; is the model converted?")
     members: dict[str, list[LayerPlan]] = {}
     for layer in plan.layers:
         members.setdefault(layer.tie_group or f"\0{layer.name}", []).append(layer)

@@ -140,7 +140,7 @@ def test_quiet_prints_the_folder_alone_and_sizes_name_it():
     for folder, *options in [
         ("dcls17", "--dilated-size", "17"),
         ("dcls9x11", "--dilated-size", "9x11"),
-        ("dcls", "--rules", "rules.yaml", "--dilated-size", "11"),
+        ("dcls", "--dilated-size", "11", "--rules", "rules.yaml"),  # which is no misspelt `rules`
     ]:
         assert run(*options[-2:], NET, *options[:-2], *SMALL, "--quiet") == (f"net-{folder}\n", "")
 

@@ -113,7 +113,9 @@ def test_an_integer_leaves_sides_of_1_and_dense_axes_as_they_are(kernel, size, r
     dims = len(kernel) if isinstance(kernel, tuple) else 2
     conv = [nn.Conv1d, nn.Conv2d, nn.Conv3d][dims - 1](4, 4, kernel, groups=4)
     assert windows(conv, size, rule) == (window, dense_axes)
-    assert windows(depthwise((1, 3), dilation=2), 9) == ((1, 9), (0,))  # the dilation of a side of 1 means nothing
+    wide = depthwise((1, 3), dilation=2)
+    assert windows(wide, 9) == ((1, 9), (0,))  # the dilation of a side of 1 means nothing
+    assert DclsConv2d.from_conv(wide, kernel_count=3, dilated_kernel_size=(1, 9), dense_axes=(0,)).dense_axes == (0,)
 
 
 @pytest.mark.parametrize(
