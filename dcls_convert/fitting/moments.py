@@ -31,12 +31,10 @@ ROWS_AT_ONCE = 256  # of the product of one large matrix
 
 PLACES = 128  # of an image, about; neighbours say much the same
 SHIFT = 7  # places by which the first one along a further axis moves more from image to image
-POWER = -0.25  # of an image's variance, by which it is multiplied; at 0, one rough texture outweighs all other images
-EVERY = 4  # places along each axis, for that variance
 
-# What some groups see: of each image a view of its patches, with the axes (*groups, *patch, *output), of the outputs
-# that are wanted there, (groups, Q, *output), and by what it is multiplied.
-Part = tuple[list[Tensor], list[Tensor], list[Tensor]]
+# What some groups see: of each image a view of its patches, with the axes (*groups, *patch, *output), and of the
+# outputs that are wanted there, (groups, Q, *output).
+Part = tuple[list[Tensor], list[Tensor]]
 
 
 class Moments:
@@ -73,9 +71,6 @@ class Moments:
         Of each image, some hundred places alone: every n-th along each axis, from another first one in each image.
         """
         layer, dims = self.layer, self.layer.dims
-        some: Any = (..., *[slice(None, None, EVERY)] * dims)
-        variance = (images if wanted is None else wanted)[some].float().flatten(2).var(2, correction=0).mean(1)
-        scales = torch.where(variance > 0, variance**POWER, 1.0)
         patches = images
         for axis in range(dims):
             patches = patches.unfold(2 + axis, layer.kernel_size[axis], layer.stride[axis])
@@ -93,28 +88,27 @@ class Moments:
         seen, targets = [], []
         for image in range(len(patches)):
             firsts = ((self.images + image) * SHIFT**axis % nth for axis in range(dims))
-            some = (..., *(slice(first, None, nth) for first in firsts))
+            some: Any = (..., *(slice(first, None, nth) for first in firsts))
             seen.append(patches[image][some])
             targets += [] if wanted is None else [wanted[image][some]]
         self.images += len(patches)
         most = -(-len(seen[0]) // LEAST_PARTS)
         step = max(1, min(most, FLOATS_AT_ONCE * len(seen[0]) // sum(image.numel() for image in seen)))
         some_groups = [slice(first, first + step) for first in range(0, len(seen[0]), step)]
-        return [([image[some] for image in seen], [each[some] for each in targets], [*scales]) for some in some_groups]
+        return [([image[some] for image in seen], [target[some] for target in targets]) for some in some_groups]
 
     def rows(self, part: Part) -> Tensor:
         """What the products are of: (groups, R * S + Q + 1, P)."""
-        (seen, wanted, scales), dims = part, self.layer.dims
+        (seen, wanted), dims = part, self.layer.dims
         groups, outputs = math.prod(seen[0].shape[: self.axes]), wanted[0].shape[1] if wanted else 0
         places = [math.prod(image.shape[-dims:]) for image in seen]
         dtype = torch.promote_types(seen[0].dtype, torch.float32)
         rows = seen[0].new_ones(groups, self.length + outputs + 1, sum(places), dtype=dtype)
-        for image, target, scale, own in itertools.zip_longest(seen, wanted, scales, torch.split(rows, places, 2)):
+        for image, target, own in itertools.zip_longest(seen, wanted, torch.split(rows, places, dim=2)):
             own = own.view(*own.shape[:2], *image.shape[-dims:])
             own[:, : self.length].view(image.shape).copy_(image)
             if outputs:
                 own[:, self.length : -1].copy_(target)
-            own *= scale
         return rows
 
     def _add_products_(self, sums: Tensor, part: Part) -> None:
@@ -138,7 +132,7 @@ class Moments:
         """Means (G, R * S + Q) and covariances of the patches and the wanted outputs behind them."""
         assert self.sums is not None
         sums = self.sums if self.groups > 1 else self.sums.tril() + self.sums.tril(-1).mT
-        products = sums / sums[0, -1, -1]  # what all places weigh
+        products = sums / sums[0, -1, -1]  # the number of places
         means = products[:, :-1, -1].clone()
         return means, products[:, :-1, :-1].baddbmm_(means.unsqueeze(2), means.unsqueeze(1), alpha=-1)
 
