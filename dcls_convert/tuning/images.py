@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from timm.data import create_dataset, create_transform, resolve_data_config
+from timm.data import ImageDataset, create_dataset, create_transform, resolve_data_config
+from timm.data.readers.reader_wds import ReaderWds
 from timm.utils import random_seed
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from ..errors import DclsConvertError, listed, one_line, shown
 from ..fitting.images import FORMATS, UNREADABLE
@@ -24,6 +25,7 @@ from ..options import Augmentation
 from ..progress import Notify, silent
 from ..tables import counted
 from .recipe import Recipe
+from .shards import Shards
 
 MODES = {1: "L", 3: "RGB"}  # of images, by channels
 HELD_OUT = 5  # one image in so many of each class is to test, in a folder that has no images for it
@@ -75,7 +77,8 @@ def open_images(
     Args:
         data: Folder with a folder for each class, or with `train` and `validation` (or `val`) that have these. Of each
             class of the first kind, every fifth image is to test.
-        dataset: timm's name of a data set, such as "torch/cifar10" or "hfds/cifar10"; `data` is then where it lies.
+        dataset: timm's name of a data set, such as "torch/cifar10", "hfds/cifar10" or "wds/imagenet"; `data` is then
+            where it lies.
         splits: Names of its parts, to train and to test.
         classes: How many, where the data set does not name them.
         labelled: False for images to learn a teacher's outputs from; folders are then no classes.
@@ -89,12 +92,11 @@ def open_images(
         raise DclsConvertError(f"{where}: is not a folder")
     root = None if data is None else str(data)
     try:
-        train = create_dataset(dataset, root=root, split=splits[0])
+        train, test = (_by_number(create_dataset(dataset, root=root, split=split), where, note) for split in splits)
         named = getattr(getattr(train, "reader", train), "class_to_idx", None) or {}
-        test = create_dataset(dataset, root=root, split=splits[1])
     except Exception as error:  # what timm and the libraries below it raise has no common base
         raise DclsConvertError(f"{where}: {one_line(error)[:300]}") from error
-    if not all(hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in (train, test)):
+    if any(isinstance(part, IterableDataset) for part in (train, test)):
         raise DclsConvertError(f"{where}: is a stream; choose a data set whose images have numbers")
     if not dataset:
         _leave_out_unreadable_(train.reader, where, note)
@@ -112,6 +114,14 @@ def open_images(
     if not len(train) or not len(test):
         raise DclsConvertError(f"{where}: has {len(train)} images to train on and {len(test)} to test with")
     return ImageData(train=train, test=test, classes=names)
+
+
+def _by_number(images: Any, where: str, note: Notify) -> Any:
+    """With an index, where timm reads shards as a stream."""
+    if not isinstance(getattr(images, "reader", None), ReaderWds):
+        return images
+    note(f"{where}: looking for the images in {counted(len(images.reader.split_info.filenames), 'shard')}")
+    return ImageDataset("", reader=Shards(images.reader))
 
 
 def _take_classes_of(reader: Any, named: Mapping[str, int], where: str, note: Notify) -> None:

@@ -1,6 +1,7 @@
 """`dcls-convert compare`: fair arms, runs that go on where they were stopped, and one table at the end."""
 
 import json
+import tarfile
 from pathlib import Path
 from unittest.mock import patch
 
@@ -261,6 +262,30 @@ def test_folders_of_classes_alone_are_split_class_by_class(tmp_path):
     paths = [{path for path, _ in part.reader.samples} for part in (data.train, data.test)]
     assert not paths[0] & paths[1]
     assert {label for _, label in data.test.reader.samples} == {0, 1}
+
+
+def test_shards_give_the_runs_that_a_folder_of_the_same_images_gives(tmp_path):
+    folder, splits = open_images(tmp_path / "images"), {}
+    for split, images in (("train", folder.train), ("validation", folder.test)):
+        names = [f"{split}-{number}.tar" for number in range(2)]
+        half = len(images) // 2
+        for name, samples in zip(names, (images.reader.samples[:half], images.reader.samples[half:]), strict=True):
+            with tarfile.open(tmp_path / name, "w") as shard:
+                for image, label in samples:
+                    base = f"some.folder/{Path(image).stem}"
+                    shard.add(image, f"{base}.png")
+                    (tmp_path / "label").write_text(str(label))
+                    shard.add(tmp_path / "label", f"{base}.cls")
+                (tmp_path / "label").write_text("-1")  # no label, for timm
+                shard.add(image, "none.png")
+                shard.add(tmp_path / "label", "none.cls")
+        splits[split] = {"name": split, "filenames": names, "shard_lengths": [half, half], "num_samples": len(images)}
+    (tmp_path / "info.json").write_text(json.dumps({"splits": splits}))
+    arguments = ("--num-classes", "2", *QUICK, "--sizes", "9", "--epochs", "1", "--seeds", "1")
+    for output, data in {"one": ("--data", "images"), "other": ("--dataset", "wds/", "--data", ".")}.items():
+        run("compare", NET, *data, *arguments, "--output", output)
+    one, other = (read_comparison(tmp_path / output).runs for output in ("one", "other"))
+    assert [(run.loss, run.right) for run in one] == [(run.loss, run.right) for run in other]
 
 
 def test_images_that_cannot_be_read_are_named_and_left_out_and_classes_must_be_learnt(tmp_path):
