@@ -1,7 +1,7 @@
 """Passes in step see each other's inputs, give what passes alone give, and end where one of them fails."""
 
+import contextlib
 import functools
-import threading
 
 import pytest
 import torch
@@ -12,18 +12,20 @@ from dcls_convert.networks.in_step import run_in_step
 
 
 class Network(nn.Module):
-    def __init__(self, *, turns=False, fails=False):
+    def __init__(self, *, turns=False, fails=False, within=contextlib.nullcontext):
         super().__init__()
         torch.manual_seed(0)
         self.one, self.other = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
-        self.turns, self.fails, self.found = turns, fails, []
+        self.turns, self.fails, self.within, self.found = turns, fails, within, []
 
     def forward(self, input):
         if self.fails and len(input) == 1:
             raise MemoryError
         order = [self.other, self.one] if self.turns and len(input) == 1 else [self.one, self.other]
         for conv in order:
-            input = conv(input).relu() + torch.zeros(())  # on the default device
+            with self.within():
+                input = conv(input)
+                input = input @ input.mT + torch.zeros(())  # on the default device
         self.found.append(input)
 
 
@@ -32,8 +34,11 @@ def run(model, batches, answer):
     run_in_step([model.one, model.other], [functools.partial(model, batch) for batch in batches], answer)
 
 
-def test_passes_give_what_they_give_alone_and_a_call_sees_the_inputs_of_all():
-    model, batches, seen = Network(), [torch.randn(count, 3, 9, 9) for count in (2, 1, 3)], []
+@pytest.mark.parametrize(
+    "within", [contextlib.nullcontext, torch.inference_mode, functools.partial(torch.autocast, "cpu")]
+)
+def test_passes_give_what_they_give_alone_and_a_call_sees_the_inputs_of_all(within):
+    model, batches, seen = Network(within=within), [torch.randn(count, 3, 9, 9) for count in (2, 1, 3)], []
     old = {conv: conv.forward for conv in (model.one, model.other)}
     for batch in batches:
         model(batch)
@@ -41,7 +46,10 @@ def test_passes_give_what_they_give_alone_and_a_call_sees_the_inputs_of_all():
 
     def answer(conv, inputs):
         seen.append((conv, [len(input) for input in inputs]))
-        return [old[conv](input) for input in inputs]
+        assert not torch.is_inference_mode_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+        with within():
+            return [old[conv](input) for input in inputs]
 
     with torch.device("cpu"):
         run(model, batches, answer)
@@ -50,13 +58,16 @@ def test_passes_give_what_they_give_alone_and_a_call_sees_the_inputs_of_all():
         assert torch.equal(one, other)
         assert not one.requires_grad
     assert not any("forward" in vars(part) for part in model.modules())
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize(
     ("options", "error"), [({"turns": True}, ModelError), ({"fails": True}, MemoryError), ({}, KeyboardInterrupt)]
 )
 def test_where_one_fails_all_end_and_the_model_is_as_before(options, error):
-    model, threads = Network(**options), threading.active_count()
+    model = Network(**options)
 
     def answer(conv, inputs):
         if conv is model.other:
@@ -66,7 +77,6 @@ def test_where_one_fails_all_end_and_the_model_is_as_before(options, error):
     with pytest.raises(error):
         run(model, [torch.randn(count, 3, 9, 9) for count in (2, 1)], answer)
     assert not any("forward" in vars(part) for part in model.modules())
-    assert threading.active_count() == threads
 
 
 def test_tensors_without_a_device_are_where_they_would_be_outside():
