@@ -30,7 +30,7 @@ from ..options import (
     Tie,
 )
 from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
-from .completion import complete_checkpoints, complete_models, complete_rules
+from .completion import complete_files, complete_models, complete_rules
 
 if TYPE_CHECKING:
     from ..pipeline import Job
@@ -156,7 +156,7 @@ def argument(metavar: str, help: str, complete: Callable[[str], list[str]], **se
 
 
 def checkpoint_argument(metavar: str, help: str) -> Any:
-    return argument(metavar, help, complete_checkpoints, callback=check_folder)
+    return argument(metavar, help, complete_files, callback=check_folder)
 
 
 def image_size(panel: str, help: str) -> Any:

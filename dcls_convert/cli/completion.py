@@ -1,11 +1,10 @@
-"""What a shell completes: names of models and rule sets, and checkpoint folders. Imports neither torch nor timm."""
+"""What a shell completes: names of models and rule sets. Imports neither torch nor timm."""
 
 import importlib.util
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from ..files import builtin_rules, is_checkpoint
+from ..files import builtin_rules
 
 # A function that timm's or torchvision's registry gets by its name, or by the one that the decorator states. Importing
 # the registries would take seconds.
@@ -31,21 +30,10 @@ def complete_models(incomplete: str) -> list[str]:
 
 
 def complete_rules(incomplete: str) -> list[str]:
-    """Built-in sets, and YAML files."""
-    names = [name for name in ("auto", *builtin_rules()) if name.startswith(incomplete)]
-    return [*names, *(str(path) for path in _entries(incomplete) if path.suffix in (".yaml", ".yml"))]
+    """Built-in sets; where none begins so, shells complete files themselves."""
+    return [name for name in ("auto", *builtin_rules()) if name.startswith(incomplete)]
 
 
-def complete_checkpoints(incomplete: str) -> list[str]:
-    """Checkpoint folders; none where there are none, so that the shell goes on with its own completion of files."""
-    return [str(path) for path in _entries(incomplete) if is_checkpoint(path)]
-
-
-def _entries(incomplete: str) -> Iterator[Path]:
-    """What begins with what was typed."""
-    typed = Path(incomplete)
-    folder, name = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
-    try:
-        yield from sorted(path for path in folder.iterdir() if path.name.startswith(name))
-    except OSError:
-        return
+def complete_files(incomplete: str) -> list[str]:
+    """Nothing, so that shells complete files themselves."""
+    return []

@@ -10,7 +10,7 @@ from ..output import check_output
 from ..progress import silent
 from . import console
 from .arguments import MOST_SEED, OUTPUT, WHAT, WHERE, Force, Json, Network, Quiet, number, option, refuse, with_records
-from .completion import complete_checkpoints
+from .completion import complete_files
 
 if TYPE_CHECKING:
     from ..pipeline import Conversion, Job
@@ -38,7 +38,7 @@ VERBOSE = option(OUTPUT, "Report every layer and why; -vv: name all others.", "-
 @with_records
 def convert(
     network: Network,
-    plan: Annotated[Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER", autocompletion=complete_checkpoints)] = None,
+    plan: Annotated[Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER", autocompletion=complete_files)] = None,
     init: Annotated[Init, option(WHERE, INIT_HELP)] = "auto",
     positions: Annotated[Positions, option(WHERE, POSITIONS_HELP)] = "normal",
     authors_version: Annotated[AuthorsVersion | None, VERSION] = None,
