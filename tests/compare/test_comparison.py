@@ -267,23 +267,19 @@ def test_folders_of_classes_alone_are_split_class_by_class(tmp_path):
 def test_shards_give_the_runs_that_a_folder_of_the_same_images_gives(tmp_path):
     folder, splits = open_images(tmp_path / "images"), {}
     for split, images in (("train", folder.train), ("validation", folder.test)):
-        names = [f"{split}-{number}.tar" for number in range(2)]
+        names = [f"{split}-0.tar", f"{split}-1.tar"]
         half = len(images) // 2
         for name, samples in zip(names, (images.reader.samples[:half], images.reader.samples[half:]), strict=True):
             with tarfile.open(tmp_path / name, "w") as shard:
-                for image, label in samples:
-                    base = f"some.folder/{Path(image).stem}"
-                    shard.add(image, f"{base}.png")
+                for image, label in [*samples, (samples[0][0], -1)]:  # the last has no label, for timm
                     (tmp_path / "label").write_text(str(label))
-                    shard.add(tmp_path / "label", f"{base}.cls")
-                (tmp_path / "label").write_text("-1")  # no label, for timm
-                shard.add(image, "none.png")
-                shard.add(tmp_path / "label", "none.cls")
+                    shard.add(image, f"some.folder/{Path(image).stem}{label}.png")
+                    shard.add(tmp_path / "label", f"some.folder/{Path(image).stem}{label}.cls")
         splits[split] = {"name": split, "filenames": names, "shard_lengths": [half, half], "num_samples": len(images)}
     (tmp_path / "info.json").write_text(json.dumps({"splits": splits}))
-    arguments = ("--num-classes", "2", *QUICK, "--sizes", "9", "--epochs", "1", "--seeds", "1")
     for output, data in {"one": ("--data", "images"), "other": ("--dataset", "wds/", "--data", ".")}.items():
-        run("compare", NET, *data, *arguments, "--output", output)
+        settings = (*QUICK, "--num-classes", "2", "--sizes", "9", "--epochs", "1", "--seeds", "1", "--output", output)
+        run("compare", NET, *data, *settings)
     one, other = (read_comparison(tmp_path / output).runs for output in ("one", "other"))
     assert [(run.loss, run.right) for run in one] == [(run.loss, run.right) for run in other]
 
