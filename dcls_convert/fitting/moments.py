@@ -21,6 +21,7 @@ from ..networks.running import in_parallel
 from .boxes import Box
 
 DAMPING = 1e-2  # share of an input's energy; keeps a kernel close to the old one where the images have no energy
+ALIKE = 0.2  # share of the mean correlation that the groups of a layer see; few images tell too little of each alone
 LEAST_ENERGY = 1e-3  # share of the mean energy of all inputs that each of them counts with at least
 RIDGE = 1e-4  # share of the energy of an element in the middle of a cell; bounds elements that nearly coincide
 MOST_SCALE = 10.0  # of a channel; beyond, the images say too little about it
@@ -136,13 +137,25 @@ class Moments:
         means = products[:, :-1, -1].clone()
         return means, products[:, :-1, :-1].baddbmm_(means.unsqueeze(2), means.unsqueeze(1), alpha=-1)
 
-    def penalty(self, covariance: Tensor) -> Tensor:
-        """(G, R * S): what is added to the covariance's diagonal, a share of the energy of each line's input."""
+    def energy(self, covariance: Tensor) -> Tensor:
+        """(G, R * S): the mean variance of each line's input, at least a share of that of all."""
         cells = math.prod(self.box.sides)
         energy = covariance.diagonal(dim1=1, dim2=2)[:, : self.length]  # (G, R * S)
         energy = energy.reshape(self.groups, -1, cells).mean(-1)  # (G, R)
         least = energy.mean() * LEAST_ENERGY + 1e-12
-        return DAMPING * energy.maximum(least).repeat_interleave(cells, dim=1)
+        return energy.maximum(least).repeat_interleave(cells, dim=1)
+
+    def prior(self, means: Tensor, covariance: Tensor) -> Tensor:
+        """(G, R * S, R * S): what few images leave open, by which kernels are to be close to the old ones.
+
+        Some energy everywhere, the answer to the mean patch, and a share of what the groups see alike.
+        """
+        energy = self.energy(covariance)
+        prior = torch.diag_embed(DAMPING * energy).baddbmm_(means.unsqueeze(2), means.unsqueeze(1))
+        if self.groups > 1:
+            scales = energy.sqrt().unsqueeze(2) * energy.sqrt().unsqueeze(1)
+            prior += ALIKE * (covariance / scales).mean(0) * scales
+        return prior
 
 
 def shared_roots(moments: Sequence[Moments]) -> Tensor | None:
@@ -155,7 +168,7 @@ def shared_roots(moments: Sequence[Moments]) -> Tensor | None:
     for alone in moments:
         if alone.sums is not None:
             _, covariance = alone.statistics()
-            covariance.diagonal(dim1=1, dim2=2).add_(alone.penalty(covariance))
+            covariance.diagonal(dim1=1, dim2=2).add_(alone.energy(covariance), alpha=DAMPING)
             matrix = covariance.reshape(alone.layer.in_channels, -1, *covariance.shape[1:]).mean(1)
             seen.append(matrix / matrix.diagonal(dim1=1, dim2=2).mean())
     if not seen:
@@ -170,19 +183,18 @@ def best_weights(
     """Weights (N, E) of elements for outputs close to the wanted ones, and means (O,) to add to the outputs.
 
     Each channel then has the wanted variance and mean. From joint moments with wanted outputs, places (N, E, A) in the
-    box, and weights to go on from (N, E), which are only to be kept where they are fixed. Where the images have no
-    energy, the kernel stays close to the old one (N, S).
+    box, and weights to go on from (N, E), which are only to be kept where they are fixed. Where the images say little,
+    the kernel stays close to the old one (N, S).
     """
     places, old, start = places.double(), old.double(), start.double()
     (means, everything), length = moments.statistics(), moments.length
     covariance, cross = everything[:, :length, :length], everything[:, length:, :length]  # (G, Q, R * S)
-    penalty = moments.penalty(covariance)
+    prior = moments.prior(means[:, :length], covariance)
     footprint = moments.box.footprint(places)  # (N, E, S)
-    goal = cross + old.reshape(moments.groups, -1, length) * penalty.unsqueeze(1)
-    covariance.diagonal(dim1=1, dim2=2).add_(penalty)
-    weights = start if fixed else _solved(covariance, footprint, goal, start)
+    goal = cross + old.reshape(moments.groups, -1, length) @ prior
+    weights = start if fixed else _solved(prior.add_(covariance), footprint, goal, start)
     kernel = (weights.unsqueeze(1) @ footprint).reshape(goal.shape)
-    variance = ((kernel @ covariance - kernel * penalty.unsqueeze(1)) * kernel).sum(-1)  # (G, Q)
+    variance = ((kernel @ covariance) * kernel).sum(-1)  # (G, Q)
     wanted = everything.diagonal(dim1=1, dim2=2)[:, length:].clamp(min=0)
     scale = torch.ones_like(variance) if fixed else scale_between(variance, wanted)
     weights = weights * scale.flatten().repeat_interleave(len(weights) // scale.numel()).unsqueeze(1)

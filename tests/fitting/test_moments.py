@@ -1,5 +1,7 @@
 """What a layer's inputs and outputs have in common over many places, and the weights that follow from it."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -54,7 +56,7 @@ def per_channel(outputs):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_best_weights_are_those_of_least_squares(name, monkeypatch):
-    """With a penalty for the distance of the kernel from the old one."""
+    """Of images, and of what keeps the kernel close to the old one where they say little."""
     for setting, value in (("RIDGE", 1e-10), ("MOST_STEPS", 1000), ("LEAST_RESIDUAL", 1e-12)):
         monkeypatch.setattr(moments, setting, value)
     conv, layer, box, images = layer_of(name)
@@ -64,15 +66,20 @@ def test_the_best_weights_are_those_of_least_squares(name, monkeypatch):
     patches = torch.cat([fresh.rows(part) for part in fresh.parts(layer.padded(images))])[:, :-1]
     old, places = box.lines_of(conv.weight.detach().double()), box.places_of(layer.positions.detach())
     weights, _ = best_weights(joint, places, old, layer.weight.detach().flatten(0, -2))
-    footprint, penalty = box.footprint(places), joint.penalty(joint.statistics()[1])
+    footprint, cells = box.footprint(places), math.prod(box.sides)
+    centred = patches - patches.mean(2, keepdim=True)
+    energy = centred.square().mean(2).unflatten(1, (-1, cells)).mean(2).repeat_interleave(cells, 1)  # (G, R * S)
+    scales = (energy.unsqueeze(2) * energy.unsqueeze(1)).sqrt()
+    alike = 0.2 * (len(patches) > 1) * (centred @ centred.mT / patches.shape[2] / scales).mean(0) * scales
     lines = len(weights) // layer.out_channels
     for channel, target in enumerate(per_channel(wanted)):
         own = slice(channel * lines, (channel + 1) * lines)
         group = channel // (layer.out_channels // layer.groups)
         into = torch.block_diag(*footprint[own])  # (R * E, R * S)
-        seen = patches[group] - patches[group].mean(1, keepdim=True)
-        goal = seen @ (target - target.mean()) / len(target) + penalty[group] * old[own].flatten()
-        matrix = seen @ seen.T / len(target) + torch.diag(penalty[group])
+        seen, mean = centred[group], patches[group].mean(1)
+        prior = torch.diag(0.01 * energy[group]) + mean.outer(mean) + alike[group]
+        goal = seen @ (target - target.mean()) / len(target) + prior @ old[own].flatten()
+        matrix = seen @ seen.T / len(target) + prior
         exact = torch.linalg.solve(into @ matrix @ into.T + 1e-13 * torch.eye(len(into)), into @ goal)
         ours = weights[own].flatten()
         scale = (ours @ exact) / (exact @ exact)  # to the wanted variance
