@@ -190,8 +190,8 @@ class ConversionPlan(Record):
         return tuple(differences)
 
     def _repr_html_(self) -> str:
-        """The plan in a notebook: a row a stage, and the budget in a sentence."""
-        from ..views.stages import plan_view
+        """The plan in a notebook: the report that it predicts."""
+        from ..views.report import plan_view
 
         return as_html(plan_view(self))
 

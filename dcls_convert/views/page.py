@@ -23,7 +23,7 @@ from .counts import arrow, exact, percent, short_count
 from .elements import LayerKernels, PositionPicture, kernel_pictures, position_pictures
 from .history import HistoryPicture, read_history
 from .receptive_field import FieldOptions, FieldPictures, field_pictures
-from .stages import StageRow, stage_rows
+from .report import StageRow, stage_rows
 
 TEMPLATE = Path(__file__).with_name("page.html")
 COSTS = {"params": "Parameters", "macs": "MACs for one image"}  # of a stage

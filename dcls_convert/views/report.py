@@ -2,8 +2,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -14,10 +16,10 @@ from ..errors import filled, printable, shown
 from ..networks.outputs import Agreement
 from ..options import EXACT, MOST_SLOWER
 from ..pipeline import Conversion, Job
-from ..reports.report import Change, ConversionReport, Outcome
+from ..planning.plan import ConversionPlan
+from ..reports.report import Change, ConversionReport, LayerReport, Outcome, predict_report
 from ..tables import Column, Table, counted, indented, span
 from .counts import arrow, exact, in_one_unit, percent, short_arrow
-from .stages import COLUMNS, StageRow, stage_rows
 
 COSTLY = 50.0  # percent more MACs
 WHY_SCOPE = {"model": ", as in the paper", "error": ", the default with images"}
@@ -30,6 +32,68 @@ FOLDING_SENTENCE = (
     " Folding the kernels into plain convolutions keeps the outputs and these MACs, saves the construction, and stores "
     "window-sized kernels."
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRow:
+    """The replaced layers of one stage; or one layer, where each has a row of its own."""
+
+    layers: tuple[LayerReport, ...]
+    name: str = ""
+
+    @property
+    def kernels(self) -> str:
+        """ "7x7 → 17x17"."""
+        return " → ".join(span(self._all(size), size_text) for size in ("kernel_size", "dilated_size"))
+
+    @property
+    def counts(self) -> str:
+        """ "34", or "29..40"."""
+        return span(self._all("kernel_count"))
+
+    @property
+    def params(self) -> Change:
+        """With biases, and with positions, which count where they are first used."""
+        return self._total("params")
+
+    @property
+    def macs(self) -> Change:
+        """For one image; unknown where the model could not be traced."""
+        return self._total("macs")
+
+    @property
+    def error(self) -> float | None:
+        """The mean relative error of the kernels; None where they were not made from trained ones."""
+        errors = [layer.fit_error for layer in self.layers if layer.fit_error is not None]
+        return sum(errors) / len(errors) if errors else None
+
+    def _all(self, name: str) -> set[Any]:
+        return {getattr(layer, name) for layer in self.layers}
+
+    def _total(self, unit: str) -> Change:
+        before, after = ([getattr(layer, f"{unit}_{when}") for layer in self.layers] for when in ("before", "after"))
+        return Change() if None in (*before, *after) else Change(before=sum(before), after=sum(after))
+
+
+def stage_rows(layers: Iterable[LayerReport]) -> list[StageRow]:
+    """A row for each stage, in the layers' order."""
+    stages: dict[str, list[LayerReport]] = {}
+    for layer in layers:
+        stages.setdefault(layer.stage or "(no stage)", []).append(layer)
+    return [StageRow(name=name, layers=tuple(members)) for name, members in stages.items()]
+
+
+COLUMNS: list[Column[StageRow]] = [
+    Column("Stage", lambda row: row.name),
+    Column("Layers", lambda row: len(row.layers)),
+    Column("Kernel", lambda row: row.kernels, left=True),
+    Column("Count", lambda row: row.counts),
+]
+
+
+def plan_view(plan: ConversionPlan) -> RenderableType:
+    """The report that a plan predicts."""
+    return report_view(predict_report(plan))
 
 
 def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType:

@@ -14,8 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, measure_report, plan_conversion, predict_report
-from dcls_convert.views.report import report_markdown, report_view
-from dcls_convert.views.stages import stage_rows
+from dcls_convert.views.report import report_markdown, report_view, stage_rows
 
 from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
 
