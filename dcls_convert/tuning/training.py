@@ -7,7 +7,6 @@ that was never killed, where the arithmetic of the machine is repeatable.
 import contextlib
 import copy
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from torch.utils.data import DataLoader
 from ..errors import CheckpointError, DclsConvertError, one_line
 from ..networks.outputs import tensors_in
 from ..networks.positions import clamp_positions_
+from ..output import new_file
 from .images import ImageData, Repeatable, batches, generators_kept, seed_all
 from .param_groups import param_groups
 from .recipe import Recipe
@@ -290,11 +290,10 @@ class Training:
         }
         if self.accelerator.is_main_process:
             try:
-                with open(path.with_suffix(".partial"), "wb") as file:
+                with new_file(path, force=True) as partial, partial.open("wb") as file:
                     torch.save(state, file)
-                os.replace(path.with_suffix(".partial"), path)
-            except (OSError, RuntimeError) as error:
-                raise CheckpointError(f"{path}: cannot be written: {one_line(error)}") from error
+            except RuntimeError as error:  # torch's own, of a full disk
+                raise CheckpointError(f"output {path} cannot be written: {one_line(error)}") from error
 
     def _load_state_(self, path: Path) -> None:
         try:
