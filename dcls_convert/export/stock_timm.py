@@ -15,7 +15,7 @@ from ..checkpoints.save import loading_code, model_card, save_converted, timm_co
 from ..errors import DclsConvertError, ModelError
 from ..networks.outputs import ComparisonError, check_equal
 from ..networks.sites import find_convs
-from ..networks.source import ModelSource, build_model
+from ..networks.source import ModelSource, build_model, shapes_of
 from ..networks.weights import alias_names, load_file
 from ..output import new_folder
 from ..planning.plan import ConversionPlan
@@ -84,7 +84,7 @@ def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
         args = {**plan.model_args, **kernel_args}
         # Where the architecture does not take this argument, or not this value, the next one may do.
         with contextlib.suppress(DclsConvertError):
-            if _shapes(build_model(ModelSource(name=f"timm:{name}", args=args), device="meta")) == _shapes(model):
+            if shapes_of(build_model(ModelSource(name=f"timm:{name}", args=args), device="meta")) == shapes_of(model):
                 return kernel_args
     if not arguments:
         raise ModelError(f"timm's {name} has no argument for the size of its kernels")
@@ -105,10 +105,6 @@ def _values(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:
     sizes = [converted[stage] or kept[stage] for stage in converted]
     if all(len(of_stage) == 1 for of_stage in sizes):
         yield [min(of_stage) for of_stage in sizes]
-
-
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 FORMAT = ExportFormat(suffix="-folded", noun="folder for timm", write=write)

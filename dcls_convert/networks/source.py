@@ -239,7 +239,7 @@ def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
 
 def _with_another_head(pretrained: nn.Module, model: nn.Module) -> nn.Module:
     """The model with the other one's weights but for its classifier, which starts afresh as timm's do."""
-    own = _shapes(model)
+    own = shapes_of(model)
     state = {name: tensor for name, tensor in pretrained.state_dict().items() if own.get(name) == tensor.shape}
     model.load_state_dict(state, strict=False)
     if hasattr(pretrained, "transform_input"):  # of Inceptions, as their weights need it
@@ -366,10 +366,11 @@ def known_source(model: nn.Module) -> ModelSource | None:
         built = build_model(source, device="meta")
     except ModelError:
         return None
-    return source if _shapes(built) == _shapes(model) else None
+    return source if shapes_of(built) == shapes_of(model) else None
 
 
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    """Of the tensors in the model's state dict, by name."""
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
