@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..depthwise.geometry import size_text
 from ..layers.position_statistics import outside_share
-from ..networks.positions import PositionParameter, position_parameters
+from ..networks.positions import position_parameters
 from ..options import AUTO, EXACT, Positions
 from ..pipeline import Job
 from ..planning.plan import ConversionPlan
@@ -64,7 +64,7 @@ class ArmNetwork:
     start: list[Tensor] = field(init=False)  # positions
 
     def __post_init__(self) -> None:
-        self.start = [one.tensor.detach().clone() for one in _positions(self.model)]
+        self.start = [one.tensor.detach().clone() for one in position_parameters(self.model, "positions")]
 
     def moved(self, trained: nn.Module) -> "Moved | None":
         """How far positions went, in the trained model, on the CPU; None without positions."""
@@ -72,7 +72,7 @@ class ArmNetwork:
             return None
         layers = {layer.name: layer for layer in self.plan.layers}
         distances, outside = [], []
-        for start, now in zip(self.start, _positions(trained), strict=True):
+        for start, now in zip(self.start, position_parameters(trained, "positions"), strict=True):
             here = now.tensor.detach().double()
             distances.append((here - start.double()).square().sum(0).sqrt().flatten())
             name, layer = next(iter(now.layers.items()))
@@ -111,7 +111,3 @@ def make_network(job: Job, arm: Arm) -> ArmNetwork:
     for one in position_parameters(model) if arm.kind == "frozen" else ():
         one.tensor.requires_grad_(False)
     return ArmNetwork(model=model, plan=conversion.report.plan, macs=macs)
-
-
-def _positions(model: nn.Module) -> list[PositionParameter]:
-    return [one for one in position_parameters(model) if one.kind == "positions"]

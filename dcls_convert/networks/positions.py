@@ -30,12 +30,12 @@ class PositionParameter:
         return tuple(first.dilated_kernel_size[axis] for axis in first.learnt_axes)
 
 
-def position_parameters(model: nn.Module) -> tuple[PositionParameter, ...]:
-    """Every positions and sigma tensor of the model once, in the order of the layers."""
+def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParameter, ...]:
+    """Every positions and sigma tensor of the model once, or those of some kinds alone, in the order of the layers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[int, PositionParameter] = {}
     for layer_name, layer in model.named_modules():
-        for kind in POSITION_PARAMETERS if isinstance(layer, DclsConvNd) else ():
+        for kind in (kinds or POSITION_PARAMETERS) if isinstance(layer, DclsConvNd) else ():
             if (tensor := getattr(layer, kind)) is not None:
                 name = names.get(id(tensor), f"{layer_name}.{kind}".lstrip("."))
                 one = PositionParameter(name=name, kind=kind, tensor=tensor, layers={})

@@ -34,7 +34,7 @@ def repulsive_loss(model: nn.Module) -> Tensor:
         A scalar on the first positions' device; 0, without a gradient, where the model has no DCLS layers. Under FSDP2
         all ranks must call it.
     """
-    positions = [one.tensor for one in position_parameters(model) if one.kind == "positions"]
+    positions = [one.tensor for one in position_parameters(model, "positions")]
     if not positions:
         return torch.zeros((), device=next((p.device for p in model.parameters()), None))
     losses = [repulsion(whole(tensor)) for tensor in positions]

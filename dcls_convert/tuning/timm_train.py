@@ -56,7 +56,7 @@ def follow_epochs_(model: nn.Module, optimizer: Any, options: argparse.Namespace
     """Let the script's `train_one_epoch(epoch, ...)` repel positions from an epoch on, and record them at its end."""
     script = vars(sys.modules["__main__"])
     train = script["train_one_epoch"]
-    moving = [one.tensor for one in position_parameters(model) if one.kind == "positions" and one.tensor.requires_grad]
+    moving = [one.tensor for one in position_parameters(model, "positions") if one.tensor.requires_grad]
     tracker = None if options.track is None else PositionTracker(model, options.track)
     repelling = False
 

@@ -96,7 +96,7 @@ class PositionTracker:
         """
         if not isinstance(step, int) or isinstance(step, bool) or (self._step is not None and step <= self._step):
             raise DclsConvertError(f"step={step!r} must be an integer above the last step, {self._step}")
-        parameters = [one for one in position_parameters(unwrapped(self.model)) if one.kind == "positions"]
+        parameters = position_parameters(unwrapped(self.model), "positions")
         record = TrackRecord(step=step, positions=tuple(self._row(parameter, step) for parameter in parameters))
         self._step = step
         if self.path is not None and is_first_rank():
