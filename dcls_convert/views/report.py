@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -44,12 +43,13 @@ class StageRow:
     @property
     def kernels(self) -> str:
         """ "7x7 → 17x17"."""
-        return " → ".join(span(self._all(size), size_text) for size in ("kernel_size", "dilated_size"))
+        olds, news = ({getattr(layer, size) for layer in self.layers} for size in ("kernel_size", "dilated_size"))
+        return f"{span(olds, size_text)} → {span(news, size_text)}"
 
     @property
     def counts(self) -> str:
         """ "34", or "29..40"."""
-        return span(self._all("kernel_count"))
+        return span({layer.kernel_count for layer in self.layers})
 
     @property
     def params(self) -> Change:
@@ -66,9 +66,6 @@ class StageRow:
         """The mean relative error of the kernels; None where they were not made from trained ones."""
         errors = [layer.fit_error for layer in self.layers if layer.fit_error is not None]
         return sum(errors) / len(errors) if errors else None
-
-    def _all(self, name: str) -> set[Any]:
-        return {getattr(layer, name) for layer in self.layers}
 
     def _total(self, unit: str) -> Change:
         before, after = ([getattr(layer, f"{unit}_{when}") for layer in self.layers] for when in ("before", "after"))
