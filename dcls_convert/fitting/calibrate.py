@@ -24,7 +24,7 @@ from ..progress import Notify
 from .boxes import Box
 from .groups import LayerGroup
 from .images import Calibration
-from .moments import Moments, best_weights, scale_between, shared_roots
+from .moments import Moments, best_weights, shared_roots
 
 
 @dataclass(kw_only=True)
@@ -178,33 +178,8 @@ class NewLayer:
             self._kernel = layer.kernel()
             for axis, first, side in zip(self.box.axes, self.box.origin, self.box.sides, strict=True):
                 self._kernel = self._kernel.narrow(2 + axis, first + layer.kernel_size[axis] // 2, side)
-        if self._seen is not None:  # of all calls
-            self.lacks = means - self._bias
-            return list(map(self.outputs, inputs))
-        outputs = list(map(self.outputs, inputs))  # the offset is 0 so far
-        (mean, variance), (wanted_mean, wanted_variance) = self._statistics(outputs), self._statistics(wanted)
-        scale = torch.ones_like(mean) if form.weight is not None else scale_between(variance, wanted_variance)
-        layer.weight.mul_(scale.reshape(-1, *[1] * (layer.weight.dim() - 1)))
-        shift = self._bias * (1 - scale)
-        self.lacks = wanted_mean - scale * mean - shift
-        if self.home is not None:
-            shift = shift + self.lacks
-        return [each * self._channels(scale, each) + self._channels(shift, each) for each in outputs]
+        self.lacks = means - self._bias
+        return list(map(self.outputs, inputs))
 
     def _channels(self, values: Tensor, outputs: Tensor) -> Tensor:
         return values.to(outputs).reshape(-1, *[1] * self.layer.dims)
-
-    def _statistics(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Mean and variance of each channel, over all places of all images."""
-        counts, means, variances = [], [], []
-        for each in outputs:
-            exact = each.to(torch.promote_types(each.dtype, torch.float32))
-            channels = each.dim() - self.layer.dims - 1
-            others = [axis for axis in range(each.dim()) if axis != channels]
-            mean = exact.mean(others)
-            counts.append(each.numel() / len(mean))
-            means.append(mean.double())  # and the variance in a second step: `torch.var_mean` takes six times as long
-            variances.append((exact - self._channels(mean, exact)).square_().mean(others).double())
-        share = torch.tensor(counts, dtype=torch.float64, device=means[0].device).unsqueeze(1) / sum(counts)
-        mean = (share * torch.stack(means)).sum(0)
-        return mean, (share * (torch.stack(variances) + (torch.stack(means) - mean).square())).sum(0)

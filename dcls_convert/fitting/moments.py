@@ -21,10 +21,11 @@ from ..networks.running import in_parallel
 from .boxes import Box
 
 DAMPING = 1e-2  # share of an input's energy; keeps a kernel close to the old one where the images have no energy
-ALIKE = 0.2  # share of the mean correlation that the groups of a layer see; few images tell too little of each alone
+# Of depthwise layers, for the same reason; other images have other means and covariances than the few that calibrate.
+MEAN_PATCH = 100.0  # times the square of what a kernel makes of the mean patch, whose size differs from image to image
+ALIKE = 0.2  # share of what all channels of the layer see in the mean
 LEAST_ENERGY = 1e-3  # share of the mean energy of all inputs that each of them counts with at least
 RIDGE = 1e-4  # share of the energy of an element in the middle of a cell; bounds elements that nearly coincide
-MOST_SCALE = 10.0  # of a channel; beyond, the images say too little about it
 MOST_STEPS, LEAST_RESIDUAL = 5, 1e-4  # of conjugate gradients; more steps fit the noise of few images
 FLOATS_AT_ONCE = 1 << 20  # of patches; larger tensors would cost as much to get from the system as to fill
 LEAST_PARTS = 16  # of a layer's groups, for as many processors
@@ -145,18 +146,6 @@ class Moments:
         least = energy.mean() * LEAST_ENERGY + 1e-12
         return energy.maximum(least).repeat_interleave(cells, dim=1)
 
-    def prior(self, means: Tensor, covariance: Tensor) -> Tensor:
-        """(G, R * S, R * S): what few images leave open, by which kernels are to be close to the old ones.
-
-        Some energy everywhere, the answer to the mean patch, and a share of what the groups see alike.
-        """
-        energy = self.energy(covariance)
-        prior = torch.diag_embed(DAMPING * energy).baddbmm_(means.unsqueeze(2), means.unsqueeze(1))
-        if self.groups > 1:
-            scales = energy.sqrt().unsqueeze(2) * energy.sqrt().unsqueeze(1)
-            prior += ALIKE * (covariance / scales).mean(0) * scales
-        return prior
-
 
 def shared_roots(moments: Sequence[Moments]) -> Tensor | None:
     """What layers of the same form see, not joint, as roots (in_channels, S, S) for `fit_elements`.
@@ -182,31 +171,25 @@ def best_weights(
 ) -> tuple[Tensor, Tensor]:
     """Weights (N, E) of elements for outputs close to the wanted ones, and means (O,) to add to the outputs.
 
-    Each channel then has the wanted variance and mean. From joint moments with wanted outputs, places (N, E, A) in the
-    box, and weights to go on from (N, E), which are only to be kept where they are fixed. Where the images say little,
-    the kernel stays close to the old one (N, S).
+    Each channel then has the wanted mean. From joint moments with wanted outputs, places (N, E, A) in the box, and
+    weights to go on from (N, E), which are only to be kept where they are fixed. Where the images say little, the
+    kernel stays close to the old one (N, S).
     """
     places, old, start = places.double(), old.double(), start.double()
     (means, everything), length = moments.statistics(), moments.length
     covariance, cross = everything[:, :length, :length], everything[:, length:, :length]  # (G, Q, R * S)
-    prior = moments.prior(means[:, :length], covariance)
-    footprint = moments.box.footprint(places)  # (N, E, S)
-    goal = cross + old.reshape(moments.groups, -1, length) @ prior
-    weights = start if fixed else _solved(prior.add_(covariance), footprint, goal, start)
-    kernel = (weights.unsqueeze(1) @ footprint).reshape(goal.shape)
-    variance = ((kernel @ covariance) * kernel).sum(-1)  # (G, Q)
-    wanted = everything.diagonal(dim1=1, dim2=2)[:, length:].clamp(min=0)
-    scale = torch.ones_like(variance) if fixed else scale_between(variance, wanted)
-    weights = weights * scale.flatten().repeat_interleave(len(weights) // scale.numel()).unsqueeze(1)
-    given = scale * (kernel @ means[:, :length].unsqueeze(2)).squeeze(2)
-    return weights, (means[:, length:] - given).flatten()
-
-
-def scale_between(variance: Tensor, wanted: Tensor) -> Tensor:
-    """By what outputs of these variances are to be multiplied for the wanted ones."""
-    least = torch.finfo(torch.float32).eps * wanted.mean()
-    scale = torch.where((wanted > least) & (variance > least), (wanted / variance.clamp(min=least)).sqrt(), 1.0)
-    return scale.clamp(1 / MOST_SCALE, MOST_SCALE)
+    patch, energy, footprint = means[:, :length], moments.energy(covariance), moments.box.footprint(places)  # (N, E, S)
+    old = old.reshape(cross.shape)
+    goal = cross + DAMPING * old * energy.unsqueeze(1)
+    if length == footprint.shape[2]:  # one line for each output channel
+        prior = ALIKE * (covariance / energy.unsqueeze(2)).mean(0) * energy.unsqueeze(2)
+        prior.baddbmm_(patch.unsqueeze(2), patch.unsqueeze(1), alpha=MEAN_PATCH)
+        goal += old @ prior
+        covariance += prior
+    covariance.diagonal(dim1=1, dim2=2).add_(energy, alpha=DAMPING)
+    weights = start if fixed else _solved(covariance, footprint, goal, start)
+    kernel = (weights.unsqueeze(1) @ footprint).reshape(cross.shape)
+    return weights, (means[:, length:] - (kernel @ patch.unsqueeze(2)).squeeze(2)).flatten()
 
 
 def _solved(matrix: Tensor, footprint: Tensor, goal: Tensor, start: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from dcls_convert import DclsConvertError, apply_plan_, calibrate, convert_, find_convs, plan_conversion
 from dcls_convert.checkpoints.folder import tensors_hash
-from dcls_convert.fitting import warm_start
+from dcls_convert.fitting import moments, warm_start
 from dcls_convert.fitting.images import Calibration
 
 from ..planning.nets import state_of
@@ -43,15 +43,15 @@ def network(channels=8, **options):
     return model.eval()
 
 
-def statistics(model, images):
-    """Mean and variance of each channel where the convolutions' outputs have passed what stands behind them."""
+def means(model, images):
+    """Mean of each channel where the convolutions' outputs have passed what stands behind them."""
     seen = []
     with torch.no_grad(), contextlib.ExitStack() as hooks:
         for part in model[1]:
             handle = part[1].register_forward_hook(lambda *call: seen.append(call[-1].transpose(0, 1).flatten(1)))
             hooks.callback(handle.remove)
         model(images)
-    return torch.stack([torch.stack([part.mean(1), part.var(1)]) for part in seen])
+    return torch.stack([part.mean(1) for part in seen])
 
 
 def error_of(model, before, images):
@@ -64,12 +64,14 @@ def error_of(model, before, images):
     ("options", "tie"),
     [({}, "stage"), ({}, "none"), ({"bias": True}, "stage"), ({"bias": True, "norm": False}, "none")],
 )
-def test_every_channel_has_its_mean_and_variance_again(options, tie):
+def test_every_channel_has_its_mean_again(options, tie, monkeypatch):
+    """Over the places that are looked at; here, all."""
+    monkeypatch.setattr(moments, "PLACES", 10**6)
     model, images = network(**options), photos(12)
-    expected = statistics(model, images)
+    expected = means(model, images)
     old = copy.deepcopy(model)
     convert_(model, dilated_size=9, budget=60, tie=tie, calibration=[images[:8], images[8:]], input_size=SMALL)
-    torch.testing.assert_close(statistics(model, images), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(means(model, images), expected, rtol=1e-3, atol=1e-4)
     for one, other in zip(old.modules(), model.modules(), strict=True):
         if isinstance(one, nn.BatchNorm2d):
             assert torch.equal(one.running_var, other.running_var)
