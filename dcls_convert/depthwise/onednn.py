@@ -5,12 +5,12 @@ than MOST_COLUMNS, so surplus columns are put around the map before; and for nea
 each is computed as a depthwise convolution too: of every map with the gradient of its output as the window.
 """
 
-import functools
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import assume_constant_result
 
 from .geometry import Pair
 
@@ -20,7 +20,8 @@ FEWEST_CELLS = 49  # in windows whose gradient is convolved; smaller ones may lo
 PART = 2**22  # numbers held at once in the per-image gradients of a window
 
 
-@functools.cache
+# torch.compile cannot trace the question (its answer is no tensor), and looks through a cache around it.
+@assume_constant_result  # type: ignore[untyped-decorator]
 def most_columns() -> int | None:
     """Columns of padding that the fast kernel of this processor takes; None where it is not known."""
     return MOST_COLUMNS.get(torch.backends.cpu.get_cpu_capability())
