@@ -81,6 +81,9 @@ def _keeping_format(fn: Change, parameters: Iterable[Tensor]) -> Change:
     def apply(tensor: Tensor) -> Tensor:
         if id(tensor) not in tensors or hasattr(tensor, "device_mesh"):  # spread over ranks by FSDP2
             return fn(tensor)
-        return fn(tensor.flatten()).view(tensor.shape)
+        flat = tensor.flatten()
+        changed = fn(flat)
+        # Where nothing changes, nn.Module expects the tensor itself: torch.utils.swap_tensors refuses a view of it.
+        return tensor if changed is flat else changed.view(tensor.shape)
 
     return apply

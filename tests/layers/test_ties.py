@@ -97,6 +97,60 @@ def test_ties_survive_copying(converted, converted_on_meta, way):
     assert [index for index, one in enumerate(changed) if one] == EXPECTED_GROUPS[2]
 
 
+CHANGES = {
+    "to what it is": {"dtype": torch.float32},
+    "another dtype": {"dtype": torch.float64},
+    "another format": {"memory_format": torch.channels_last},
+    "both": {"dtype": torch.float16, "memory_format": torch.channels_last},
+}
+
+
+@pytest.fixture(params=[False, True], ids=["set data", "swap"])
+def _conversion(request):
+    """The two ways of nn.Module to give parameters their new values."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(request.param)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def with_gradients(model):
+    """A copy after a backward pass."""
+    copied = copy.deepcopy(model)
+    copied(randn(1, 3, 32, 32, dtype=torch.float32)).square().sum().backward()
+    return copied
+
+
+@pytest.mark.usefixtures("_conversion")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("prepared", [copy.deepcopy, with_gradients])
+def test_ties_values_and_gradients_survive_conversions(converted, prepared, change):
+    model, options = prepared(converted), CHANGES[change]
+    own = [id(parameter) for parameter in model.parameters()]
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    gradients = [copy.deepcopy(parameter.grad) for parameter in model.parameters()]
+    assert model.to(**options) is model
+    assert groups(model) == EXPECTED_GROUPS
+    assert [id(parameter) for parameter in model.parameters()] == own  # an optimizer knows them by their identity
+    dtype = options.get("dtype", torch.float32)
+    for parameter, value, gradient in zip(model.parameters(), values, gradients, strict=True):
+        assert torch.equal(parameter, value.to(dtype))
+        assert parameter.requires_grad
+        assert (parameter.grad is None) == (gradient is None)
+        if gradient is not None:
+            assert torch.equal(parameter.grad, gradient.to(dtype))
+
+
+@pytest.mark.usefixtures("_conversion")
+@pytest.mark.parametrize("prepared", [copy.deepcopy, with_gradients])
+def test_ties_survive_to_empty(converted, prepared):
+    model = prepared(converted)
+    model.to_empty(device="cpu")
+    assert groups(model) == EXPECTED_GROUPS
+    model.load_state_dict(converted.state_dict())
+    assert_a_copy_of(model, converted)
+
+
 def test_tied_positions_are_named_by_their_stage_and_said_to_be_tied(converted):
     names = {name for name in converted.state_dict() if "dcls_positions" in name}
     assert names == {f"stages.{stage}.blocks.dcls_positions" for stage in (1, 2, 3)}
