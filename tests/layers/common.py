@@ -9,6 +9,8 @@ from dcls_convert.layers.interpolation import INTERPOLATIONS
 
 FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
 every_interpolation = pytest.mark.parametrize("interpolation", list(INTERPOLATIONS))
+# torch says so of every convolution with padding='same' and an even kernel.
+even_same = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 
 def randn(*shape, seed=0, dtype=torch.float64):

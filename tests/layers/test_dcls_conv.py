@@ -19,11 +19,9 @@ from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d, DclsConv3d
 from dcls_convert.layers.elements import largest_elements
 from dcls_convert.layers.interpolation import INTERPOLATIONS
 
-from .common import close, every_interpolation, randn
+from .common import close, even_same, every_interpolation, randn
 
 OPTIONS = {"kernel_count": 4, "dilated_kernel_size": (5, 8)}  # of a small DclsConv2d
-# torch says so of every convolution with padding='same' and an even kernel.
-even_same = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 
 def seeded(module):

@@ -1,0 +1,399 @@
+"""The DCLS layers in torch's module tests: ModuleInfo and the machinery around it.
+
+The machinery is `torch.testing._internal`; laws and configurations are ours. Left out: comparison
+with a GPU, transfer between several devices, and `inplace`, which the layers do not have.
+"""
+
+import copy
+import functools
+import io
+import itertools
+import pickle
+from unittest import mock
+
+import hypothesis
+import pytest
+import torch
+from timm.layers import Conv2dSame
+from torch import nn
+from torch.func import functional_call
+
+from dcls_convert.depthwise.geometry import DYNAMIC_SAME, is_uneven
+from dcls_convert.layers.conv_classes import CONV_CLASSES
+from dcls_convert.layers.dcls_conv import DCLS_LAYERS
+from dcls_convert.layers.interpolation import position_limits
+
+from .common import FLOAT64_ATOL, close, even_same
+
+# The import would freeze torch.backends and change the settings of hypothesis for all tests of the
+# process.
+_profile = hypothesis.settings.get_current_profile_name()
+with mock.patch.object(torch.backends, "disable_global_flags"):
+    from torch.testing import make_tensor
+    from torch.testing._internal.common_device_type import instantiate_device_type_tests
+    from torch.testing._internal.common_modules import (
+        FunctionInput,
+        ModuleInfo,
+        ModuleInput,
+        TrainEvalMode,
+        modules,
+    )
+    from torch.testing._internal.common_utils import (
+        TestCase,
+        gradcheck,
+        gradgradcheck,
+        noncontiguous_like,
+        swap,
+    )
+hypothesis.settings.load_profile(_profile)
+
+pytestmark = [pytest.mark.slow, even_same]
+
+ATOL = {torch.float64: FLOAT64_ATOL, torch.float32: 1e-4}  # of sums that are some ten
+MARGIN = 0.05  # cells; on the window's border, the derivative is one-sided
+BATCH = 2
+MAPS = {1: (11,), 2: (8, 9), 3: (5, 6, 7)}
+WINDOWS = {1: (5,), 2: (5, 4), 3: (3, 4, 5)}
+ODD_WINDOWS = {1: (5,), 2: (3, 5), 3: (3, 5, 3)}
+ZERO_PADS = {1: nn.ZeroPad1d, 2: nn.ZeroPad2d, 3: nn.ZeroPad3d}
+FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
+CONVERSIONS = [
+    {"dtype": torch.float32},
+    {"dtype": torch.float64},
+    {"dtype": torch.float16},
+    {"memory_format": torch.channels_last},
+    {"dtype": torch.float64, "memory_format": torch.channels_last},
+    {"memory_format": torch.channels_last_3d},
+]
+
+
+def configurations(dims):
+    """What the layers of so many dimensions are constructed with, by name."""
+    window, odd_window = WINDOWS[dims], ODD_WINDOWS[dims]
+    layer = functools.partial(FunctionInput, 2, 3, kernel_count=3, dilated_kernel_size=window)
+    depthwise = functools.partial(layer.func, 3, 3, groups=3, **layer.keywords)
+    grouped = functools.partial(layer.func, 4, 2, groups=2, **layer.keywords)
+    more_outputs = functools.partial(layer.func, 2, 4, groups=2, **layer.keywords)
+    per_axis = (2, 1, 3)[:dims]
+    found = {
+        "plain": layer(),
+        "odd window": layer(dilated_kernel_size=odd_window),
+        "one size for all axes": layer(dilated_kernel_size=3),
+        "one element": layer(kernel_count=1),
+        "no bias": layer(bias=False),
+        "stride": layer(stride=2),
+        "stride per axis": layer(stride=per_axis),
+        "padding": layer(padding=2),
+        "padding per axis, stride": layer(padding=per_axis, stride=2),
+        "uneven padding": layer(padding=((1, 2), (0, 3), (2, 1))[:dims]),
+        "valid": layer(padding="valid"),
+        "same": layer(padding="same", dilated_kernel_size=odd_window),
+        "same, even window": layer(padding="same", dilated_kernel_size=4),
+        "dilation": layer(dilation=2, padding=4),
+        "dilation per axis": layer(dilation=per_axis, padding=6),
+        "groups": grouped(),
+        "depthwise": depthwise(padding=2),
+        "depthwise, odd window": depthwise(padding="same", dilated_kernel_size=odd_window),
+        "depthwise, stride": depthwise(stride=2, bias=False),
+        "depthwise, uneven padding": depthwise(padding=((1, 2), (0, 3), (2, 1))[:dims]),
+        "depthwise, more outputs": more_outputs(kernel_count=2),
+    }
+    for mode in ("reflect", "replicate", "circular"):
+        found[mode] = layer(padding=2, padding_mode=mode)
+        same = layer(padding="same", padding_mode=mode, dilated_kernel_size=odd_window)
+        found[f"{mode}, same"] = same
+        found[f"{mode}, depthwise"] = depthwise(padding=1, padding_mode=mode)
+    for interpolation in ("triangle", "gaussian"):
+        found[interpolation] = layer(interpolation=interpolation)
+        found[f"{interpolation}, depthwise"] = depthwise(interpolation=interpolation, padding=2)
+    for dense_axes in {1: [], 2: [(0,), (1,)], 3: [(1,), (0, 2)]}[dims]:
+        found[f"dense axes {dense_axes}"] = layer(dense_axes=dense_axes)
+        gaussian = layer(dense_axes=dense_axes, interpolation="gaussian")
+        found[f"dense axes {dense_axes}, gaussian"] = gaussian
+    if dims == 2:
+        found["dynamic same"] = layer(padding=DYNAMIC_SAME, stride=(2, 3))
+        found["dynamic same, dilation"] = layer(padding=DYNAMIC_SAME, dilation=(2, 1), stride=2)
+        found["dynamic same, depthwise"] = depthwise(padding=DYNAMIC_SAME, stride=2)
+    return found
+
+
+def uneven_padding(constructor):
+    """The cells before and after each axis, where the configuration states them apart."""
+    padding = constructor.kwargs.get("padding")
+    return padding if isinstance(padding, tuple) and is_uneven(padding) else None
+
+
+def plain_convolution(constructor, layer):
+    """torch's own convolution of the same arguments, with the layer's kernel and bias."""
+    options = dict(constructor.kwargs)
+    for name in ("kernel_count", "dilated_kernel_size", "interpolation", "dense_axes"):
+        options.pop(name, None)
+    pad, make = nn.Identity(), CONV_CLASSES[layer.dims]
+    if options.get("padding") == DYNAMIC_SAME:
+        del options["padding"]
+        make = Conv2dSame
+    if uneven_padding(constructor) is not None:
+        sides = reversed(options.pop("padding"))
+        pad = ZERO_PADS[layer.dims](tuple(itertools.chain.from_iterable(sides)))
+    conv = make(*constructor.args, layer.kernel_size, **options)
+    conv.weight = nn.Parameter(layer.kernel().detach())
+    conv.bias = layer.bias
+    return nn.Sequential(pad, conv)
+
+
+def examples(module_info, device, dtype, requires_grad, training):
+    """Every configuration, with a batch of maps."""
+    dims = module_info.module_cls.dims
+    options = {"device": device, "dtype": dtype, "requires_grad": requires_grad}
+    for name, constructor in configurations(dims).items():
+        shape = (BATCH, constructor.args[0], *MAPS[dims])
+        yield ModuleInput(
+            constructor_input=constructor,
+            forward_input=FunctionInput(make_tensor(shape, low=-1, high=1, **options)),
+            desc=name,
+            reference_fn=functools.partial(reference, constructor),
+        )
+
+
+def reference(constructor, layer, parameters, input):
+    """What ModuleInput takes: the output that the layer should have."""
+    return plain_convolution(constructor, layer)(input)
+
+
+INFOS = [
+    ModuleInfo(layer_class, module_inputs_func=examples, train_and_eval_differ=True)
+    for layer_class in DCLS_LAYERS.values()
+]
+WITH_FORMATS = [info for info in INFOS if info.module_cls.dims in FORMATS]
+
+
+def built(layer_class, example, **factory):
+    """A layer with elements anywhere in the window, but not on its border."""
+    constructor = example.constructor_input
+    options = dict(constructor.kwargs)
+    uneven = uneven_padding(constructor)
+    if uneven is not None:
+        del options["padding"]
+    layer = layer_class(*constructor.args, **options, **factory)
+    if uneven is not None:  # the constructor does not take it; from_conv sets it
+        layer.padding = uneven
+    with torch.no_grad():
+        for place, axis in enumerate(layer.learnt_axes):
+            low, high = position_limits(layer.dilated_kernel_size[axis])
+            layer.positions[place].uniform_(low + MARGIN, high - MARGIN)
+        if layer.sigma is not None:
+            layer.sigma.add_(torch.rand_like(layer.sigma) + MARGIN)
+    return layer
+
+
+def output_and_gradients(layer, input, of_output):
+    """The output, and the gradients of the input and of all parameters."""
+    leaf = input.detach().requires_grad_()
+    output = layer(leaf)
+    return output, *torch.autograd.grad(output, [leaf, *layer.parameters()], of_output)
+
+
+def as_function(layer, input):
+    """The layer as a function of its input and parameters, and these, as gradcheck takes them."""
+    names = [name for name, _ in layer.named_parameters()]
+
+    def function(input, *parameters):
+        return functional_call(layer, dict(zip(names, parameters, strict=True)), (input,))
+
+    return function, (input.detach().requires_grad_(), *layer.parameters())
+
+
+def reloaded(thing, *, weights_only):
+    torch.save(thing, buffer := io.BytesIO())
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=weights_only)
+
+
+def for_each_configuration(law):
+    """The law of a layer and an input, for every configuration; a failure says which."""
+
+    def test(self, device, dtype, module_info, training):
+        options = {"device": device, "dtype": dtype, "requires_grad": False, "training": training}
+        for example in module_info.module_inputs_func(module_info, **options):
+            layer = built(module_info.module_cls, example, device=device, dtype=dtype)
+            try:
+                law(self, example, layer.train(training), example.forward_input.args[0])
+            except Exception as error:
+                error.add_note(f"configuration: {example.desc}")
+                raise
+
+    test.__name__ = law.__name__  # functools.wraps would also show torch the arguments of the law
+    return test
+
+
+def check_conversion(layer, options, with_gradients):
+    """That `layer.to(**options)` changes the dtype alone."""
+    parameters = list(layer.parameters())
+    values = [parameter.detach().clone() for parameter in parameters]
+    gradients = [copy.deepcopy(parameter.grad) for parameter in parameters]
+    assert layer.to(**options) is layer
+    # An optimizer knows parameters by their identity.
+    pairs = zip(layer.parameters(), parameters, strict=True)
+    assert all(parameter is old for parameter, old in pairs)
+    dtype = options.get("dtype", values[0].dtype)
+    for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
+        assert parameter.is_contiguous()
+        assert torch.equal(parameter, value.to(dtype))
+        assert (parameter.grad is not None) is with_gradients
+        if with_gradients:
+            assert torch.equal(parameter.grad, gradient.to(dtype))
+
+
+class TestModules(TestCase):
+    """Each law for each class; unless limited, in both dtypes, and in training and evaluation."""
+
+    @modules(INFOS)
+    @for_each_configuration
+    def test_output_is_that_of_the_plain_convolution(self, example, layer, input):
+        given, before = input.clone(), copy.deepcopy(layer.state_dict())
+        close(layer(input), example.reference_fn(layer, input), ATOL[input.dtype])
+        assert torch.equal(input, given)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+    @modules(INFOS, allowed_dtypes=[torch.float32], train_eval_mode=TrainEvalMode.train_only)
+    @for_each_configuration
+    def test_training_and_evaluation_give_the_same(self, example, layer, input):
+        evaluated = copy.deepcopy(layer).eval()
+        assert layer.training
+        assert not evaluated.training
+        assert torch.equal(evaluated(input), layer(input))
+
+    @modules(INFOS, allowed_dtypes=[torch.float64], train_eval_mode=TrainEvalMode.train_only)
+    @for_each_configuration
+    def test_parameters_are_made_where_and_as_the_arguments_say(self, example, layer, input):
+        make = functools.partial(built, type(layer), example)
+        for made in (make(device="meta", dtype=input.dtype), layer.to("meta")):
+            assert all(parameter.is_meta for parameter in made.parameters())
+            assert {parameter.dtype for parameter in made.parameters()} == {input.dtype}
+            assert made(input.to("meta")).is_meta
+        with torch.device("meta"):
+            assert {one.device.type for one in make().parameters()} == {"meta"}
+            assert {one.device.type for one in make(device="cpu").parameters()} == {"cpu"}
+        assert {one.dtype for one in make().parameters()} == {torch.get_default_dtype()}
+
+    @modules(INFOS, allowed_dtypes=[torch.float64], train_eval_mode=TrainEvalMode.train_only)
+    @for_each_configuration
+    def test_repr_says_with_what_the_layer_was_made(self, example, layer, input):
+        text, channels = repr(layer), f"{layer.in_channels}, {layer.out_channels}"
+        assert text.startswith(f"{type(layer).__name__}({channels}, ")
+        for name in example.constructor_input.kwargs:
+            value = getattr(layer, name) is not None if name == "bias" else getattr(layer, name)
+            assert f"{name}={value}" in text.replace("'", ""), name
+
+    @modules(INFOS, allowed_dtypes=[torch.float32])
+    @for_each_configuration
+    def test_copies_give_the_same_and_have_parameters_of_their_own(self, example, layer, input):
+        expected = layer(input)
+        shallow = copy.copy(layer)
+        assert all(map(torch.equal, shallow.parameters(), layer.parameters()))
+        assert torch.equal(shallow(input), expected)
+        pickled = pickle.loads(pickle.dumps(layer))
+        for copied in (copy.deepcopy(layer), pickled, reloaded(layer, weights_only=False)):
+            assert copied.training is layer.training
+            assert torch.equal(copied(input), expected)
+            with torch.no_grad():
+                for parameter in copied.parameters():
+                    parameter.zero_()
+            assert not torch.equal(copied(input), expected)
+            assert torch.equal(layer(input), expected)
+
+    @swap([True, False])
+    @modules(INFOS, allowed_dtypes=[torch.float32], train_eval_mode=TrainEvalMode.train_only)
+    @for_each_configuration
+    def test_a_saved_state_gives_the_same_layer(self, example, layer, input):
+        expected, state = layer(input), reloaded(layer.state_dict(), weights_only=True)
+        make = functools.partial(built, type(layer), example, dtype=input.dtype)
+        filled, assigned = make(), make(device="meta")
+        own = [id(parameter) for parameter in filled.parameters()]
+        filled.load_state_dict(state)
+        assert [id(parameter) for parameter in filled.parameters()] == own
+        assigned.load_state_dict(state, assign=True)
+        for loaded in (filled, assigned):
+            assert torch.equal(loaded(input), expected)
+            assert all(parameter.requires_grad for parameter in loaded.parameters())
+        for name in state:
+            others = {key: tensor for key, tensor in state.items() if key != name}
+            with pytest.raises(RuntimeError, match=f'Missing key.*"{name}"'):
+                make().load_state_dict(others)
+            assert make().load_state_dict(others, strict=False) == ([name], [])
+
+    @swap([True, False])
+    @modules(INFOS, allowed_dtypes=[torch.float32], train_eval_mode=TrainEvalMode.train_only)
+    @for_each_configuration
+    def test_conversions_keep_values_gradients_and_identities(self, example, layer, input):
+        slope = torch.randn_like(layer(input))
+        for options, with_gradients in itertools.product(CONVERSIONS, (False, True)):
+            converted = copy.deepcopy(layer)
+            if with_gradients:
+                converted(input).backward(slope)
+            check_conversion(converted, options, with_gradients)
+
+    @swap([True, False])
+    @modules(INFOS, allowed_dtypes=[torch.float32], train_eval_mode=TrainEvalMode.train_only)
+    @for_each_configuration
+    def test_layers_are_emptied_and_filled_again(self, example, layer, input):
+        layer(input).sum().backward()
+        expected, state = layer(input).detach(), copy.deepcopy(layer.state_dict())
+        layer.to_empty(device="meta")
+        assert all(one.is_meta and one.grad.is_meta for one in layer.parameters())
+        layer.to_empty(device="cpu")
+        for name, parameter in layer.named_parameters():
+            assert parameter.shape == parameter.grad.shape == state[name].shape
+            assert parameter.dtype == parameter.grad.dtype == input.dtype
+            assert parameter.requires_grad
+        layer.load_state_dict(state)
+        assert torch.equal(layer(input), expected)
+
+    @modules(INFOS, allowed_dtypes=[torch.float64])
+    @for_each_configuration
+    def test_gradients_are_those_of_differences(self, example, layer, input):
+        assert gradcheck(*as_function(layer, input))
+
+    @modules(INFOS, allowed_dtypes=[torch.float64], train_eval_mode=TrainEvalMode.train_only)
+    @for_each_configuration
+    def test_second_gradients_are_those_of_differences(self, example, layer, input):
+        assert gradgradcheck(*as_function(layer, input))
+
+    @modules(INFOS)
+    @for_each_configuration
+    def test_strides_of_input_and_gradient_do_not_matter(self, example, layer, input):
+        slope = torch.randn_like(layer(input))
+        expected = output_and_gradients(layer, input, slope)
+        for one in (input, noncontiguous_like(input)):
+            for other in (slope, noncontiguous_like(slope)):
+                close(output_and_gradients(layer, one, other), expected, ATOL[input.dtype])
+
+    @modules(INFOS, allowed_dtypes=[torch.float64], train_eval_mode=TrainEvalMode.train_only)
+    @for_each_configuration
+    def test_one_map_alone_gives_what_it_gives_in_a_batch(self, example, layer, input):
+        slope = torch.randn_like(layer(input[:1]))
+        output, *others = output_and_gradients(layer, input[0], slope[0])
+        in_batch, *others_in_batch = output_and_gradients(layer, input[:1], slope)
+        close(output, in_batch[0])
+        close(others[0], others_in_batch[0][0])
+        close(others[1:], others_in_batch[1:])
+
+    @modules(WITH_FORMATS)
+    @for_each_configuration
+    def test_memory_formats_keep_values_and_the_layout_of_convolutions(self, example, layer, input):
+        memory_format = FORMATS[layer.dims]
+        slope = torch.randn_like(layer(input))
+        expected = output_and_gradients(layer, input, slope)
+        formatted = copy.deepcopy(layer).to(memory_format=memory_format)
+        last = input.contiguous(memory_format=memory_format)
+        for one in (layer, formatted):
+            for other in (input, last):
+                close(output_and_gradients(one, other, slope), expected, ATOL[input.dtype])
+        # Circular padding gives contiguous maps; torch's convolution then has its weight's format.
+        if layer.padding_mode != "circular":
+            plain = plain_convolution(example.constructor_input, layer)
+            plain.to(memory_format=memory_format)
+            assert formatted(last).stride() == plain(last).stride()
+
+
+instantiate_device_type_tests(TestModules, globals(), only_for="cpu")
