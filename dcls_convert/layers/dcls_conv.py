@@ -155,9 +155,6 @@ class DclsConvNd(Tied):
             # One call in a graph of torch.fx, also of tracers that were not told that the layer is a leaf.
             tracer = cast(fx.Tracer, input.tracer)
             output = tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
-            # The graph need not hold the owner of tied parameters: as arguments in the graph, they stay registered.
-            tied = [getattr(self, name) for name in self._owner_names]
-            output = tracer.create_proxy("call_function", output_of_tied, (output, *tied), {}) if tied else output
             return cast(Tensor, output)
         # An exported program changes no parameters. torch 2.8 reports is_exporting() under compile; exclude dynamo.
         exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
@@ -294,11 +291,6 @@ class DclsConv3d(DclsConvNd):
 
 
 DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
-
-
-def output_of_tied(output: Tensor, *parameters: Tensor) -> Tensor:
-    """The output of a layer whose tied parameters are named, so that a graph of torch.fx registers them."""
-    return output
 
 
 def _carry_over(old: nn.Module, new: nn.Module) -> None:

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.ties import APPLY, names_in_use
+from ..layers.ties import names_in_use, release_owner_
 from ..networks.positions import drop_spare_from_decay_
 from ..networks.running import unchanged_on_failure
 
@@ -39,7 +39,7 @@ def fold_to_dense_(model: nn.Module) -> int:
                 for name in set(layer._owner_names.values()) - in_use:
                     owner._parameters.pop(name, None)
                 if not in_use:
-                    vars(owner).pop(APPLY, None)
+                    release_owner_(owner)
         for attributes in map(vars, model.modules()):
             for name in REPARAMETERIZING:
                 if getattr(attributes.get(name), "func", None) is _fold_first:
