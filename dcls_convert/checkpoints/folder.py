@@ -26,7 +26,8 @@ WEIGHTS, CONFIG, REPORT, CARD = "model.safetensors", "config.json", "report.json
 FILES = (WEIGHTS, CONFIG, REPORT, CARD)
 PAGE, PICTURE = "pictures.html", "positions.png"  # which a folder may hold too
 PLAN_PLACE = "model_args.plan"  # in config.json
-METADATA_KEY = "dcls_convert"  # one key alone: safetensors writes several in an order that changes from run to run
+METADATA_KEY = "dcls_convert"
+FORMAT_METADATA = {"format": "pt"}  # accelerate and transformers refuse files that do not name torch so
 # What a config tells its readers alone, in `pretrained_cfg`.
 DESCRIPTIVE = {"label_names", "label_descriptions", "description", "tag", "notes", "license"}
 DESCRIPTIVE |= {"origin_url", "paper_name", "paper_ids"}
@@ -138,8 +139,25 @@ def write_files(
     for name, text in {CONFIG: config_text, **texts}.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
     stamp = Stamp(version=__version__, config=config_hash(json.loads(config_text)), fingerprint=outputs)
-    save_file(tensors, folder / WEIGHTS, metadata={METADATA_KEY: stamp.to_json()})
+    metadata = {METADATA_KEY: stamp.to_json(), **FORMAT_METADATA}
+    save_file(tensors, folder / WEIGHTS, metadata=metadata)
+    _sort_metadata_(folder / WEIGHTS)
     (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # the usual permissions, which safetensors does not give
+
+
+def _sort_metadata_(path: Path) -> None:
+    """Sort the metadata of a safetensors file: the library's order changes from run to run.
+
+    The header is JSON behind its length, a little-endian integer of eight bytes.
+    """
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length  # the same entries, without what fills the header up
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 def check_stamp(stamp: Stamp | None, config: FolderConfig) -> None:

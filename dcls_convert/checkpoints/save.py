@@ -19,7 +19,18 @@ from ..pipeline import convert_
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport, measure_report
 from ..surgery.place import timm_model_args
-from .folder import CARD, CONFIG, PAGE, PICTURE, REPORT, WEIGHTS, not_of_a_checkpoint, read_plan, write_files
+from .folder import (
+    CARD,
+    CONFIG,
+    FORMAT_METADATA,
+    PAGE,
+    PICTURE,
+    REPORT,
+    WEIGHTS,
+    not_of_a_checkpoint,
+    read_plan,
+    write_files,
+)
 from .load import place_
 
 # Where timm's own config says that weights come from; ours stand beside it.
@@ -220,4 +231,4 @@ def save_trained(model: nn.Module, plan: ConversionPlan | str | Path | None, fol
         if getattr(model, "pretrained_cfg", None):
             save_for_hf(model, str(partial), safe_serialization=True)
         else:
-            save_model(model, str(partial / WEIGHTS))
+            save_model(model, str(partial / WEIGHTS), metadata=dict(FORMAT_METADATA))

@@ -190,9 +190,14 @@ def build_model(
                 pass
         with seeded(seed):
             model = _build(source, pretrained=pretrained)
-    if torch.get_default_device().type != "meta" and any(parameter.is_meta for parameter in model.parameters()):
+    if not _new_parameters_are_on_meta() and any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(f"{source.name}: was built on the meta device, without weights; build it on the CPU")
     return model
+
+
+def _new_parameters_are_on_meta() -> bool:
+    """Whether the caller is inside `torch.device("meta")` or accelerate's `init_empty_weights()`."""
+    return nn.PReLU().weight.is_meta  # a module that draws no random numbers
 
 
 def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
