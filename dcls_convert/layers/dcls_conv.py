@@ -4,12 +4,16 @@ Axes: N batch, O output channels, I input channels per group, E kernel elements,
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..depthwise.choice import conv2d
 from ..depthwise.geometry import DYNAMIC_SAME, Padding, check_window, extent, grown_padding, is_uneven, padded_cells
@@ -247,7 +251,10 @@ class DclsConvNd(Tied):
         `timm.utils.reparameterize_model` calls it. On the CPU, a plain depthwise convolution with a wide window is slow
         for contiguous maps; `model.to(memory_format=torch.channels_last)`, with images of that format, helps.
         """
-        kernel, padding = self.kernel().detach().contiguous() if kernel is None else kernel.detach(), self.padding
+        for hook in self._forward_pre_hooks.values():
+            _compute_parameter_(self, hook)
+        kernel = self.kernel().detach().contiguous() if kernel is None else kernel.detach()
+        padding = self.padding
         if is_uneven(padding):
             # Zeros around the kernel instead: as many cells on both sides of the input give the same outputs.
             most = tuple(max(sides) for sides in padding)
@@ -262,7 +269,10 @@ class DclsConvNd(Tied):
         size = tuple(kernel.shape[2:])
         conv = make(self.in_channels, self.out_channels, size, **options, bias=False, device="meta")  # as above
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
-        conv.bias = self.bias
+        bias = self.bias
+        if bias is not None and not isinstance(bias, nn.Parameter):  # pruned or parametrised
+            bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+        conv.bias = bias
         _carry_over(self, conv)
         return conv
 
@@ -299,8 +309,21 @@ def _carry_over(old: nn.Module, new: nn.Module) -> None:
     for name, parameter in new.named_parameters(recurse=False):
         if parameter is not getattr(old, name, None):
             parameter.requires_grad_(bool(old.weight.requires_grad))
-    known = (_OWN_ATTRIBUTES | vars(new).keys()) - _HOOK_REGISTRIES
+    computed = {hook for hook in old._forward_pre_hooks.values() if isinstance(hook, _COMPUTING)}
+    known = (_OWN_ATTRIBUTES | vars(new).keys() | new._parameters.keys()) - _HOOK_REGISTRIES
     vars(new).update({name: value for name, value in vars(old).items() if name not in known})
+    if computed:  # what they compute from is not there any more
+        others = {key: hook for key, hook in old._forward_pre_hooks.items() if hook not in computed}
+        new._forward_pre_hooks = OrderedDict(others)
+
+
+def _compute_parameter_(layer: nn.Module, hook: Any) -> None:
+    """Set the parameter that a hook of torch's computes before each forward pass, from what it is now."""
+    if isinstance(hook, SpectralNorm):
+        weight = hook.compute_weight(layer, do_power_iteration=False)
+        setattr(layer, hook.name, weight)
+    elif isinstance(hook, _COMPUTING):
+        hook(layer, ())
 
 
 def _clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
@@ -326,6 +349,8 @@ def _clamp_in_graph(tensor: Tensor, low: list[float], high: list[float]) -> None
     _clamp_(tensor, low, high)
 
 
+# Hooks that compute a parameter from others before each forward pass.
+_COMPUTING = (BasePruningMethod, WeightNorm, SpectralNorm)
 # Taken over are the dictionaries of hooks themselves: a handle that the user kept for `handle.remove()` points to them.
 _HOOK_REGISTRIES = {name for name in vars(nn.Module()) if "ward_" in name and "hook" in name}
 # Attributes that convolutions and DCLS layers have by their class; `_carry_over` leaves them out.
