@@ -13,7 +13,7 @@ from torch.compiler import assume_constant_result
 
 from ..errors import DclsConvertError, did_you_mean, shown
 from . import matmul, onednn
-from .eager import is_channels_last, is_compiled, is_eager, is_watched
+from .eager import is_channels_last, is_compiled, is_counted, is_eager, is_watched
 from .geometry import Padding, Pair, padded_cells, size_text
 
 Way = Literal["torch", "onednn", "matmul"]
@@ -68,7 +68,7 @@ def conv2d(
 ) -> Tensor:
     """`torch.nn.functional.conv2d`, the way that `depthwise_way` says; torch's own in exports and under torch.func."""
     tensors = [input, kernel] if bias is None else [input, kernel, bias]
-    eager = is_eager(*tensors)
+    eager = is_eager(*tensors) and not is_counted()
     if input.dim() == 4 and (eager or is_compiled(*tensors)):
         dtype, last = _computed_dtype(tensors), is_channels_last(input)
         geometry = (input.shape, kernel.shape, stride, padding, dilation, groups)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import assume_constant_result
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # Private: torch has nothing public that tells whether torch.func (vmap, grad, jvp, ...) is transforming this code, or a
 # mode sees its operations. Where these are missing, assume so: the plain forms are right everywhere.
@@ -35,9 +36,22 @@ def is_watched() -> bool:
     return _dispatch_modes() > 0
 
 
+def is_counted() -> bool:
+    """Whether torch's FlopCounterMode counts all operations: it is to count the convolution."""
+    modes = _get_current_dispatch_mode_stack() if is_watched() else []
+    return any("FlopCounter" in type(mode).__name__ for mode in modes)
+
+
 def is_compiled(*tensors: Tensor) -> bool:
     """Whether `torch.compile` traces this code, as `is_eager` has it; not in exports, which are for other machines."""
     return torch.compiler.is_dynamo_compiling() and not _is_exporting() and _are_ordinary(tensors)
+
+
+def is_exported() -> bool:
+    """Whether this code is traced for other programs: by `torch.export`, for ONNX, or by `torch.jit.trace`."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return True
+    return bool(_is_exporting())
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]

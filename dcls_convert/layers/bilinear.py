@@ -3,8 +3,9 @@
 Axes: C channels of any number (a kernel each), E kernel elements, A learnt axes, N all kernels in one axis.
 `cells` are positions counted from the first cell of the window.
 
-Three forms with equal results: plain operations for compilers and derivatives of any kind; blocks with the first
-derivative in closed form; and on GPUs, where scattered additions have no fixed order, products over the whole window.
+Four forms with equal results: plain operations for compilers and derivatives of any kind; blocks with the first
+derivative in closed form; on GPUs, where scattered additions have no fixed order, products over the whole window; and
+matrix products in exports, since translators of scattered additions exist for few formats, and some are wrong.
 """
 
 import functools
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..depthwise.eager import is_eager, on_cpu
+from ..depthwise.eager import is_eager, is_exported, on_cpu
 
 # On a CPU, elements per thread and block: temporary tensors stay in the cache. torch gives a thread at least as many.
 BLOCK_ELEMENTS = 32768
@@ -43,6 +44,8 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
     wide_size = tuple(size[axis] for axis in wide)
     if is_eager(weight, cells):
         kernel: Tensor = _Construct.apply(weight, cells, wide_size)
+    elif is_exported():
+        kernel = of_matrix_products(weight, cells, wide_size)
     elif on_cpu(weight):
         kernel = of_plain_operations(weight, cells, wide_size)
     else:
@@ -100,6 +103,25 @@ def of_products(weight: Tensor, cells: Tensor, size: Size, *, differentiable: bo
             part = part + slope * moved.expand(whole)
         kernel = kernel * part
     return kernel.sum(-1 - len(size))
+
+
+def of_matrix_products(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
+    """weight (*C, E), cells (A, *C, E) -> (*C, *size), without scattered additions. Sides above 1."""
+    spread_weight = weight.unsqueeze(-1)  # (*C, E, cells of the axes so far)
+    for coordinate, length in zip(cells[:-1], size[:-1], strict=True):
+        shares = _shares_of_cells(coordinate, length)
+        spread_weight = (spread_weight.unsqueeze(-1) * shares.unsqueeze(-2)).flatten(-2)
+    kernel = spread_weight.mT @ _shares_of_cells(cells[-1], size[-1])
+    return kernel.reshape(*weight.shape[:-1], *size)
+
+
+def _shares_of_cells(coordinate: Tensor, length: int) -> Tensor:
+    """(*C, E) -> (*C, E, length): how much of each element every cell of an axis gets."""
+    inside = clamped(coordinate, 0, length - 1).unsqueeze(-1)
+    lower = inside.detach().floor().clamp(0, length - 2)  # as in `of_plain_operations`
+    fraction = inside - lower
+    distance = torch.arange(length, dtype=inside.dtype, device=inside.device) - lower
+    return (distance == 0).to(inside.dtype) * (1 - fraction) + (distance == 1).to(inside.dtype) * fraction
 
 
 class _Construct(Function):

@@ -9,7 +9,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor, nn
 
@@ -44,7 +44,7 @@ class Tied(nn.Module):
         if owner_name is None or name in self._parameters:  # there inside `_standing_in` alone
             super().__setattr__(name, value)
         else:
-            self._owner_parameters[owner_name] = value
+            cast(nn.Module, self._owner)._parameters[owner_name] = value
 
     def tie_(self, owner: nn.Module, names: dict[str, str]) -> None:
         """Use the parameters that `owner`, a module that holds the layer, has under `names`; looked up at each use."""
@@ -61,11 +61,6 @@ class Tied(nn.Module):
         """Whether positions (and sigma) belong to another module."""
         return self._owner is not None
 
-    @property
-    def _owner_parameters(self) -> dict[str, Any]:
-        assert self._owner is not None
-        return self._owner._parameters
-
     @contextlib.contextmanager
     def _standing_in(self) -> Iterator[None]:
         """Inside, the tied parameters are registered here too; what replaces them then goes to the owner."""
@@ -75,7 +70,7 @@ class Tied(nn.Module):
             yield
         finally:
             for name, owner_name in self._owner_names.items():
-                self._owner_parameters[owner_name] = self._parameters.pop(name)
+                cast(nn.Module, self._owner)._parameters[owner_name] = self._parameters.pop(name)
 
     def named_modules(
         self,

@@ -5,11 +5,12 @@ import itertools
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from dcls_convert.depthwise import choice, choices, matmul, onednn
 from dcls_convert.depthwise.choice import VARIABLE, conv2d, depthwise_way
 from dcls_convert.errors import DclsConvertError
+
+from .gpu_forms import Watch
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 CASE = {"device": CUDA, "dtype": torch.bfloat16, "channels_last": False, "input_size": (128, 96, 56, 56)}
@@ -119,7 +120,7 @@ def test_each_case_is_timed_once(clock):
 
 
 def watched():
-    with FlopCounterMode(display=False):
+    with Watch(refused=set()):
         convolve()
 
 

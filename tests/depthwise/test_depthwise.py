@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 from dcls_convert.depthwise import choice, matmul, onednn
 from dcls_convert.depthwise.choice import VARIABLE, conv2d
@@ -193,6 +194,18 @@ def test_layers_go_the_way_and_programs_hold_one_plain_convolution(way):
     names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
     assert (sum("conv2d" in name for name in names), sum("pad" in name or "bmm" in name for name in names)) == (1, 0)
     torch.testing.assert_close(traced(images), layer(images))
+
+
+@every_way
+def test_a_flop_counter_counts_the_convolution(way):
+    inputs, arguments = tensors(geometry((17, 17), (8, 8), (14, 14), channels=4))
+    counts = []
+    for convolve in (conv2d, F.conv2d):
+        with going(way) as paddings, FlopCounterMode(display=False) as counter:
+            outputs_and_gradients(convolve, inputs, arguments)
+        counts.append(counter.get_total_flops())
+    assert not paddings
+    assert counts[0] == counts[1] > 0
 
 
 # What GPUs need of matrix products.

@@ -1,5 +1,6 @@
 """Bilinear construction block by block gives what plain operations give, however it is differentiated."""
 
+import contextlib
 import itertools
 import math
 
@@ -28,6 +29,16 @@ def of_plain_operations(weight, positions, size):
         return bilinear_kernel(weight, positions, size)
 
 
+@contextlib.contextmanager
+def constructed(form):
+    """Inside, kernels are constructed in the form for exports, for a GPU, or for the CPU."""
+    with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(None if form == "exported" else form):
+        if form == "exported":
+            patch.setattr(bilinear, "is_eager", lambda *_: False)
+            patch.setattr(bilinear, "is_exported", lambda: True)
+        yield
+
+
 def inputs(size, channels=(2, 3), count=4, seed=0):
     """weight (*C, E), positions (A, *C, E): on and between cells, inside the window, at its border, and beyond."""
     weight, generator = randn(*channels, count, seed=seed), torch.Generator().manual_seed(seed + 1)
@@ -54,7 +65,7 @@ def kernel_and_gradients(construct, some, size, learnt, create_graph=False):
     count=st.integers(0, 5),
     seed=st.integers(0, 2**16),
     block=st.sampled_from([1, 7, 500, 1 << 26]),
-    form=st.sampled_from([None, *FORMS]),
+    form=st.sampled_from([None, "exported", *FORMS]),
     strided=st.booleans(),
     learnt=st.sampled_from([(True, True), (True, False), (False, True)]),  # weight, positions
     create_graph=st.booleans(),
@@ -63,7 +74,7 @@ def test_kernel_and_gradients_are_those_of_plain_operations(
     size, channels, count, seed, block, form, strided, learnt, create_graph
 ):
     some = inputs(size, channels, count, seed)
-    with as_on_a_gpu(form), pytest.MonkeyPatch.context() as patch:
+    with constructed(form), pytest.MonkeyPatch.context() as patch:
         patch.setattr(bilinear, "BLOCK_ELEMENTS", block)
         patch.setattr(bilinear, "MOST_PRODUCTS", block)
         inputs_of_fast = [tensor.mT.contiguous().mT for tensor in some] if strided else some
@@ -76,7 +87,7 @@ def test_kernel_and_gradients_are_those_of_plain_operations(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(5,), (1, 4), (2, 3, 4)], ids=str)
-@pytest.mark.parametrize("form", [None, *FORMS])
+@pytest.mark.parametrize("form", [None, "exported", *FORMS])
 def test_derivatives_of_all_orders_and_modes_are_exact(size, form):
     weight, positions = inputs(size, channels=(2,), count=2)
     lowest = [
@@ -89,7 +100,7 @@ def test_derivatives_of_all_orders_and_modes_are_exact(size, form):
     def kernel(*some):
         return bilinear_kernel(*some, size)
 
-    with as_on_a_gpu(form):
+    with constructed(form):
         assert torch.autograd.gradcheck(kernel, some, check_forward_ad=True, check_batched_grad=True)
         assert torch.autograd.gradgradcheck(kernel, some)
 

@@ -320,6 +320,22 @@ def test_a_layer_may_be_used_twice_in_a_step(interpolation):
         close(parameter.grad, sum(one.get_parameter(name).grad for one in copies), atol=1e-9)  # sums of about 1e3
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "triangle", "gaussian"])
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning", "ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_exports_hold_no_scattered_additions(interpolation):
+    """coremltools 9 makes other kernels of them, in silence."""
+    layer = DclsConv2d(2, 3, kernel_count=4, dilated_kernel_size=7, interpolation=interpolation)
+    x = torch.randn(1, 2, 9, 9)
+    exported = torch.export.export(layer.eval(), (x,))
+    traced = torch.jit.trace(layer, x)
+    for program, graph in [(exported.module(), exported.graph), (traced, traced.inlined_graph)]:
+        assert "conv" in str(graph)
+        assert "scatter" not in str(graph)
+        assert "index" not in str(graph)
+        torch.testing.assert_close(program(x), layer(x))
+
+
 @pytest.mark.slow
 def test_an_exported_program_changes_no_positions_and_gives_the_output_of_training():
     layer, x = strayed(padding=(2, 4)), randn(1, 2, 9, 9)
