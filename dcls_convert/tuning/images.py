@@ -33,7 +33,8 @@ SPLITS = ("train", "validation")  # for timm, "val" and others are the same
 AUGMENTATIONS: dict[Augmentation, dict[str, Any]] = {  # arguments of timm's create_transform
     "none": {"no_aug": True},
     "light": {"scale": (0.35, 1.0), "color_jitter": 0.4},
-    "strong": {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25, "re_mode": "pixel"},
+    # mmax9: at magnitude 10, timm asks Pillow to keep 0 bits of each colour, which Pillow 13 refuses.
+    "strong": {"auto_augment": "rand-m9-mstd0.5-mmax9-inc1", "re_prob": 0.25, "re_mode": "pixel"},
 }
 
 
