@@ -47,7 +47,7 @@ class PlanOptions:
     rules: Any = AUTO  # "auto", a name, a file, a mapping as in a file, or a planning.rules.RuleSet
     scope: Scope = "auto"  # what one count is solved for; "error" with images, else "model"
     tie: Tie = "stage"  # which layers share their positions
-    budget: float = DEFAULT_BUDGET  # percent of the replaced weights
+    budget: float | str = DEFAULT_BUDGET  # percent of the replaced weights: 80, "80%"
     interpolation: Interpolation | None = None  # for rules that state none; bilinear without it
     strict: bool = False  # refuse where a matching convolution cannot take the size
 

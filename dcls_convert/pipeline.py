@@ -59,12 +59,15 @@ class Job:
     init: Init = "auto"  # "fit" where the kernels are trained, else "random"
     positions: Positions = "normal"  # of "random"
     calibration: Images | Calibration | None = None  # for "fit"
+    mean: Sequence[float] | None = None  # of the calibration's folder of images; None: as the network states
+    std: Sequence[float] | None = None
     authors_version: AuthorsVersion | None = None  # of elements in `weights`
     seed: int = 0
     offline: bool = False  # no download
     device: str | None = None  # on which a network that is built here is fitted and compared; None: the CPU
     notify: Notify = silent  # told about progress
     note: Notify = silent  # told what a user should know
+    _read: Calibration | None = None  # the images of the calibration
     _seen: Seen | None = None  # of the calibration, by the network, when counts were measured
 
     @property
@@ -265,9 +268,10 @@ class Job:
 
     def _images(self, plan: ConversionPlan) -> Calibration | None:
         """The calibration's, read once."""
-        if self.calibration is not None:
-            self.calibration = calibrate(self.network, plan, self.calibration, note=self.note)
-        return self.calibration
+        if self._read is None and self.calibration is not None:
+            options: dict[str, Any] = {"mean": self.mean, "std": self.std, "note": self.note}
+            self._read = calibrate(self.network, plan, self.calibration, **options)
+        return self._read
 
 
 def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
@@ -300,6 +304,8 @@ def convert_(
     init: Init = "auto",
     positions: Positions = "normal",
     calibration: Images | Calibration | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
     input_size: Sequence[int] | None = None,
     seed: int = 0,
     progress: bool | None = None,
@@ -315,8 +321,9 @@ def convert_(
             that the outputs stay as they are at more parameters.
         positions: For "random": "normal" is N(0, 0.5 cells), "kernel" is uniform over the old kernel, "uniform" over
             the window.
-        calibration: For "fit": a folder of images, or what `calibrate` gave; the outputs then count instead of the
+        calibration: For "fit": images, as in `calibrate`, or what it gave; the outputs then count instead of the
             kernels.
+        mean, std: As in `calibrate`, for a folder of images.
         input_size: (channels, rows, columns) for MACs; without it, the size that a timm model states.
         seed: For random positions. The global generator is not touched.
         progress: Show on stderr what is being done, where it takes more than two seconds: a bar with the time left on
@@ -338,6 +345,8 @@ def convert_(
         init=init,
         positions=positions,
         calibration=calibration,
+        mean=mean,
+        std=std,
         seed=seed,
     )
     watched = is_watched() if progress is None else progress

@@ -94,6 +94,13 @@ def parse_input_size(text: str) -> tuple[int, ...]:
     return _sides(text, range(2, 5), what)
 
 
+def parse_numbers(text: str) -> tuple[float, ...]:
+    """ "0.5,0.4,0.3" -> (0.5, 0.4, 0.3)."""
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?(,[0-9]{1,9}(\.[0-9]{1,9})?)*", text):
+        raise typer.BadParameter(f"'{shown(text)}' is not a list of numbers such as 0.485,0.456,0.406")
+    return tuple(map(float, text.split(",")))
+
+
 class PlainHelp:
     """Help that tells names of arguments and words to choose from, without types and brackets."""
 
@@ -181,6 +188,8 @@ MODEL_HELP = (
 PRETRAINED_HELP = "Start from timm's or torchvision's trained weights."
 WEIGHTS_HELP = "Start from the weights in a safetensors or torch file, also one of DCLS's authors."
 IMAGES_HELP = "Images: fit outputs for them, not kernels."
+MEAN_HELP = "Mean with which the images are normalised, one for all channels or each; without it, as the model states."
+STD_HELP = "Standard deviation, likewise."
 COUNT_HELP = "Elements in a kernel; auto: as many as the budget admits."
 SCOPE_HELP = "What one count is solved for; auto: error with --calibrate, else model."
 SIZE_HELP = (
@@ -218,6 +227,8 @@ class Network:
     in_chans: Annotated[int | None, number(int, 1, MOST_COUNT, WHAT, "Input channels.", metavar="N")] = None
     options: PlanOptions = field(default_factory=PlanOptions)
     calibrate: Annotated[Path | None, option(WHERE, IMAGES_HELP, metavar="FOLDER")] = None
+    mean: Annotated[Any, option(WHERE, MEAN_HELP, metavar="M,M,M", parser=parse_numbers)] = None
+    std: Annotated[Any, option(WHERE, STD_HELP, metavar="S,S,S", parser=parse_numbers)] = None
     input_size: InputSize = None
 
     @property
@@ -227,10 +238,13 @@ class Network:
     def check(self) -> None:
         """Refuse two sources of weights, what needs one where there is none, and files that are not there."""
         untrained = self.options.scope == ERROR and not self.trained
+        normalised = self.mean is not None or self.std is not None
         refuse(
             {
                 "--pretrained and --checkpoint exclude each other": self.pretrained and self.checkpoint is not None,
                 "--scope error needs trained kernels: --pretrained or --checkpoint": untrained,
+                "--mean and --std are for the images of --calibrate": normalised and self.calibrate is None,
+                "--mean and --std belong together": (self.mean is None) != (self.std is None),
             }
         )
         if self.checkpoint is not None:
@@ -251,6 +265,8 @@ class Network:
             options=self.options,
             input_size=self.input_size,
             calibration=self.calibrate,
+            mean=self.mean,
+            std=self.std,
             **settings,
         )
 

@@ -34,9 +34,9 @@ class BudgetUnit:
 
 
 def parse_percent(text: str | float | int) -> Fraction:
-    """A percentage as an exact fraction of 1: "99.5" -> 199/200. PlanError if it is not a number, or out of bounds."""
+    """A percentage as an exact fraction of 1: 99.5 and "99.5%" -> 199/200. PlanError for others, and out of bounds."""
     try:
-        percent = Decimal(str(text))
+        percent = Decimal(str(text).removesuffix("%"))
     except InvalidOperation:
         percent = Decimal("nan")
     if not percent.is_finite() or not LEAST_PERCENT <= percent <= MOST_PERCENT:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..depthwise.geometry import size_text
 from ..errors import DclsConvertError, ModelError, one_line
-from ..fitting.images import read_images
+from ..fitting.images import IMAGENET, read_images, stated_normalisation
 from ..networks.running import evaluating, quietly, reproducible
 from ..networks.source import ModelSource, build_model
 from ..networks.weights import load_weights_, read_weights, with_names_of
@@ -122,7 +122,8 @@ def _images(
     if options.input_size is None and math.prod(size[1:]) > MOST_PIXELS:
         return [], f"images of more than {MOST_PIXELS:,} pixels are run where --input-size asks for them"
     if options.images is not None:
-        images = [*read_images(options.images, model, size, note, most=MOST_IMAGES).values()]
+        normalisation = stated_normalisation(model) or IMAGENET
+        images = [*read_images(options.images, normalisation, size, note, most=MOST_IMAGES).values()]
         return images, f"{len(images)} images of {options.images.name}, {size_text(size[1:])} pixels"
     noise = torch.randn(NOISE_IMAGES, *size, generator=torch.Generator().manual_seed(SEED))
     return list(noise), f"{NOISE_IMAGES} images of seeded noise, {size_text(size[1:])} pixels"

@@ -10,11 +10,17 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
+import torchvision
 from PIL import EpsImagePlugin, Image
 from torch import nn
 
-from dcls_convert import DclsConvertError, calibrate, find_convs, plan_conversion
-from dcls_convert.fitting.images import read_images
+from dcls_convert import DclsConvertError, calibrate, convert_, find_convs, plan_conversion
+from dcls_convert.fitting.images import (
+    IMAGENET,
+    Normalisation,
+    read_images,
+    stated_normalisation,
+)
 
 from ..planning.nets import state_of
 
@@ -121,7 +127,7 @@ def test_damaged_files_are_read_or_one_line_without_a_word_of_the_library(tmp_pa
         (tmp_path / name).write_bytes(data)
     notes, said = [], io.StringIO()
     with warnings.catch_warnings(action="error"), contextlib.redirect_stderr(said):
-        images = read_images(tmp_path, nn.Identity(), SIZE, notes.append)
+        images = read_images(tmp_path, IMAGENET, SIZE, notes.append)
     assert said.getvalue() == ""
     assert [path.name for path in images] == [*taken]
     assert [note.partition(" is not taken: ")[0] for note in notes] == [str(tmp_path / name) for name in others]
@@ -140,7 +146,7 @@ def test_grey_values_of_16_bits_are_scaled(tmp_path, form, mode):
     (tmp_path / "a.png").write_bytes(saved(grey("L", 64, 192), "PNG"))
     (tmp_path / "b.png").write_bytes(saved(grey(mode, 64 * 257, 192 * 257), form))
     notes = []
-    one, other = read_images(tmp_path, nn.Identity(), SIZE, notes.append).values()
+    one, other = read_images(tmp_path, IMAGENET, SIZE, notes.append).values()
     assert torch.equal(one, other)
     assert not notes
 
@@ -149,7 +155,7 @@ def test_grey_values_of_16_bits_are_scaled(tmp_path, form, mode):
 def test_pixels_of_32_bits_have_no_white_and_are_not_taken(tmp_path, mode, word):
     (tmp_path / "a.tif").write_bytes(saved(grey(mode, 64, 192), "TIFF"))
     notes = []
-    assert not read_images(tmp_path, nn.Identity(), SIZE, notes.append)
+    assert not read_images(tmp_path, IMAGENET, SIZE, notes.append)
     assert word in notes[0]
 
 
@@ -158,7 +164,7 @@ def test_an_image_is_turned_as_its_camera_was(tmp_path):
     exif[0x0112] = 6  # to be turned by a quarter clockwise
     (tmp_path / "a.png").write_bytes(saved(turned, "PNG", exif=exif))
     (tmp_path / "b.gif").write_bytes(saved(turned.rotate(-90, expand=True), "GIF"))
-    one, other = read_images(tmp_path, nn.Identity(), SIZE, print).values()
+    one, other = read_images(tmp_path, IMAGENET, SIZE, print).values()
     torch.testing.assert_close(one, other)
 
 
@@ -180,6 +186,61 @@ def test_a_loader_may_give_labels_too(planned):
     assert batch is images
 
 
+def test_one_batch_and_images_are_taken_as_batches(planned):
+    images = torch.rand(3, *planned[1].input_size)
+    for given in (images, [images], list(images), [(image, 0) for image in images]):
+        assert torch.equal(torch.cat(calibrate(*planned, given).batches), images)
+    assert len(calibrate(*planned, images[0])) == 1
+
+
+def own_model():
+    """Which states no normalisation."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 7, padding=3), nn.Conv2d(8, 8, 7, padding=3, groups=8))
+    return model, plan_conversion(find_convs(model, (3, 8, 8)), dilated_size=9)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: timm.create_model("resnet10t"), IMAGENET),
+        (lambda: timm.create_model("test_vit"), Normalisation(mean=(0.5,) * 3, std=(0.5,) * 3)),
+        (torchvision.models.resnet18, IMAGENET),
+        (nn.Identity, None),
+    ],
+    ids=["timm", "another of timm", "torchvision", "own"],
+)
+def test_the_normalisation_is_the_one_that_the_model_states(make, expected):
+    assert stated_normalisation(make()) == expected
+
+
+def test_a_folder_for_a_model_that_states_no_normalisation_needs_one(tmp_path):
+    write_images(tmp_path, 1)
+    model, plan = own_model()
+    with pytest.raises(DclsConvertError, match="does not state how its images are normalised; give mean and std"):
+        calibrate(model, plan, tmp_path)
+    (red, green, _) = calibrate(model, plan, tmp_path, mean=(0.5, 0.25, 0), std=(2.0,)).batches[0][0, :, 0, 0]
+    assert red.item() == pytest.approx((0 / 255 - 0.5) / 2)
+    assert green.item() == pytest.approx((90 / 255 - 0.25) / 2)
+    report = convert_(model, dilated_size=9, calibration=tmp_path, mean=(0.5,), std=(0.5,), input_size=(3, 8, 8))
+    assert report.layers
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mean": (0.5,)}, "give mean and std, or neither"),
+        ({"mean": (0.5, 0.5), "std": (1.0,)}, "mean 0.5,0.5 has 2 values; give 1 or 3"),
+        ({"mean": (0.5,), "std": (0.0,)}, "std 0 must be above 0"),
+    ],
+)
+def test_a_normalisation_that_does_not_fit_is_refused(planned, tmp_path, options, message):
+    write_images(tmp_path, 1)
+    with pytest.raises(DclsConvertError, match=message):
+        calibrate(*planned, tmp_path, **options)
+    with pytest.raises(DclsConvertError, match="tensors are taken as they are"):
+        calibrate(*planned, torch.rand(1, 3, 8, 8), **options)
+
+
 # Refused.
 
 
@@ -193,6 +254,8 @@ def test_a_loader_may_give_labels_too(planned):
         (".", (4, 8, 8), "1 or 3 channels"),
         ([], SIZE, "there are no images"),
         ([torch.full((1, 3, 8, 8), float("nan"))], SIZE, "not finite"),
+        ([torch.zeros(8)], SIZE, "found a tensor of 1 axes; give batches of 4 axes"),
+        (["a.png"], SIZE, "found a str; give batches"),
     ],
     ids=str,
 )

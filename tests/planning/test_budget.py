@@ -140,7 +140,7 @@ def test_a_percentage_is_read_exactly(text, share):
 @pytest.mark.parametrize(
     "text",
     [
-        *["", "12%", "1/3", "-5", "nan", 0, None],
+        *["", "12%%", "1/3", "-5", "nan", 0, None],
         "1e-99999999999",  # as an exact number, this would fill the memory
     ],
 )
@@ -182,3 +182,10 @@ def test_counts_of_the_paper(model, size, options, counts):
 def test_a_kernel_count_that_cannot_be_is_refused(count, message):
     with pytest.raises(PlanError, match=message):
         plan_of(Net(), kernel_count=count)
+
+
+def test_a_percentage_may_have_its_sign():
+    assert parse_percent("80%") == parse_percent(80) == parse_percent("80.0") == Fraction(4, 5)
+    for text in ("%", "80%%", "80 per cent", "%80"):
+        with pytest.raises(PlanError, match="must be a percentage"):
+            parse_percent(text)
