@@ -34,6 +34,8 @@ MOST_PIXELS = 2048 * 2048  # or voxels, of an image on which outputs are compare
 MOST_COUNT = 10**9  # elements, classes or channels
 MOST_WINDOW = 17  # cells, of an "auto" size; the paper's for ConvNeXt
 MOST_SLOWER = 15.0  # percent of MACs that a recommended size may add; the paper's ConvNeXts have 11.6 to 12.9
+OPSETS = range(7, 26)  # of ONNX, which torch 2.14 and onnxscript 0.7 write
+DEFAULT_OPSET = 20  # torch 2.14's own
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
 DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the parameter count
 

@@ -4,16 +4,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..options import FoldFormat
+from ..options import DEFAULT_OPSET, OPSETS, FoldFormat
 from ..tables import counted
 from . import console
-from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, option
+from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, number, option
 
 if TYPE_CHECKING:
     from ..export.folding import Folded
 
 FORMAT_HELP = "timm: a folder, which timm loads by itself where its architecture allows. onnx, pt2: one file."
+OPSET_HELP = f"Opset of the ONNX model, from {OPSETS[0]} to {OPSETS[-1]}."
 OUTPUTS = "./CHECKPOINT-folded, ./CHECKPOINT.onnx or ./CHECKPOINT.pt2"
+OPSET = number(
+    int,
+    OPSETS[0],
+    OPSETS[-1],
+    OUTPUT,
+    OPSET_HELP,
+    metavar="N",
+    show_default=str(DEFAULT_OPSET),
+)
 
 
 def fold(
@@ -22,6 +32,7 @@ def fold(
     output: Annotated[
         Path | None, option(OUTPUT, "Folder or file to write.", "--output", "-o", metavar="PATH", show_default=OUTPUTS)
     ] = None,
+    opset: Annotated[int | None, OPSET] = None,
     force: Force = False,
     trust_code: TrustCode = False,
     json_: Json = False,
@@ -35,7 +46,15 @@ def fold(
     from ..records import write_json
 
     with console.steps(str(checkpoint), quiet=quiet) as notify:
-        folded = fold_checkpoint(checkpoint, format, output, force=force, trust_code=trust_code, notify=notify)
+        folded = fold_checkpoint(
+            checkpoint,
+            format,
+            output,
+            opset=opset,
+            force=force,
+            trust_code=trust_code,
+            notify=notify,
+        )
     if json_:
         console.write(write_json(asdict(folded)))
     else:
@@ -56,7 +75,10 @@ def _lines(folded: "Folded") -> list[str]:
         what = f"{who} loads it, because {folded.note}"
     else:
         several = f"{folded.batch} at a time, because with any number {folded.note}"
-        what = f"{FORMATS[folded.format].noun} for images of {size_text(folded.input_size)}"
+        what = FORMATS[folded.format].noun
+        if folded.opset is not None:
+            what += f" of opset {folded.opset}"
+        what += f" for images of {size_text(folded.input_size)}"
         what += f", {'any number at a time' if folded.batch is None else several}"
     grown = f" → {folded.params_after:,}, since kernels are now stored with all cells of their windows"
     return [

@@ -40,6 +40,7 @@ class Folded(Record):
     params_after: int
     input_size: tuple[int, ...]
     batch: int | None = None  # the only one that it takes; None where it takes any
+    opset: int | None = None  # of an ONNX model
     kernel_args: dict[str, Any] | None = None  # with which stock timm builds it
     note: str | None = None  # why it is not stock timm's, or takes one batch size only
 
@@ -50,6 +51,7 @@ class Folding:
 
     model: nn.Module
     plan: ConversionPlan  # of the checkpoint
+    opset: int | None  # as asked; None for the format's own
     images: tuple[Tensor, ...]  # one tensor for each batch size of BATCHES
     outputs: tuple[Any, ...]  # of the checkpoint's own model for them
     folded: Folded  # what is known before anything is written
@@ -102,7 +104,7 @@ def export_file(folding: Folding, bound: float, export: Export, loading: str) ->
         try:
             with torch.no_grad(), quietly():
                 exported = export(path, folding.images[count - 1], count > 1)
-        except OSError:
+        except (OSError, DclsConvertError):
             raise
         except Exception as error:  # exporters raise anything
             raise ModelError(f"{what} fails: {_brief(error)}") from error

@@ -12,7 +12,7 @@ from ..depthwise.geometry import size_text
 from ..errors import CheckpointError, DclsConvertError, shown
 from ..networks.outputs import check_equal
 from ..networks.tracing import image_dtype
-from ..options import MOST_PIXELS, FoldFormat
+from ..options import MOST_PIXELS, OPSETS, FoldFormat
 from ..output import check_output, not_a_file
 from ..progress import Notify, silent
 from ..surgery.fold import fold_to_dense_
@@ -28,11 +28,19 @@ def fold_checkpoint(
     format: FoldFormat,
     output: Path | None = None,
     *,
+    opset: int | None = None,
     force: bool = False,
     trust_code: bool = False,
     notify: Notify = silent,
 ) -> Folded:
-    """Fold a checkpoint's model, compare the outputs, and write it; without an output, into the current directory."""
+    """Fold a checkpoint's model, compare the outputs, and write it.
+
+    Without an output, it is written into the current directory. `opset` is for ONNX: one of OPSETS.
+    """
+    if opset is not None and format != "onnx":
+        raise DclsConvertError(f"--opset {opset} is for --format onnx, not for --format {format}")
+    if opset is not None and opset not in OPSETS:
+        raise DclsConvertError(f"--opset {opset}: give an integer from {OPSETS[0]} to {OPSETS[-1]}")
     row = FORMATS[format]
     output = output or Path(checkpoint.resolve().name + row.suffix)
     plan = read_plan(checkpoint)
@@ -68,5 +76,14 @@ def fold_checkpoint(
         input_size=plan.input_size,
     )
     return row.write(
-        Folding(model=model, plan=plan, images=images, outputs=outputs, folded=record, force=force, notify=notify)
+        Folding(
+            model=model,
+            plan=plan,
+            opset=opset,
+            images=images,
+            outputs=outputs,
+            folded=record,
+            force=force,
+            notify=notify,
+        )
     )

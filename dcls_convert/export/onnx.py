@@ -3,16 +3,22 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import ModelError
 from ..networks.outputs import tensors_in
+from ..options import DEFAULT_OPSET
 from .folding import Exported, ExportFormat, Folded, Folding, export_file
 
 BOUND = 1e-3  # relative error; onnxruntime has other kernels, and folds constants beforehand
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"  # onnxruntime 1.29 and later, which else sends names of models to its makers
 MOST_IN_ONE_FILE = 1_900_000_000  # bytes of weights; a protobuf, and so an ONNX file, ends at 2 GiB
+FIRST_OF_DYNAMO = 18  # opset below which torch's newer exporter fails for most models
+INPUT = "input"  # its name
+OUTPUT = "output"  # the name of an only one
 LOADING = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n'
 
 
@@ -21,20 +27,34 @@ def write(folding: Folding) -> Folded:
     os.environ.setdefault(NO_TELEMETRY, "1")  # before anything imports onnxruntime, which begins then
     import onnxruntime
 
+    opset = folding.opset or DEFAULT_OPSET
     size = sum(t.numel() * t.element_size() for t in folding.model.state_dict().values())
+    large = size > MOST_IN_ONE_FILE
+    if large and opset < FIRST_OF_DYNAMO:
+        weights = f"{size / 1e9:.1f} GB of weights do not fit into one file"
+        allowed = f"torch writes a second file from opset {FIRST_OF_DYNAMO} on"
+        raise ModelError(f"--opset {opset}: {weights}; {allowed}")
+
+    one_output = isinstance(folding.outputs[0], Tensor)
+    model = folding.model if one_output else _FlatOutputs(folding.model)
+    names = [OUTPUT] if one_output else None
 
     def export(path: Path, images: Tensor, dynamic: bool) -> Exported:
+        if opset >= FIRST_OF_DYNAMO:
+            how = _newer_exporter(dynamic, large)
+        else:
+            how = _older_exporter(dynamic, names)
         torch.onnx.export(
-            folding.model if isinstance(folding.outputs[0], Tensor) else _FlatOutputs(folding.model),
+            model,
             (images,),
             path,
-            dynamo=True,
-            input_names=["input"],
-            output_names=["output"] if isinstance(folding.outputs[0], Tensor) else None,
-            dynamic_shapes=({0: "batch"},) if dynamic else None,
-            external_data=size > MOST_IN_ONE_FILE,
+            input_names=[INPUT],
+            output_names=names,
+            opset_version=opset,
             verbose=False,
+            **how,
         )
+        _check_opset(path, opset)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -43,7 +63,28 @@ def write(folding: Folding) -> Folded:
 
     # ONNX knows no structure: its outputs are the tensors in their order.
     flat = tuple(tuple(tensors_in(outputs)) for outputs in folding.outputs)
-    return export_file(replace(folding, outputs=flat), BOUND, export, LOADING)
+    return replace(export_file(replace(folding, outputs=flat), BOUND, export, LOADING), opset=opset)
+
+
+def _newer_exporter(dynamic: bool, large: bool) -> dict[str, Any]:
+    """Arguments of torch.onnx.export for the exporter that builds on torch.export."""
+    shapes = ({0: "batch"},) if dynamic else None
+    return {"dynamo": True, "dynamic_shapes": shapes, "external_data": large}
+
+
+def _older_exporter(dynamic: bool, outputs: list[str] | None) -> dict[str, Any]:
+    """Arguments of torch.onnx.export for the exporter that traces the model."""
+    axes = {name: {0: "batch"} for name in [INPUT, *(outputs or [])]}
+    return {"dynamo": False, "dynamic_axes": axes if dynamic else None}
+
+
+def _check_opset(path: Path, opset: int) -> None:
+    import onnx
+
+    network = onnx.load(path, load_external_data=False)
+    written = next(one.version for one in network.opset_import if not one.domain)
+    if written != opset:
+        raise ModelError(f"torch wrote opset {written} for this model, not opset {opset}")
 
 
 class _FlatOutputs(nn.Module):

@@ -21,6 +21,7 @@ COMMANDS = (
     (MODEL, *FITTED, "--html", "--output", "calibrated"),
     ("fold", "calibrated"),
     ("fold", "calibrated", "--format", "onnx"),
+    ("fold", "calibrated", "--format", "onnx", "--opset", "17", "--output", "older.onnx"),
     ("fold", "calibrated", "--format", "pt2"),
     ("inspect", "calibrated", "--json", "--html", "page.html", "--images", "images", "--original", WEIGHTS[1]),
     (*PICTURE, "field.svg", "--figure", "receptive-field"),

@@ -156,6 +156,9 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
         ("in --format onnx --output notes.txt --force", "must end in .onnx"),
         ("in --output in --force", "is the checkpoint itself"),
         ("in --format onnx --output x.onnx", "--format onnx needs packages: pip install onnxscript"),
+        ("in --format pt2 --opset 17", "--opset 17 is for --format onnx, not for --format pt2"),
+        ("in --opset 17", "--opset 17 is for --format onnx, not for --format timm"),
+        ("in --format onnx --opset 6", "'6' is not an integer from 7 to 25"),
         ("nowhere", "nowhere: is not a folder"),
     ],
 )

@@ -1,0 +1,71 @@
+"""An ONNX model has the opset that is asked for, or there is none."""
+
+from pathlib import Path
+
+import onnx
+import pytest
+
+import dcls_convert.export
+from dcls_convert.errors import DclsConvertError
+from dcls_convert.export.formats import fold_checkpoint
+from dcls_convert.export.onnx import FIRST_OF_DYNAMO
+from dcls_convert.options import DEFAULT_OPSET, OPSETS
+
+from .test_formats import FLOAT32_ERROR, error_of
+
+NEWER = [FIRST_OF_DYNAMO, DEFAULT_OPSET, OPSETS[-1]]
+
+
+def opset_of(path):
+    (opset,) = onnx.load(path).opset_import
+    return opset.version
+
+
+@pytest.mark.parametrize(
+    "opset",
+    [
+        *(OPSETS[0], 13, FIRST_OF_DYNAMO - 1),
+        *(pytest.param(opset, marks=pytest.mark.slow) for opset in NEWER),
+    ],
+)
+def test_both_exporters_write_the_opset_for_any_number_of_images(checkpoints, opset):
+    written = fold_checkpoint(checkpoints / "convnext", "onnx", Path("x.onnx"), opset=opset)
+    assert written.opset == opset_of("x.onnx") == opset
+    assert written.batch is None
+    for batch in (1, 2, 5):
+        assert error_of(checkpoints / "convnext", written, batch) < FLOAT32_ERROR
+
+
+@pytest.mark.slow
+def test_without_one_the_opset_is_stated_too(checkpoints):
+    written = fold_checkpoint(checkpoints / "Plain", "onnx", trust_code=True)
+    assert written.opset == opset_of("Plain.onnx") == DEFAULT_OPSET
+
+
+@pytest.mark.parametrize("name", ["Branching", "ByImage"])
+def test_the_older_exporter_takes_models_of_ones_own(checkpoints, name):
+    written = fold_checkpoint(checkpoints / name, "onnx", opset=17, trust_code=True)
+    assert written.batch == (1 if name == "ByImage" else None)
+    assert error_of(checkpoints / name, written, batch=written.batch or 2) < FLOAT32_ERROR
+
+
+@pytest.mark.slow
+def test_another_opset_than_that_asked_for_is_not_kept(checkpoints, monkeypatch):
+    """Of this model, torch's newer exporter writes 18 where it is asked for less, in silence."""
+    monkeypatch.setattr(dcls_convert.export.onnx, "FIRST_OF_DYNAMO", OPSETS[0])
+    with pytest.raises(DclsConvertError, match="torch wrote opset 18 for this model, not opset 12"):
+        fold_checkpoint(checkpoints / "convnext", "onnx", opset=12)
+    assert list(Path().iterdir()) == []
+
+
+def test_weights_for_two_files_need_the_newer_exporter(checkpoints, monkeypatch):
+    monkeypatch.setattr(dcls_convert.export.onnx, "MOST_IN_ONE_FILE", 0)
+    with pytest.raises(DclsConvertError, match=r"do not fit into one file; .* from opset 18 on"):
+        fold_checkpoint(checkpoints / "Plain", "onnx", opset=17, trust_code=True)
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("opset", [OPSETS[0] - 1, OPSETS[-1] + 1])
+def test_other_opsets_are_refused_from_python_too(checkpoints, opset):
+    with pytest.raises(DclsConvertError, match=rf"--opset {opset}: give an integer from 7 to 25"):
+        fold_checkpoint(checkpoints / "Plain", "onnx", opset=opset, trust_code=True)
