@@ -32,6 +32,9 @@ FORMAT_METADATA = {"format": "pt"}  # accelerate and transformers refuse files t
 DESCRIPTIVE = {"label_names", "label_descriptions", "description", "tag", "notes", "license"}
 DESCRIPTIVE |= {"origin_url", "paper_name", "paper_ids"}
 
+# What timm's own savers write beside `pretrained_cfg`; there it counts more.
+BESIDE_PREPROCESSING = ("num_classes", "label_names", "label_descriptions")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderConfig:
@@ -172,6 +175,18 @@ def check_stamp(stamp: Stamp | None, config: FolderConfig) -> None:
             f"{config.weights}: was not written with this {CONFIG}: the config was edited, or one of the two is of "
             "another folder"
         )
+
+
+def read_preprocessing(folder: Path) -> dict[str, Any]:
+    """What the folder's config.json states about images and classes, under timm's names."""
+    path = folder / CONFIG
+    config = read_json(path, str(path))
+    cfg = config.get("pretrained_cfg")
+    stated = dict(cfg) if isinstance(cfg, dict) else {}
+    for name in BESIDE_PREPROCESSING:
+        if name in config:
+            stated[name] = config[name]
+    return stated
 
 
 def check_tensors(state: Mapping[str, Tensor], config: FolderConfig) -> None:

@@ -1,7 +1,7 @@
 """What every export format shares: the folded model, what it must give, and the record of what was written."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import __version__
 from ..errors import DclsConvertError, ModelError, filled, one_line, shown
 from ..networks.outputs import check_equal
 from ..networks.running import quietly
@@ -51,6 +52,7 @@ class Folding:
 
     model: nn.Module
     plan: ConversionPlan  # of the checkpoint
+    preprocessing: Mapping[str, Any]  # as the checkpoint states it, under timm's names
     opset: int | None  # as asked; None for the format's own
     images: tuple[Tensor, ...]  # one tensor for each batch size of BATCHES
     outputs: tuple[Any, ...]  # of the checkpoint's own model for them
@@ -78,6 +80,31 @@ class ExportFormat:  # a row of `formats.FORMATS`
     @property
     def is_file(self) -> bool:
         return self.suffix.startswith(".")
+
+
+def metadata(folding: Folding, input_name: str) -> dict[str, Any]:
+    """What a file says about the network in it. What the checkpoint does not state is absent."""
+    stated = folding.preprocessing
+    input_size = folding.folded.input_size
+    facts = {
+        "dcls_convert_version": __version__,
+        "base_model": folding.plan.model,
+        "input_name": input_name,
+        "input_size": list(input_size),
+        "mean": _if_as_many(stated.get("mean"), input_size[0]),
+        "std": _if_as_many(stated.get("std"), input_size[0]),
+        "interpolation": stated.get("interpolation"),
+        "crop_pct": stated.get("crop_pct"),
+        "crop_mode": stated.get("crop_mode"),
+        "class_names": _if_as_many(stated.get("label_names"), stated.get("num_classes")),
+        "class_descriptions": stated.get("label_descriptions"),
+    }
+    return {name: fact for name, fact in facts.items() if fact is not None}
+
+
+def _if_as_many(values: Any, count: Any) -> Any:
+    """The values, or None if the model has another number of channels or classes by now."""
+    return values if isinstance(values, (list, dict)) and len(values) == count else None
 
 
 def _brief(error: BaseException) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoints.folder import not_of_a_checkpoint, read_plan
+from ..checkpoints.folder import not_of_a_checkpoint, read_plan, read_preprocessing
 from ..checkpoints.load import load_converted
 from ..depthwise.geometry import size_text
 from ..errors import CheckpointError, DclsConvertError, shown
@@ -79,6 +79,7 @@ def fold_checkpoint(
         Folding(
             model=model,
             plan=plan,
+            preprocessing=read_preprocessing(checkpoint),
             opset=opset,
             images=images,
             outputs=outputs,

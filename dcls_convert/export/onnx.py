@@ -1,6 +1,8 @@
 """A folded model as an ONNX file."""
 
+import json
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from ..networks.outputs import tensors_in
 from ..options import DEFAULT_OPSET
-from .folding import Exported, ExportFormat, Folded, Folding, export_file
+from .folding import Exported, ExportFormat, Folded, Folding, export_file, metadata
 
 BOUND = 1e-3  # relative error; onnxruntime has other kernels, and folds constants beforehand
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"  # onnxruntime 1.29 and later, which else sends names of models to its makers
@@ -54,7 +56,7 @@ def write(folding: Folding) -> Folded:
             verbose=False,
             **how,
         )
-        _check_opset(path, opset)
+        _complete(path, opset, metadata(folding, INPUT))
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -78,13 +80,56 @@ def _older_exporter(dynamic: bool, outputs: list[str] | None) -> dict[str, Any]:
     return {"dynamo": False, "dynamic_axes": axes if dynamic else None}
 
 
-def _check_opset(path: Path, opset: int) -> None:
+def _complete(path: Path, opset: int, facts: Mapping[str, Any]) -> None:
+    """Check a file's opset, remove paths of this machine's source files, and write facts into it."""
     import onnx
 
     network = onnx.load(path, load_external_data=False)
     written = next(one.version for one in network.opset_import if not one.domain)
     if written != opset:
         raise ModelError(f"torch wrote opset {written} for this model, not opset {opset}")
+    for part in _parts(network):
+        part.ClearField("doc_string")
+        notes = [note for note in part.metadata_props if not note.key.endswith("stack_trace")]
+        del part.metadata_props[:]
+        part.metadata_props.extend(notes)
+    texts = {name: _text(fact) for name, fact in facts.items()}
+    onnx.helper.set_model_props(network, texts)
+    onnx.save(network, path)
+
+
+def _text(fact: Any) -> str:
+    """ONNX's metadata knows texts only: others become JSON."""
+    return fact if isinstance(fact, str) else json.dumps(fact)
+
+
+def _parts(network: Any) -> Iterator[Any]:
+    """The ONNX model, and everything in it to which exporters attach notes and doc strings."""
+    yield network
+    yield from _parts_of_graph(network.graph)
+    for function in network.functions:
+        yield function
+        yield from function.value_info
+        yield from _parts_of_nodes(function.node)
+
+
+def _parts_of_graph(graph: Any) -> Iterator[Any]:
+    yield graph
+    yield from graph.input
+    yield from graph.output
+    yield from graph.value_info
+    yield from graph.initializer
+    yield from _parts_of_nodes(graph.node)
+
+
+def _parts_of_nodes(nodes: Any) -> Iterator[Any]:
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _parts_of_graph(attribute.g)
+            for graph in attribute.graphs:
+                yield from _parts_of_graph(graph)
 
 
 class _FlatOutputs(nn.Module):

@@ -1,0 +1,107 @@
+"""Exported files state what their users must know, and nothing about the machine that made them."""
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+import dcls_convert
+from dcls_convert.checkpoints.folder import CONFIG
+from dcls_convert.export.formats import fold_checkpoint
+from dcls_convert.export.pt2 import METADATA
+
+from ..checkpoints.folders import IMAGE, edit_json, seal
+
+CLASSES = 1000  # of the checkpoint "convnext"
+NAMES = [f"class {index}" for index in range(CLASSES)]
+# Keyword arguments of `fold_checkpoint`; the older exporter of ONNX is the quick one.
+OLDER = {"format": "onnx", "opset": 17}
+NEWER = {"format": "onnx"}
+PT2 = {"format": "pt2"}
+EXPORTS = [OLDER, PT2, pytest.param(NEWER, marks=pytest.mark.slow)]
+
+
+def facts_of(written):
+    if written.format == "onnx":
+        return {entry.key: entry.value for entry in onnx.load(written.output).metadata_props}
+    extra = {METADATA: ""}
+    torch.export.load(written.output, extra_files=extra)
+    return json.loads(extra[METADATA])
+
+
+def as_texts(facts):
+    texts = {}
+    for name, fact in facts.items():
+        texts[name] = fact if isinstance(fact, str) else json.dumps(fact)
+    return texts
+
+
+@pytest.fixture
+def labelled(tmp_path, checkpoints):
+    folder = tmp_path / "labelled"
+    shutil.copytree(checkpoints / "convnext", folder)
+    labels = {"label_names": NAMES, "label_descriptions": {"class 0": "a tench"}}
+    edit_json(folder / CONFIG, lambda config: config["pretrained_cfg"].update(labels))
+    return folder
+
+
+@pytest.mark.parametrize("how", EXPORTS)
+def test_the_file_states_the_checkpoints_preprocessing_and_classes(labelled, how):
+    written = fold_checkpoint(labelled, **how)
+    stated = json.loads((labelled / CONFIG).read_text())["pretrained_cfg"]
+    facts = {
+        "dcls_convert_version": dcls_convert.__version__,
+        "base_model": "timm:test_convnext",
+        "input_name": "input" if written.format == "onnx" else "x",
+        "input_size": list(IMAGE),
+        "mean": stated["mean"],
+        "std": stated["std"],
+        "interpolation": stated["interpolation"],
+        "crop_pct": stated["crop_pct"],
+        "crop_mode": stated["crop_mode"],
+        "class_names": NAMES,
+        "class_descriptions": {"class 0": "a tench"},
+    }
+    assert facts_of(written) == (as_texts(facts) if written.format == "onnx" else facts)
+
+
+@pytest.mark.parametrize("how", [OLDER, PT2])
+def test_what_the_checkpoint_does_not_state_is_absent(checkpoints, how):
+    written = fold_checkpoint(checkpoints / "Plain", trust_code=True, **how)
+    assert facts_of(written).keys() == {
+        "dcls_convert_version",
+        "base_model",
+        "input_name",
+        "input_size",
+    }
+
+
+def test_names_and_means_for_another_head_or_stem_are_left_out(labelled):
+    other = {"label_names": NAMES[:10], "mean": [0.5], "std": [0.5]}
+    edit_json(labelled / CONFIG, lambda config: config["pretrained_cfg"].update(other))
+    seal(labelled)
+    facts = facts_of(fold_checkpoint(labelled, **OLDER))
+    assert not {"class_names", "mean", "std"} & facts.keys()
+    assert "interpolation" in facts
+
+
+def test_class_names_may_stand_where_timms_savers_write_them(labelled):
+    edit_json(labelled / CONFIG, lambda config: config.update(label_names=NAMES[::-1]))
+    assert json.loads(facts_of(fold_checkpoint(labelled, **OLDER))["class_names"]) == NAMES[::-1]
+
+
+@pytest.mark.parametrize("how", EXPORTS)
+@pytest.mark.parametrize("name", ["convnext", "Branching"])
+def test_no_file_tells_where_packages_are_on_the_makers_machine(checkpoints, name, how):
+    written = fold_checkpoint(checkpoints / name, trust_code=True, **how)
+    parts = [Path(written.output).read_bytes()]
+    if written.format == "pt2":
+        with zipfile.ZipFile(written.output) as archive:
+            parts = [archive.read(member) for member in archive.namelist()]
+    for file in (torch.__file__, __file__):
+        for folder in Path(file).parents[:2]:
+            assert not any(str(folder).encode() in part for part in parts), folder
