@@ -56,7 +56,7 @@ STAND_INS["checkpoints.md"] = SMALL | {"1, 3, 224, 224": "1, 3, 160, 160"}
 STAND_INS["starts.md"] = SMALL | {"tf_efficientnet_lite0": "test_efficientnet"}
 STAND_INS["timm.md"] = SMALL | {
     "--amp": "--output output/train/run --device cpu --epochs 1 --batch-size 4 --workers 0 --mixup 1",
-    "path/to/train.py": "scripts/train.py",
+    "path/to/": "scripts/",
 }
 STAND_INS["training.md"] = (
     FITTED
@@ -108,9 +108,19 @@ def trained_weights() -> None:
     photographs(Path("photos"))
 
 
+BUILDS_ITS_MODEL = """
+import sys
+import timm
+
+timm.create_model(sys.argv[sys.argv.index("--model") + 1], pretrained=True)
+"""
+
+
 def timms_script() -> None:
     Path("scripts").mkdir()
     shutil.copy(Path(__file__).parent / "tuning" / "small_train.py", "scripts/train.py")
+    for name in ("validate", "benchmark"):
+        Path(f"scripts/{name}.py").write_text(BUILDS_ITS_MODEL)
     photographs(Path("flowers"))
 
 
