@@ -42,12 +42,24 @@ README = PAGES["README.md"]
 # Pages that do not run in the plain tests: what they need, or since they take long.
 SLOW = [pytest.mark.processes]
 OTHERS = [pytest.mark.thirdparty, pytest.mark.filterwarnings("ignore")]  # other libraries warn of what they like
-LONG = ("README", "checkpoints", "choosing", "compare", "convert", "errors", "fsdp2", "starts", "timm", "training")
+LONG = (
+    "README",
+    "checkpoints",
+    "choosing",
+    "compare",
+    "convert",
+    "deploying",
+    "errors",
+    "fsdp2",
+    "starts",
+    "timm",
+    "training",
+)
 MARKS = {f"{page}.md": SLOW for page in LONG}
 MARKS |= dict.fromkeys(("lightning.md", "trainer.md", "libraries.md"), OTHERS)
 # What stands in for names in a page: page -> text -> text.
 SMALL = {"convnext_tiny": TINY}  # .ci/run takes the real one
-STAND_INS = dict.fromkeys(("convert.md", "hub.md", "index.md", "python.md"), SMALL)
+STAND_INS = dict.fromkeys(("convert.md", "deploying.md", "hub.md", "index.md", "python.md"), SMALL)
 QUICK = {"--sizes 17 --epochs 30": "--sizes 17 --epochs 1 --batch-size 4 --input-size 3x32x32 --device cpu --seeds 1"}
 FITTED = {"convnext_tiny --pretrained": f"{TINY} --pretrained --dilated-size 17"}  # the usual size of the real one
 STAND_INS["README.md"] = FITTED | SMALL | QUICK | {"convnext_*": f"{TINY}*"}
