@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 FORMAT_HELP = "timm: a folder, which timm loads by itself where its architecture allows. onnx, pt2: one file."
 OPSET_HELP = f"Opset of the ONNX model, from {OPSETS[0]} to {OPSETS[-1]}."
+MODEL_HELP = (
+    "The unconverted network, for a checkpoint of your own model that does not name it: package.module:factory, which "
+    "imports and runs your code."
+)
 OUTPUTS = "./CHECKPOINT-folded, ./CHECKPOINT.onnx or ./CHECKPOINT.pt2"
 OPSET = number(
     int,
@@ -33,6 +37,7 @@ def fold(
         Path | None, option(OUTPUT, "Folder or file to write.", "--output", "-o", metavar="PATH", show_default=OUTPUTS)
     ] = None,
     opset: Annotated[int | None, OPSET] = None,
+    model: Annotated[str | None, option(OUTPUT, MODEL_HELP, metavar="MODEL")] = None,
     force: Force = False,
     trust_code: TrustCode = False,
     json_: Json = False,
@@ -51,6 +56,7 @@ def fold(
             format,
             output,
             opset=opset,
+            model=model,
             force=force,
             trust_code=trust_code,
             notify=notify,

@@ -11,6 +11,7 @@ from ..checkpoints.load import load_converted
 from ..depthwise.geometry import size_text
 from ..errors import CheckpointError, DclsConvertError, shown
 from ..networks.outputs import check_equal
+from ..networks.source import build_model, resolve_model
 from ..networks.tracing import image_dtype
 from ..options import MOST_PIXELS, OPSETS, FoldFormat
 from ..output import check_output, not_a_file
@@ -29,6 +30,7 @@ def fold_checkpoint(
     output: Path | None = None,
     *,
     opset: int | None = None,
+    model: str | None = None,
     force: bool = False,
     trust_code: bool = False,
     notify: Notify = silent,
@@ -36,6 +38,8 @@ def fold_checkpoint(
     """Fold a checkpoint's model, compare the outputs, and write it.
 
     Without an output, it is written into the current directory. `opset` is for ONNX: one of OPSETS.
+    `model` builds the unconverted network of a checkpoint that does not name its own, such as
+    "package.module:factory", whose code is imported and run.
     """
     if opset is not None and format != "onnx":
         raise DclsConvertError(f"--opset {opset} is for --format onnx, not for --format {format}")
@@ -57,14 +61,17 @@ def fold_checkpoint(
         stated = f"its plan states images of {size_text(plan.input_size[1:])} pixels"
         raise CheckpointError(f"{checkpoint}: {stated}; outputs are compared on {MOST_PIXELS:,} at most")
     notify("loading")
-    model = load_converted(checkpoint, trust_code=trust_code)
-    params_before = sum(p.numel() for p in model.parameters())
+    unconverted = None
+    if model is not None:
+        unconverted = build_model(resolve_model(model), trust_code=True)
+    converted = load_converted(checkpoint, model=unconverted, trust_code=trust_code)
+    params_before = sum(p.numel() for p in converted.parameters())
     all_images = torch.randn(max(BATCHES), *plan.input_size, generator=torch.Generator().manual_seed(SEED))
-    images = tuple(all_images[:batch].to(image_dtype(model)) for batch in BATCHES)
+    images = tuple(all_images[:batch].to(image_dtype(converted)) for batch in BATCHES)
     notify("folding")
-    outputs = run_model(model, images, f"{checkpoint}: its model")
-    fold_to_dense_(model)
-    folded = run_model(model, images, "the folded model")
+    outputs = run_model(converted, images, f"{checkpoint}: its model")
+    fold_to_dense_(converted)
+    folded = run_model(converted, images, "the folded model")
     record = Folded(
         format=format,
         checkpoint=str(checkpoint),
@@ -72,12 +79,12 @@ def fold_checkpoint(
         relative_error=check_equal(outputs, folded, bound=FOLDING_BOUND, what=f"{checkpoint}: folding"),
         layers=len(plan.layers),
         params_before=params_before,
-        params_after=sum(p.numel() for p in model.parameters()),
+        params_after=sum(p.numel() for p in converted.parameters()),
         input_size=plan.input_size,
     )
     return row.write(
         Folding(
-            model=model,
+            model=converted,
             plan=plan,
             preprocessing=read_preprocessing(checkpoint),
             opset=opset,

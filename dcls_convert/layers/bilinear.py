@@ -111,7 +111,8 @@ def of_matrix_products(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
     for coordinate, length in zip(cells[:-1], size[:-1], strict=True):
         shares = _shares_of_cells(coordinate, length)
         spread_weight = (spread_weight.unsqueeze(-1) * shares.unsqueeze(-2)).flatten(-2)
-    kernel = spread_weight.mT @ _shares_of_cells(cells[-1], size[-1])
+    # coremltools knows no `mT`.
+    kernel = spread_weight.transpose(-1, -2) @ _shares_of_cells(cells[-1], size[-1])
     return kernel.reshape(*weight.shape[:-1], *size)
 
 

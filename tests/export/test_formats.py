@@ -1,5 +1,6 @@
 """What `dcls-convert fold` writes gives the outputs of the checkpoint it was made from, or is not written at all."""
 
+import importlib
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 import dcls_convert.export
-from dcls_convert import fold_to_dense_, load_converted
+from dcls_convert import convert_, fold_to_dense_, load_converted, save_converted
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.export.folding import BATCHES
 from dcls_convert.export.formats import FORMATS, fold_checkpoint
@@ -212,3 +213,29 @@ def test_onnxruntime_does_not_phone_home(tmp_path, checkpoints):
     )
     assert (tmp_path / "a.onnx").is_file()
     assert not list((tmp_path / "home").rglob("*onnxruntime*"))
+
+
+OWN_NETWORK = """
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1, groups=4))
+"""
+
+
+def test_a_folder_saved_from_python_is_folded_by_the_command_line(monkeypatch):
+    Path("own_network.py").write_text(OWN_NETWORK)
+    monkeypatch.syspath_prepend(".")
+    model = importlib.import_module("own_network").build()
+    report = convert_(model, dilated_size=7, input_size=IMAGE, init="random")
+    save_converted(model, report.plan, "own", report=report)
+    _, refused = run("fold", "own", code=2)
+    assert "pass the unconverted one as `model` (fold --model)" in refused
+    for format, output in [("timm", "own-folded"), ("pt2", "own.pt2")]:
+        folded, _ = run("fold", "own", "--format", format, "--model", "own_network:build", "--json")
+        assert json.loads(folded)["output"] == output
+    images = torch.randn(2, *IMAGE)
+    with torch.no_grad():
+        expected = model.eval()(images)
+        error = relative_error(expected, torch.export.load("own.pt2").module()(images))
+    assert error < FLOAT32_ERROR
