@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .depthwise.geometry import size_text
 from .errors import CheckpointError, PlanError, listed, shown
-from .fitting.calibrate import Seen
+from .fitting.calibrate import CalibrationStatistics
 from .fitting.counts import counts_by_error
 from .fitting.groups import make_layers
 from .fitting.images import Calibration, Images, calibrate
@@ -68,7 +68,7 @@ class Job:
     notify: Notify = silent  # told about progress
     note: Notify = silent  # told what a user should know
     _read: Calibration | None = None  # the images of the calibration
-    _seen: Seen | None = None  # of the calibration, by the network, when counts were measured
+    _statistics: CalibrationStatistics | None = None  # of the calibration, by the network, when counts were measured
 
     @property
     def trained(self) -> bool:
@@ -211,7 +211,7 @@ class Job:
                     init=self.how,
                     positions=self.positions,
                     generator=torch.Generator().manual_seed(self.seed),
-                    calibration=self._seen if self._seen and model is self.network else images,
+                    calibration=self._statistics if self._statistics and model is self.network else images,
                     note=self.note,
                     notify=self.notify,
                 )
@@ -261,7 +261,7 @@ class Job:
         base = make_plan(self.convs, replace(options, scope="model"))
         check_same_shapes(self.convs.trace, base.windows)  # before minutes of measuring
         images, seed = self._images(base), fit_seed(torch.Generator().manual_seed(self.seed))
-        by_error, self._seen = counts_by_error(
+        by_error, self._statistics = counts_by_error(
             self.network, self.convs, options, seed=seed, calibration=images, notify=self.notify
         )
         return replace(options, kernel_count=by_error)

@@ -51,7 +51,9 @@ def buildable(config: FolderConfig, *, trust_code: bool) -> ModelSource:
     """The source; CheckpointError where the folder has none, ModelError where it would run code that is not trusted."""
     if config.source is None:
         where = config.folder
-        raise CheckpointError(f"{where}: does not say how its model is built; pass the unconverted one as `model` (fold --model)")
+        raise CheckpointError(
+            f"{where}: does not say how its model is built; pass the unconverted one as `model` (fold --model)"
+        )
     if not trust_code:
         check_source(config.source)
     return config.source

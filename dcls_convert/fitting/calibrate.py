@@ -1,8 +1,9 @@
 """Values for new layers by which a network keeps its outputs for given images.
 
-The images go through the network twice in step, as it was and as it becomes: each layer is fitted to what the old
-convolution gives, from what the network that is converted so far feeds it. So the errors of one layer are made up for
-in the next (as GPTQ, arXiv:2210.17323, does for quantisation). The network itself is not changed.
+The images go through the network twice in step, as it was and as it becomes. Each layer is solved
+for what the old convolution gives, given the input from the layers that are converted already. So
+each layer makes up for the errors of the layers before it, as in GPTQ (arXiv:2210.17323). The
+network itself is not changed.
 """
 
 import contextlib
@@ -22,164 +23,249 @@ from ..networks.in_step import run_in_step
 from ..networks.running import evaluating, run
 from ..progress import Notify
 from .boxes import Box
+from .calibration_settings import CalibrationSettings
 from .groups import LayerGroup
 from .images import Calibration
-from .moments import Moments, best_weights, shared_roots
+from .second_moments import SecondMoments, shared_roots
+from .solution import solve_weights
+
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 @dataclass(kw_only=True)
-class Seen:
+class CalibrationStatistics:
     """What the old network's convolutions see in the images."""
 
     images: Calibration
-    calls: Counter[nn.Module] = field(default_factory=Counter)  # of each convolution in a forward pass
-    alone: dict[nn.Module, Moments] = field(default_factory=dict)  # of each line by itself
-    joint: dict[nn.Module, Moments] = field(default_factory=dict)  # with outputs, where a pass calls it several times
-    means: dict[nn.Module, Tensor] = field(default_factory=dict)  # of the norm behind it, which gets nothing else
+    settings: CalibrationSettings
+    calls: Counter[nn.Module] = field(default_factory=Counter)  # of each conv in a forward pass
+    # Each line by itself, for the positions.
+    by_line: dict[nn.Module, SecondMoments] = field(default_factory=dict)
+    # The lines of an output channel together, and the outputs, for the weights. Only for convs that
+    # a pass calls several times; the others are looked at when their turn comes.
+    by_channel: dict[nn.Module, SecondMoments] = field(default_factory=dict)
+    # Running mean of the one BatchNorm that is fed by this conv, and by nothing else.
+    running_means: dict[nn.Module, Tensor] = field(default_factory=dict)
 
     def roots(self, group: LayerGroup) -> Tensor | None:
-        """What an error of a kernel does to the outputs, as for `fit_elements`."""
+        """What an error of a kernel does to the outputs, for `fit_elements`."""
         for conv, plan in zip(group.convs, group.plans, strict=True):
-            self.alone[conv].check(plan.name)
-        return shared_roots([self.alone[conv] for conv in group.convs])
+            self.by_line[conv].check(plan.name)
+        return shared_roots([self.by_line[conv] for conv in group.convs])
 
 
-def look(model: nn.Module, groups: Sequence[LayerGroup], calibration: Calibration, notify: Notify) -> Seen:
-    """Run the old network with all images."""
+def measure_inputs(
+    model: nn.Module,
+    groups: Sequence[LayerGroup],
+    calibration: Calibration,
+    notify: Notify,
+    settings: CalibrationSettings | None = None,
+) -> CalibrationStatistics:
+    """Run the old network with all images, and sum up what its convolutions see."""
     notify("looking at the images")
-    seen, first = Seen(images=calibration), calibration.batches[0][:1]
-    behind: dict[nn.Module, set[nn.Module | None]] = {}  # a norm -> what gave its inputs
-    outputs: list[tuple[nn.Module, Tensor]] = []  # of convolutions, in the first pass
+    statistics = CalibrationStatistics(
+        images=calibration, settings=settings or CalibrationSettings()
+    )
+    pairs = [
+        (conv, layer, group)
+        for group in groups
+        for conv, layer in zip(group.convs, group.layers, strict=True)
+    ]
+    convs = [conv for conv, _, _ in pairs]
+    with evaluating(model):
+        feeders = _count_calls_(model, convs, statistics)
+        for conv, layer, group in pairs:
+            moments = partial(SecondMoments, layer, group.box, settings=statistics.settings)
+            statistics.by_line[conv] = moments(joint=False)
+            if statistics.calls[conv] > 1:
+                statistics.by_channel[conv] = moments(joint=True)
+            norms: list[Any] = [norm for norm, fed_by in feeders.items() if fed_by == {conv}]
+            if len(norms) == 1:
+                statistics.running_means[conv] = norms[0].running_mean
+        _add_inputs_(model, convs, statistics)
+    return statistics
+
+
+def _count_calls_(
+    model: nn.Module, convs: Sequence[nn.Module], statistics: CalibrationStatistics
+) -> dict[nn.Module, set[nn.Module | None]]:
+    """Count the calls of convs in a pass. Returns which convs feed each BatchNorm; None: others do."""
+    feeders: dict[nn.Module, set[nn.Module | None]] = {}
+    outputs: list[tuple[nn.Module, Tensor]] = []
 
     def count(conv: nn.Module, _: Any, output: Tensor) -> None:
-        seen.calls[conv] += 1
+        statistics.calls[conv] += 1
         outputs.append((conv, output))
 
-    def note_norm(norm: nn.Module, inputs: tuple[Any, ...]) -> None:
-        giver = next((conv for conv, output in outputs if inputs and output is inputs[0]), None)
-        behind.setdefault(norm, set()).add(giver)
+    def note_feeder(norm: nn.Module, inputs: tuple[Any, ...]) -> None:
+        feeder = None
+        for conv, output in outputs:
+            if inputs and output is inputs[0]:
+                feeder = conv
+                break
+        feeders.setdefault(norm, set()).add(feeder)
 
+    with contextlib.ExitStack() as hooks:
+        for conv in convs:
+            hooks.callback(conv.register_forward_hook(count).remove)
+        for module in model.modules():
+            if _is_batch_norm(module):
+                hooks.callback(module.register_forward_pre_hook(note_feeder).remove)
+        forward(model, statistics.images.batches[0][:1])
+    return feeders
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    """Of any class, frozen ones too."""
+    has_running_mean = isinstance(getattr(module, "running_mean", None), Tensor)
+    return has_running_mean and not isinstance(module, INSTANCE_NORMS)
+
+
+def _add_inputs_(
+    model: nn.Module, convs: Sequence[nn.Module], statistics: CalibrationStatistics
+) -> None:
     def add(conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         input = args[0] if args else kwargs["input"]
-        seen.alone[conv].add(input)
-        if conv in seen.joint:
-            seen.joint[conv].add(input, output)
+        statistics.by_line[conv].add(input)
+        if conv in statistics.by_channel:
+            statistics.by_channel[conv].add(input, output)
 
-    pairs = [(conv, layer, group) for group in groups for conv, layer in zip(group.convs, group.layers, strict=True)]
-    with evaluating(model):
-        with contextlib.ExitStack() as hooks:
-            for conv, _, _ in pairs:
-                hooks.callback(conv.register_forward_hook(count).remove)
-            for norm in model.modules():  # BatchNorm of any class; frozen ones too
-                instance_norm = isinstance(norm, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
-                if isinstance(getattr(norm, "running_mean", None), Tensor) and not instance_norm:
-                    hooks.callback(norm.register_forward_pre_hook(note_norm).remove)
-            forward(model, first)
-        outputs.clear()
-        for conv, layer, group in pairs:
-            seen.alone[conv] = Moments(layer, group.box, joint=False)
-            if seen.calls[conv] > 1:
-                seen.joint[conv] = Moments(layer, group.box, joint=True)
-            norms: list[Any] = [norm for norm, givers in behind.items() if givers == {conv}]
-            if len(norms) == 1:
-                seen.means[conv] = norms[0].running_mean
-        with contextlib.ExitStack() as hooks:
-            for conv, _, _ in pairs:
-                hooks.callback(conv.register_forward_hook(add, with_kwargs=True).remove)
-            for batch in calibration.batches:
-                forward(model, batch)
-    return seen
+    with contextlib.ExitStack() as hooks:
+        for conv in convs:
+            hooks.callback(conv.register_forward_hook(add, with_kwargs=True).remove)
+        for batch in statistics.images.batches:
+            forward(model, batch)
 
 
 def forward(model: nn.Module, batch: Tensor) -> None:
-    """In the memory format in which convolutions of images are the quickest on CPUs."""
+    """Run the model, in the memory format in which CPUs convolve images the fastest."""
+    if batch.dim() == 4:
+        batch = batch.contiguous(memory_format=torch.channels_last)
     try:
-        run(model, batch.contiguous(memory_format=torch.channels_last) if batch.dim() == 4 else batch)
+        run(model, batch)
     except (DclsConvertError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the model's own code
-        raise DclsConvertError(f"calibration: the model does not take the images: {one_line(error)[:200]}") from error
+        problem = one_line(error)[:200]
+        raise DclsConvertError(
+            f"calibration: the model does not take the images: {problem}"
+        ) from error
 
 
-def fit_to_outputs_(model: nn.Module, groups: Sequence[LayerGroup], seen: Seen, notify: Notify) -> list["NewLayer"]:
-    """Give new layers, made for the model, the weights by which it keeps its outputs; they have offsets to apply.
+def fit_to_outputs_(
+    model: nn.Module,
+    groups: Sequence[LayerGroup],
+    statistics: CalibrationStatistics,
+    notify: Notify,
+) -> list["CalibratedLayer"]:
+    """Give new layers, made for the model, the weights by which it keeps its outputs.
 
-    They have positions and first weights for what the old network feeds them. Each layer is then solved for alone.
-    DclsConvertError: the model does not take the images, or has values that are not finite.
+    The layers have positions, and first weights for what the old network feeds them. Mean shifts
+    are left to be applied. DclsConvertError: the model does not take the images, or has values that
+    are not finite.
     """
-    layers: dict[nn.Module, NewLayer] = {
-        conv: NewLayer(plan.name, conv, layer, group.box, seen)
-        for group in groups
-        for conv, layer, plan in zip(group.convs, group.layers, group.plans, strict=True)
-    }
-    solved: list[NewLayer] = []
+    layers: dict[nn.Module, CalibratedLayer] = {}
+    for group in groups:
+        for conv, layer, plan in zip(group.convs, group.layers, group.plans, strict=True):
+            layers[conv] = CalibratedLayer(plan.name, conv, layer, group.box, statistics)
+    solved: list[CalibratedLayer] = []
 
     def answer(conv: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-        layer, half = layers[conv], len(inputs) // 2
-        wanted, new = [layer.old(input) for input in inputs[:half]], inputs[half:]
-        if layer in solved:
-            return [*wanted, *map(layer.outputs, new)]
-        number, of = len(solved), len(seen.calls)
-        notify(f"calibrating {layer.name}, layer {number + 1} of {of}", number, of)
-        solved.append(layer)
-        return [*wanted, *layer.solve_(new, wanted)]
+        """Outputs of all passes: the first half are of the old network, the others of the new one."""
+        layer = layers[conv]
+        half = len(inputs) // 2
+        old_outputs = [layer.old_forward(input) for input in inputs[:half]]
+        new_inputs = inputs[half:]
+        if layer not in solved:
+            total = len(statistics.calls)
+            number = len(solved)
+            notify(f"calibrating {layer.name}, layer {number + 1} of {total}", number, total)
+            layer.solve_(new_inputs, old_outputs)
+            solved.append(layer)
+        return [*old_outputs, *map(layer.outputs, new_inputs)]
 
-    passes = [partial(forward, model, batch) for batch in seen.images.batches]
+    passes = [partial(forward, model, batch) for batch in statistics.images.batches]
     with evaluating(model):
-        run_in_step(list(seen.calls), [*passes, *passes], answer)
+        run_in_step(list(statistics.calls), [*passes, *passes], answer)
     return solved
 
 
-class NewLayer:
-    """A layer in the place of its convolution, in the network that is converted so far."""
+class CalibratedLayer:
+    """A new layer in the place of its convolution, in the network that is converted so far."""
 
-    def __init__(self, name: str, conv: Conv, layer: DclsConvNd, box: Box, seen: Seen) -> None:
-        self.name, self.conv, self.layer, self.box = name, conv, layer, box
-        self.old = conv.forward
-        self._seen = seen.joint.get(conv)
-        # Its bias, or the running mean of the BatchNorm behind it; None where it has neither.
-        self.home = seen.means.get(conv) if layer.bias is None else layer.bias
-        self._bias: Any = 0.0 if layer.bias is None else layer.bias.detach().double()
-        # By channel, what its outputs lack for the means of the old ones.
-        self.lacks = layer.weight.new_zeros(layer.out_channels, dtype=torch.float64)
-        self._kernel: Tensor | None = None
+    def __init__(
+        self,
+        name: str,
+        conv: Conv,
+        layer: DclsConvNd,
+        box: Box,
+        statistics: CalibrationStatistics,
+    ) -> None:
+        self.name = name
+        self.conv = conv
+        self.layer = layer
+        self.box = box
+        self.old_forward = conv.forward  # `run_in_step` puts another one in its place
+        self._settings = statistics.settings
+        self._moments = statistics.by_channel.get(conv)
+        # What takes the mean shift: the bias, or the running mean of the BatchNorm behind. None:
+        # the layer has neither, and its means stay shifted.
+        self.shifted: Tensor | None = layer.bias
+        if layer.bias is None:
+            self.shifted = statistics.running_means.get(conv)
+        # (out_channels,): to add to the outputs, so that each channel has the old mean.
+        self.mean_shift = layer.weight.new_zeros(layer.out_channels, dtype=torch.float64)
+        self.output_error: float | None = None  # |new - old| / |old| of the outputs, once solved
+        self._kernel: Tensor | None = None  # of the old kernel's size, where it holds all elements
 
     @property
-    def offset(self) -> Tensor:
-        """(out_channels,): what is to be added to the home; a norm subtracts its running mean."""
-        return -self.lacks if self.layer.bias is None else self.lacks
+    def change(self) -> Tensor:
+        """(out_channels,): what to add to `shifted`; a BatchNorm subtracts its running mean."""
+        return -self.mean_shift if self.layer.bias is None else self.mean_shift
 
     def outputs(self, input: Tensor) -> Tensor:
-        """With the offset, where something takes it up."""
+        """With the mean shift, where something takes it."""
         if self._kernel is None:
             outputs = self.layer.forward(input)
         else:
             outputs = self.conv._conv_forward(input, self._kernel, self.layer.bias)
-        return outputs if self.home is None else outputs + self._channels(self.lacks, outputs)
+        if self.shifted is None:
+            return outputs
+        by_channel = self.mean_shift.to(outputs).reshape(-1, *[1] * self.layer.dims)
+        return outputs + by_channel
 
     @torch.no_grad()
-    def solve_(self, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
-        """Give the layer the weights for its positions by which outputs are as wanted; its outputs for these inputs."""
-        layer, form = self.layer, self.layer.form
-        joint = self._seen or Moments(layer, self.box, joint=True)
-        for input, target in zip(inputs, wanted, strict=True) if self._seen is None else ():
-            joint.add(input, target)
-        joint.check(self.name)
-        weights, means = best_weights(
-            joint,
+    def solve_(self, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+        """Give the layer the weights, for its positions, by which its outputs are as wanted."""
+        layer = self.layer
+        form = layer.form
+        moments = self._moments
+        if moments is None:
+            moments = SecondMoments(layer, self.box, joint=True, settings=self._settings)
+            for input, target in zip(inputs, wanted, strict=True):
+                moments.add(input, target)
+        moments.check(self.name)
+        transformed = form.weight is not None  # by weight standardisation, which is not undone here
+        solution = solve_weights(
+            moments,
             self.box.places_of(layer.positions),
             self.box.lines_of(form.effective_weight(self.conv, self.conv.weight)),
             form.effective_weight(layer, layer.weight).flatten(0, -2),
-            fixed=form.weight is not None,  # what transforms the weights is not undone here
+            fixed=transformed,
         )
-        if form.weight is None:
-            layer.weight.copy_(weights.reshape(layer.weight.shape))
-        if form is PLAIN and self.box.sides == self.box.kernel_size:  # elements lie in the old kernel, which is smaller
-            self._kernel = layer.kernel()
-            for axis, first, side in zip(self.box.axes, self.box.origin, self.box.sides, strict=True):
-                self._kernel = self._kernel.narrow(2 + axis, first + layer.kernel_size[axis] // 2, side)
-        self.lacks = means - self._bias
-        return list(map(self.outputs, inputs))
+        if not transformed:
+            layer.weight.copy_(solution.weights.reshape(layer.weight.shape))
+        if form is PLAIN and self.box.sides == self.box.kernel_size:
+            self._kernel = self._small_kernel()
+        bias = 0.0 if layer.bias is None else layer.bias.double()
+        self.mean_shift = solution.mean_shift - bias
+        self.output_error = solution.output_error
 
-    def _channels(self, values: Tensor, outputs: Tensor) -> Tensor:
-        return values.to(outputs).reshape(-1, *[1] * self.layer.dims)
+    def _small_kernel(self) -> Tensor:
+        """The box of the constructed kernel, which all elements are in: faster to convolve with."""
+        kernel = self.layer.kernel()
+        box = self.box
+        for axis, first, side in zip(box.axes, box.origin, box.sides, strict=True):
+            start = first + self.layer.kernel_size[axis] // 2
+            kernel = kernel.narrow(2 + axis, start, side)
+        return kernel

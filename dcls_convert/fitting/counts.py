@@ -17,7 +17,7 @@ from ..planning.plan import LayerCounts
 from ..planning.planner import make_plan
 from ..planning.rules import parse_rules
 from ..progress import Notify
-from .calibrate import Seen, look
+from .calibrate import CalibrationStatistics, measure_inputs
 from .groups import LayerGroup, make_layers
 from .images import Calibration
 from .warm_start import fit_elements, relative_errors
@@ -37,7 +37,7 @@ def counts_by_error(
     seed: int,
     calibration: Calibration | None,
     notify: Notify,
-) -> tuple[LayerCounts, Seen | None]:
+) -> tuple[LayerCounts, CalibrationStatistics | None]:
     """The counts by which the layers' relative errors have the least sum, within the budget of the whole model.
 
     With images, errors of outputs count instead of those of kernels; what the model has seen in them comes with the
@@ -50,7 +50,7 @@ def counts_by_error(
     groups = make_layers(model, plans[0])
     if any(conv.weight.is_meta for group in groups for conv in group.convs):
         raise PlanError(f"scope {ERROR!r} measures what the kernels lose, and the model is on the meta device")
-    seen = None if calibration is None else look(model, groups, calibration, notify)
+    seen = None if calibration is None else measure_inputs(model, groups, calibration, notify)
     count_of = [{layer.name: layer.kernel_count for layer in plan.layers} for plan in plans]
     limit, shares, counts = sum(unit.limit for unit in plans[0].budget), [], dict(count_of[0])
     rules = parse_rules(plans[0].rules_text)

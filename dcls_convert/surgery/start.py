@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError, listed
-from ..fitting.calibrate import NewLayer, Seen, fit_to_outputs_, look
+from ..fitting.calibrate import (
+    CalibratedLayer,
+    CalibrationStatistics,
+    fit_to_outputs_,
+    measure_inputs,
+)
 from ..fitting.groups import LayerGroup, make_layers
 from ..fitting.images import Calibration, Images, calibrate
 from ..fitting.warm_start import fit_elements, fit_seed
@@ -29,7 +34,7 @@ def apply_plan_(
     init: Init = "auto",
     positions: Positions = "normal",
     generator: torch.Generator | None = None,
-    calibration: Images | Calibration | Seen | None = None,
+    calibration: Images | Calibration | CalibrationStatistics | None = None,
     note: Notify = silent,
     notify: Notify = silent,
 ) -> dict[str, float]:
@@ -60,7 +65,7 @@ def apply_plan_(
     groups = make_layers(model, plan)
     generator = generator or torch.Generator().manual_seed(0)
     seed = fit_seed(generator)
-    calibrated: list[NewLayer] = []
+    calibrated: list[CalibratedLayer] = []
     if init == "random":
         for group in groups:
             layer, uniform = group.plans[0], positions != "normal"
@@ -69,8 +74,8 @@ def apply_plan_(
             places = random_positions(weights[0], size, layer.dense_axes, generator, uniform=uniform)
             _fill_(group, (weights, places))
     else:
-        if calibration is not None and not isinstance(calibration, Seen):
-            calibration = look(model, groups, calibrate(model, plan, calibration, note=note), notify)
+        if calibration is not None and not isinstance(calibration, CalibrationStatistics):
+            calibration = measure_inputs(model, groups, calibrate(model, plan, calibration, note=note), notify)
         first, done, total = 1, 0, sum(layer.dense_weights for layer in plan.layers)  # which time goes with
         for group in groups:
             last = first + len(group.plans) - 1
@@ -80,7 +85,7 @@ def apply_plan_(
             _fill_from_kernels_(group, roots, init, seed)
             first, done = last + 1, done + sum(layer.dense_weights for layer in group.plans)
         calibrated = [] if calibration is None else fit_to_outputs_(model, groups, calibration, notify)
-        if lost := [each.name for each in calibrated if each.home is None]:
+        if lost := [each.name for each in calibrated if each.shifted is None]:
             note(
                 f"{listed(lost)} have neither a bias nor a BatchNorm behind them, so the means of their outputs could "
                 "not be set back to the old ones"
@@ -88,11 +93,11 @@ def apply_plan_(
     errors: dict[str, float] = {}
     for group in groups if init != "random" else ():
         errors |= group.kernel_errors()
-    with unchanged_on_failure(model, values=[each.home for each in calibrated if each.home is not None]):
+    with unchanged_on_failure(model, values=[each.shifted for each in calibrated if each.shifted is not None]):
         put_layers_(model, plan, groups)
         for each in calibrated:
-            if each.home is not None:
-                each.home.add_(each.offset.to(each.home))
+            if each.shifted is not None:
+                each.shifted.add_(each.change.to(each.shifted))
     return errors
 
 

@@ -11,8 +11,12 @@ from torch import nn
 
 from dcls_convert import DclsConvertError, apply_plan_, calibrate, convert_, find_convs, plan_conversion
 from dcls_convert.checkpoints.folder import tensors_hash
-from dcls_convert.fitting import moments, warm_start
+from dcls_convert.fitting import warm_start
+from dcls_convert.fitting.calibrate import measure_inputs
+from dcls_convert.fitting.calibration_settings import CalibrationSettings
+from dcls_convert.fitting.groups import make_layers
 from dcls_convert.fitting.images import Calibration
+from dcls_convert.progress import silent
 
 from ..planning.nets import state_of
 
@@ -64,13 +68,16 @@ def error_of(model, before, images):
     ("options", "tie"),
     [({}, "stage"), ({}, "none"), ({"bias": True}, "stage"), ({"bias": True, "norm": False}, "none")],
 )
-def test_every_channel_has_its_mean_again(options, tie, monkeypatch):
-    """Over the places that are looked at; here, all."""
-    monkeypatch.setattr(moments, "PLACES", 10**6)
+def test_every_channel_has_its_mean_again(options, tie):
+    """Over the places that are sampled; here, all."""
+    settings = CalibrationSettings(places_per_image=10**6)
     model, images = network(**options), photos(12)
     expected = means(model, images)
     old = copy.deepcopy(model)
-    convert_(model, dilated_size=9, budget=60, tie=tie, calibration=[images[:8], images[8:]], input_size=SMALL)
+    plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60, tie=tie)
+    calibration = calibrate(model, plan, [images[:8], images[8:]])
+    statistics = measure_inputs(model, make_layers(model, plan), calibration, silent, settings)
+    apply_plan_(model, plan, calibration=statistics)
     torch.testing.assert_close(means(model, images), expected, rtol=1e-3, atol=1e-4)
     for one, other in zip(old.modules(), model.modules(), strict=True):
         if isinstance(one, nn.BatchNorm2d):

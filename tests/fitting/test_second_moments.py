@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from dcls_convert.fitting import moments
 from dcls_convert.fitting.boxes import Box
-from dcls_convert.fitting.moments import Moments, best_weights, shared_roots
+from dcls_convert.fitting.calibration_settings import CalibrationSettings
+from dcls_convert.fitting.sampling import PatchSampler
+from dcls_convert.fitting.second_moments import SecondMoments, shared_roots
+from dcls_convert.fitting.solution import solve_weights
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 
 CASES = {
@@ -23,9 +25,8 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _every_place(monkeypatch):
-    monkeypatch.setattr(moments, "PLACES", 10**6)
+EVERY_PLACE = CalibrationSettings(places_per_image=10**6)
+EXACT = CalibrationSettings(places_per_image=10**6, ridge=1e-10, most_steps=1000, least_residual=1e-12)
 
 
 def layer_of(name, count=4):
@@ -43,8 +44,8 @@ def layer_of(name, count=4):
     return conv, layer.double(), box, images.double()
 
 
-def moments_of(layer, box, images, wanted):
-    joint = Moments(layer, box, joint=True)
+def moments_of(layer, box, images, wanted, settings=EXACT):
+    joint = SecondMoments(layer, box, joint=True, settings=settings)
     for part in (slice(0, 2), slice(2, 5)):
         joint.add(images[part], wanted[part])
     return joint
@@ -54,18 +55,23 @@ def per_channel(outputs):
     return outputs.detach().movedim(1, 0).flatten(1)
 
 
+def all_patches(layer, box, images):
+    """(G, R * S, P)."""
+    sampler = PatchSampler(layer, box, joint=True, settings=EXACT)
+    parts = sampler.sample(layer.padded(images), None, first_image=0)
+    return torch.cat([sampler.rows(part) for part in parts])[:, :-1]
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_the_best_weights_are_those_of_least_squares(name, monkeypatch):
+def test_the_best_weights_are_those_of_least_squares(name):
     """Of images, and of what keeps the kernel close to the old one where they say little."""
-    for setting, value in (("RIDGE", 1e-10), ("MOST_STEPS", 1000), ("LEAST_RESIDUAL", 1e-12)):
-        monkeypatch.setattr(moments, setting, value)
     conv, layer, box, images = layer_of(name)
     wanted = torch.randn_like(layer(images))
     joint = moments_of(layer, box, images, wanted)
-    fresh = Moments(layer, box, joint=True)
-    patches = torch.cat([fresh.rows(part) for part in fresh.parts(layer.padded(images))])[:, :-1]
+    patches = all_patches(layer, box, images)
     old, places = box.lines_of(conv.weight.detach().double()), box.places_of(layer.positions.detach())
-    weights, _ = best_weights(joint, places, old, layer.weight.detach().flatten(0, -2))
+    solution = solve_weights(joint, places, old, layer.weight.detach().flatten(0, -2))
+    weights = solution.weights
     footprint, cells = box.footprint(places), math.prod(box.sides)
     centred = patches - patches.mean(2, keepdim=True)
     energy = centred.square().mean(2).unflatten(1, (-1, cells)).mean(2).repeat_interleave(cells, 1)  # (G, R * S)
@@ -87,6 +93,39 @@ def test_the_best_weights_are_those_of_least_squares(name, monkeypatch):
         torch.testing.assert_close(weights[own].flatten() @ into, kernels, rtol=0, atol=1e-3 * float(kernels.norm()))
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_the_output_error_is_that_of_the_layer_with_the_mean_shift(name, fixed):
+    conv, layer, box, images = layer_of(name)
+    wanted = layer(images).detach() + 0.3 * torch.randn_like(layer(images))
+    joint = moments_of(layer, box, images, wanted)
+    places, old = box.places_of(layer.positions.detach()), box.lines_of(conv.weight.detach().double())
+    solution = solve_weights(joint, places, old, layer.weight.detach().flatten(0, -2), fixed=fixed)
+    with torch.no_grad():
+        layer.weight.copy_(solution.weights.reshape(layer.weight.shape))
+        shift = solution.mean_shift.reshape(-1, *[1] * layer.dims)
+        if layer.bias is not None:
+            layer.bias.zero_()
+        error = (layer(images) + shift - wanted).norm() / wanted.norm()
+    assert solution.output_error == pytest.approx(float(error), rel=1e-6)
+
+
+def test_places_are_others_in_each_image():
+    """So that a few images show more of what a layer sees than one grid does."""
+    conv = nn.Conv2d(1, 1, 1)
+    layer = DCLS_LAYERS[2].like(conv, 1, 1, "bilinear", ())
+    box = Box((1, 1), (1, 1), (1, 1), "bilinear")
+    settings = CalibrationSettings(places_per_image=16)
+    numbers = torch.arange(32.0 * 32.0).reshape(1, 1, 32, 32).repeat(8, 1, 1, 1)
+    sampler = PatchSampler(layer, box, joint=True, settings=settings)
+    (part,) = sampler.sample(numbers, None, first_image=0)
+    seen = [set(image.flatten().tolist()) for image in part.patches]
+    assert {len(places) for places in seen} == {16}
+    assert len(set.union(*seen)) == 8 * 16
+    later = sampler.sample(numbers[:1], None, first_image=5)[0].patches[0]
+    assert torch.equal(later, part.patches[5])
+
+
 @pytest.mark.parametrize("conv", [{"groups": 8}, {"groups": 2}, {}])
 def test_the_root_measures_what_an_error_does_to_the_output(conv):
     """For one input channel at a time."""
@@ -94,7 +133,8 @@ def test_the_root_measures_what_an_error_does_to_the_output(conv):
     old = nn.Conv2d(8, 8, 5, padding=2, bias=False, **conv)
     layer = DCLS_LAYERS[2].like(old, 4, 9, "bilinear", ())
     images = nn.functional.avg_pool2d(torch.randn(6, 8, 44, 44), 5, stride=1)
-    alone = Moments(layer, Box((5, 5), (1, 1), (9, 9), "bilinear"), joint=False)
+    box = Box((5, 5), (1, 1), (9, 9), "bilinear")
+    alone = SecondMoments(layer, box, joint=False, settings=EVERY_PLACE)
     alone.add(images)
     roots = shared_roots([alone])
     assert roots.shape == (8, 25, 25)
@@ -113,7 +153,8 @@ def test_in_the_root_that_layers_share_each_counts_alike():
     rough, smooth = torch.randn(2, 4, 20, 20), nn.functional.avg_pool2d(torch.randn(2, 4, 20, 20), 3, stride=1)
 
     def seeing(*batches):
-        moments = Moments(layer, Box((3, 3), (1, 1), (7, 7), "bilinear"), joint=False)
+        box = Box((3, 3), (1, 1), (7, 7), "bilinear")
+        moments = SecondMoments(layer, box, joint=False, settings=EVERY_PLACE)
         for images in batches:
             moments.add(images)
         return moments
