@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from typing import Any, Literal, TypeVar, cast, get_args
 
 from .errors import did_you_mean
@@ -38,6 +39,9 @@ OPSETS = range(7, 26)  # of ONNX, which torch 2.14 and onnxscript 0.7 write
 DEFAULT_OPSET = 20  # torch 2.14's own
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
 DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the parameter count
+# Of a budget. Both bounds keep fractions short: as one, 1e-999999 would fill the memory.
+LEAST_PERCENT = Decimal("0.0001")
+MOST_PERCENT = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,14 +2,34 @@
 
 import functools
 import json
+import re
 from dataclasses import fields
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from .errors import CheckpointError, one_line, shown
 from .files import read_bytes
+
+_FRACTION = re.compile(r"-?\d+([./]\d+)?")  # without exponents: 1e999999999 would fill the memory
+
+
+def _read_fraction(value: Any) -> Fraction:
+    """A fraction of a record: a number, or its text."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_text = isinstance(value, str) and _FRACTION.fullmatch(value) is not None
+    if not is_number and not is_text:
+        raise ValueError("is not a fraction")
+    try:
+        return Fraction(value)
+    except (ValueError, ArithmeticError) as error:  # infinite, too many digits, or over zero
+        raise ValueError("is not a fraction") from error
+
+
+# pydantic before 2.10 does not know fractions, and some later ones let their errors through.
+Ratio = Annotated[Fraction, PlainValidator(_read_fraction), PlainSerializer(Fraction.__str__)]
 
 
 @functools.cache

@@ -19,7 +19,9 @@ from ..options import (
     DEFAULT_BUDGET,
     ERROR,
     INTERPOLATIONS,
+    LEAST_PERCENT,
     MOST_COUNT,
+    MOST_PERCENT,
     MOST_SIDE,
     MOST_SLOWER,
     MOST_WINDOW,
@@ -29,7 +31,6 @@ from ..options import (
     Scope,
     Tie,
 )
-from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
 from .completion import complete_files, complete_models, complete_rules
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ import typer
 
 from ..errors import PlanError, shown
 from ..files import check_picture
-from ..options import AUTO, MOST_COUNT, MOST_SIDE, MOST_SLOWER, PlanOptions
+from ..options import AUTO, LEAST_PERCENT, MOST_COUNT, MOST_PERCENT, MOST_SIDE, MOST_SLOWER, PlanOptions
 from ..output import check_output, new_file, not_a_file
-from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
 from . import console
 from .arguments import HOW_MANY, OUTPUT, Csv, Force, Json, Network, number, option, parse_size, refuse, with_records
 

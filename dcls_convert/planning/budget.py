@@ -11,13 +11,12 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from ..errors import PlanError, listed, shown
-from ..options import Scope
+from ..options import LEAST_PERCENT, MOST_PERCENT, Scope
+from ..records import Ratio
 
 if TYPE_CHECKING:
     from .plan import LayerPlan  # which imports torch
 
-LEAST_PERCENT = Decimal("0.0001")  # both bounds keep fractions short: as one, 1e-999999 would fill the memory
-MOST_PERCENT = 100_000
 UNSOLVED = 0  # the kernel count that is still to be solved for; not one that can be stated
 MODEL_UNIT = "model"  # the unit of the budget with scope "model"
 
@@ -28,7 +27,7 @@ class BudgetUnit:
 
     name: str
     kernel_count: int | None  # None: its layers have counts that rules state
-    exact_count: Fraction | None  # the bound before rounding down; None where nothing was solved
+    exact_count: Ratio | None  # the bound before rounding down; None where nothing was solved
     limit: int  # parameters
     used: int  # parameters: weights of the elements, and positions
 

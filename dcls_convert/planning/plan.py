@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from fractions import Fraction
 from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field
@@ -17,7 +16,7 @@ from ..layers.interpolation import find_interpolation
 from ..networks.sites import OldConv, Skipped
 from ..networks.stages import common_parent
 from ..options import Scope, Tie
-from ..records import Record
+from ..records import Ratio, Record
 from ..tables import as_html
 from .budget import BudgetUnit
 
@@ -125,7 +124,7 @@ class ConversionPlan(Record):
     rules_text: str  # the rules as they were given
     scope: Scope
     tie: Tie
-    share: Fraction  # of the replaced weights that the new parameters may use
+    share: Ratio  # of the replaced weights that the new parameters may use
     layers: tuple[LayerPlan, ...]
     tie_groups: tuple[TieGroup, ...]
     skipped: tuple[Skipped, ...]
