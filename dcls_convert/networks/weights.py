@@ -211,6 +211,14 @@ def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     return {**state, **{name: torch.tensor(0) for name in counters}}
 
 
+def _open_lazily(path: Path) -> Any:
+    """A safetensors file that reads its tensors: views of the mapped file would count as memory too."""
+    try:
+        return safe_open(path, framework="pt", backend="pread")
+    except TypeError:  # safetensors before 0.8 maps files alone
+        return safe_open(path, framework="pt")
+
+
 @contextlib.contextmanager
 def opened(path: Path, what: str = "") -> Iterator[Any]:
     """A safetensors file, whose tensors are read when asked for; CheckpointError, here or inside the block."""
@@ -220,8 +228,7 @@ def opened(path: Path, what: str = "") -> Iterator[Any]:
             length = int.from_bytes(file.read(8), "little")
         if length > MOST_HEADER:
             raise ValueError(f"its header has {length:,} bytes; {MOST_HEADER:,} are the most")
-        # Read the tensors: views of the mapped file would count as memory too.
-        with safe_open(path, framework="pt", backend="pread") as file:
+        with _open_lazily(path) as file:
             yield file
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
         where = f"{what} {path}".lstrip()
