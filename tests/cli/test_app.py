@@ -167,10 +167,10 @@ def test_rules_commands():
 def test_torch_and_torchvision_that_do_not_fit_are_one_line(monkeypatch):
     real = importlib.import_module
 
-    def import_module(name, *rest):
+    def import_module(name, package=None):
         if name == "timm":
             raise RuntimeError("operator torchvision::nms does not exist")
-        return real(name, *rest)
+        return real(name, package)
 
     monkeypatch.setattr("dcls_convert.networks.source.importlib.import_module", import_module)
     last = run(TINY, code=2)[1].splitlines()[-1]
