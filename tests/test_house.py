@@ -9,11 +9,14 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import dcls_convert
 from dcls_convert import options
@@ -101,6 +104,29 @@ def test_no_modules_import_each_other():
         for module, imports in IMPORTS.items()
     }
     graphlib.TopologicalSorter(graph).prepare()
+
+
+def declared(*extras):
+    """Names of the packages that pyproject.toml asks for: of all users, or of extras."""
+    text = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    requirements = project["dependencies"]
+    if extras:
+        requirements = [one for extra in extras for one in project["optional-dependencies"][extra]]
+    return {canonicalize_name(Requirement(one).name) for one in requirements}
+
+
+def test_every_dependency_is_imported_and_every_import_is_declared():
+    packages = importlib.metadata.packages_distributions()
+    imported = set()
+    for imports in IMPORTS.values():
+        for name, own, _ in imports:
+            if not own:
+                imported.update(map(canonicalize_name, packages.get(room(name), ())))
+    assert declared() - imported == set()
+    allowed = declared() | declared("export", "plot", "train")
+    allowed |= {"dcls-convert", "pydantic-core"}  # which pydantic cannot be without
+    assert imported - allowed == set()
 
 
 @pytest.mark.parametrize("library", FOREIGN)
