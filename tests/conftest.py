@@ -25,6 +25,8 @@ _HYPOTHESIS = {"deadline": None, "database": None, "suppress_health_check": list
 settings.register_profile("plain", max_examples=20, derandomize=True, **_HYPOTHESIS)
 settings.register_profile("campaign", max_examples=2000, print_blob=True, **_HYPOTHESIS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "plain"))
+# For laws of plain values, which take milliseconds: more of the same few examples.
+many_examples = settings(max_examples=max(100, settings.default.max_examples))
 
 
 def pytest_unconfigure() -> None:

@@ -12,6 +12,8 @@ from rich.console import Console
 from dcls_convert.errors import printable, shown
 from dcls_convert.tables import LEAST_NAME, Column, Table
 
+from .conftest import many_examples
+
 # Letters, digits, wide characters, combining ones, what a terminal must not get, and what formats take for their own.
 TEXTS = st.text(st.sampled_from('abz019._-路径名🙂é\u0301\x1b\n|\\[],"'), max_size=60)
 NUMBER = "1234567 → 7654321"
@@ -29,6 +31,7 @@ def printed(table, width):
     return recorder.file.getvalue().splitlines()
 
 
+@many_examples
 @given(TEXTS, st.integers(0, 60))
 @example("路" * 40, 20)
 def test_what_is_shown_fits_and_keeps_both_ends(name, limit):
@@ -44,6 +47,7 @@ def test_what_is_shown_fits_and_keeps_both_ends(name, limit):
         assert end
 
 
+@many_examples
 @given(ROWS, st.integers(0, 60))
 def test_a_table_fits_by_its_names_and_never_cuts_a_number(rows, more):
     rows = [*rows, ("long" * 20, 1_000_000_000)]
@@ -57,6 +61,7 @@ def test_a_table_fits_by_its_names_and_never_cuts_a_number(rows, more):
         assert count is None or f" {count:,} " in line
 
 
+@many_examples
 @given(ROWS)
 def test_csv_gives_back_the_values(rows):
     lines = list(csv.reader(io.StringIO(Table(COLUMNS, rows).csv(), newline="")))
@@ -65,6 +70,7 @@ def test_csv_gives_back_the_values(rows):
     assert lines[1:] == [[name, "" if count is None else str(count), NUMBER] for name, count in rows]
 
 
+@many_examples
 @given(ROWS)
 def test_markdown_gives_back_the_texts(rows):
     table = Table(COLUMNS, rows, totals=[("all|", 7)])

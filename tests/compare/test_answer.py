@@ -13,6 +13,8 @@ from dcls_convert.compare.answer import Interval, over_all_images, over_all_seed
 from dcls_convert.compare.arms import Arm, make_arms
 from dcls_convert.compare.runs import Run
 
+from ..conftest import many_examples
+
 POINTS = st.lists(st.floats(-20, 20).map(lambda value: round(value, 2)), min_size=2, max_size=8)
 
 
@@ -35,6 +37,7 @@ def run(arm, seed, right, step_ms=10.0):
     )
 
 
+@many_examples
 @given(POINTS, POINTS)
 def test_the_interval_over_seeds_is_that_of_a_paired_t_test(ours, theirs):
     pairs = list(zip(ours, theirs, strict=False))
@@ -54,6 +57,7 @@ def test_the_interval_over_images_is_near_the_normal_one_for_many():
     assert [interval.mean - interval.low, interval.high - interval.mean] == pytest.approx([half] * 2, rel=0.1)
 
 
+@many_examples
 @given(POINTS, st.floats(0, 10), st.floats(0.1, 10))
 def test_a_gain_or_a_loss_is_claimed_only_where_no_interval_holds_0(differences, half, slower):
     seeds = over_all_seeds(differences)

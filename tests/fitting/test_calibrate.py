@@ -237,6 +237,54 @@ def test_a_convolution_called_twice_is_calibrated_for_both_and_an_idle_one_fitte
     assert all(layer.fit_error < 1 for layer in report.layers)
 
 
+def statistics_of(model, images):
+    plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, tie="none")
+    calibration = calibrate(model, plan, images)
+    return measure_inputs(model.eval(), make_layers(model, plan), calibration, silent)
+
+
+def test_statistics_of_a_convolution_called_twice_are_of_both_calls():
+    model, images = Shared(), photos(4)
+    statistics = statistics_of(model, images)
+    assert statistics.calls == {model.conv: 2}
+    alone = nn.Sequential(model.conv)
+    places = [of.by_line[model.conv].sums[0, -1, -1] for of in (statistics, statistics_of(alone, images))]
+    assert places[0] == 2 * places[1] == statistics.by_channel[model.conv].sums[0, -1, -1]
+    assert not statistics_of(alone, images).by_channel
+
+
+class Norms(nn.Module):
+    """Convolutions before BatchNorms, wired as `forward` says."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.one, self.other = (nn.Conv2d(3, 3, 5, padding=2, groups=3) for _ in range(2))
+        self.norm, self.second = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.wiring = forward
+
+    def forward(self, input):
+        return self.wiring(self, input)
+
+
+def two_norms(self, x):
+    y = self.one(x)
+    return self.norm(y) + self.second(y) + self.other(x)
+
+
+WIRINGS = {
+    "one each": (lambda self, x: self.norm(self.one(x)) + self.second(self.other(x)), 2),
+    "two norms behind one": (two_norms, 0),
+    "one norm behind two": (lambda self, x: self.norm(self.one(x)) + self.norm(self.other(x)), 0),
+    "one norm behind a sum": (lambda self, x: self.norm(self.one(x) + self.other(x)), 0),
+}
+
+
+@pytest.mark.parametrize("case", WIRINGS)
+def test_only_a_norm_that_one_convolution_alone_feeds_takes_its_mean_shift(case):
+    wiring, expected = WIRINGS[case]
+    assert len(statistics_of(Norms(wiring), photos(2)).running_means) == expected
+
+
 def with_convs(conv_class, model):
     for part in model[1]:
         part[0] = conv_class(8, 8, 3, padding=1, bias=False)

@@ -14,6 +14,7 @@ from dcls_convert.fitting import counts as module
 from dcls_convert.fitting.counts import Share, allocate, least_error, some_lines
 from dcls_convert.planning.rules import parse_rules
 
+from ..conftest import many_examples
 from .test_calibrate import SMALL, error_of, network, photos
 
 
@@ -28,6 +29,7 @@ def spent(costs, counts):
     return sum(cost * count for cost, count in zip(costs, counts, strict=True))
 
 
+@many_examples
 @given(GROUPS, st.integers(0, 60))
 def test_no_other_counts_within_the_limit_have_a_smaller_sum(groups, more):
     costs, known = zip(*groups, strict=True)
@@ -49,6 +51,7 @@ def test_coarse_units_keep_the_limit(monkeypatch):
     assert 900 < spent(costs, chosen) <= 1000
 
 
+@many_examples
 @given(GROUPS, st.data())
 def test_no_counts_that_were_tried_are_better(groups, data):
     """Though most errors are taken for linear between the measured ones, and here they jump."""
@@ -159,6 +162,7 @@ def test_the_scope_is_error_with_images_and_else_the_papers():
     assert convert_(two_stages(), calibration=images, **options).budget.scope == "error"
 
 
+@many_examples
 @given(st.data())
 def test_some_lines_go_with_the_roots_of_their_input_channels(data):
     groups, inputs, outputs = (data.draw(st.integers(1, 40)) for _ in range(3))

@@ -13,6 +13,7 @@ from dcls_convert.errors import PlanError
 from dcls_convert.planning.budget import parse_percent, solve_counts
 from dcls_convert.planning.planner import plan_conversion
 
+from ..conftest import many_examples
 from .nets import Net, convs_of, plan_of
 
 HUNDREDTH_OF_A_PERCENT = Fraction(1, 10_000)
@@ -73,6 +74,7 @@ def drafts(draw):
 percentages = st.integers(1, 30_000).map(lambda hundredths: f"{hundredths / 100:.2f}")
 
 
+@many_examples
 @given(layers=drafts(), percent=percentages)
 def test_the_count_is_the_largest_within_the_budget(layers, percent):
     share = parse_percent(percent)
@@ -101,6 +103,7 @@ def test_the_count_is_the_largest_within_the_budget(layers, percent):
         assert {unit.kernel_count} == (shown if len(shown) == 1 else {None})
 
 
+@many_examples
 @given(layers=drafts(), hundredths=st.integers(1, 300))
 def test_the_smallest_budget_that_is_named_does_and_less_does_not(layers, hundredths):
     share = hundredths * HUNDREDTH_OF_A_PERCENT
@@ -189,3 +192,11 @@ def test_a_percentage_may_have_its_sign():
     for text in ("%", "80%%", "80 per cent", "%80"):
         with pytest.raises(PlanError, match="must be a percentage"):
             parse_percent(text)
+
+
+@pytest.mark.parametrize("percent", ["600", "100000"])
+def test_a_solved_count_is_at_most_the_cells_of_the_smallest_window(percent):
+    layers = [draft("a", dilated_size=(3, 5)), draft("b", dilated_size=(7, 7))]
+    solved, (unit,) = solve_counts(layers, "model", parse_percent(percent))
+    assert [layer.kernel_count for layer in solved] == [15, 15]
+    assert unit.kernel_count == 15

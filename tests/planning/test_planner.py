@@ -16,6 +16,7 @@ from dcls_convert.planning.rules import parse_rules
 from dcls_convert.reports.report import predict_report
 from dcls_convert.surgery.start import apply_plan_
 
+from ..conftest import many_examples
 from .nets import IMAGE, Net, convs_of, depthwise, on_meta, plan_of
 
 EVERYTHING = parse_rules("format: 1\nrules: [{}]")
@@ -47,6 +48,7 @@ blocks = st.lists(st.integers(0, len(SHAPES) - 1), min_size=1, max_size=2)
 trees = st.lists(st.lists(blocks, min_size=1, max_size=3), min_size=1, max_size=2)
 
 
+@many_examples
 @given(stages=trees, interpolation=st.sampled_from(["bilinear", "gaussian"]), scope=st.sampled_from(["model", "layer"]))
 def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(stages, interpolation, scope):
     """And the tied parameter has one name, on the lowest module that holds its layers."""

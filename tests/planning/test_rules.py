@@ -24,6 +24,7 @@ from dcls_convert.planning.rules import (
     rules_schema,
 )
 
+from ..conftest import many_examples
 from .nets import convs_of, depthwise, plan_of
 
 SITE = ConvSite(
@@ -366,6 +367,7 @@ def rule_texts(draw):
     return yaml.safe_dump(data)
 
 
+@many_examples
 @given(text=rule_texts())
 @pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
 def test_any_file_is_one_line_of_error_or_rules_that_say_the_same_when_written_again(net, text):
