@@ -1,0 +1,72 @@
+"""Inference and training steps of converted models under torch.compile, beside eager ones, in turn.
+
+python benchmarks/compiled.py [MODEL:SIDE ...]; the unconverted model stands beside. Prints only.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+import timm
+import torch
+from torch import nn
+
+import dcls_convert
+
+MODELS = ("test_convnext:96", "mobilenetv3_small_050:96")
+BATCH = 8
+ROUNDS = 6
+
+Step = Callable[[nn.Module, torch.Tensor], None]
+
+
+def infer(model: nn.Module, images: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(images)
+
+
+def train(model: nn.Module, images: torch.Tensor) -> None:
+    model.zero_grad()
+    model(images).square().mean().backward()
+
+
+def fastest(models: list[nn.Module], step: Step, images: torch.Tensor) -> list[float]:
+    """Milliseconds of the fastest of ROUNDS steps of each model, in turn, after one for warmth."""
+    best = [float("inf")] * len(models)
+    for _ in range(ROUNDS + 1):
+        for index, model in enumerate(models):
+            begun = time.perf_counter()
+            step(model, images)
+            best[index] = min(best[index], 1e3 * (time.perf_counter() - begun))
+    return best
+
+
+def compare(name: str, side: int, *, converted: bool) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = timm.create_model(name)
+    if converted:
+        dcls_convert.convert_(model, init="random", input_size=(3, side, side))
+    both = [model, torch.compile(model)]
+    images = torch.randn(BATCH, 3, side, side)
+    what = "converted" if converted else "unconverted"
+    for step in (infer, train):
+        model.train(step is train)
+        eager, compiled = fastest(both, step, images)
+        print(
+            f"{name}, {side} px, {what}, {step.__name__}: eager {eager:.1f} ms, "
+            f"compiled {compiled:.1f} ms, {compiled / eager:.2f} times",
+            flush=True,
+        )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for model in sys.argv[1:] or MODELS:
+        name, side = model.split(":")
+        for converted in (True, False):
+            compare(name, int(side), converted=converted)
+
+
+if __name__ == "__main__":
+    main()
