@@ -1,4 +1,6 @@
-"""What can go wrong through the user's doing, as exceptions of one line: where, what was found, what is allowed."""
+"""What can go wrong through the user's doing, as exceptions of one line: where, what was found,
+what is allowed.
+"""
 
 import difflib
 import json
@@ -10,7 +12,9 @@ MOST_SAID = 10_000  # characters of an error that are looked at
 
 
 class DclsConvertError(ValueError):
-    """A mistake in what the package was given; `str(error)` is one printable line that says how to mend it."""
+    """A mistake in what the package was given; `str(error)` is one printable line that says how to
+    mend it.
+    """
 
     exit_code = 2
 
@@ -46,28 +50,38 @@ class OutputExistsError(CheckpointError):
 
     def __init__(self, path: object) -> None:
         super().__init__(f"output {path} already exists; force=True replaces it")
-        self.on_command_line = printable(f"output {path} already exists; --force replaces it, or name another")
+        self.on_command_line = printable(
+            f"output {path} already exists; --force replaces it, or name another"
+        )
 
 
 def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:
-    """`" (did you mean 'a' or 'b'?)"` for the known words closest to `word`; empty where none is close."""
+    """`" (did you mean 'a' or 'b'?)"` for the known words closest to `word`; empty where none is
+    close.
+    """
     close = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=limit, cutoff=0.6)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
 def printable(text: object, keep: str = "") -> str:
-    """Text from outside, safe for a terminal: all but printable characters and those in `keep` are escaped."""
+    """Text from outside, safe for a terminal: all but printable characters and those in `keep` are
+    escaped.
+    """
     text = str(text)
     if text.isprintable():
         return text
     return "".join(
-        character if character.isprintable() or character in keep else character.encode("unicode_escape").decode()
+        character
+        if character.isprintable() or character in keep
+        else character.encode("unicode_escape").decode()
         for character in text
     )
 
 
 def shown(text: object, limit: int = 60) -> str:
-    """What a message or table shows of a text, in at most `limit` columns; longer ones lose their middle."""
+    """What a message or table shows of a text, in at most `limit` columns; longer ones lose their
+    middle.
+    """
     text = str(text)
     if len(text) <= limit and cell_len(escaped := printable(text)) <= limit:
         return escaped
@@ -81,7 +95,9 @@ def shown(text: object, limit: int = 60) -> str:
 
 
 def filled(code: str, folder: object) -> str:
-    """Lines of Python in which "{folder}" stands for a name; they are valid, whatever characters the name has."""
+    """Lines of Python in which "{folder}" stands for a name; they are valid, whatever characters
+    the name has.
+    """
     text = str(folder)
     return code.format(folder=json.dumps(text, ensure_ascii=not text.isprintable())[1:-1])
 
