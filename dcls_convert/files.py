@@ -1,4 +1,6 @@
-"""Files that are given or shipped: what their paths alone tell, before anything is loaded. Imports no torch."""
+"""Files that are given or shipped: what their paths alone tell, before anything is loaded. Imports
+no torch.
+"""
 
 import errno
 import os
@@ -44,7 +46,9 @@ def check_weights_file(path: Path, what: str = "checkpoint") -> None:
     try:
         if not path.is_file():
             missing = "leads nowhere" if path.is_symlink() else "there is no such file"
-            raise CheckpointError(f"{what} {path}: {'is not a file' if path.exists() else missing}".lstrip())
+            raise CheckpointError(
+                f"{what} {path}: {'is not a file' if path.exists() else missing}".lstrip()
+            )
     except OSError as error:
         raise CheckpointError(f"{what} {shown(path)}: {error.strerror}".lstrip()) from error
 
@@ -62,18 +66,24 @@ def check_images(folder: Path, what: str = "calibration images") -> None:
         missing = "is not a folder" if folder.exists() else "there is no such folder"
         raise DclsConvertError(f"{what} {shown(folder)}: {missing}")
     if not any(image_paths(folder)):
-        raise DclsConvertError(f"{what} {shown(folder)}: no files there end in {', '.join(SUFFIXES)}")
+        raise DclsConvertError(
+            f"{what} {shown(folder)}: no files there end in {', '.join(SUFFIXES)}"
+        )
 
 
 def image_paths(folder: Path) -> Iterator[Path]:
     """Files there, however deep, that are named as images."""
-    return (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    return (
+        path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()
+    )
 
 
 def check_picture(path: Path, what: str) -> None:
     """Refuse a picture that could not be drawn: of another suffix, or without matplotlib."""
     if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise DclsConvertError(f"{what} {shown(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}")
+        raise DclsConvertError(
+            f"{what} {shown(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}"
+        )
     if not can_plot():
         raise DclsConvertError(f"{what} needs {PLOT_LIBRARY}: pip install {PLOT_LIBRARY}")
 
