@@ -1,4 +1,6 @@
-"""Names and defaults of the options, for command line, rule files and library alike. Imports nothing heavy."""
+"""Names and defaults of the options, for command line, rule files and library alike. Imports
+nothing heavy.
+"""
 
 import functools
 import inspect
@@ -27,13 +29,17 @@ INITS: tuple[str, ...] = get_args(Init)
 POSITIONS: tuple[str, ...] = get_args(Positions)
 
 AUTO = "auto"
-ERROR: Scope = "error"  # each tie group gets as many elements as its kernels need; for trained kernels
+ERROR: Scope = (
+    "error"  # each tie group gets as many elements as its kernels need; for trained kernels
+)
 EXACT = "exact"  # as many elements as the old kernel has cells, at their places: the same function
 MOST_SIDE = 9_999  # cells or pixels, four digits; a larger kernel or image is a typing mistake
 MOST_PIXELS = 2048 * 2048  # or voxels, of an image on which outputs are compared
 MOST_COUNT = 10**9  # elements, classes or channels
 MOST_WINDOW = 17  # cells, of an "auto" size; the paper's for ConvNeXt
-MOST_SLOWER = 15.0  # percent of MACs that a recommended size may add; the paper's ConvNeXts have 11.6 to 12.9
+MOST_SLOWER = (
+    15.0  # percent of MACs that a recommended size may add; the paper's ConvNeXts have 11.6 to 12.9
+)
 OPSETS = range(7, 26)  # of ONNX, which torch 2.14 and onnxscript 0.7 write
 DEFAULT_OPSET = 20  # torch 2.14's own
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
@@ -42,9 +48,13 @@ DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the p
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """What may be asked of a plan. Keyword arguments of `convert_` and `plan_conversion`, and of the command line."""
+    """What may be asked of a plan. Keyword arguments of `convert_` and `plan_conversion`, and of
+    the command line.
+    """
 
-    dilated_size: Any = AUTO  # cells, an integer or one for each side; "auto": MOST_WINDOW at most, by MOST_SLOWER
+    dilated_size: Any = (
+        AUTO  # cells, an integer or one for each side; "auto": MOST_WINDOW at most, by MOST_SLOWER
+    )
     kernel_count: Any = AUTO  # "auto", "exact", an integer, or planning.plan.LayerCounts
     rules: Any = AUTO  # "auto", a name, a file, a mapping as in a file, or a planning.rules.RuleSet
     scope: Scope = "auto"  # what one count is solved for; "error" with images, else "model"
@@ -55,24 +65,33 @@ class PlanOptions:
 
 
 PLAN_PARAMETERS = [
-    inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+    inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+    )
     for field in fields(PlanOptions)
 ]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def takes_plan_options(function: _Function) -> _Function:
-    """Show the fields of `PlanOptions` in the signature of a function that takes them as `**planning`."""
+    """Show the fields of `PlanOptions` in the signature of a function that takes them as
+    `**planning`.
+    """
     signature = inspect.signature(function)
     *own, _ = signature.parameters.values()
-    planning = [parameter for parameter in PLAN_PARAMETERS if parameter.name not in signature.parameters]
+    planning = [
+        parameter for parameter in PLAN_PARAMETERS if parameter.name not in signature.parameters
+    ]
     known = [parameter.name for parameter in (*own, *planning)]
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         for name in options.keys() - known:
-            raise TypeError(f"{function.__name__}() has no argument {name!r}{did_you_mean(name, known)}")
+            raise TypeError(
+                f"{function.__name__}() has no argument {name!r}{did_you_mean(name, known)}"
+            )
         return function(*args, **options)
 
-    call.__signature__ = signature.replace(parameters=[*own, *planning])  # type: ignore[attr-defined]
+    parameters = [*own, *planning]
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return cast(_Function, call)
