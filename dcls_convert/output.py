@@ -1,4 +1,6 @@
-"""Outputs that appear whole or not at all: made in a folder `.NAME.xxxxxxxx.partial` beside them, then renamed."""
+"""Outputs that appear whole or not at all: made in a folder `.NAME.xxxxxxxx.partial` beside them,
+then renamed.
+"""
 
 import contextlib
 import ctypes
@@ -18,22 +20,34 @@ from .errors import CheckpointError, OutputExistsError, one_line, shown
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # flags of Linux's renameat2
 AT_FDCWD = -100
-UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # renameat2's errors if kernel or file system lack it
+UNSUPPORTED = (
+    errno.ENOSYS,
+    errno.EINVAL,
+    errno.ENOTSUP,
+)  # renameat2's errors if kernel or file system lack it
 OLD = ".old"  # suffix of the old output inside the partial folder, without renameat2
 
-Foreign = Callable[[Path], str | None]  # why an existing path must not be replaced; None where it may be
+Foreign = Callable[
+    [Path], str | None
+]  # why an existing path must not be replaced; None where it may be
 
 
 def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
-    """Refuse an output that could not be written in the end. `force` replaces what is there and is not `foreign`."""
+    """Refuse an output that could not be written in the end. `force` replaces what is there and is
+    not `foreign`.
+    """
     try:
         if path.name in ("", ".."):
-            raise CheckpointError(f"output {path}: name a new folder, not one that is there already")
+            raise CheckpointError(
+                f"output {path}: name a new folder, not one that is there already"
+            )
         if path.is_symlink() or path.exists():  # which raise OSError for a name that is too long
             if not force:
                 raise OutputExistsError(path)
             if reason := foreign(path):
-                raise CheckpointError(f"output {path} {reason}, so it is left as it is; name another")
+                raise CheckpointError(
+                    f"output {path} {reason}, so it is left as it is; name another"
+                )
         parent = next(parent for parent in path.absolute().parents if parent.exists())
         if not parent.is_dir():
             raise CheckpointError(f"output {path}: {parent} is not a folder")
@@ -45,14 +59,18 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]:
-    """A folder to fill, which takes its final name when the block ends well; until then an old one has it."""
+    """A folder to fill, which takes its final name when the block ends well; until then an old one
+    has it.
+    """
     with _partial(folder, force, foreign) as new:
         new.mkdir()
         yield new
 
 
 def new_file(path: Path, *, force: bool) -> contextlib.AbstractContextManager[Path]:
-    """A path to write to, as `new_folder`. Other files that the block writes beside it are published before it."""
+    """A path to write to, as `new_folder`. Other files that the block writes beside it are
+    published before it.
+    """
     return _partial(path, force, not_a_file)
 
 
@@ -62,7 +80,9 @@ def not_a_file(path: Path) -> str | None:
 
 
 def clean_up(output: Path) -> None:
-    """Remove what other runs left beside this output, and give an old output its name back if it lost it."""
+    """Remove what other runs left beside this output, and give an old output its name back if it
+    lost it.
+    """
     with contextlib.suppress(OSError):
         name = f".{glob.escape(output.name)}.{'[0-9a-f]' * 8}.partial"
         for entry in sorted(output.absolute().parent.glob(name)):
@@ -79,7 +99,9 @@ def _new_partial(output: Path) -> Path:
 
 @contextlib.contextmanager
 def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
-    """A path in a folder beside the output; what is in that folder is published when the block ends well."""
+    """A path in a folder beside the output; what is in that folder is published when the block ends
+    well.
+    """
     clean_up(output)
     check_output(output, force=force, foreign=foreign)
     partial = _new_partial(output)
@@ -90,17 +112,25 @@ def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
             for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == output.name):
                 _publish(entry, output.with_name(entry.name), force, foreign)
         except (OSError, SafetensorError) as error:
-            state = "the one that is there is whole" if os.path.lexists(output) else "nothing was left there"
+            state = (
+                "the one that is there is whole"
+                if os.path.lexists(output)
+                else "nothing was left there"
+            )
             what = f"output {shown(output, 200)} cannot be written"
             raise CheckpointError(f"{what}: {one_line(error)}; {state}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # again, since a signal may have cut the first removal short
+        shutil.rmtree(
+            partial, ignore_errors=True
+        )  # again, since a signal may have cut the first removal short
 
 
 def _publish(new: Path, output: Path, force: bool, foreign: Foreign) -> None:
-    """Give a new file or folder its final name. With `force`, what is there keeps the name until then."""
+    """Give a new file or folder its final name. With `force`, what is there keeps the name until
+    then.
+    """
     check_output(output, force=force, foreign=foreign)
     replaces = force and os.path.lexists(output)
     try:
@@ -132,10 +162,16 @@ def _replace_by_steps(new: Path, output: Path) -> None:
 
 def _renameat2(new: Path, output: Path, flag: int) -> bool:
     """Linux's system call; False where there is none, and OSError as `os.rename`."""
-    renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    renameat2: Any = (
+        getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if sys.platform == "linux"
+        else None
+    )
     if renameat2 is None:
         return False
-    if not renameat2(AT_FDCWD, os.fsencode(new.absolute()), AT_FDCWD, os.fsencode(output.absolute()), flag):
+    if not renameat2(
+        AT_FDCWD, os.fsencode(new.absolute()), AT_FDCWD, os.fsencode(output.absolute()), flag
+    ):
         return True
     number = ctypes.get_errno()
     if number in UNSUPPORTED:
