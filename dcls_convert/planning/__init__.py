@@ -1,1 +1,3 @@
-"""Decisions in plain values, before a model is touched: rules, budget, the plan as data, and its planner."""
+"""Decisions in plain values, before a model is touched: rules, budget, the plan as data, and its
+planner.
+"""
