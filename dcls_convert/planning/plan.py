@@ -23,12 +23,19 @@ from .budget import BudgetUnit
 
 PLAN_FORMAT = 1
 _STRICT = ConfigDict(strict=True, extra="forbid")
-_FOLLOWING = {"layers", "tie_groups", "budget", "skipped"}  # follow from layers and options, or are compared alone
+_FOLLOWING = {
+    "layers",
+    "tie_groups",
+    "budget",
+    "skipped",
+}  # follow from layers and options, or are compared alone
 
 
 def taken_from(record: object, kind: type) -> dict[str, Any]:
     """Those fields of the dataclass `kind` that `record` has too, with its values."""
-    return {part.name: getattr(record, part.name) for part in fields(kind) if hasattr(record, part.name)}
+    return {
+        part.name: getattr(record, part.name) for part in fields(kind) if hasattr(record, part.name)
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,14 +53,24 @@ class LayerPlan(OldConv):
 
     @property
     def shared_parameters(self) -> tuple[str, ...]:  # by the layers of a tie group
-        return ("positions", "sigma") if find_interpolation(self.interpolation).has_sigma else ("positions",)
+        return (
+            ("positions", "sigma")
+            if find_interpolation(self.interpolation).has_sigma
+            else ("positions",)
+        )
 
     @property
     def position_shape(self) -> tuple[int, ...]:
         """(A, O, I, *dense axes, E)."""
         dense = [self.dilated_size[axis] for axis in self.dense_axes]
         learnt = len(self.dilated_size) - len(dense)
-        return (learnt, self.out_channels, self.in_channels // self.groups, *dense, self.kernel_count)
+        return (
+            learnt,
+            self.out_channels,
+            self.in_channels // self.groups,
+            *dense,
+            self.kernel_count,
+        )
 
     @property
     def lines(self) -> int:  # what one more element costs in weights
@@ -64,11 +81,17 @@ class LayerPlan(OldConv):
         return tuple(map(extent, self.kernel_size, self.dilation))
 
     @property
-    def cells(self) -> int:  # of the window along the learnt axes: the most elements that a kernel can use
-        return math.prod(side for axis, side in enumerate(self.dilated_size) if axis not in self.dense_axes)
+    def cells(
+        self,
+    ) -> int:  # of the window along the learnt axes: the most elements that a kernel can use
+        return math.prod(
+            side for axis, side in enumerate(self.dilated_size) if axis not in self.dense_axes
+        )
 
     @property
-    def coordinates(self) -> int:  # learnable ones of one element: its position, and sigma if it has one
+    def coordinates(
+        self,
+    ) -> int:  # learnable ones of one element: its position, and sigma if it has one
         return self.position_shape[0] * len(self.shared_parameters)
 
     @property
@@ -82,7 +105,9 @@ class LayerPlan(OldConv):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCounts:
-    """Kernel counts of elements that exist already, for all layers to convert; nothing is left to solve."""
+    """Kernel counts of elements that exist already, for all layers to convert; nothing is left to
+    solve.
+    """
 
     source: str  # "checkpoint weights.pth", for messages
     counts: Mapping[str, int]  # by the layer's name
@@ -113,13 +138,19 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)  # no slots: `super()` would not find the class
 class ConversionPlan(Record):
-    """Everything that the conversion decides; enough to rebuild the converted model from its source."""
+    """Everything that the conversion decides; enough to rebuild the converted model from its
+    source.
+    """
 
     __pydantic_config__ = _STRICT
 
-    format: Annotated[int, Field(ge=PLAN_FORMAT, le=PLAN_FORMAT)] = PLAN_FORMAT  # not Literal[1]: true is 1 to Python
+    format: Annotated[int, Field(ge=PLAN_FORMAT, le=PLAN_FORMAT)] = (
+        PLAN_FORMAT  # not Literal[1]: true is 1 to Python
+    )
     model: str | None  # "timm:convnext_tiny"; None for a module that only its user can build
-    model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments with which it is built
+    model_args: dict[str, Any] = field(
+        default_factory=dict
+    )  # keyword arguments with which it is built
     input_size: tuple[int, ...] | None
     rules: str  # file or name
     rules_text: str  # the rules as they were given
@@ -134,25 +165,39 @@ class ConversionPlan(Record):
     macs: int | None  # of the whole model, before
     macs_note: str | None
     stages_from: str
-    folded: bool  # whether plain convolutions with the constructed kernels stand in the layers' places
+    folded: (
+        bool  # whether plain convolutions with the constructed kernels stand in the layers' places
+    )
 
     @property
     def windows(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
         """(dilated size, dense axes) of each layer, under all its names."""
-        return {name: (layer.dilated_size, layer.dense_axes) for layer in self.layers for name in layer.names}
+        return {
+            name: (layer.dilated_size, layer.dense_axes)
+            for layer in self.layers
+            for name in layer.names
+        }
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the plan") -> Self:
-        """The plan that `to_json` wrote. CheckpointError, from `where`: damaged, newer, or contradicts itself."""
+        """The plan that `to_json` wrote. CheckpointError, from `where`: damaged, newer, or
+        contradicts itself.
+        """
         plan = super().from_json(text, where)
         try:
             for layer in plan.layers:
                 _check_layer(layer)
             for group in plan.tie_groups:
                 layers = [layer for layer in plan.layers if layer.tie_group == group.name]
-                shapes = {(layer.position_shape, layer.dilated_size, layer.interpolation) for layer in layers}
+                shapes = {
+                    (layer.position_shape, layer.dilated_size, layer.interpolation)
+                    for layer in layers
+                }
                 if len(shapes) > 1:
-                    raise PlanError(f"tie group {shown(group.name)}: its layers have {len(shapes)} different shapes")
+                    raise PlanError(
+                        f"tie group {shown(group.name)}: its layers have {len(shapes)} different "
+                        "shapes"
+                    )
             if plan.tie_groups != named_owners(plan.layers):
                 names = listed(group.name for group in plan.tie_groups)
                 raise PlanError(f"the plan's tie groups are not those of its layers: {names}")
@@ -171,14 +216,22 @@ class ConversionPlan(Record):
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def diff(self, other: "ConversionPlan") -> tuple[Difference, ...]:
-        """What differs between this plan and another: first as a whole, then in layers, equal differences together."""
+        """What differs between this plan and another: first as a whole, then in layers, equal
+        differences together.
+        """
         mine, theirs = self.to_dict(), other.to_dict()
         changed = [name for name in mine if name not in _FOLLOWING and mine[name] != theirs[name]]
-        differences = [Difference(what=name, one=mine[name], other=theirs[name]) for name in changed]
-        ours, others = ({layer["names"][0]: layer for layer in plan["layers"]} for plan in (mine, theirs))
+        differences = [
+            Difference(what=name, one=mine[name], other=theirs[name]) for name in changed
+        ]
+        ours, others = (
+            {layer["names"][0]: layer for layer in plan["layers"]} for plan in (mine, theirs)
+        )
         for there, layers, lacking in ((True, ours, others), (False, others, ours)):
             if missing := tuple(name for name in layers if name not in lacking):
-                differences.append(Difference(what="layers", one=there, other=not there, layers=missing))
+                differences.append(
+                    Difference(what="layers", one=there, other=not there, layers=missing)
+                )
         alike: dict[str, list[str]] = {}
         for name in (name for name in ours if name in others):
             for what, value in ours[name].items():
@@ -200,7 +253,9 @@ class ConversionPlan(Record):
 
 
 def named_owners(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
-    """The tie groups, each on the lowest module that holds its layers, under names that no other group has there."""
+    """The tie groups, each on the lowest module that holds its layers, under names that no other
+    group has there.
+    """
     groups: dict[str, list[LayerPlan]] = {}
     for layer in layers:
         if layer.tie_group is not None:
@@ -212,7 +267,9 @@ def named_owners(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
         owner = common_parent(names)
         taken[owner] += 1
         suffix = f"_{taken[owner]}" if taken[owner] > 1 else ""
-        parameters = {parameter: f"dcls_{parameter}{suffix}" for parameter in members[0].shared_parameters}
+        parameters = {
+            parameter: f"dcls_{parameter}{suffix}" for parameter in members[0].shared_parameters
+        }
         ties.append(TieGroup(name=name, owner=owner, parameters=parameters, layers=names))
     return tuple(ties)
 
@@ -221,13 +278,19 @@ def _check_layer(layer: LayerPlan) -> None:
     if not layer.names:
         raise PlanError("a layer: has no name")
     try:
-        for name, channels in (("in_channels", layer.in_channels), ("out_channels", layer.out_channels)):
+        for name, channels in (
+            ("in_channels", layer.in_channels),
+            ("out_channels", layer.out_channels),
+        ):
             if min(channels, layer.groups) < 1 or channels % layer.groups:
-                raise PlanError(f"{name} {channels} must be a positive multiple of its groups, {layer.groups}")
+                raise PlanError(
+                    f"{name} {channels} must be a positive multiple of its groups, {layer.groups}"
+                )
         find_interpolation(layer.interpolation)
         if not set(layer.dense_axes) < set(range(dims := len(layer.kernel_size))):
             raise PlanError(
-                f"dense axes {layer.dense_axes} are not axes of a {dims}-D kernel, or leave none to be learnt"
+                f"dense axes {layer.dense_axes} are not axes of a {dims}-D kernel, or leave none "
+                "to be learnt"
             )
         check_window(layer.kernel_size, layer.dilation, layer.dilated_size, layer.dense_axes)
         check_cells(layer.out_channels * layer.in_channels // layer.groups, layer.dilated_size)
