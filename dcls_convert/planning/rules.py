@@ -34,7 +34,9 @@ class _Strict(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _has_a_value(cls, value: Any) -> Any:
-        if value is None:  # `skip:` with nothing behind it is a slip; it does not mean the same as no `skip`
+        if (
+            value is None
+        ):  # `skip:` with nothing behind it is a slip; it does not mean the same as no `skip`
             raise PydanticCustomError("no_value", "has no value")
         return value
 
@@ -54,7 +56,11 @@ class Range(_Strict):
         return self
 
     def __str__(self) -> str:
-        return " and ".join(f"{word} {end}" for word, end in [("from", self.min), ("to", self.max)] if end is not None)
+        return " and ".join(
+            f"{word} {end}"
+            for word, end in [("from", self.min), ("to", self.max)]
+            if end is not None
+        )
 
 
 Side = Annotated[int, Field(ge=1, le=MOST_SIDE)]
@@ -63,13 +69,20 @@ Globs = str | Annotated[list[str], Field(min_length=1)]
 
 
 def _holds(stated: Any, value: Any) -> bool:
-    """Whether a site has what a predicate states: a pattern, sizes, a number, a range or a truth value."""
+    """Whether a site has what a predicate states: a pattern, sizes, a number, a range or a truth
+    value.
+    """
     values = value if isinstance(value, tuple) else (value,)
     if isinstance(stated, Range):
         return bool((stated.min or 0) <= max(values) <= (stated.max or math.inf))
     allowed = stated if isinstance(stated, list) else [stated]
     if isinstance(allowed[0], str):
-        return any(fnmatch.fnmatchcase(name, glob) for name in values if name is not None for glob in allowed)
+        return any(
+            fnmatch.fnmatchcase(name, glob)
+            for name in values
+            if name is not None
+            for glob in allowed
+        )
     return list(values) == (stated if isinstance(stated, list) else [stated] * len(values))
 
 
@@ -83,7 +96,9 @@ class Match(_Strict):
     """What a convolution must be for the rule to claim it; everything stated must hold."""
 
     path: Globs | None = Field(None, description=f"{_GLOB}, for the module's qualified name")
-    stage: Globs | None = Field(None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem")
+    stage: Globs | None = Field(
+        None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem"
+    )
     type: Globs | None = Field(None, description=f"{_GLOB}, for the class name")
     stem: bool | None = Field(
         None, description="true or false: whether it belongs to the stem, or takes the image itself"
@@ -91,9 +106,13 @@ class Match(_Strict):
     kind: Kind | Annotated[list[Kind], Field(min_length=1)] | None = Field(
         None, description="depthwise, grouped, dense, or a list of them"
     )
-    dims: Annotated[int, Field(ge=1, le=3)] | None = Field(None, description="1, 2 or 3 spatial dimensions")
+    dims: Annotated[int, Field(ge=1, le=3)] | None = Field(
+        None, description="1, 2 or 3 spatial dimensions"
+    )
     kernel_size: Size | Range | None = Field(
-        None, description=f"{_SIDE} for all sides, a list with one for each, or {{min: N, max: N}}, largest side"
+        None,
+        description=f"{_SIDE} for all sides, a list with one for each, "
+        "or {min: N, max: N}, largest side",
     )
     stride: Size | None = Field(None, description=_AXES)
     dilation: Size | None = Field(None, description=_AXES)
@@ -112,7 +131,10 @@ class Match(_Strict):
 def _in_words(value: Any) -> str:
     """A value of a rule or a site, as a message shows it."""
     if isinstance(value, list | tuple):
-        return shown(size_text(value) if isinstance(value[0], int) else " or ".join(map(str, value)), MOST_SHOWN)
+        return shown(
+            size_text(value) if isinstance(value[0], int) else " or ".join(map(str, value)),
+            MOST_SHOWN,
+        )
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return shown(str(value) or repr(value), MOST_SHOWN)
@@ -121,11 +143,13 @@ def _in_words(value: Any) -> str:
 class Defaults(_Strict):
     """What holds where neither the rule nor the command line says anything."""
 
-    dilated_size: Size | None = Field(None, description=f"{_SIDE} for all sides, or a list with one for each side")
+    dilated_size: Size | None = Field(
+        None, description=f"{_SIDE} for all sides, or a list with one for each side"
+    )
 
 
 class Rule(Defaults):
-    """The first rule whose match holds claims the convolution: it is skipped, or replaced as the other keys say."""
+    """The first rule whose match holds claims the convolution, and skips or replaces it."""
 
     kernel_count: Annotated[int, Field(ge=1, le=MOST_COUNT)] | Literal["auto"] | None = Field(
         None, description=f"an integer from 1 to {MOST_COUNT}, or auto"
@@ -135,11 +159,14 @@ class Rule(Defaults):
         None, description="a list of spatial axes (0 is the first) along which nothing is learnt"
     )
     name: str | None = Field(None, description="a text")
-    match: Match = Field(Match(), description="a mapping of predicates; without it, the rule claims everything")
+    match: Match = Field(
+        Match(), description="a mapping of predicates; without it, the rule claims everything"
+    )
     stage_pattern: Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description="a regular expression for module names; those in which it finds the same are one stage, which "
-        "bears the name of the named group that matches, else what the groups or the whole pattern find",
+        description="a regular expression for module names; those in which it finds the same are one "
+        "stage, which bears the name of the named group that matches, else what the groups or the "
+        "whole pattern find",
     )
     skip: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="a text with the reason; the convolution stays as it is"
@@ -151,7 +178,9 @@ class Rule(Defaults):
         try:
             re.compile(value)
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"{shown(value)!r} is not a regular expression: {one_line(error)}") from error
+            raise ValueError(
+                f"{shown(value)!r} is not a regular expression: {one_line(error)}"
+            ) from error
         return value
 
     @model_validator(mode="after")
@@ -163,7 +192,9 @@ class Rule(Defaults):
         return self
 
     def stage_of(self, name: str) -> str | None:
-        """The stage that `stage_pattern` gives a module; None where there is no pattern, or where it finds nothing."""
+        """The stage that `stage_pattern` gives a module; None where there is no pattern, or where
+        it finds nothing.
+        """
         match = re.search(self.stage_pattern, name) if self.stage_pattern else None
         if match is None:
             return None
@@ -179,7 +210,9 @@ class RuleSet(_Strict):
         description=f"{RULES_FORMAT}, the version of this format"
     )
     description: str = Field("", description="a text")
-    defaults: Defaults = Field(Defaults(), description="a mapping with the size for rules that state none")
+    defaults: Defaults = Field(
+        Defaults(), description="a mapping with the size for rules that state none"
+    )
     rules: list[Rule] = Field(min_length=1, description="a list of at least one rule")
 
     _source: str = "rules"  # the file or name it was loaded from, for messages
@@ -202,7 +235,8 @@ def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
     """The rule set of that name, in that file, or as a mapping of what a file would have.
 
     Raises:
-        RuleError: No such rule set, or anything in it that this version does not know; one line with the place.
+        RuleError: No such rule set, or anything in it that this version does not know; one line
+            with the place.
     """
     if isinstance(source, Mapping):
         return parse_rules(yaml.safe_dump(dict(source), sort_keys=False))
@@ -211,23 +245,33 @@ def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
         if not path.is_file():
             known = [*builtin_rules(), AUTO]
             near = did_you_mean(str(source), known)
-            raise RuleError(f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}")
-        text = read_bytes(path, MOST_BYTES).decode("utf-8-sig")  # some editors begin with a byte order mark
+            raise RuleError(
+                f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}"
+            )
+        text = read_bytes(path, MOST_BYTES).decode(
+            "utf-8-sig"
+        )  # some editors begin with a byte order mark
     except OSError as error:
-        raise RuleError(f"rules {shown(source, MOST_SHOWN)}: cannot be read: {error.strerror}") from error
+        raise RuleError(
+            f"rules {shown(source, MOST_SHOWN)}: cannot be read: {error.strerror}"
+        ) from error
     except UnicodeDecodeError as error:
         raise RuleError(f"{source}: is not a UTF-8 text: {one_line(error)}") from error
     return parse_rules(text, source=str(source))
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error, and errors of Python's own have their line."""
+    """YAML in which a key that stands twice is an error, and errors of Python's own have their
+    line.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in keys:
-                raise ConstructorError(problem=f"key {shown(key.value)!r} stands twice", problem_mark=key.start_mark)
+                raise ConstructorError(
+                    problem=f"key {shown(key.value)!r} stands twice", problem_mark=key.start_mark
+                )
             keys.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -247,7 +291,9 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
     source = printable(source)
     try:
         data = yaml.load(text, Loader=_StrictLoader)
-    except Exception as error:  # RecursionError where it is nested too deeply, ValueError of a wrong escape
+    except (
+        Exception
+    ) as error:  # RecursionError where it is nested too deeply, ValueError of a wrong escape
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}:" if mark else ""
         problem = getattr(error, "problem", None) or f"{type(error).__name__}: {one_line(error)}"
@@ -255,7 +301,9 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
     if not isinstance(data, dict):
         kinds = {list: "a list", str: "a text", type(None): "empty"}
         kind = kinds.get(type(data), f"of type {type(data).__name__}")
-        raise RuleError(f"{source}: is {kind}, but must be a mapping with {', '.join(RuleSet.model_fields)}")
+        raise RuleError(
+            f"{source}: is {kind}, but must be a mapping with {', '.join(RuleSet.model_fields)}"
+        )
     try:
         rules = RuleSet.model_validate(data)
     except ValidationError as error:
@@ -270,8 +318,12 @@ def choose_rules(sites: Sequence["ConvSite"]) -> RuleSet:
     return next((rules for rules in candidates if claim_sites(rules, sites)[0]), candidates[1])
 
 
-def claim_sites(rules: RuleSet, sites: Sequence["ConvSite"]) -> tuple[dict[str, int], dict[str, str]]:
-    """The index of the first rule that matches, which claims a site, or why none does; both by the site's name."""
+def claim_sites(
+    rules: RuleSet, sites: Sequence["ConvSite"]
+) -> tuple[dict[str, int], dict[str, str]]:
+    """The index of the first rule that matches, which claims a site, or why none does; both by the
+    site's name.
+    """
     rule_of: dict[str, int] = {}
     reasons: dict[str, str] = {}
     for site in sites:
@@ -279,19 +331,29 @@ def claim_sites(rules: RuleSet, sites: Sequence["ConvSite"]) -> tuple[dict[str, 
         if None in misses:
             rule_of[site.name] = misses.index(None)
         else:
-            tried = f"rule {rules.label(0)!r}: {misses[0]}" if len(misses) == 1 else f"none of {len(misses)} rules"
+            tried = (
+                f"rule {rules.label(0)!r}: {misses[0]}"
+                if len(misses) == 1
+                else f"none of {len(misses)} rules"
+            )
             reasons[site.name] = f"not matched ({tried})"
     return rule_of, reasons
 
 
 def rules_schema() -> dict[str, Any]:
     """A JSON Schema of the rule format, for editors."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RuleSet.model_json_schema()}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **RuleSet.model_json_schema(),
+    }
 
 
 def _explain(error: ValidationError) -> str:
-    """The first complaint of pydantic as one line: the place in the file, what was found, what is allowed."""
-    # Report a misspelt key rather than the missing one; our own sentence rather than the other members of a union.
+    """The first complaint of pydantic as one line: the place in the file, what was found, what is
+    allowed.
+    """
+    # Report a misspelt key rather than the missing one; our own sentence rather than the other
+    # members of a union.
     telling = {"extra_forbidden": 0, "invalid_key": 0, "value_error": 1}
     problem = min(error.errors(), key=lambda problem: telling.get(problem["type"], 2))
     unknown_key = telling.get(problem["type"]) == 0
@@ -300,7 +362,9 @@ def _explain(error: ValidationError) -> str:
     for step in problem["loc"][: -1 if unknown_key else None]:
         if isinstance(step, int):
             place += f"[{step}]"
-            allowed = f"a mapping with {', '.join(model.model_fields)}" if model is not None else allowed
+            allowed = (
+                f"a mapping with {', '.join(model.model_fields)}" if model is not None else allowed
+            )
         elif model is not None and step in model.model_fields:
             place += f".{step}" if place else step
             allowed, model = str(model.model_fields[step].description), _NESTED.get(step)
@@ -309,7 +373,8 @@ def _explain(error: ValidationError) -> str:
     if unknown_key:
         key, known = str(problem["loc"][-1]), list((model or Range).model_fields)
         where = place + ": " if place else ""
-        return f"{where}unknown key {shown(key)!r}{did_you_mean(key, known)}; known: {', '.join(known)}"
+        near = did_you_mean(key, known)
+        return f"{where}unknown key {shown(key)!r}{near}; known: {', '.join(known)}"
     if problem["type"] == "missing":
         return f"top level: {place} is missing"
     if problem["type"] == "value_error":
