@@ -18,7 +18,9 @@ TEXT_LEAST, BESIDE_TEXT = 20, BAR_WIDTH + 11  # columns: of the text, and of spi
 
 
 class Notify(Protocol):
-    """Told what is done next, and how much of all is done, in any unit (0 of 0: not known); or a note to the user."""
+    """Told what is done next, and how much of all is done, in any unit (0 of 0: not known); or a
+    note to the user.
+    """
 
     def __call__(self, text: str, done: int = 0, total: int = 0, /) -> None: ...
 
@@ -38,7 +40,8 @@ def show_progress(
     wait: float = 0.0,
     every: float = 0.0,  # seconds at least between lines of counted steps
     line: Callable[[str], None] = _print_line,
-    redirect: bool = False,  # what others print appears above the bar, by replacing sys.stdout and sys.stderr
+    # Replace sys.stdout and sys.stderr, so that what others print appears above the bar.
+    redirect: bool = False,
 ) -> Iterator[Notify]:
     """Show steps until the block ends, but nothing before `wait` seconds."""
     console = Console(stderr=True, highlight=False, force_jupyter=False)
@@ -80,15 +83,24 @@ class _Bar(progress.Progress):
         """Steps of another kind, of which those that are counted have a bar and the time left."""
         for task in self.task_ids:
             self.remove_task(task)
-        timed = [progress.BarColumn(BAR_WIDTH), progress.TimeRemainingColumn(elapsed_when_finished=True)]
+        timed = [
+            progress.BarColumn(BAR_WIDTH),
+            progress.TimeRemainingColumn(elapsed_when_finished=True),
+        ]
         text = progress.TextColumn("{task.description}", markup=False)
-        self.columns = (progress.SpinnerColumn(), text, *(timed if total else [progress.TimeElapsedColumn()]))
+        self.columns = (
+            progress.SpinnerColumn(),
+            text,
+            *(timed if total else [progress.TimeElapsedColumn()]),
+        )
         self.add_task(self._name, total=total)
 
     def step(self, text: str, done: int = 0, total: int = 0, /) -> None:
         if (total or None) != self.tasks[0].total:
             self._begin(total or None)
-        self.update(self.tasks[0].id, description=shown(f"{self._name}: {text}", self._room), completed=done)
+        self.update(
+            self.tasks[0].id, description=shown(f"{self._name}: {text}", self._room), completed=done
+        )
 
 
 class _Lines:
