@@ -18,7 +18,9 @@ from ..tables import as_html, as_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A count before and after; the unit is the field's name, and None stands for a count that is not known."""
+    """A count before and after; the unit is the field's name, and None stands for a count that is
+    not known.
+    """
 
     before: int | None = None
     after: int | None = None
@@ -50,7 +52,9 @@ class MacsChange(Change):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerReport:
-    """One replaced convolution; folded, the plain one in its place, with the kernel count of before."""
+    """One replaced convolution; folded, the plain one in its place, with the kernel count of
+    before.
+    """
 
     name: str
     stage: str | None
@@ -63,7 +67,9 @@ class LayerReport:
     params_before: int  # with bias
     params_after: int  # with bias, and with the positions that are counted here
     weight_params: int  # of params_after: weights of the elements; folded, of the whole window
-    position_params: int  # of params_after: positions and sigma; tied ones in the first layer of their group
+    position_params: (
+        int  # of params_after: positions and sigma; tied ones in the first layer of their group
+    )
     macs_before: int | None
     macs_after: int | None
     fit_error: float | None = None  # relative kernel error of a warm start
@@ -71,11 +77,15 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamsAllowed:
-    """What new kernels and positions may use, and what they do use; for a folded model, before folding."""
+    """What new kernels and positions may use, and what they do use; for a folded model, before
+    folding.
+    """
 
     limit: int
     used: int
-    exact_count: float | None  # the count that would use all, rounded down to two digits; None where nothing was solved
+    exact_count: (
+        float | None
+    )  # the count that would use all, rounded down to two digits; None where nothing was solved
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -105,12 +115,16 @@ class Outcome:
     same_top1: float | None = None  # as of `Agreement`, of the outputs for them
     kl: float | None = None
     output_error: float | None = None
-    shifted: Agreement | None = None  # of the old outputs with those for the images moved by one pixel: a yardstick
+    shifted: Agreement | None = (
+        None  # of the old outputs with those for the images moved by one pixel: a yardstick
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionReport(Record):
-    """The books of a conversion. The layers' parameters and `params_untouched` sum to `params`, and so do the MACs."""
+    """The books of a conversion. The layers' parameters and `params_untouched` sum to `params`, and
+    so do the MACs.
+    """
 
     format: int = 1
     model: str | None
@@ -124,8 +138,12 @@ class ConversionReport(Record):
     stages_from: str
     params_untouched: int
     macs_untouched: int | None
-    outcome: Outcome | None = None  # and not in the JSON, where nothing was trained or nothing carried out
-    plan: Annotated[ConversionPlan, Field(exclude=True)] = field(repr=False)  # what was carried out; not in the JSON
+    outcome: Outcome | None = (
+        None  # and not in the JSON, where nothing was trained or nothing carried out
+    )
+    plan: Annotated[ConversionPlan, Field(exclude=True)] = field(
+        repr=False
+    )  # what was carried out; not in the JSON
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -133,7 +151,9 @@ class ConversionReport(Record):
         """Whether plain convolutions stand in the layers' places."""
         return self.plan.folded
 
-    def with_fit_errors(self, errors: Mapping[str, float], outcome: Outcome | None = None) -> "ConversionReport":
+    def with_fit_errors(
+        self, errors: Mapping[str, float], outcome: Outcome | None = None
+    ) -> "ConversionReport":
         """With the relative kernel errors that `apply_plan_` gave, by layer name."""
         layers = tuple(replace(layer, fit_error=errors.get(layer.name)) for layer in self.layers)
         return replace(self, layers=layers, outcome=outcome)
@@ -141,7 +161,11 @@ class ConversionReport(Record):
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         data = Record.to_dict(self)  # not `super()`, which finds no class with slots
-        return data if self.outcome else {name: value for name, value in data.items() if name != "outcome"}
+        return (
+            data
+            if self.outcome
+            else {name: value for name, value in data.items() if name != "outcome"}
+        )
 
     def __rich__(self) -> Any:
         from ..views.report import report_view
@@ -155,14 +179,17 @@ class ConversionReport(Record):
 def predict_report(plan: ConversionPlan) -> ConversionReport:
     """The report of a plan that has not been carried out; no weights are needed."""
     rows = [_planned_layer(plan, layer) for layer in plan.layers]
-    return _report(plan, plan.params + sum(row.params_after - row.params_before for row in rows), None, rows)
+    return _report(
+        plan, plan.params + sum(row.params_after - row.params_before for row in rows), None, rows
+    )
 
 
 def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
-    """The report of a converted model, counted on the model itself; equal to `predict_report(plan)`.
+    """The report of a converted model, counted on the model itself; equal to
+    `predict_report(plan)`.
 
-    Parameters are counted tensor by tensor. MACs come from torch's flop counter in a forward pass on the meta device;
-    the construction of the kernels is not counted.
+    Parameters are counted tensor by tensor. MACs come from torch's flop counter in a forward pass
+    on the meta device; the construction of the kernels is not counted.
     """
     known = plan.macs is not None and plan.input_size is not None
     flops: Any = trace(model, plan.input_size or ()).flops if known else {}
@@ -172,10 +199,15 @@ def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
         shared = (module.positions, module.sigma) if row.position_params else ()
         inside = sum((Counter(flops.get(name)) for name in layer.names), Counter[str]())
         construction += inside.total() - inside["convolution"]
-        weights, positions = module.weight.numel(), sum(part.numel() for part in shared if part is not None)
+        weights, positions = (
+            module.weight.numel(),
+            sum(part.numel() for part in shared if part is not None),
+        )
         row = replace(
             row,
-            params_after=weights + positions + (module.bias.numel() if module.bias is not None else 0),
+            params_after=weights
+            + positions
+            + (module.bias.numel() if module.bias is not None else 0),
             weight_params=weights,
             position_params=positions,
             macs_after=inside["convolution"] // 2 if known else None,
@@ -185,11 +217,17 @@ def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
     return _report(plan, sum(p.numel() for p in model.parameters()), macs, rows)
 
 
-def _report(plan: ConversionPlan, params: int, macs: int | None, layers: Sequence[LayerReport]) -> ConversionReport:
+def _report(
+    plan: ConversionPlan, params: int, macs: int | None, layers: Sequence[LayerReport]
+) -> ConversionReport:
     untouched_macs = None
     if plan.macs is not None:
         untouched_macs = plan.macs - sum(layer.macs_before or 0 for layer in layers)
-        macs = untouched_macs + sum(layer.macs_after or 0 for layer in layers) if macs is None else macs
+        macs = (
+            untouched_macs + sum(layer.macs_after or 0 for layer in layers)
+            if macs is None
+            else macs
+        )
     units = []
     for unit in plan.budget:
         # Rounded down: rounded to nearest, a bound just below 35 would read 35.
