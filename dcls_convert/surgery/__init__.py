@@ -1,1 +1,3 @@
-"""Changing a model. Whatever fails here, running out of memory included, leaves the model as it was."""
+"""Changing a model. Whatever fails here, running out of memory included, leaves the model as it
+was.
+"""
