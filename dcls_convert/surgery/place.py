@@ -13,14 +13,22 @@ from .fold import fold_before_timm_fuses_
 
 
 def place_layers_(model: nn.Module, plan: ConversionPlan) -> None:
-    """Replace every convolution of the plan by its DCLS layer, or if it is folded by a plain one, without values."""
+    """Replace every convolution of the plan by its DCLS layer, or if it is folded by a plain one,
+    without values.
+    """
     put_layers_(model, plan, make_layers(model, plan), with_values=False)
 
 
 def put_layers_(
-    model: nn.Module, plan: ConversionPlan, groups: Sequence[LayerGroup], *, with_values: bool = True
+    model: nn.Module,
+    plan: ConversionPlan,
+    groups: Sequence[LayerGroup],
+    *,
+    with_values: bool = True,
 ) -> None:
-    """Put layers, or their plain convolutions if the plan is folded, into the model; register what they share."""
+    """Put layers, or their plain convolutions if the plan is folded, into the model; register what
+    they share.
+    """
     for group in groups:
         if group.tie is not None and not plan.folded:
             owner = model.get_submodule(group.tie.owner)
@@ -39,7 +47,9 @@ def put_layers_(
         fold_before_timm_fuses_(model)
         spare_from_decay_(model)
     config = getattr(model, "pretrained_cfg", None)
-    if isinstance(config, dict) and plan.model is not None:  # timm's own savers then write a config that rebuilds it
+    if (
+        isinstance(config, dict) and plan.model is not None
+    ):  # timm's own savers then write a config that rebuilds it
         note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
         vars(model)["_model_args"] = timm_model_args(plan)
 
@@ -50,5 +60,7 @@ def note_for_timm(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def timm_model_args(plan: ConversionPlan) -> dict[str, Any]:
-    """The keyword arguments with which our entry point in timm's registry rebuilds the model of this plan."""
+    """The keyword arguments with which our entry point in timm's registry rebuilds the model of
+    this plan.
+    """
     return {**plan.model_args, "plan": plan.to_dict()}
