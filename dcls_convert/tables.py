@@ -1,4 +1,6 @@
-"""One column table for all views: text at any width, Markdown, CSV and HTML; and the lines around it."""
+"""One column table for all views: text at any width, Markdown, CSV and HTML; and the lines around
+it.
+"""
 
 import csv
 import io
@@ -14,7 +16,9 @@ from rich.text import Text
 
 from .errors import printable, shown
 
-LEAST_NAME = 24  # columns, with the space beside it, down to which names give way; then numbers are folded
+LEAST_NAME = (
+    24  # columns, with the space beside it, down to which names give way; then numbers are folded
+)
 ENDLESS = 1_000_000  # columns, where a table is asked how many it would like to have
 SPECIAL_IN_MARKDOWN = {ord(character): f"\\{character}" for character in "\\|"}
 
@@ -38,7 +42,9 @@ class Column(Generic[Row]):
 
 @dataclass(frozen=True, slots=True)
 class Table(Generic[Row]):
-    """A row for each record. The first column holds names, which lose their middle where there is no room."""
+    """A row for each record. The first column holds names, which lose their middle where there is
+    no room.
+    """
 
     columns: Sequence[Column[Row]]
     rows: Sequence[Row]
@@ -64,12 +70,18 @@ class Table(Generic[Row]):
     def surplus(self, console: Console, options: ConsoleOptions) -> int:
         """Columns of the terminal that the table would like to have, and that are not there."""
         laid_out = self._laid_out(console.width // 2)
-        return console.measure(laid_out, options=options.update(max_width=ENDLESS)).maximum - options.max_width
+        return (
+            console.measure(laid_out, options=options.update(max_width=ENDLESS)).maximum
+            - options.max_width
+        )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         room, surplus = console.width // 2, self.surplus(console, options)
         if surplus > 0 and not any(column.words for column in self.columns):
-            names = [self.columns[0].heading, *(self.columns[0].text(row) for row in (*self.rows, *self.totals))]
+            names = [
+                self.columns[0].heading,
+                *(self.columns[0].text(row) for row in (*self.rows, *self.totals)),
+            ]
             width = max(cell_len(shown(name, room)) for name in names)
             room = max(width - surplus, min(width, self.least_name - 1))
         yield self._laid_out(room)
@@ -82,26 +94,38 @@ class Table(Generic[Row]):
     def _texts(self) -> tuple[list[Column[Row]], list[list[str]]]:
         """The columns of which something is known, and the cells of each row."""
         rows = [*self.rows, *self.totals]
-        known = [one for one in self.columns if not rows or any(one.value(row) is not None for row in rows)]
+        known = [
+            one
+            for one in self.columns
+            if not rows or any(one.value(row) is not None for row in rows)
+        ]
         return known, [[column.text(row) for column in known] for row in rows]
 
     def _laid_out(self, room: int) -> table.Table:
         """As rich knows it, with names of at most so many columns of the terminal."""
         columns, rows = self._texts()
         folded = [column for column in columns if column.words] or columns[1:]
-        laid_out = table.Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        laid_out = table.Table(
+            box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
+        )
         for column in columns:
             left = column.left or column is columns[0]
             wraps: Any = {"overflow": "fold"} if column in folded else {"no_wrap": True}
             laid_out.add_column(column.heading, justify="left" if left else "right", **wraps)
         styles = [*map(self.style, self.rows), *["bold"] * len(self.totals)]
         for index, ((name, *others), style) in enumerate(zip(rows, styles, strict=True), start=1):
-            laid_out.add_row(*map(Text, (shown(name, room), *others)), style=style, end_section=index == len(self.rows))
+            laid_out.add_row(
+                *map(Text, (shown(name, room), *others)),
+                style=style,
+                end_section=index == len(self.rows),
+            )
         return laid_out
 
 
 def field_column(path: str) -> Column[Any]:
-    """For CSV: of each row the field "macs.after", headed "macs_after"; several numbers with spaces between them."""
+    """For CSV: of each row the field "macs.after", headed "macs_after"; several numbers with spaces
+    between them.
+    """
 
     def value(row: Any) -> Any:
         for name in path.split("."):
