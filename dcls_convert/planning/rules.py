@@ -119,7 +119,7 @@ class Match(_Strict):
     in_channels: Positive | Range | None = Field(None, description=_NUMBER)
     out_channels: Positive | Range | None = Field(None, description=_NUMBER)
 
-    def misses(self, site: "ConvSite") -> str | None:
+    def mismatch(self, site: "ConvSite") -> str | None:
         """The first predicate that `site` fails, in words; None where all hold."""
         for name in type(self).model_fields:
             stated, value = getattr(self, name), getattr(site, "names" if name == "path" else name)
@@ -327,7 +327,7 @@ def claim_sites(
     rule_of: dict[str, int] = {}
     reasons: dict[str, str] = {}
     for site in sites:
-        misses = [rule.match.misses(site) for rule in rules.rules]
+        misses = [rule.match.mismatch(site) for rule in rules.rules]
         if None in misses:
             rule_of[site.name] = misses.index(None)
         else:
