@@ -79,8 +79,7 @@ class Table(Generic[Row]):
             rules.append("---" if left else "---:")
         lines = [_markdown_line(headings), _markdown_line(rules)]
         for row in rows:
-            escaped = [cell.translate(MARKDOWN_ESCAPES) for cell in row]
-            lines.append(_markdown_line(escaped))
+            lines.append(_markdown_line(map(_escape_markdown, row)))
         return "".join(lines)
 
     def surplus(self, console: Console, options: ConsoleOptions) -> int:
@@ -161,7 +160,11 @@ def _with_words(columns: Sequence[Column[Row]]) -> list[Column[Row]]:
     return [column for column in columns if column.words]
 
 
-def _markdown_line(cells: Sequence[str]) -> str:
+def _escape_markdown(cell: str) -> str:
+    return cell.translate(MARKDOWN_ESCAPES)
+
+
+def _markdown_line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
