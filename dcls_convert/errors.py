@@ -1,4 +1,4 @@
-"""What can go wrong through the user's doing, as exceptions of one line: where, what was found, what is allowed."""
+"""Mistakes of the user, as exceptions of one line: where, what was found, what is allowed."""
 
 import difflib
 import json
@@ -6,11 +6,14 @@ from collections.abc import Iterable
 
 from rich.cells import cell_len
 
-MOST_SAID = 10_000  # characters of an error that are looked at
+MOST_SAID = 10_000  # characters; what an error says beyond them is ignored
 
 
 class DclsConvertError(ValueError):
-    """A mistake in what the package was given; `str(error)` is one printable line that says how to mend it."""
+    """A mistake in what the package was given.
+
+    `str(error)` is one printable line that says what to do instead.
+    """
 
     exit_code = 2
 
@@ -20,7 +23,7 @@ class DclsConvertError(ValueError):
 
 
 class NothingMatchesError(DclsConvertError):
-    """No convolution of the model matches the rules. A normal event, with an exit code of its own."""
+    """No convolution of the model matches the rules: normal, and with its own exit code."""
 
     exit_code = 3
 
@@ -42,57 +45,83 @@ class CheckpointError(DclsConvertError):
 
 
 class OutputExistsError(CheckpointError):
-    """What is to be written is there already."""
+    """The output exists already."""
 
     def __init__(self, path: object) -> None:
         super().__init__(f"output {path} already exists; force=True replaces it")
-        self.on_command_line = printable(f"output {path} already exists; --force replaces it, or name another")
+        self.on_command_line = printable(
+            f"output {path} already exists; --force replaces it, or name another"
+        )
 
 
 def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:
-    """`" (did you mean 'a' or 'b'?)"` for the known words closest to `word`; empty where none is close."""
+    """`" (did you mean 'a' or 'b'?)"` with the known words closest to `word`, or an empty text."""
     close = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=limit, cutoff=0.6)
-    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+    if not close:
+        return ""
+    return f" (did you mean {' or '.join(map(repr, close))}?)"
 
 
 def printable(text: object, keep: str = "") -> str:
-    """Text from outside, safe for a terminal: all but printable characters and those in `keep` are escaped."""
+    """Text from outside, safe for a terminal.
+
+    All characters but printable ones and those in `keep` are escaped.
+    """
     text = str(text)
     if text.isprintable():
         return text
-    return "".join(
-        character if character.isprintable() or character in keep else character.encode("unicode_escape").decode()
-        for character in text
-    )
+    safe = []
+    for character in text:
+        if character.isprintable() or character in keep:
+            safe.append(character)
+        else:
+            safe.append(character.encode("unicode_escape").decode())
+    return "".join(safe)
 
 
 def shown(text: object, limit: int = 60) -> str:
-    """What a message or table shows of a text, in at most `limit` columns; longer ones lose their middle."""
+    """The text as a message or table shows it, in at most `limit` columns of the terminal.
+
+    A longer one loses its middle.
+    """
     text = str(text)
-    if len(text) <= limit and cell_len(escaped := printable(text)) <= limit:
-        return escaped
-    room = max(limit - 3, 0)
-    start, end = printable(text[: (room + 1) // 2]), printable(text[len(text) - room // 2 :])
-    while cell_len(start) > (room + 1) // 2:
+    if len(text) <= limit:
+        escaped = printable(text)
+        if cell_len(escaped) <= limit:
+            return escaped
+    room = max(limit - 3, 0)  # beside the dots
+    end_room = room // 2
+    start_room = room - end_room
+    start = printable(text[:start_room])
+    while cell_len(start) > start_room:
         start = start[:-1]
-    while cell_len(end) > room // 2:
+    end = printable(text[len(text) - end_room :])
+    while cell_len(end) > end_room:
         end = end[1:]
     return f"{start}{'...'[:limit]}{end}"
 
 
 def filled(code: str, folder: object) -> str:
-    """Lines of Python in which "{folder}" stands for a name; they are valid, whatever characters the name has."""
+    """Lines of Python with the folder's name for "{folder}", inside a string literal.
+
+    They are valid Python, whatever characters the name has.
+    """
     text = str(folder)
-    return code.format(folder=json.dumps(text, ensure_ascii=not text.isprintable())[1:-1])
+    literal = json.dumps(text, ensure_ascii=not text.isprintable())
+    return code.format(folder=literal[1:-1])
 
 
 def listed(names: Iterable[object], most: int = 3) -> str:
-    """ "a, b, c and 4 more"; "nothing" where there are none."""
+    """ "a, b, c and 4 more", or "nothing" if there are no names."""
     names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(shown(name, 120) for name in names[:most]) or "nothing") + more
+    text = ", ".join(shown(name, 120) for name in names[:most]) or "nothing"
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
 def one_line(error: BaseException) -> str:
     """The message of any exception, on one line: what a library said, without its layout."""
-    return printable(" ".join(str(error)[:MOST_SAID].split()) or type(error).__name__)
+    words = str(error)[:MOST_SAID].split()
+    message = " ".join(words) or type(error).__name__
+    return printable(message)

@@ -1,4 +1,7 @@
-"""Files that are given or shipped: what their paths alone tell, before anything is loaded. Imports no torch."""
+"""Files that are given or shipped: what can be told before their contents are loaded.
+
+Imports no torch.
+"""
 
 import errno
 import os
@@ -11,15 +14,20 @@ from .errors import CheckpointError, DclsConvertError, shown
 
 SHIPPED_RULES = Path(__file__).parent / "rules"  # in a wheel
 CHECKOUT_RULES = Path(__file__).parents[1] / "rules"
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".gif")  # of images
+# Suffixes of images that are read, and of pictures that are drawn.
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".gif")
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
-PLOT_LIBRARY = "matplotlib"  # of the extra `plot`
+PLOT_LIBRARY = "matplotlib"  # in the extra `plot`
 
 MOST_TEXT = 64 << 20  # bytes; the report of timm's largest model has half a megabyte
 
 
 def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
-    """The bytes of a regular file, else OSError; a pipe or a device might never end."""
+    """The bytes of a regular file.
+
+    Raises:
+        OSError: Not a regular file (a pipe or a device might never end), or larger than `most`.
+    """
     state = os.stat(path)
     if not stat.S_ISREG(state.st_mode):
         raise OSError(errno.EINVAL, "is not a file")
@@ -36,44 +44,57 @@ def builtin_rules() -> dict[str, Path]:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether the folder looks like one of this program."""
-    return all(os.path.isfile(path / name) for name in ("config.json", "model.safetensors"))
+    has_config = os.path.isfile(path / "config.json")
+    return has_config and os.path.isfile(path / "model.safetensors")
 
 
 def check_weights_file(path: Path, what: str = "checkpoint") -> None:
-    """Refuse what cannot be a file; CheckpointError says why, and begins with `what` and the path."""
+    """Refuse what cannot be a file; the CheckpointError begins with `what` and the path."""
     try:
         if not path.is_file():
-            missing = "leads nowhere" if path.is_symlink() else "there is no such file"
-            raise CheckpointError(f"{what} {path}: {'is not a file' if path.exists() else missing}".lstrip())
+            problem = "there is no such file"
+            if path.exists():
+                problem = "is not a file"
+            elif path.is_symlink():
+                problem = "leads nowhere"
+            raise CheckpointError(f"{what} {path}: {problem}".lstrip())
     except OSError as error:
         raise CheckpointError(f"{what} {shown(path)}: {error.strerror}".lstrip()) from error
 
 
 def check_folder(path: Path) -> Path:
-    """The path; CheckpointError where it is no folder."""
+    """The path; CheckpointError if it is not a folder."""
     if not path.is_dir():
         raise CheckpointError(f"{shown(path, 200)}: is not a folder")
     return path
 
 
 def check_images(folder: Path, what: str = "calibration images") -> None:
-    """Refuse what is no folder of images, before any work; the message begins with `what`."""
+    """Refuse what is not a folder of images; the message begins with `what`."""
     if not folder.is_dir():
-        missing = "is not a folder" if folder.exists() else "there is no such folder"
-        raise DclsConvertError(f"{what} {shown(folder)}: {missing}")
+        problem = "there is no such folder"
+        if folder.exists():
+            problem = "is not a folder"
+        raise DclsConvertError(f"{what} {shown(folder)}: {problem}")
     if not any(image_paths(folder)):
-        raise DclsConvertError(f"{what} {shown(folder)}: no files there end in {', '.join(SUFFIXES)}")
+        raise DclsConvertError(
+            f"{what} {shown(folder)}: no files there end in {', '.join(SUFFIXES)}"
+        )
 
 
 def image_paths(folder: Path) -> Iterator[Path]:
-    """Files there, however deep, that are named as images."""
-    return (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    """Files in the folder and below it that have the suffix of an image."""
+    for path in folder.rglob("*"):
+        if path.suffix.lower() in SUFFIXES and path.is_file():
+            yield path
 
 
 def check_picture(path: Path, what: str) -> None:
-    """Refuse a picture that could not be drawn: of another suffix, or without matplotlib."""
+    """Refuse a picture that could not be drawn: another suffix, or no matplotlib."""
     if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise DclsConvertError(f"{what} {shown(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}")
+        raise DclsConvertError(
+            f"{what} {shown(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}"
+        )
     if not can_plot():
         raise DclsConvertError(f"{what} needs {PLOT_LIBRARY}: pip install {PLOT_LIBRARY}")
 

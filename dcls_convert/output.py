@@ -1,4 +1,7 @@
-"""Outputs that appear whole or not at all: made in a folder `.NAME.xxxxxxxx.partial` beside them, then renamed."""
+"""Outputs that appear whole or not at all.
+
+They are made in a folder `.NAME.xxxxxxxx.partial` beside them, and then renamed.
+"""
 
 import contextlib
 import ctypes
@@ -16,24 +19,38 @@ from safetensors import SafetensorError
 
 from .errors import CheckpointError, OutputExistsError, one_line, shown
 
-RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # flags of Linux's renameat2
+# Flags of Linux's renameat2.
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
 AT_FDCWD = -100
-UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # renameat2's errors if kernel or file system lack it
+# Errors of renameat2 if the kernel or the file system lacks it.
+UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 OLD = ".old"  # suffix of the old output inside the partial folder, without renameat2
 
-Foreign = Callable[[Path], str | None]  # why an existing path must not be replaced; None where it may be
+# Says why an existing path must not be replaced; None if it may be.
+Foreign = Callable[[Path], str | None]
 
 
 def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
-    """Refuse an output that could not be written in the end. `force` replaces what is there and is not `foreign`."""
+    """Refuse an output that could not be written in the end.
+
+    Args:
+        force: Accept a path that exists, unless it is `foreign`.
+    """
     try:
         if path.name in ("", ".."):
-            raise CheckpointError(f"output {path}: name a new folder, not one that is there already")
-        if path.is_symlink() or path.exists():  # which raise OSError for a name that is too long
+            raise CheckpointError(
+                f"output {path}: name a new folder, not one that is there already"
+            )
+        # These raise OSError for a name that is too long.
+        if path.is_symlink() or path.exists():
             if not force:
                 raise OutputExistsError(path)
-            if reason := foreign(path):
-                raise CheckpointError(f"output {path} {reason}, so it is left as it is; name another")
+            reason = foreign(path)
+            if reason:
+                raise CheckpointError(
+                    f"output {path} {reason}, so it is left as it is; name another"
+                )
         parent = next(parent for parent in path.absolute().parents if parent.exists())
         if not parent.is_dir():
             raise CheckpointError(f"output {path}: {parent} is not a folder")
@@ -45,26 +62,40 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]:
-    """A folder to fill, which takes its final name when the block ends well; until then an old one has it."""
+    """A folder to fill, which takes its final name when the block ends without an error.
+
+    Until then, an old folder keeps the name.
+    """
     with _partial(folder, force, foreign) as new:
         new.mkdir()
         yield new
 
 
 def new_file(path: Path, *, force: bool) -> contextlib.AbstractContextManager[Path]:
-    """A path to write to, as `new_folder`. Other files that the block writes beside it are published before it."""
+    """A path to write to, which takes its final name when the block ends without an error.
+
+    Other files that the block writes beside it are published before it.
+    """
     return _partial(path, force, not_a_file)
 
 
 def not_a_file(path: Path) -> str | None:
     """Why a path must not be replaced by a file; None for a regular file."""
-    return "is a link" if path.is_symlink() else None if path.is_file() else "is not a file"
+    if path.is_symlink():
+        return "is a link"
+    if not path.is_file():
+        return "is not a file"
+    return None
 
 
 def clean_up(output: Path) -> None:
-    """Remove what other runs left beside this output, and give an old output its name back if it lost it."""
+    """Remove what other runs left beside this output.
+
+    If such a run moved the old output away, the old output gets its name back.
+    """
     with contextlib.suppress(OSError):
-        name = f".{glob.escape(output.name)}.{'[0-9a-f]' * 8}.partial"
+        any_token = "[0-9a-f]" * 8
+        name = f".{glob.escape(output.name)}.{any_token}.partial"
         for entry in sorted(output.absolute().parent.glob(name)):
             old = entry / (output.name + OLD)
             if os.path.lexists(old) and not os.path.lexists(output):
@@ -79,7 +110,10 @@ def _new_partial(output: Path) -> Path:
 
 @contextlib.contextmanager
 def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
-    """A path in a folder beside the output; what is in that folder is published when the block ends well."""
+    """A path in a partial folder beside the output.
+
+    All that is in the folder is published when the block ends without an error.
+    """
     clean_up(output)
     check_output(output, force=force, foreign=foreign)
     partial = _new_partial(output)
@@ -87,36 +121,49 @@ def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
         try:
             partial.mkdir(parents=True)
             yield partial / output.name
+            # The output itself is published last.
             for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == output.name):
                 _publish(entry, output.with_name(entry.name), force, foreign)
         except (OSError, SafetensorError) as error:
-            state = "the one that is there is whole" if os.path.lexists(output) else "nothing was left there"
-            what = f"output {shown(output, 200)} cannot be written"
-            raise CheckpointError(f"{what}: {one_line(error)}; {state}") from error
+            state = "nothing was left there"
+            if os.path.lexists(output):
+                state = "the one that is there is whole"
+            raise CheckpointError(
+                f"output {shown(output, 200)} cannot be written: {one_line(error)}; {state}"
+            ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # again, since a signal may have cut the first removal short
+        # Again, since a signal may have cut the first removal short.
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _publish(new: Path, output: Path, force: bool, foreign: Foreign) -> None:
-    """Give a new file or folder its final name. With `force`, what is there keeps the name until then."""
+    """Give a new file or folder its final name.
+
+    With `force`, what is there keeps the name until then.
+    """
     check_output(output, force=force, foreign=foreign)
     replaces = force and os.path.lexists(output)
+    flag = RENAME_EXCHANGE if replaces else RENAME_NOREPLACE
     try:
         if replaces and new.is_file():
             os.replace(new, output)
-        elif not _renameat2(new, output, RENAME_EXCHANGE if replaces else RENAME_NOREPLACE):
-            if replaces:
-                _replace_by_steps(new, output)
-            elif new.is_file():
-                os.link(new, output)  # unlike a renaming, never replaces another file
-            elif os.path.lexists(output):
-                raise FileExistsError
-            else:
-                new.rename(output)
-    except FileExistsError:  # it appeared since the check
+        elif not _renameat2(new, output, flag):
+            _publish_without_renameat2(new, output, replaces)
+    except FileExistsError:  # the output appeared since the check, which now decides again
         _publish(new, output, force, foreign)
+
+
+def _publish_without_renameat2(new: Path, output: Path, replaces: bool) -> None:
+    if replaces:
+        _replace_by_steps(new, output)
+    elif new.is_file():
+        os.link(new, output)  # unlike a renaming, never replaces another file
+    elif os.path.lexists(output):
+        raise FileExistsError
+    else:
+        new.rename(output)
 
 
 def _replace_by_steps(new: Path, output: Path) -> None:
@@ -131,11 +178,22 @@ def _replace_by_steps(new: Path, output: Path) -> None:
 
 
 def _renameat2(new: Path, output: Path, flag: int) -> bool:
-    """Linux's system call; False where there is none, and OSError as `os.rename`."""
-    renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    """Linux's system call: exchange the two paths, or rename to one that must not exist.
+
+    Returns:
+        False if there is no such call.
+
+    Raises:
+        OSError: As of `os.rename`.
+    """
+    if sys.platform != "linux":
+        return False
+    renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
-    if not renameat2(AT_FDCWD, os.fsencode(new.absolute()), AT_FDCWD, os.fsencode(output.absolute()), flag):
+    new_path = os.fsencode(new.absolute())
+    output_path = os.fsencode(output.absolute())
+    if renameat2(AT_FDCWD, new_path, AT_FDCWD, output_path, flag) == 0:
         return True
     number = ctypes.get_errno()
     if number in UNSUPPORTED:

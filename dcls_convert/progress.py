@@ -1,4 +1,4 @@
-"""What is being done, on stderr: a bar with the time left on a terminal, a line a step elsewhere."""
+"""Progress on stderr: a bar with the time left on a terminal, a line for each step elsewhere."""
 
 import contextlib
 import sys
@@ -12,13 +12,18 @@ from rich.console import Console
 
 from .errors import printable, shown
 
-SECONDS_UNSEEN = 2.0  # in Python; what takes less shows nothing
+SECONDS_UNSEEN = 2.0  # calls from Python that take less show no progress
 BAR_WIDTH = 16  # columns
-TEXT_LEAST, BESIDE_TEXT = 20, BAR_WIDTH + 11  # columns: of the text, and of spinner, bar and time
+LEAST_TEXT_WIDTH = 20  # columns
+BESIDE_TEXT = BAR_WIDTH + 11  # columns of spinner, bar and time
 
 
 class Notify(Protocol):
-    """Told what is done next, and how much of all is done, in any unit (0 of 0: not known); or a note to the user."""
+    """A callback for progress, or for notes to the user.
+
+    It is called with what is done next, and how much of the total is done, in any unit. A total of
+    0 says that this is not known.
+    """
 
     def __call__(self, text: str, done: int = 0, total: int = 0, /) -> None: ...
 
@@ -36,14 +41,26 @@ def show_progress(
     name: str,
     *,
     wait: float = 0.0,
-    every: float = 0.0,  # seconds at least between lines of counted steps
+    every: float = 0.0,
     line: Callable[[str], None] = _print_line,
-    redirect: bool = False,  # what others print appears above the bar, by replacing sys.stdout and sys.stderr
+    redirect: bool = False,
 ) -> Iterator[Notify]:
-    """Show steps until the block ends, but nothing before `wait` seconds."""
+    """Show progress until the block ends.
+
+    Args:
+        name: What the steps belong to; stands before each.
+        wait: Seconds during which nothing is shown.
+        every: Least seconds between two lines, for steps with a total.
+        line: Writes a line, where there is no bar.
+        redirect: Replace sys.stdout and sys.stderr, so that what others print appears above the
+            bar.
+    """
     console = Console(stderr=True, highlight=False, force_jupyter=False)
-    bar = console.is_terminal and not console.is_dumb_terminal
-    display = _Bar(shown(name), console, redirect) if bar else _Lines(shown(name), every, line)
+    display: _Bar | _Lines
+    if console.is_terminal and not console.is_dumb_terminal:
+        display = _Bar(shown(name), console, redirect)
+    else:
+        display = _Lines(shown(name), every, line)
     timer = threading.Timer(wait, display.start)
     timer.daemon = True
     if wait:
@@ -65,6 +82,8 @@ def is_watched() -> bool:
 
 
 class _Bar(progress.Progress):
+    """A bar with the latest step, which disappears at the end."""
+
     def __init__(self, name: str, console: Console, redirect: bool) -> None:
         super().__init__(
             console=console,
@@ -73,42 +92,57 @@ class _Bar(progress.Progress):
             redirect_stderr=redirect,
             speed_estimate_period=600,
         )
-        self._name, self._room = name, max(TEXT_LEAST, console.width - BESIDE_TEXT)
+        self._name = name
+        self._text_width = max(LEAST_TEXT_WIDTH, console.width - BESIDE_TEXT)
         self._begin(None)
 
     def _begin(self, total: int | None) -> None:
-        """Steps of another kind, of which those that are counted have a bar and the time left."""
+        """Begin steps with another total; those with a total have a bar and the time left."""
         for task in self.task_ids:
             self.remove_task(task)
-        timed = [progress.BarColumn(BAR_WIDTH), progress.TimeRemainingColumn(elapsed_when_finished=True)]
+        spinner = progress.SpinnerColumn()
         text = progress.TextColumn("{task.description}", markup=False)
-        self.columns = (progress.SpinnerColumn(), text, *(timed if total else [progress.TimeElapsedColumn()]))
+        if total:
+            bar = progress.BarColumn(BAR_WIDTH)
+            time_left = progress.TimeRemainingColumn(elapsed_when_finished=True)
+            self.columns = (spinner, text, bar, time_left)
+        else:
+            self.columns = (spinner, text, progress.TimeElapsedColumn())
         self.add_task(self._name, total=total)
 
     def step(self, text: str, done: int = 0, total: int = 0, /) -> None:
-        if (total or None) != self.tasks[0].total:
-            self._begin(total or None)
-        self.update(self.tasks[0].id, description=shown(f"{self._name}: {text}", self._room), completed=done)
+        known_total = total or None
+        if known_total != self.tasks[0].total:
+            self._begin(known_total)
+        description = shown(f"{self._name}: {text}", self._text_width)
+        self.update(self.tasks[0].id, description=description, completed=done)
 
 
 class _Lines:
+    """A line for each step; the last step before `start` is written by it."""
+
     def __init__(self, name: str, every: float, line: Callable[[str], None]) -> None:
-        self._name, self._every, self._line = name, every, line
-        self._started, self._text, self._said = False, "", -every
+        self._name = name
+        self._every = every
+        self._line = line
+        self._started = False
+        self._text = ""
+        self._time_of_last_line = -every
 
     def start(self) -> None:
         self._started = True
         if self._text:
-            self._say()
+            self._write()
 
     def stop(self) -> None:
         self._started = False
 
     def step(self, text: str, done: int = 0, total: int = 0, /) -> None:
         self._text = text
-        if self._started and not (total and time.monotonic() - self._said < self._every):
-            self._say()
+        too_soon = time.monotonic() - self._time_of_last_line < self._every
+        if self._started and not (total and too_soon):
+            self._write()
 
-    def _say(self) -> None:
-        self._said = time.monotonic()
+    def _write(self) -> None:
+        self._time_of_last_line = time.monotonic()
         self._line(f"{self._name}: {self._text}")

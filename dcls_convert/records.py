@@ -1,4 +1,6 @@
-"""Records to JSON and back: checked by pydantic, versioned, without NaN, and with one line for what does not fit."""
+"""Records to JSON and back: checked by pydantic, versioned, without NaN, and with one line for what
+does not fit.
+"""
 
 import functools
 import json
@@ -39,7 +41,9 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 class Record:
-    """A dataclass that can be written as JSON; its field `format`, if it has one, states the version by its default."""
+    """A dataclass that can be written as JSON; its field `format`, if it has one, states the
+    version by its default.
+    """
 
     __slots__ = ()
 
@@ -51,15 +55,19 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Self:
-        """The record that `to_json` wrote; CheckpointError for any other text, beginning with `where`."""
-        known: Any = next((field.default for field in fields(cls) if field.name == "format"), None)  # type: ignore[arg-type]
+        """The record that `to_json` wrote; CheckpointError for any other text, beginning with
+        `where`.
+        """
+        formats = [field.default for field in fields(cls) if field.name == "format"]  # type: ignore[arg-type]
+        known: Any = formats[0] if formats else None
         try:
             stated = json.loads(text)["format"]
         except (ValueError, RecursionError, TypeError, KeyError, IndexError):
             stated = None
         if isinstance(known, int) and isinstance(stated, int) and stated > known:
             raise CheckpointError(
-                f"{where}: has format {shown(stated, 20)}, this dcls-convert knows {known} at most; "
+                f"{where}: has format {shown(stated, 20)}, this dcls-convert knows {known} at "
+                "most; "
                 "upgrade it: pip install --upgrade dcls-convert"
             )
         try:
@@ -73,7 +81,9 @@ class Record:
 
 
 def write_json(data: object) -> str:
-    """Plain values as JSON text; CheckpointError for a number that is not finite, or what JSON does not know."""
+    """Plain values as JSON text; CheckpointError for a number that is not finite, or what JSON does
+    not know.
+    """
     try:
         return json.dumps(data, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""One column table for all views: text at any width, Markdown, CSV and HTML; and the lines around it."""
+"""One column table for all views: text at any width, Markdown, CSV and HTML; and lines beside."""
 
 import csv
 import io
@@ -14,9 +14,11 @@ from rich.text import Text
 
 from .errors import printable, shown
 
-LEAST_NAME = 24  # columns, with the space beside it, down to which names give way; then numbers are folded
-ENDLESS = 1_000_000  # columns, where a table is asked how many it would like to have
-SPECIAL_IN_MARKDOWN = {ord(character): f"\\{character}" for character in "\\|"}
+# Columns of the terminal. Names are shortened down to this width, with the space beside them; in a
+# table that is still too wide, numbers are folded.
+LEAST_NAME = 24
+ENDLESS = 1_000_000  # columns; the width at which a table is asked for its natural width
+MARKDOWN_ESCAPES = {ord("\\"): "\\\\", ord("|"): "\\|"}
 
 Row = TypeVar("Row")
 
@@ -26,23 +28,35 @@ class Column(Generic[Row]):
     """A heading, a value, and how it is written."""
 
     heading: str
-    value: Callable[[Row], Any]  # None: not known
-    format: Callable[[Any], str] = str  # of a value that is known
-    left: bool = False  # aligned; numbers are not
-    words: bool = False  # of any length; folded before names and numbers give way
+    value: Callable[[Row], Any]  # None if it is not known
+    format: Callable[[Any], str] = str  # writes a known value
+    left: bool = False  # aligned to the left; numbers are aligned to the right
+    words: bool = False  # a text of any length, which is folded before names and numbers give way
 
     def text(self, row: Row) -> str:
         value = self.value(row)
-        return "" if value is None else printable(self.format(value))
+        if value is None:
+            return ""
+        return printable(self.format(value))
+
+    def is_known(self, rows: Sequence[Row]) -> bool:
+        """Whether any of the rows has a value."""
+        for row in rows:
+            if self.value(row) is not None:
+                return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
 class Table(Generic[Row]):
-    """A row for each record. The first column holds names, which lose their middle where there is no room."""
+    """A row for each record.
+
+    The first column holds names, which lose their middle if there is no room for them.
+    """
 
     columns: Sequence[Column[Row]]
     rows: Sequence[Row]
-    style: Callable[[Row], str] = lambda row: ""  # rich's, of a row
+    style: Callable[[Row], str] = lambda row: ""  # style of a row, as rich writes it
     totals: Sequence[Row] = ()  # rows below the others, in bold
     least_name: int = LEAST_NAME
 
@@ -50,63 +64,122 @@ class Table(Generic[Row]):
         """A line for each row, of values; one that is not known is empty."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow([column.heading for column in self.columns])
-        writer.writerows([column.value(row) for column in self.columns] for row in self.rows)
+        writer.writerow(_headings(self.columns))
+        for row in self.rows:
+            writer.writerow([column.value(row) for column in self.columns])
         return text.getvalue()
 
     def markdown(self) -> str:
-        columns, rows = self._texts()
-        sides = ["---" if column.left or column is columns[0] else "---:" for column in columns]
-        lines = [[column.heading for column in columns], sides]
-        lines += [[cell.translate(SPECIAL_IN_MARKDOWN) for cell in row] for row in rows]
-        return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-    def surplus(self, console: Console, options: ConsoleOptions) -> int:
-        """Columns of the terminal that the table would like to have, and that are not there."""
-        laid_out = self._laid_out(console.width // 2)
-        return console.measure(laid_out, options=options.update(max_width=ENDLESS)).maximum - options.max_width
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room, surplus = console.width // 2, self.surplus(console, options)
-        if surplus > 0 and not any(column.words for column in self.columns):
-            names = [self.columns[0].heading, *(self.columns[0].text(row) for row in (*self.rows, *self.totals))]
-            width = max(cell_len(shown(name, room)) for name in names)
-            room = max(width - surplus, min(width, self.least_name - 1))
-        yield self._laid_out(room)
-
-    def cells(self) -> tuple[list[str], list[list[str]]]:
-        """Headings, and the texts of each row."""
-        columns, rows = self._texts()
-        return [column.heading for column in columns], rows
-
-    def _texts(self) -> tuple[list[Column[Row]], list[list[str]]]:
-        """The columns of which something is known, and the cells of each row."""
-        rows = [*self.rows, *self.totals]
-        known = [one for one in self.columns if not rows or any(one.value(row) is not None for row in rows)]
-        return known, [[column.text(row) for column in known] for row in rows]
-
-    def _laid_out(self, room: int) -> table.Table:
-        """As rich knows it, with names of at most so many columns of the terminal."""
-        columns, rows = self._texts()
-        folded = [column for column in columns if column.words] or columns[1:]
-        laid_out = table.Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        """A table of Markdown; headings are not escaped."""
+        headings, rows = self.cells()
+        columns = self._known_columns()
+        rules = []
         for column in columns:
             left = column.left or column is columns[0]
-            wraps: Any = {"overflow": "fold"} if column in folded else {"no_wrap": True}
-            laid_out.add_column(column.heading, justify="left" if left else "right", **wraps)
-        styles = [*map(self.style, self.rows), *["bold"] * len(self.totals)]
-        for index, ((name, *others), style) in enumerate(zip(rows, styles, strict=True), start=1):
-            laid_out.add_row(*map(Text, (shown(name, room), *others)), style=style, end_section=index == len(self.rows))
+            rules.append("---" if left else "---:")
+        lines = [_markdown_line(headings), _markdown_line(rules)]
+        for row in rows:
+            lines.append(_markdown_line(map(_escape_markdown, row)))
+        return "".join(lines)
+
+    def surplus(self, console: Console, options: ConsoleOptions) -> int:
+        """By how many columns of the terminal the table is wider than the room for it."""
+        laid_out = self._laid_out(console.width // 2)
+        measured = console.measure(laid_out, options=options.update(max_width=ENDLESS))
+        return measured.maximum - options.max_width
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        name_width = console.width // 2
+        surplus = self.surplus(console, options)
+        if surplus > 0 and not _with_words(self.columns):
+            longest = self._longest_name(name_width)
+            shortest_allowed = min(longest, self.least_name - 1)
+            name_width = max(longest - surplus, shortest_allowed)
+        yield self._laid_out(name_width)
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Headings, and the texts of each row, of the columns of which something is known."""
+        columns = self._known_columns()
+        texts = []
+        for row in self._all_rows():
+            texts.append([column.text(row) for column in columns])
+        return _headings(columns), texts
+
+    def _all_rows(self) -> list[Row]:
+        return [*self.rows, *self.totals]
+
+    def _known_columns(self) -> list[Column[Row]]:
+        """The columns that have a value in any row; all of them if there are no rows."""
+        rows = self._all_rows()
+        if not rows:
+            return list(self.columns)
+        return [column for column in self.columns if column.is_known(rows)]
+
+    def _longest_name(self, limit: int) -> int:
+        """Width of the longest name or its heading, each shortened to `limit`."""
+        names = self.columns[0]
+        longest = cell_len(shown(names.heading, limit))
+        for row in self._all_rows():
+            longest = max(longest, cell_len(shown(names.text(row), limit)))
+        return longest
+
+    def _laid_out(self, name_width: int) -> table.Table:
+        """The table as rich's, with names of at most so many columns of the terminal."""
+        laid_out = table.Table(
+            box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
+        )
+        columns = self._known_columns()
+        folded = _with_words(columns) or columns[1:]
+        for column in columns:
+            if column in folded:
+                overflow: Any = {"overflow": "fold"}
+            else:
+                overflow = {"no_wrap": True}
+            left = column.left or column is columns[0]
+            justify: Any = "left" if left else "right"
+            laid_out.add_column(column.heading, justify=justify, **overflow)
+        _, texts = self.cells()
+        styles = list(map(self.style, self.rows))
+        styles += ["bold"] * len(self.totals)
+        for index, (cells, style) in enumerate(zip(texts, styles, strict=True), start=1):
+            name, *others = cells
+            laid_out.add_row(
+                Text(shown(name, name_width)),
+                *map(Text, others),
+                style=style,
+                end_section=index == len(self.rows),  # a line above the totals
+            )
         return laid_out
 
 
+def _headings(columns: Sequence[Column[Row]]) -> list[str]:
+    return [column.heading for column in columns]
+
+
+def _with_words(columns: Sequence[Column[Row]]) -> list[Column[Row]]:
+    return [column for column in columns if column.words]
+
+
+def _escape_markdown(cell: str) -> str:
+    return cell.translate(MARKDOWN_ESCAPES)
+
+
+def _markdown_line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
 def field_column(path: str) -> Column[Any]:
-    """For CSV: of each row the field "macs.after", headed "macs_after"; several numbers with spaces between them."""
+    """For CSV: the field "macs.after" of each row, headed "macs_after".
+
+    Several numbers are written with spaces between them.
+    """
 
     def value(row: Any) -> Any:
         for name in path.split("."):
             row = getattr(row, name, None)
-        return " ".join(map(str, row)) if isinstance(row, tuple) else row
+        if isinstance(row, tuple):
+            return " ".join(map(str, row))
+        return row
 
     return Column(path.replace(".", "_"), value)
 
@@ -122,12 +195,15 @@ def indented(line: str, style: str = "", by: int = 1) -> Padding:
 
 
 def as_text(part: RenderableType) -> str:
-    """What rich lays out, at 80 columns, without colours."""
+    """What rich lays out at 80 columns, without colours."""
     return _recorded(part).export_text().rstrip("\n")
 
 
 def as_html(part: RenderableType) -> str:
-    """The same with colours, as a part of a page, such as a notebook; text from outside is escaped."""
+    """What rich lays out at 80 columns, with colours, as a part of a page such as a notebook.
+
+    Text from outside is escaped.
+    """
     code = '<pre style="font-family:monospace;line-height:normal">{code}</pre>'
     return _recorded(part).export_html(inline_styles=True, code_format=code)
 
@@ -139,11 +215,22 @@ def _recorded(part: RenderableType) -> Console:
 
 
 def span(values: Iterable[Any], text: Callable[[Any], str] = str) -> str:
-    """The least and the greatest value, "29..40"; a single value by itself, and nothing for none."""
+    """The least and the greatest value, "29..40".
+
+    A single value stands by itself, and no values give an empty text.
+    """
     ordered = sorted(values)
-    return "..".join(dict.fromkeys(text(value) for value in (*ordered[:1], *ordered[-1:])))
+    if not ordered:
+        return ""
+    least = text(ordered[0])
+    greatest = text(ordered[-1])
+    if least == greatest:
+        return least
+    return f"{least}..{greatest}"
 
 
 def counted(count: int, noun: str) -> str:
     """1 and "layer" -> "1 layer"; 1200 -> "1,200 layers"."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    if count == 1:
+        return f"{count:,} {noun}"
+    return f"{count:,} {noun}s"

@@ -1,1 +1,1 @@
-"""Decisions in plain values, before a model is touched: rules, budget, the plan as data, and its planner."""
+"""Decisions before a model is touched, in plain values: rules, budget, plan and planner."""

@@ -1,10 +1,13 @@
-"""How many elements a parameter budget admits: the largest count within the parameters replaced (paper, section 3).
+"""How many elements a parameter budget has room for: the largest count that uses no more parameters
+than the replaced weights (paper, section 3).
 
-One more element costs a weight for each kernel line of each layer, and coordinates for each line of each tie group.
+One more element costs a weight for each kernel line of each layer, and coordinates for each line of
+each tie group. A kernel line is the cells of one kernel along the learnt axes, for one output and
+one input channel.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -17,7 +20,7 @@ from ..records import Ratio
 if TYPE_CHECKING:
     from .plan import LayerPlan  # which imports torch
 
-UNSOLVED = 0  # the kernel count that is still to be solved for; not one that can be stated
+UNSOLVED = 0  # kernel count of a layer for which the budget decides; nothing can state a count of 0
 MODEL_UNIT = "model"  # the unit of the budget with scope "model"
 
 
@@ -33,61 +36,132 @@ class BudgetUnit:
 
 
 def parse_percent(text: str | float | int) -> Fraction:
-    """A percentage as an exact fraction of 1: 99.5 and "99.5%" -> 199/200. PlanError for others, and out of bounds."""
+    """A percentage as an exact fraction of 1: 99.5 and "99.5%" -> 199/200.
+
+    Raises:
+        PlanError: Not a number, or out of bounds.
+    """
     try:
         percent = Decimal(str(text).removesuffix("%"))
     except InvalidOperation:
         percent = Decimal("nan")
     if not percent.is_finite() or not LEAST_PERCENT <= percent <= MOST_PERCENT:
-        raise PlanError(f"budget {shown(text)!r} must be a percentage from {LEAST_PERCENT} to {MOST_PERCENT}")
+        raise PlanError(
+            f"budget {shown(text)!r} must be a percentage from {LEAST_PERCENT} to {MOST_PERCENT}"
+        )
     return Fraction(percent) / 100
 
 
 def solve_counts(
     drafts: Sequence["LayerPlan"], scope: Scope, share: Fraction
 ) -> tuple[tuple["LayerPlan", ...], tuple[BudgetUnit, ...]]:
-    """The drafts, UNSOLVED ones with the largest count within `share` of what their unit replaces; and the books."""
-    units: dict[str, list[LayerPlan]] = {}
+    """Give each UNSOLVED layer the largest count that its unit's budget has room for.
+
+    Args:
+        drafts: Layers with a stated count, or UNSOLVED.
+        scope: What is one unit: the model, a stage or a layer.
+        share: What a unit's new parameters may use, as a share of the weights that it replaces.
+
+    Returns:
+        The layers with their counts, in the order of `drafts`; and what each unit may use and uses.
+
+    Raises:
+        PlanError: A stated count is more than the cells of the window, or the budget has no room
+            for one element.
+    """
+    members_of: dict[str, list[LayerPlan]] = {}
     for draft in drafts:
         if draft.kernel_count > draft.cells:
             raise PlanError(
-                f"{draft.name}: kernel count {draft.kernel_count} is more than the {draft.cells} cells of its window; "
-                f"use {draft.cells} or fewer"
+                f"{draft.name}: kernel count {draft.kernel_count} is more than "
+                f"the {draft.cells} cells of its window; use {draft.cells} or fewer"
             )
-        # A tie group has one count. With scope "layer", the group counts as one layer.
-        unit = {"stage": draft.stage or draft.name, "layer": draft.tie_group or draft.name}.get(scope, MODEL_UNIT)
-        units.setdefault(unit, []).append(draft)
-    counts = {draft.name: draft.kernel_count for draft in drafts}
-    solved: list[BudgetUnit] = []
-    needed: dict[str, Fraction] = {}  # unit without an element -> the share with which it would have one
-    for name, members in units.items():
-        replaced = sum(layer.dense_weights for layer in members)
-        limit = math.floor(share * replaced)
-        free = [layer for layer in members if layer.kernel_count == UNSOLVED]
-        element = _params(free or members, dict.fromkeys(counts, 1))
-        exact, count = None, None
-        if free:
-            spent = _params(members, counts)
-            exact = Fraction(limit - spent, element)
-            count = min(math.floor(exact), min(layer.cells for layer in free))
-            if count < 1:
-                needed[name] = Fraction(spent + element, replaced)
-            counts |= dict.fromkeys([layer.name for layer in free], count)
-        elif len({layer.kernel_count for layer in members}) == 1:
-            exact, count = Fraction(limit, element), members[0].kernel_count
-        used = _params(members, counts)
-        solved.append(BudgetUnit(name=name, kernel_count=count, exact_count=exact, limit=limit, used=used))
-    if needed:
-        least = math.ceil(max(needed.values()) * 10_000) / 100  # percent, rounded up
+        members_of.setdefault(_unit_name(draft, scope), []).append(draft)
+    layer_of: dict[str, LayerPlan] = {}
+    units: list[BudgetUnit] = []
+    least_shares: dict[str, Fraction] = {}  # of units whose budget has no room for one element
+    for name, members in members_of.items():
+        layers, unit = _solve_unit(name, members, share)
+        for layer in layers:
+            layer_of[layer.name] = layer
+        if unit.kernel_count is not None and unit.kernel_count < 1:
+            least_shares[name] = _least_share(members)
+        units.append(unit)
+    if least_shares:
+        least = math.ceil(max(least_shares.values()) * 10_000) / 100  # percent, rounded up
+        least_text = f"{least:.2f}".rstrip("0").rstrip(".")
         raise PlanError(
-            f"a budget of {float(share * 100):.6g} % admits no element in {listed(needed, 1)}; "
-            f"the smallest budget that does is {f'{least:.2f}'.rstrip('0').rstrip('.')} %"
+            f"a budget of {float(share * 100):.6g} % leaves no room for even one element per "
+            f"kernel in {listed(least_shares, 1)}; "
+            f"the smallest sufficient budget is {least_text} %"
         )
-    return tuple(replace(draft, kernel_count=counts[draft.name]) for draft in drafts), tuple(solved)
+    return tuple(layer_of[draft.name] for draft in drafts), tuple(units)
 
 
-def _params(layers: Sequence["LayerPlan"], counts: Mapping[str, int]) -> int:
-    """Parameters of layers with these kernel counts; the coordinates of a tie group count once."""
-    elements = {layer.name: layer.lines * counts[layer.name] for layer in layers}
-    tied = {layer.tie_group or f"\0{layer.name}": elements[layer.name] * layer.coordinates for layer in layers}
-    return sum(elements.values()) + sum(tied.values())
+def _unit_name(draft: "LayerPlan", scope: Scope) -> str:
+    """The unit whose budget pays for the layer. A tie group has one count, so it is one unit."""
+    if scope == "stage":
+        return draft.stage or draft.name
+    if scope == "layer":
+        return draft.tie_group or draft.name
+    return MODEL_UNIT
+
+
+def _solve_unit(
+    name: str, members: Sequence["LayerPlan"], share: Fraction
+) -> tuple[list["LayerPlan"], BudgetUnit]:
+    """The layers of a unit with their counts, and the unit. The count is below 1 without room."""
+    limit = math.floor(share * _replaced_weights(members))
+    unsolved = [layer for layer in members if layer.kernel_count == UNSOLVED]
+    exact: Fraction | None = None
+    count: int | None = None
+    if unsolved:
+        params_per_element = Fraction(_params(_with_count(unsolved, 1)))
+        exact = (limit - _params(members)) / params_per_element
+        fewest_cells = min(layer.cells for layer in unsolved)
+        count = min(math.floor(exact), fewest_cells)
+        layers = _with_count(members, count)
+    else:
+        layers = list(members)
+        if len({layer.kernel_count for layer in members}) == 1:
+            count = members[0].kernel_count
+            params_per_element = Fraction(_params(members), count)
+            exact = limit / params_per_element
+    unit = BudgetUnit(
+        name=name, kernel_count=count, exact_count=exact, limit=limit, used=_params(layers)
+    )
+    return layers, unit
+
+
+def _least_share(members: Sequence["LayerPlan"]) -> Fraction:
+    """The share with which the budget would have room for one element in each UNSOLVED layer."""
+    return Fraction(_params(_with_count(members, 1)), _replaced_weights(members))
+
+
+def _replaced_weights(layers: Sequence["LayerPlan"]) -> int:
+    weights = 0
+    for layer in layers:
+        weights += layer.dense_weights
+    return weights
+
+
+def _with_count(layers: Sequence["LayerPlan"], count: int) -> list["LayerPlan"]:
+    """The layers, UNSOLVED ones with this count."""
+    counted = []
+    for layer in layers:
+        if layer.kernel_count == UNSOLVED:
+            layer = replace(layer, kernel_count=count)
+        counted.append(layer)
+    return counted
+
+
+def _params(layers: Sequence["LayerPlan"]) -> int:
+    """Parameters of layers; UNSOLVED ones have none, and coordinates of a tie group count once."""
+    weights = 0
+    coordinates: dict[str, int] = {}
+    for layer in layers:
+        elements = layer.lines * layer.kernel_count
+        weights += elements
+        owner = layer.tie_group or f"\0{layer.name}"  # no tie group is named with a null character
+        coordinates[owner] = elements * layer.coordinates
+    return weights + sum(coordinates.values())

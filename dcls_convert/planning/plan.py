@@ -22,12 +22,18 @@ from .budget import BudgetUnit
 
 PLAN_FORMAT = 1
 _STRICT = ConfigDict(strict=True, extra="forbid")
-_FOLLOWING = {"layers", "tie_groups", "budget", "skipped"}  # follow from layers and options, or are compared alone
+# Fields that `diff` does not compare as a whole: they follow from layers and options, or the layers
+# are compared one by one.
+_NOT_COMPARED_WHOLE = {"layers", "tie_groups", "budget", "skipped"}
 
 
 def taken_from(record: object, kind: type) -> dict[str, Any]:
     """Those fields of the dataclass `kind` that `record` has too, with its values."""
-    return {part.name: getattr(record, part.name) for part in fields(kind) if hasattr(record, part.name)}
+    values = {}
+    for part in fields(kind):
+        if hasattr(record, part.name):
+            values[part.name] = getattr(record, part.name)
+    return values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,51 +47,74 @@ class LayerPlan(OldConv):
     interpolation: str
     kernel_count: int
     tie_group: str | None  # None: positions of its own
-    rule: str  # what the rule that claimed it is called
+    rule: str  # label of the rule that claimed it
 
     @property
-    def shared_parameters(self) -> tuple[str, ...]:  # by the layers of a tie group
-        return ("positions", "sigma") if find_interpolation(self.interpolation).has_sigma else ("positions",)
+    def shared_parameters(self) -> tuple[str, ...]:
+        """What the layers of a tie group share."""
+        if find_interpolation(self.interpolation).has_sigma:
+            return ("positions", "sigma")
+        return ("positions",)
 
     @property
     def position_shape(self) -> tuple[int, ...]:
-        """(A, O, I, *dense axes, E)."""
+        """(A, O, I, *dense axes, E): learnt axes, channels, cells of dense axes, elements."""
         dense = [self.dilated_size[axis] for axis in self.dense_axes]
         learnt = len(self.dilated_size) - len(dense)
-        return (learnt, self.out_channels, self.in_channels // self.groups, *dense, self.kernel_count)
+        return (
+            learnt,
+            self.out_channels,
+            self.in_channels // self.groups,
+            *dense,
+            self.kernel_count,
+        )
 
     @property
-    def lines(self) -> int:  # what one more element costs in weights
+    def lines(self) -> int:
+        """Kernel lines: cells of one kernel along the learnt axes, for a pair of channels.
+
+        As many weights are needed for one more element.
+        """
         return math.prod(self.position_shape[1:-1])
 
     @property
-    def extents(self) -> tuple[int, ...]:  # cells that the old kernel spans, on each axis
+    def extents(self) -> tuple[int, ...]:
+        """Cells that the old kernel spans, on each axis."""
         return tuple(map(extent, self.kernel_size, self.dilation))
 
     @property
-    def cells(self) -> int:  # of the window along the learnt axes: the most elements that a kernel can use
-        return math.prod(side for axis, side in enumerate(self.dilated_size) if axis not in self.dense_axes)
+    def cells(self) -> int:
+        """Cells of the window along the learnt axes: the most elements that a kernel can use."""
+        cells = 1
+        for axis, side in enumerate(self.dilated_size):
+            if axis not in self.dense_axes:
+                cells *= side
+        return cells
 
     @property
-    def coordinates(self) -> int:  # learnable ones of one element: its position, and sigma if it has one
+    def coordinates(self) -> int:
+        """Learnable numbers of one element beside its weight: its position, and sigma if any."""
         return self.position_shape[0] * len(self.shared_parameters)
 
     @property
-    def folded_weights(self) -> int:  # of the plain convolution with the constructed kernel
+    def folded_weights(self) -> int:
+        """Weights of the plain convolution with the constructed kernel."""
         return self.lines * self.cells
 
     @property
-    def position_params(self) -> int:  # positions and sigma, shared by the tie group
+    def position_params(self) -> int:
+        """Parameters of positions and sigma, which the tie group shares."""
         return self.lines * self.kernel_count * self.coordinates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCounts:
-    """Kernel counts of elements that exist already, for all layers to convert; nothing is left to solve."""
+    """Kernel counts of elements that exist already, for all layers to convert."""
 
     source: str  # "checkpoint weights.pth", for messages
     counts: Mapping[str, int]  # by the layer's name
-    solved: bool = False  # for these layers; else a tie group of the elements' makers had one count
+    # True: solved for each of these layers. False: a tie group had one count when it was trained.
+    solved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,21 +133,23 @@ class TieGroup:
 class Difference:
     """One thing in which a plan differs from another; values are as in their JSON."""
 
-    what: str  # a field of the plan or of a layer; "layers" for layers that one of them lacks
+    what: str  # a field of the plan or of a layer; "layers" for layers that only one plan has
     one: Any
     other: Any
-    layers: tuple[str, ...] = ()  # in which it differs so; none for the plan as a whole
+    layers: tuple[str, ...] = ()  # the layers with this difference; empty for the plan as a whole
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: `super()` would not find the class
 class ConversionPlan(Record):
-    """Everything that the conversion decides; enough to rebuild the converted model from its source."""
+    """Everything that the conversion decides; enough to rebuild the converted model."""
 
     __pydantic_config__ = _STRICT
 
-    format: Annotated[int, Field(ge=PLAN_FORMAT, le=PLAN_FORMAT)] = PLAN_FORMAT  # not Literal[1]: true is 1 to Python
+    # Not Literal[1]: to Python, true is 1.
+    format: Annotated[int, Field(ge=PLAN_FORMAT, le=PLAN_FORMAT)] = PLAN_FORMAT
     model: str | None  # "timm:convnext_tiny"; None for a module that only its user can build
-    model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments with which it is built
+    # Keyword arguments with which the model is built.
+    model_args: dict[str, Any] = field(default_factory=dict)
     input_size: tuple[int, ...] | None
     rules: str  # file or name
     rules_text: str  # the rules as they were given
@@ -133,35 +164,36 @@ class ConversionPlan(Record):
     macs: int | None  # of the whole model, before
     macs_note: str | None
     stages_from: str
-    folded: bool  # whether plain convolutions with the constructed kernels stand in the layers' places
+    folded: (
+        bool  # whether plain convolutions with the constructed kernels stand in the layers' places
+    )
 
     @property
     def windows(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
         """(dilated size, dense axes) of each layer, under all its names."""
-        return {name: (layer.dilated_size, layer.dense_axes) for layer in self.layers for name in layer.names}
+        windows = {}
+        for layer in self.layers:
+            for name in layer.names:
+                windows[name] = (layer.dilated_size, layer.dense_axes)
+        return windows
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the plan") -> Self:
-        """The plan that `to_json` wrote. CheckpointError, from `where`: damaged, newer, or contradicts itself."""
+        """The plan that `to_json` wrote.
+
+        Raises:
+            CheckpointError: The text is damaged, newer or contradicts itself. Begins with `where`.
+        """
         plan = super().from_json(text, where)
         try:
-            for layer in plan.layers:
-                _check_layer(layer)
-            for group in plan.tie_groups:
-                layers = [layer for layer in plan.layers if layer.tie_group == group.name]
-                shapes = {(layer.position_shape, layer.dilated_size, layer.interpolation) for layer in layers}
-                if len(shapes) > 1:
-                    raise PlanError(f"tie group {shown(group.name)}: its layers have {len(shapes)} different shapes")
-            if plan.tie_groups != named_owners(plan.layers):
-                names = listed(group.name for group in plan.tie_groups)
-                raise PlanError(f"the plan's tie groups are not those of its layers: {names}")
+            _check_plan(plan)
         except PlanError as error:
             raise CheckpointError(f"{where}: {error}") from error
         return plan
 
     @classmethod
     def from_dict(cls, data: object, where: str = "the plan") -> Self:
-        """As `from_json`, of what `to_dict` gave."""
+        """The plan whose `to_dict` gave these data. CheckpointError if it is not one."""
         return cls.from_json(json.dumps(data), where)
 
     @property
@@ -170,23 +202,25 @@ class ConversionPlan(Record):
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def diff(self, other: "ConversionPlan") -> tuple[Difference, ...]:
-        """What differs between this plan and another: first as a whole, then in layers, equal differences together."""
-        mine, theirs = self.to_dict(), other.to_dict()
-        changed = [name for name in mine if name not in _FOLLOWING and mine[name] != theirs[name]]
-        differences = [Difference(what=name, one=mine[name], other=theirs[name]) for name in changed]
-        ours, others = ({layer["names"][0]: layer for layer in plan["layers"]} for plan in (mine, theirs))
-        for there, layers, lacking in ((True, ours, others), (False, others, ours)):
-            if missing := tuple(name for name in layers if name not in lacking):
-                differences.append(Difference(what="layers", one=there, other=not there, layers=missing))
-        alike: dict[str, list[str]] = {}
-        for name in (name for name in ours if name in others):
-            for what, value in ours[name].items():
-                if value != others[name][what]:
-                    alike.setdefault(json.dumps([what, value, others[name][what]]), []).append(name)
-        for key, names in alike.items():
-            what, one, another = json.loads(key)
-            differences.append(Difference(what=what, one=one, other=another, layers=tuple(names)))
-        return tuple(differences)
+        """What differs: first in the plans as a whole, then in layers.
+
+        Layers with the same difference stand together.
+        """
+        mine = self.to_dict()
+        theirs = other.to_dict()
+        differences: list[Difference] = []
+        for name, value in mine.items():
+            if name not in _NOT_COMPARED_WHOLE and value != theirs[name]:
+                differences.append(Difference(what=name, one=value, other=theirs[name]))
+        my_layers = {layer["names"][0]: layer for layer in mine["layers"]}
+        their_layers = {layer["names"][0]: layer for layer in theirs["layers"]}
+        only_mine = tuple(name for name in my_layers if name not in their_layers)
+        if only_mine:
+            differences.append(Difference(what="layers", one=True, other=False, layers=only_mine))
+        only_theirs = tuple(name for name in their_layers if name not in my_layers)
+        if only_theirs:
+            differences.append(Difference(what="layers", one=False, other=True, layers=only_theirs))
+        return (*differences, *_layer_differences(my_layers, their_layers))
 
     def _repr_html_(self) -> str:
         """The plan in a notebook: the report that it predicts."""
@@ -198,40 +232,97 @@ class ConversionPlan(Record):
         return next(group for group in self.tie_groups if group.name == name)
 
 
+def _layer_differences(
+    mine: Mapping[str, dict[str, Any]], theirs: Mapping[str, dict[str, Any]]
+) -> list[Difference]:
+    """What differs in layers that both plans have."""
+    layers_of: dict[str, list[str]] = {}  # by the difference, as JSON: values may be lists
+    for name, my_layer in mine.items():
+        if name not in theirs:
+            continue
+        for what, value in my_layer.items():
+            their_value = theirs[name][what]
+            if value != their_value:
+                difference = json.dumps([what, value, their_value])
+                layers_of.setdefault(difference, []).append(name)
+    differences = []
+    for difference, names in layers_of.items():
+        what, one, other = json.loads(difference)
+        differences.append(Difference(what=what, one=one, other=other, layers=tuple(names)))
+    return differences
+
+
 def named_owners(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
-    """The tie groups, each on the lowest module that holds its layers, under names that no other group has there."""
-    groups: dict[str, list[LayerPlan]] = {}
+    """The tie groups, each on the lowest module that holds its layers.
+
+    Groups on the same module have different names for their parameters there.
+    """
+    members_of: dict[str, list[LayerPlan]] = {}
     for layer in layers:
         if layer.tie_group is not None:
-            groups.setdefault(layer.tie_group, []).append(layer)
-    taken: Counter[str] = Counter()
-    ties = []
-    for name, members in groups.items():
+            members_of.setdefault(layer.tie_group, []).append(layer)
+    groups_on: Counter[str] = Counter()
+    groups = []
+    for group, members in members_of.items():
         names = tuple(layer.name for layer in members)
         owner = common_parent(names)
-        taken[owner] += 1
-        suffix = f"_{taken[owner]}" if taken[owner] > 1 else ""
-        parameters = {parameter: f"dcls_{parameter}{suffix}" for parameter in members[0].shared_parameters}
-        ties.append(TieGroup(name=name, owner=owner, parameters=parameters, layers=names))
-    return tuple(ties)
+        groups_on[owner] += 1
+        suffix = ""
+        if groups_on[owner] > 1:
+            suffix = f"_{groups_on[owner]}"
+        parameters = {}
+        for parameter in members[0].shared_parameters:
+            parameters[parameter] = f"dcls_{parameter}{suffix}"
+        groups.append(TieGroup(name=group, owner=owner, parameters=parameters, layers=names))
+    return tuple(groups)
+
+
+def _check_plan(plan: ConversionPlan) -> None:
+    """Refuse (PlanError) layers that cannot be, and tie groups that are not those of the layers."""
+    for layer in plan.layers:
+        _check_layer(layer)
+    for group in plan.tie_groups:
+        shapes = set()
+        for layer in plan.layers:
+            if layer.tie_group == group.name:
+                shapes.add((layer.position_shape, layer.dilated_size, layer.interpolation))
+        if len(shapes) > 1:
+            raise PlanError(
+                f"tie group {shown(group.name)}: its layers have {len(shapes)} different shapes"
+            )
+    if plan.tie_groups != named_owners(plan.layers):
+        names = listed(group.name for group in plan.tie_groups)
+        raise PlanError(f"the plan's tie groups are not those of its layers: {names}")
 
 
 def _check_layer(layer: LayerPlan) -> None:
+    """Refuse (PlanError, with the layer's name) values that no layer can have."""
     if not layer.names:
         raise PlanError("a layer: has no name")
     try:
-        for name, channels in (("in_channels", layer.in_channels), ("out_channels", layer.out_channels)):
-            if min(channels, layer.groups) < 1 or channels % layer.groups:
-                raise PlanError(f"{name} {channels} must be a positive multiple of its groups, {layer.groups}")
-        find_interpolation(layer.interpolation)
-        if not set(layer.dense_axes) < set(range(dims := len(layer.kernel_size))):
-            raise PlanError(
-                f"dense axes {layer.dense_axes} are not axes of a {dims}-D kernel, or leave none to be learnt"
-            )
-        check_window(layer.kernel_size, layer.dilation, layer.dilated_size, layer.dense_axes)
-        check_cells(layer.out_channels * layer.in_channels // layer.groups, layer.dilated_size)
-        if not 1 <= layer.kernel_count <= layer.cells:
-            most = f"the {layer.cells} cells of its window"
-            raise PlanError(f"kernel count {layer.kernel_count} must be from 1 to {most}")
+        _check_values(layer)
     except ValueError as error:
         raise PlanError(f"{shown(layer.name)}: {one_line(error)}") from error
+
+
+def _check_values(layer: LayerPlan) -> None:
+    channels_of = {"in_channels": layer.in_channels, "out_channels": layer.out_channels}
+    for name, channels in channels_of.items():
+        if min(channels, layer.groups) < 1 or channels % layer.groups:
+            raise PlanError(
+                f"{name} {channels} must be a positive multiple of its groups, {layer.groups}"
+            )
+    find_interpolation(layer.interpolation)  # an error for an unknown one
+    dims = len(layer.kernel_size)
+    if not set(layer.dense_axes) < set(range(dims)):
+        raise PlanError(
+            f"dense axes {layer.dense_axes} are not axes of a {dims}-D kernel, "
+            "or leave none to be learnt"
+        )
+    check_window(layer.kernel_size, layer.dilation, layer.dilated_size, layer.dense_axes)
+    check_cells(layer.out_channels * layer.in_channels // layer.groups, layer.dilated_size)
+    if not 1 <= layer.kernel_count <= layer.cells:
+        raise PlanError(
+            f"kernel count {layer.kernel_count} must be from 1 "
+            f"to the {layer.cells} cells of its window"
+        )

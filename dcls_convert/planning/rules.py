@@ -1,4 +1,4 @@
-"""YAML to a strict, frozen rule set; which rule claims a convolution, and why none does."""
+"""Rule files: from YAML to a strict, frozen rule set; and which rule claims a convolution."""
 
 import fnmatch
 import math
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 RULES_FORMAT = 1
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
 Positive = Annotated[int, Field(ge=1)]
-MOST_BYTES = 1_000_000  # of a rule file
+MOST_BYTES = 1_000_000  # size of a rule file
 MOST_SHOWN = 200  # characters of a text from the file, in a message
 
 
@@ -34,7 +34,8 @@ class _Strict(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _has_a_value(cls, value: Any) -> Any:
-        if value is None:  # `skip:` with nothing behind it is a slip; it does not mean the same as no `skip`
+        # `skip:` with nothing behind it is a slip; it does not mean the same as no `skip`.
+        if value is None:
             raise PydanticCustomError("no_value", "has no value")
         return value
 
@@ -54,7 +55,12 @@ class Range(_Strict):
         return self
 
     def __str__(self) -> str:
-        return " and ".join(f"{word} {end}" for word, end in [("from", self.min), ("to", self.max)] if end is not None)
+        ends = []
+        if self.min is not None:
+            ends.append(f"from {self.min}")
+        if self.max is not None:
+            ends.append(f"to {self.max}")
+        return " and ".join(ends)
 
 
 Side = Annotated[int, Field(ge=1, le=MOST_SIDE)]
@@ -63,14 +69,31 @@ Globs = str | Annotated[list[str], Field(min_length=1)]
 
 
 def _holds(stated: Any, value: Any) -> bool:
-    """Whether a site has what a predicate states: a pattern, sizes, a number, a range or a truth value."""
+    """Whether a site's value (one, or one for each axis or name) is what a predicate states.
+
+    Args:
+        stated: A range, a text or texts with * and ?, a number or numbers, or a truth value.
+    """
     values = value if isinstance(value, tuple) else (value,)
     if isinstance(stated, Range):
-        return bool((stated.min or 0) <= max(values) <= (stated.max or math.inf))
-    allowed = stated if isinstance(stated, list) else [stated]
-    if isinstance(allowed[0], str):
-        return any(fnmatch.fnmatchcase(name, glob) for name in values if name is not None for glob in allowed)
-    return list(values) == (stated if isinstance(stated, list) else [stated] * len(values))
+        largest = max(values)
+        least_allowed = stated.min or 0
+        most_allowed = stated.max or math.inf
+        return bool(least_allowed <= largest <= most_allowed)
+    alternatives = stated if isinstance(stated, list) else [stated]
+    if isinstance(alternatives[0], str):
+        return _any_matches(values, alternatives)
+    if isinstance(stated, list):
+        return list(values) == stated
+    return all(side == stated for side in values)
+
+
+def _any_matches(names: Sequence[str | None], globs: Sequence[str]) -> bool:
+    for name in names:
+        for glob in globs:
+            if name is not None and fnmatch.fnmatchcase(name, glob):
+                return True
+    return False
 
 
 _GLOB = "a pattern with * and ?, or a list of such patterns"
@@ -83,7 +106,9 @@ class Match(_Strict):
     """What a convolution must be for the rule to claim it; everything stated must hold."""
 
     path: Globs | None = Field(None, description=f"{_GLOB}, for the module's qualified name")
-    stage: Globs | None = Field(None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem")
+    stage: Globs | None = Field(
+        None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem"
+    )
     type: Globs | None = Field(None, description=f"{_GLOB}, for the class name")
     stem: bool | None = Field(
         None, description="true or false: whether it belongs to the stem, or takes the image itself"
@@ -91,28 +116,37 @@ class Match(_Strict):
     kind: Kind | Annotated[list[Kind], Field(min_length=1)] | None = Field(
         None, description="depthwise, grouped, dense, or a list of them"
     )
-    dims: Annotated[int, Field(ge=1, le=3)] | None = Field(None, description="1, 2 or 3 spatial dimensions")
+    dims: Annotated[int, Field(ge=1, le=3)] | None = Field(
+        None, description="1, 2 or 3 spatial dimensions"
+    )
     kernel_size: Size | Range | None = Field(
-        None, description=f"{_SIDE} for all sides, a list with one for each, or {{min: N, max: N}}, largest side"
+        None,
+        description=f"{_SIDE} for all sides, a list with one for each, "
+        "or {min: N, max: N}, largest side",
     )
     stride: Size | None = Field(None, description=_AXES)
     dilation: Size | None = Field(None, description=_AXES)
     in_channels: Positive | Range | None = Field(None, description=_NUMBER)
     out_channels: Positive | Range | None = Field(None, description=_NUMBER)
 
-    def misses(self, site: "ConvSite") -> str | None:
-        """The first predicate that `site` fails, in words; None where all hold."""
-        for name in type(self).model_fields:
-            stated, value = getattr(self, name), getattr(site, "names" if name == "path" else name)
+    def mismatch(self, site: "ConvSite") -> str | None:
+        """The first predicate that `site` fails, in words; None if all hold."""
+        for predicate in type(self).model_fields:
+            stated = getattr(self, predicate)
+            # Except for `path`, a predicate is named as the attribute of ConvSite that it is about.
+            attribute = "names" if predicate == "path" else predicate
+            value = getattr(site, attribute)
             if stated is not None and not _holds(stated, value):
-                return f"{name} is {_in_words(value)}, not {_in_words(stated)}"
+                return f"{predicate} is {_in_words(value)}, not {_in_words(stated)}"
         return None
 
 
 def _in_words(value: Any) -> str:
     """A value of a rule or a site, as a message shows it."""
     if isinstance(value, list | tuple):
-        return shown(size_text(value) if isinstance(value[0], int) else " or ".join(map(str, value)), MOST_SHOWN)
+        if isinstance(value[0], int):
+            return shown(size_text(value), MOST_SHOWN)
+        return shown(" or ".join(map(str, value)), MOST_SHOWN)
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return shown(str(value) or repr(value), MOST_SHOWN)
@@ -121,11 +155,13 @@ def _in_words(value: Any) -> str:
 class Defaults(_Strict):
     """What holds where neither the rule nor the command line says anything."""
 
-    dilated_size: Size | None = Field(None, description=f"{_SIDE} for all sides, or a list with one for each side")
+    dilated_size: Size | None = Field(
+        None, description=f"{_SIDE} for all sides, or a list with one for each side"
+    )
 
 
 class Rule(Defaults):
-    """The first rule whose match holds claims the convolution: it is skipped, or replaced as the other keys say."""
+    """The first rule whose match holds claims the convolution, and skips or replaces it."""
 
     kernel_count: Annotated[int, Field(ge=1, le=MOST_COUNT)] | Literal["auto"] | None = Field(
         None, description=f"an integer from 1 to {MOST_COUNT}, or auto"
@@ -135,11 +171,14 @@ class Rule(Defaults):
         None, description="a list of spatial axes (0 is the first) along which nothing is learnt"
     )
     name: str | None = Field(None, description="a text")
-    match: Match = Field(Match(), description="a mapping of predicates; without it, the rule claims everything")
+    match: Match = Field(
+        Match(), description="a mapping of predicates; without it, the rule claims everything"
+    )
     stage_pattern: Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description="a regular expression for module names; those in which it finds the same are one stage, which "
-        "bears the name of the named group that matches, else what the groups or the whole pattern find",
+        description="a regular expression for module names; those in which it finds the same are "
+        "one stage, which bears the name of the named group that matches, else what the groups or "
+        "the whole pattern find",
     )
     skip: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="a text with the reason; the convolution stays as it is"
@@ -151,24 +190,38 @@ class Rule(Defaults):
         try:
             re.compile(value)
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"{shown(value)!r} is not a regular expression: {one_line(error)}") from error
+            raise ValueError(
+                f"{shown(value)!r} is not a regular expression: {one_line(error)}"
+            ) from error
         return value
 
     @model_validator(mode="after")
     def _skips_or_converts(self) -> Self:
-        others = [key for key in type(self).model_fields if key not in ("name", "match", "skip")]
-        stated = [key for key in others if getattr(self, key) is not None]
-        if self.skip is not None and stated:
+        if self.skip is None:
+            return self
+        stated = []
+        for key in type(self).model_fields:
+            if key not in ("name", "match", "skip") and getattr(self, key) is not None:
+                stated.append(key)
+        if stated:
             raise ValueError(f"a rule that skips cannot also state {', '.join(stated)}")
         return self
 
     def stage_of(self, name: str) -> str | None:
-        """The stage that `stage_pattern` gives a module; None where there is no pattern, or where it finds nothing."""
-        match = re.search(self.stage_pattern, name) if self.stage_pattern else None
+        """The stage that `stage_pattern` gives a module.
+
+        None if the rule has no pattern, or the pattern finds nothing in the module's name.
+        """
+        if self.stage_pattern is None:
+            return None
+        match = re.search(self.stage_pattern, name)
         if match is None:
             return None
-        named = next((group for group, text in match.groupdict().items() if text is not None), None)
-        return named or ".".join(filter(None, match.groups())) or match[0] or None
+        for group, text in match.groupdict().items():
+            if text is not None:
+                return group
+        found_by_groups = ".".join(filter(None, match.groups()))
+        return found_by_groups or match[0] or None
 
 
 class RuleSet(_Strict):
@@ -179,7 +232,9 @@ class RuleSet(_Strict):
         description=f"{RULES_FORMAT}, the version of this format"
     )
     description: str = Field("", description="a text")
-    defaults: Defaults = Field(Defaults(), description="a mapping with the size for rules that state none")
+    defaults: Defaults = Field(
+        Defaults(), description="a mapping with the size for rules that state none"
+    )
     rules: list[Rule] = Field(min_length=1, description="a list of at least one rule")
 
     _source: str = "rules"  # the file or name it was loaded from, for messages
@@ -199,10 +254,15 @@ class RuleSet(_Strict):
 
 
 def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
-    """The rule set of that name, in that file, or as a mapping of what a file would have.
+    """Load a rule set.
+
+    Args:
+        source: The name of a rule set that comes with the package, the path of a file, or a mapping
+            with the keys of a file.
 
     Raises:
-        RuleError: No such rule set, or anything in it that this version does not know; one line with the place.
+        RuleError: No such rule set, or anything in it that this version does not know; one line
+            with the place.
     """
     if isinstance(source, Mapping):
         return parse_rules(yaml.safe_dump(dict(source), sort_keys=False))
@@ -211,23 +271,32 @@ def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
         if not path.is_file():
             known = [*builtin_rules(), AUTO]
             near = did_you_mean(str(source), known)
-            raise RuleError(f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}")
-        text = read_bytes(path, MOST_BYTES).decode("utf-8-sig")  # some editors begin with a byte order mark
+            raise RuleError(
+                f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}"
+            )
+        # With "sig": some editors begin a file with a byte order mark.
+        text = read_bytes(path, MOST_BYTES).decode("utf-8-sig")
     except OSError as error:
-        raise RuleError(f"rules {shown(source, MOST_SHOWN)}: cannot be read: {error.strerror}") from error
+        raise RuleError(
+            f"rules {shown(source, MOST_SHOWN)}: cannot be read: {error.strerror}"
+        ) from error
     except UnicodeDecodeError as error:
         raise RuleError(f"{source}: is not a UTF-8 text: {one_line(error)}") from error
     return parse_rules(text, source=str(source))
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error, and errors of Python's own have their line."""
+    """YAML in which a duplicate key is an error, and Python's own errors have a line number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
             if key.value in keys:
-                raise ConstructorError(problem=f"key {shown(key.value)!r} stands twice", problem_mark=key.start_mark)
+                raise ConstructorError(
+                    problem=f"duplicate key {shown(key.value)!r}", problem_mark=key.start_mark
+                )
             keys.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -243,73 +312,100 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def parse_rules(text: str, source: str = "rules") -> RuleSet:
-    """As `load_rules`, from the YAML text itself; `source` is what messages and the plan call it."""
+    """The rule set in a YAML text.
+
+    Args:
+        text: What a rule file contains.
+        source: The file or name of the rules, for messages and the plan.
+
+    Raises:
+        RuleError: Anything in it that this version does not know; one line with the place.
+    """
     source = printable(source)
     try:
         data = yaml.load(text, Loader=_StrictLoader)
-    except Exception as error:  # RecursionError where it is nested too deeply, ValueError of a wrong escape
+    # Also RecursionError of deep nesting, and ValueError of a wrong escape sequence.
+    except Exception as error:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}:" if mark else ""
         problem = getattr(error, "problem", None) or f"{type(error).__name__}: {one_line(error)}"
-        raise RuleError(f"{source}:{place} not valid YAML: {shown(problem, MOST_SHOWN)}") from error
+        message = f"{source}:{place} not valid YAML: {shown(problem, MOST_SHOWN)}"
+        raise RuleError(message) from error
     if not isinstance(data, dict):
         kinds = {list: "a list", str: "a text", type(None): "empty"}
         kind = kinds.get(type(data), f"of type {type(data).__name__}")
-        raise RuleError(f"{source}: is {kind}, but must be a mapping with {', '.join(RuleSet.model_fields)}")
+        keys = ", ".join(RuleSet.model_fields)
+        raise RuleError(f"{source}: is {kind}, but must be a mapping with {keys}")
     try:
         rules = RuleSet.model_validate(data)
     except ValidationError as error:
-        raise RuleError(f"{source}: {_explain(error)}") from error
-    rules._source, rules._text = source, text
+        raise RuleError(f"{source}: {_first_problem(error)}") from error
+    rules._source = source
+    rules._text = text
     return rules
 
 
 def choose_rules(sites: Sequence["ConvSite"]) -> RuleSet:
-    """`auto`: the first of AUTO_RULES that claims a convolution; conv3x3 where none does."""
-    candidates = [load_rules(name) for name in AUTO_RULES]
-    return next((rules for rules in candidates if claim_sites(rules, sites)[0]), candidates[1])
+    """`auto`: the first of AUTO_RULES that claims a convolution; conv3x3 if none does."""
+    for name in AUTO_RULES:
+        rules = load_rules(name)
+        rule_of, _ = claim_sites(rules, sites)
+        if rule_of:
+            return rules
+    return load_rules("conv3x3")
 
 
-def claim_sites(rules: RuleSet, sites: Sequence["ConvSite"]) -> tuple[dict[str, int], dict[str, str]]:
-    """The index of the first rule that matches, which claims a site, or why none does; both by the site's name."""
+def claim_sites(
+    rules: RuleSet, sites: Sequence["ConvSite"]
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Give each site to the first rule that matches it.
+
+    Returns:
+        The index of the rule that claims a site, and the reason why no rule claims it. Every site's
+        name is a key of one of the two.
+    """
     rule_of: dict[str, int] = {}
     reasons: dict[str, str] = {}
     for site in sites:
-        misses = [rule.match.misses(site) for rule in rules.rules]
-        if None in misses:
-            rule_of[site.name] = misses.index(None)
+        mismatches = [rule.match.mismatch(site) for rule in rules.rules]
+        if None in mismatches:
+            rule_of[site.name] = mismatches.index(None)
+        elif len(mismatches) == 1:
+            reasons[site.name] = f"not matched (rule {rules.label(0)!r}: {mismatches[0]})"
         else:
-            tried = f"rule {rules.label(0)!r}: {misses[0]}" if len(misses) == 1 else f"none of {len(misses)} rules"
-            reasons[site.name] = f"not matched ({tried})"
+            reasons[site.name] = f"not matched (none of {len(mismatches)} rules)"
     return rule_of, reasons
 
 
 def rules_schema() -> dict[str, Any]:
     """A JSON Schema of the rule format, for editors."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RuleSet.model_json_schema()}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **RuleSet.model_json_schema(),
+    }
 
 
-def _explain(error: ValidationError) -> str:
-    """The first complaint of pydantic as one line: the place in the file, what was found, what is allowed."""
-    # Report a misspelt key rather than the missing one; our own sentence rather than the other members of a union.
-    telling = {"extra_forbidden": 0, "invalid_key": 0, "value_error": 1}
-    problem = min(error.errors(), key=lambda problem: telling.get(problem["type"], 2))
-    unknown_key = telling.get(problem["type"]) == 0
-    place, allowed = "", ""
-    model: type[BaseModel] | None = RuleSet  # of what is found at the place
-    for step in problem["loc"][: -1 if unknown_key else None]:
-        if isinstance(step, int):
-            place += f"[{step}]"
-            allowed = f"a mapping with {', '.join(model.model_fields)}" if model is not None else allowed
-        elif model is not None and step in model.model_fields:
-            place += f".{step}" if place else step
-            allowed, model = str(model.model_fields[step].description), _NESTED.get(step)
-        else:
-            break  # the name of a union's member
-    if unknown_key:
-        key, known = str(problem["loc"][-1]), list((model or Range).model_fields)
-        where = place + ": " if place else ""
-        return f"{where}unknown key {shown(key)!r}{did_you_mean(key, known)}; known: {', '.join(known)}"
+# Of pydantic's problems, the one with the lowest rank is reported. A misspelt key comes before the
+# key that it leaves missing, and a sentence of our own before the other members of a union.
+_RANK = {"extra_forbidden": 0, "invalid_key": 0, "value_error": 1}
+_OTHER_RANK = 2
+_NESTED: dict[str, type[BaseModel]] = {"rules": Rule, "match": Match, "defaults": Defaults}
+
+
+def _first_problem(error: ValidationError) -> str:
+    """One line: the place in the file, what was found, what is allowed."""
+    problem = min(error.errors(), key=lambda each: _RANK.get(each["type"], _OTHER_RANK))
+    location = problem["loc"]
+    if _RANK.get(problem["type"]) == 0:
+        place, _, model = _describe(location[:-1])
+        key = str(location[-1])
+        known = list((model or Range).model_fields)
+        near = did_you_mean(key, known)
+        complaint = f"unknown key {shown(key)!r}{near}; known: {', '.join(known)}"
+        if place:
+            complaint = f"{place}: {complaint}"
+        return complaint
+    place, allowed, _ = _describe(location)
     if problem["type"] == "missing":
         return f"top level: {place} is missing"
     if problem["type"] == "value_error":
@@ -317,4 +413,20 @@ def _explain(error: ValidationError) -> str:
     return f"{place}: found {shown(reprlib.repr(problem['input']))}; allowed is {allowed}"
 
 
-_NESTED: dict[str, type[BaseModel]] = {"rules": Rule, "match": Match, "defaults": Defaults}
+def _describe(location: Sequence[int | str]) -> tuple[str, str, type[BaseModel] | None]:
+    """A location of pydantic's as text, what is allowed there, and the model of what is there."""
+    place = ""
+    allowed = ""
+    model: type[BaseModel] | None = RuleSet
+    for step in location:
+        if isinstance(step, int):
+            place += f"[{step}]"
+            if model is not None:
+                allowed = f"a mapping with {', '.join(model.model_fields)}"
+        elif model is not None and step in model.model_fields:
+            place += f".{step}" if place else step
+            allowed = str(model.model_fields[step].description)
+            model = _NESTED.get(step)
+        else:
+            break  # pydantic adds the name of a union's member
+    return place, allowed, model

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from pydantic import Field, computed_field
 from torch import nn
@@ -18,7 +18,7 @@ from ..tables import as_html, as_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A count before and after; the unit is the field's name, and None stands for a count that is not known."""
+    """A count before and after, None if it is not known. The unit is the field's name."""
 
     before: int | None = None
     after: int | None = None
@@ -26,19 +26,23 @@ class Change:
     @computed_field  # type: ignore[prop-decorator]
     @property
     def delta(self) -> int | None:
-        return None if self.before is None or self.after is None else self.after - self.before
+        if self.before is None or self.after is None:
+            return None
+        return self.after - self.before
 
     @property
     def percent(self) -> float | None:
-        return None if self.delta is None or not self.before else 100 * self.delta / self.before
+        if self.delta is None or not self.before:
+            return None
+        return 100 * self.delta / self.before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamsChange(Change):
     """Parameters of the whole model. The elements' weights and positions are a part of `after`."""
 
-    weights: int  # of all elements; folded, of all windows
-    positions: int  # and sigmas; tied ones once
+    weights: int  # weights of all elements; of a folded model, cells of all windows
+    positions: int  # positions and sigmas; tied ones are counted once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +54,10 @@ class MacsChange(Change):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerReport:
-    """One replaced convolution; folded, the plain one in its place, with the kernel count of before."""
+    """One replaced convolution.
+
+    In a folded model a plain convolution is in its place; `kernel_count` is that before folding.
+    """
 
     name: str
     stage: str | None
@@ -61,9 +68,10 @@ class LayerReport:
     interpolation: str
     tie_group: str | None
     params_before: int  # with bias
-    params_after: int  # with bias, and with the positions that are counted here
-    weight_params: int  # of params_after: weights of the elements; folded, of the whole window
-    position_params: int  # of params_after: positions and sigma; tied ones in the first layer of their group
+    params_after: int  # with bias, and with `position_params`
+    weight_params: int  # part of params_after: weights of the elements; folded, of the whole window
+    # Part of params_after: positions and sigma. Tied ones are counted in their group's first layer.
+    position_params: int
     macs_before: int | None
     macs_after: int | None
     fit_error: float | None = None  # relative kernel error of a warm start
@@ -71,11 +79,15 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamsAllowed:
-    """What new kernels and positions may use, and what they do use; for a folded model, before folding."""
+    """How many parameters new kernels and positions may use, and how many they do use.
+
+    For a folded model, the numbers before folding.
+    """
 
     limit: int
     used: int
-    exact_count: float | None  # the count that would use all, rounded down to two digits; None where nothing was solved
+    # The count that would use all, rounded down to two digits; None if nothing was solved.
+    exact_count: float | None
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -86,14 +98,18 @@ class ParamsAllowed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitReport(ParamsAllowed):
-    name: str  # of the model, a stage or a layer
+    """The budget of one unit: the model, a stage or a layer."""
+
+    name: str
     kernel_count: int | None  # None: its layers have different counts, stated by rules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetReport(ParamsAllowed):
+    """The budget of the whole model. `exact_count` is None if there are several units."""
+
     scope: str
-    units: tuple[UnitReport, ...]  # the exact count of all is None where there are several
+    units: tuple[UnitReport, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,16 +117,20 @@ class Outcome:
     """What a conversion did to the function of a trained network."""
 
     kernel_error: float | None  # mean of the layers' `fit_error`
-    images: int  # with which outputs were compared, and which no layer was fitted to
-    same_top1: float | None = None  # as of `Agreement`, of the outputs for them
+    images: int  # held-out images on which outputs were compared
+    same_top1: float | None = None  # this and the next two: as in `Agreement`
     kl: float | None = None
     output_error: float | None = None
-    shifted: Agreement | None = None  # of the old outputs with those for the images moved by one pixel: a yardstick
+    # A yardstick: agreement of the old outputs with the old outputs for images moved by one pixel.
+    shifted: Agreement | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionReport(Record):
-    """The books of a conversion. The layers' parameters and `params_untouched` sum to `params`, and so do the MACs."""
+    """What a conversion changes: parameters, MACs, budget and layers.
+
+    The layers' parameters and `params_untouched` sum to `params`, and so do the MACs.
+    """
 
     format: int = 1
     model: str | None
@@ -124,8 +144,10 @@ class ConversionReport(Record):
     stages_from: str
     params_untouched: int
     macs_untouched: int | None
-    outcome: Outcome | None = None  # and not in the JSON, where nothing was trained or nothing carried out
-    plan: Annotated[ConversionPlan, Field(exclude=True)] = field(repr=False)  # what was carried out; not in the JSON
+    # None, and absent from the JSON, if nothing was trained or nothing was carried out.
+    outcome: Outcome | None = None
+    # The plan that was carried out; not in the JSON.
+    plan: Annotated[ConversionPlan, Field(exclude=True)] = field(repr=False)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -133,15 +155,21 @@ class ConversionReport(Record):
         """Whether plain convolutions stand in the layers' places."""
         return self.plan.folded
 
-    def with_fit_errors(self, errors: Mapping[str, float], outcome: Outcome | None = None) -> "ConversionReport":
-        """With the relative kernel errors that `apply_plan_` gave, by layer name."""
-        layers = tuple(replace(layer, fit_error=errors.get(layer.name)) for layer in self.layers)
-        return replace(self, layers=layers, outcome=outcome)
+    def with_fit_errors(
+        self, errors: Mapping[str, float], outcome: Outcome | None = None
+    ) -> "ConversionReport":
+        """The report with the relative kernel errors that `apply_plan_` gave, by layer name."""
+        layers = []
+        for layer in self.layers:
+            layers.append(replace(layer, fit_error=errors.get(layer.name)))
+        return replace(self, layers=tuple(layers), outcome=outcome)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         data = Record.to_dict(self)  # not `super()`, which finds no class with slots
-        return data if self.outcome else {name: value for name, value in data.items() if name != "outcome"}
+        if self.outcome is None:
+            del data["outcome"]
+        return data
 
     def __rich__(self) -> Any:
         from ..views.report import report_view
@@ -154,49 +182,81 @@ class ConversionReport(Record):
 
 def predict_report(plan: ConversionPlan) -> ConversionReport:
     """The report of a plan that has not been carried out; no weights are needed."""
-    rows = [_planned_layer(plan, layer) for layer in plan.layers]
-    return _report(plan, plan.params + sum(row.params_after - row.params_before for row in rows), None, rows)
+    rows = []
+    params = plan.params
+    for layer in plan.layers:
+        row = _planned_layer(plan, layer)
+        rows.append(row)
+        params += row.params_after - row.params_before
+    return _report(plan, params, None, rows)
 
 
 def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
-    """The report of a converted model, counted on the model itself; equal to `predict_report(plan)`.
+    """The report of a converted model, counted on the model itself.
 
-    Parameters are counted tensor by tensor. MACs come from torch's flop counter in a forward pass on the meta device;
-    the construction of the kernels is not counted.
+    It is equal to `predict_report(plan)`.
+
+    Parameters are counted tensor by tensor. MACs come from torch's flop counter in a forward pass
+    on the meta device; the construction of the kernels is not counted.
     """
-    known = plan.macs is not None and plan.input_size is not None
-    flops: Any = trace(model, plan.input_size or ()).flops if known else {}
-    construction, rows = 0, []
+    params = sum(parameter.numel() for parameter in model.parameters())
+    if plan.macs is None or plan.input_size is None:
+        rows = [_measured_layer(model, plan, layer, macs=None) for layer in plan.layers]
+        return _report(plan, params, None, rows)
+    flops: Any = trace(model, plan.input_size).flops
+    construction_flops = 0
+    rows = []
     for layer in plan.layers:
-        row, module = _planned_layer(plan, layer), cast(Any, model.get_submodule(layer.name))
-        shared = (module.positions, module.sigma) if row.position_params else ()
-        inside = sum((Counter(flops.get(name)) for name in layer.names), Counter[str]())
-        construction += inside.total() - inside["convolution"]
-        weights, positions = module.weight.numel(), sum(part.numel() for part in shared if part is not None)
-        row = replace(
-            row,
-            params_after=weights + positions + (module.bias.numel() if module.bias is not None else 0),
-            weight_params=weights,
-            position_params=positions,
-            macs_after=inside["convolution"] // 2 if known else None,
-        )
-        rows.append(row)
-    macs = (sum(flops[""].values()) - construction) // 2 if known else None
-    return _report(plan, sum(p.numel() for p in model.parameters()), macs, rows)
+        flops_inside = Counter[str]()
+        for name in layer.names:
+            flops_inside.update(flops.get(name))
+        convolution_flops = flops_inside["convolution"]
+        construction_flops += flops_inside.total() - convolution_flops
+        rows.append(_measured_layer(model, plan, layer, macs=convolution_flops // 2))
+    macs = (sum(flops[""].values()) - construction_flops) // 2
+    return _report(plan, params, macs, rows)
 
 
-def _report(plan: ConversionPlan, params: int, macs: int | None, layers: Sequence[LayerReport]) -> ConversionReport:
-    untouched_macs = None
+def _measured_layer(
+    model: nn.Module, plan: ConversionPlan, layer: LayerPlan, macs: int | None
+) -> LayerReport:
+    planned = _planned_layer(plan, layer)
+    module: Any = model.get_submodule(layer.name)
+    weights = module.weight.numel()
+    positions = 0
+    if planned.position_params:
+        positions = module.positions.numel()
+        if module.sigma is not None:
+            positions += module.sigma.numel()
+    bias = 0
+    if module.bias is not None:
+        bias = module.bias.numel()
+    return replace(
+        planned,
+        params_after=weights + positions + bias,
+        weight_params=weights,
+        position_params=positions,
+        macs_after=macs,
+    )
+
+
+def _report(
+    plan: ConversionPlan, params: int, macs: int | None, layers: Sequence[LayerReport]
+) -> ConversionReport:
+    """The report of these layers.
+
+    Args:
+        params: Parameters of the whole converted model.
+        macs: Its MACs; None takes those of the layers and of what is untouched, if they are known.
+    """
+    macs_untouched = None
     if plan.macs is not None:
-        untouched_macs = plan.macs - sum(layer.macs_before or 0 for layer in layers)
-        macs = untouched_macs + sum(layer.macs_after or 0 for layer in layers) if macs is None else macs
-    units = []
-    for unit in plan.budget:
-        # Rounded down: rounded to nearest, a bound just below 35 would read 35.
-        exact = None if unit.exact_count is None else int(unit.exact_count * 100) / 100
-        units.append(UnitReport(**taken_from(unit, UnitReport) | {"exact_count": exact}))
+        macs_untouched = plan.macs - sum(layer.macs_before or 0 for layer in layers)
+        if macs is None:
+            macs = macs_untouched + sum(layer.macs_after or 0 for layer in layers)
     return ConversionReport(
-        **{name: getattr(plan, name) for name in ("model", "input_size", "skipped", "stages_from")},
+        model=plan.model,
+        input_size=plan.input_size,
         output=None,
         params=ParamsChange(
             before=plan.params,
@@ -205,27 +265,47 @@ def _report(plan: ConversionPlan, params: int, macs: int | None, layers: Sequenc
             positions=sum(layer.position_params for layer in layers),
         ),
         macs=MacsChange(before=plan.macs, after=macs, note=plan.macs_note),
-        budget=BudgetReport(
-            scope=plan.scope,
-            limit=sum(unit.limit for unit in units),
-            used=sum(unit.used for unit in units),
-            exact_count=units[0].exact_count if len(units) == 1 else None,
-            units=tuple(units),
-        ),
+        budget=_budget_report(plan),
         layers=tuple(layers),
+        skipped=plan.skipped,
+        stages_from=plan.stages_from,
         params_untouched=plan.params - sum(layer.params_before for layer in layers),
-        macs_untouched=untouched_macs,
+        macs_untouched=macs_untouched,
         plan=plan,
     )
 
 
+def _budget_report(plan: ConversionPlan) -> BudgetReport:
+    units = []
+    limit = 0
+    used = 0
+    for unit in plan.budget:
+        limit += unit.limit
+        used += unit.used
+        fields_of_unit = taken_from(unit, UnitReport)
+        if unit.exact_count is not None:
+            # Rounded down: rounded to nearest, a bound just below 35 would read 35.
+            fields_of_unit["exact_count"] = int(unit.exact_count * 100) / 100
+        units.append(UnitReport(**fields_of_unit))
+    exact_count = units[0].exact_count if len(units) == 1 else None
+    return BudgetReport(
+        scope=plan.scope, limit=limit, used=used, exact_count=exact_count, units=tuple(units)
+    )
+
+
 def _planned_layer(plan: ConversionPlan, layer: LayerPlan) -> LayerReport:
-    bias = layer.out_channels * layer.bias
-    counted_here = layer.tie_group is None or plan.group(layer.tie_group).layers[0] == layer.name
-    positions = layer.position_params if counted_here and not plan.folded else 0
-    weights = layer.folded_weights if plan.folded else layer.lines * layer.kernel_count
+    bias = layer.out_channels if layer.bias else 0
+    positions = 0
+    if plan.folded:
+        weights = layer.folded_weights
+    else:
+        weights = layer.lines * layer.kernel_count
+        if layer.tie_group is None or plan.group(layer.tie_group).layers[0] == layer.name:
+            positions = layer.position_params
+    from_plan = taken_from(layer, LayerReport)
+    from_plan["position_params"] = positions
     return LayerReport(
-        **taken_from(layer, LayerReport) | {"position_params": positions},
+        **from_plan,
         params_before=layer.dense_weights + bias,
         params_after=weights + positions + bias,
         weight_params=weights,

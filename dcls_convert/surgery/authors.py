@@ -1,6 +1,7 @@
-"""Elements and positions that were trained with the authors' own package (DCLS, on PyPI as `dcls`), in our layers.
+"""Elements and positions trained with the authors' package (DCLS, on PyPI `dcls`), in our layers.
 
-Upstream spellings (P, SIG, "max") stand in this file alone. Layers are named as in the model to convert.
+Upstream spellings (P, SIG, "max") stand in this file alone. Layers are named as in the model to
+convert.
 
 Axes: O output channels, I input channels per group, E kernel elements, A spatial axes.
 """
@@ -16,19 +17,23 @@ from ..depthwise.geometry import size_text
 from ..errors import CheckpointError
 from ..fitting.groups import make_layers
 from ..layers.conv_classes import PLAIN, find_form
-from ..layers.interpolation import find_interpolation
+from ..layers.interpolation import Interpolation, find_interpolation
 from ..networks.weights import load_weights_, not_finite
 from ..options import AuthorsVersion
 from ..planning.plan import ConversionPlan, LayerCounts, LayerPlan
 from .place import put_layers_
 
-# The entries of one of their layers, beside its bias: (O, I, E), (A, O, I, E) in the version's order of axes, and as
-# these, less the least value and of either sign.
-_WEIGHT, _POSITIONS, _SIGMA = "weight", "P", "SIG"
-_AXES = {1: (0,), 2: (0, 1), 3: (0, 2, 1)}  # dims -> the axes of P[0], P[1], ... in version v0; else they are reversed
-# All versions but v0 add this to the sum by which an element's spread is divided. DCLS 0.1.1, ConstructKernel1d to 3d.
+# Entries of one of the authors' layers, beside its bias.
+_WEIGHT = "weight"  # (O, I, E)
+_POSITIONS = "P"  # (A, O, I, E), with the axes in an order that depends on the version
+_SIGMA = "SIG"  # (A, O, I, E), in cells, of either sign; `min_sigma` is added to its absolute value
+# Axes of P[0], P[1], ... in version v0, by the number of axes. Other versions reverse all axes.
+_AXES = {1: (0,), 2: (0, 1), 3: (0, 2, 1)}
+# All versions but v0 add this to the sum by which an element's spread is divided. DCLS 0.1.1,
+# ConstructKernel1d to 3d.
 _NORMALISER = 1e-7
-RELEASED_VERSION: AuthorsVersion = "v0"  # of the checkpoints that they published; a file without SIG does not say
+# Version of the checkpoints that the authors published; a file without SIG does not state its own.
+RELEASED_VERSION: AuthorsVersion = "v0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +42,13 @@ class AuthorsWeights:
 
     where: str  # what messages call it
     layers: dict[str, dict[str, Tensor]]  # by name and entry
-    rest: dict[str, Tensor]  # every other entry
+    rest: dict[str, Tensor]  # all other entries
 
     @property
     def kernel_counts(self) -> LayerCounts:
-        counts = {name: layer[_WEIGHT].shape[-1] for name, layer in self.layers.items()}
+        counts = {}
+        for name, layer in self.layers.items():
+            counts[name] = layer[_WEIGHT].shape[-1]
         return LayerCounts(source=self.where, counts=counts)
 
     @property
@@ -50,29 +57,48 @@ class AuthorsWeights:
 
 
 def sort_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | None:
-    """The authors' layers in a state dict, and its other entries; None without such layers (no P beside a weight)."""
-    marked = [name.removesuffix(f".{_POSITIONS}") for name in state if name.endswith(f".{_POSITIONS}")]
-    if not any(f"{name}.{_WEIGHT}" in state for name in marked):
+    """Sort a state dict into the authors' layers and other entries.
+
+    Returns:
+        None if the state dict has no such layer, that is, no P beside a weight.
+
+    Raises:
+        CheckpointError: Entries of a layer are missing, do not fit each other or are not finite.
+    """
+    names = []
+    for entry in state:
+        if entry.endswith(f".{_POSITIONS}"):
+            names.append(entry.removesuffix(f".{_POSITIONS}"))
+    if not any(f"{name}.{_WEIGHT}" in state for name in names):
         return None
     rest = dict(state)
     layers: dict[str, dict[str, Tensor]] = {}
-    for name in marked:
+    for name in names:
         if f"{name}.{_WEIGHT}" not in state:
             raise CheckpointError(f"{where}: has {name}.{_POSITIONS}, but no {name}.{_WEIGHT}")
-        entries = [entry for entry in (_WEIGHT, _POSITIONS, _SIGMA) if f"{name}.{entry}" in state]
-        layers[name] = {entry: rest.pop(f"{name}.{entry}") for entry in entries}
-        shape = layers[name][_WEIGHT].shape
-        for entry, tensor in layers[name].items():
-            fits = len(shape) == 3 and min(shape) > 0 and tensor.shape[1:] == shape and tensor.shape[0] in _AXES
-            if entry != _WEIGHT and not fits:
-                raise CheckpointError(
-                    f"{where}: {name}.{entry} has shape {tuple(tensor.shape)}, which does not fit its weight "
-                    f"{tuple(shape)}; with a weight (out, in/groups, count) it must be (1 to 3 axes, out, in/groups, "
-                    "count)"
-                )
-            if not tensor.is_floating_point() or not_finite(name, tensor, mask=False):
-                raise CheckpointError(f"{where}: {name}.{entry} must be finite floating-point numbers")
+        layer = {}
+        for entry in (_WEIGHT, _POSITIONS, _SIGMA):
+            if f"{name}.{entry}" in state:
+                layer[entry] = rest.pop(f"{name}.{entry}")
+        _check_entries(name, layer, where)
+        layers[name] = layer
     return AuthorsWeights(where=where, layers=layers, rest=rest)
+
+
+def _check_entries(name: str, layer: Mapping[str, Tensor], where: str) -> None:
+    """Refuse entries that do not fit the weight's shape, or are not finite numbers."""
+    shape = layer[_WEIGHT].shape
+    is_weight = len(shape) == 3 and min(shape) > 0
+    for entry, tensor in layer.items():
+        fits = is_weight and tensor.shape[1:] == shape and tensor.shape[0] in _AXES
+        if entry != _WEIGHT and not fits:
+            raise CheckpointError(
+                f"{where}: {name}.{entry} has shape {tuple(tensor.shape)}, which does not fit its "
+                f"weight {tuple(shape)}; with a weight (out, in/groups, count) it must be "
+                "(1 to 3 axes, out, in/groups, count)"
+            )
+        if not tensor.is_floating_point() or not_finite(name, tensor, mask=False):
+            raise CheckpointError(f"{where}: {name}.{entry} must be finite floating-point numbers")
 
 
 def start_from_authors_(
@@ -83,19 +109,30 @@ def start_from_authors_(
     version: AuthorsVersion | None = None,
     new_classifier: bool = False,
 ) -> list[str]:
-    """Load the weights into the model and convert it; returns the names that kept their initial values."""
+    """Load the weights into the model and convert it.
+
+    Returns:
+        The names of the entries that kept their initial values.
+    """
     elements = element_state(weights, plan, version)
     for layer in plan.layers:
         conv = model.get_submodule(layer.name)
-        if (find_form(conv) or PLAIN).weight:
+        form = find_form(conv) or PLAIN
+        if form.weight:
             raise CheckpointError(
-                f"{weights.where}: {layer.name} is a {type(conv).__name__}, which would transform the file's elements"
+                f"{weights.where}: {layer.name} is a {type(conv).__name__}, "
+                "which would transform the file's elements"
             )
     groups = make_layers(model, plan)
-    replaced = {f"{name}.weight" for layer in plan.layers for name in layer.names}
-    kernels = {name: tensor for name, tensor in model.state_dict().items() if name in replaced}
-    # Old kernels stand in for the elements, so that the rest must be complete.
-    kept = load_weights_(model, weights.rest | kernels, weights.where, new_classifier=new_classifier)
+    # The file has no kernels for the convolutions that are replaced. Give their old kernels to
+    # `load_weights_`, so that it can check that everything else is there.
+    state = dict(weights.rest)
+    old_state = model.state_dict()
+    for layer in plan.layers:
+        for name in layer.names:
+            if f"{name}.weight" in old_state:
+                state[f"{name}.weight"] = old_state[f"{name}.weight"]
+    kept = load_weights_(model, state, weights.where, new_classifier=new_classifier)
     put_layers_(model, plan, groups)
     model.load_state_dict(elements, strict=False)
     return kept
@@ -104,93 +141,155 @@ def start_from_authors_(
 def element_state(
     weights: AuthorsWeights, plan: ConversionPlan, version: AuthorsVersion | None = None
 ) -> dict[str, Tensor]:
-    """Weights, positions and sigmas of all layers of the plan, under their names in the converted model."""
+    """Weights, positions and sigmas of the plan's layers, by their names in the converted model."""
     if version is not None and weights.has_sigma:
         raise CheckpointError(
-            f"{weights.where}: has {_SIGMA} entries, so it is of version max or gauss (--interpolation triangle or "
-            f"gaussian); --authors-version {version} is for files without"
+            f"{weights.where}: has {_SIGMA} entries, so it is of version max or gauss "
+            f"(--interpolation triangle or gaussian); --authors-version {version} is for files "
+            "without"
         )
     released = version in (None, RELEASED_VERSION)
-    ours = {layer.name: _translated(layer, weights, released) for layer in plan.layers}
-    _check_windows(plan, {name: parts["positions"] for name, parts in ours.items()}, weights.where)
+    ours = {layer.name: _translate(layer, weights, released) for layer in plan.layers}
+    positions = {name: parts["positions"] for name, parts in ours.items()}
+    _check_windows(plan, positions, weights.where)
     state: dict[str, Tensor] = {}
     for layer in plan.layers:
-        own = ours[layer.name] if layer.tie_group is None else {"weight": ours[layer.name]["weight"]}
-        state |= {f"{layer.name}.{name}": tensor for name, tensor in own.items()}
+        for part, tensor in ours[layer.name].items():
+            # Positions and sigma of a tie group are registered on its owner.
+            if part == "weight" or layer.tie_group is None:
+                state[f"{layer.name}.{part}"] = tensor
     for group in plan.tie_groups:
         first, *others = group.layers
-        for name, owner_name in group.parameters.items():
+        for part, owner_name in group.parameters.items():
+            shared = ours[first][part]
             for other in others:
-                if not torch.equal(ours[other][name], ours[first][name]):
+                if not torch.equal(ours[other][part], shared):
                     raise CheckpointError(
-                        f"{weights.where}: {name} of {first} and {other} differ, so the layers of {group.name} cannot "
-                        "share them; use --tie none"
+                        f"{weights.where}: {part} of {first} and {other} differ, so the layers of "
+                        f"{group.name} cannot share them; use --tie none"
                     )
-            state[f"{group.owner}.{owner_name}".removeprefix(".")] = ours[first][name]
+            state[f"{group.owner}.{owner_name}".removeprefix(".")] = shared
     return state
 
 
-def _translated(layer: LayerPlan, weights: AuthorsWeights, released: bool) -> dict[str, Tensor]:
-    """weight (O, I, E), positions (A, O, I, E) from the centre in our order of axes, and sigma, if there is one."""
-    theirs = next((weights.layers[name] for name in layer.names if name in weights.layers), None)
-    if theirs is None:
-        raise CheckpointError(f"{weights.where}: has no elements for {layer.name}, which is to be converted")
-    sigma, positions, method = theirs.get(_SIGMA), theirs[_POSITIONS], find_interpolation(layer.interpolation)
-    if (sigma is not None) != method.has_sigma:
-        allowed = f"no {_SIGMA}, so its interpolation is bilinear, not {layer.interpolation}"
-        if sigma is not None:
-            allowed = f"a {_SIGMA}, so its interpolation is triangle (their version max) or gaussian (gauss), which "
-            allowed += "the file does not say; use --interpolation"
-        raise CheckpointError(f"{weights.where}: {layer.name} has {allowed}")
-    if tuple(positions.shape) != layer.position_shape:
-        raise CheckpointError(
-            f"{weights.where}: {layer.name}.{_POSITIONS} has shape {tuple(positions.shape)}, the model needs "
-            f"{layer.position_shape}"
-        )
-    size, is_v0 = layer.dilated_size, released and sigma is None
-    axes = _AXES[len(size)] if is_v0 else tuple(reversed(range(len(size))))
-    order = [axes.index(axis) for axis in range(len(size))]
-    # DCLS centres with the wrong axis's size; shift by the difference.
-    shift = [size[index] // 2 - size[axis] // 2 for axis, index in enumerate(order)]
-    offset = torch.tensor(shift, device=positions.device).reshape(-1, 1, 1, 1)
-    precise = torch.float64 if positions.dtype == torch.float64 else torch.float32
-    parts = {"weight": theirs[_WEIGHT], "positions": positions.to(precise)[order] + offset}
+def _translate(layer: LayerPlan, weights: AuthorsWeights, released: bool) -> dict[str, Tensor]:
+    """One of the authors' layers as ours.
+
+    Returns:
+        "weight" (O, I, E); "positions" (A, O, I, E) from the window's centre, in our order of axes;
+        and "sigma" (A, O, I, E) if the layer has one.
+    """
+    theirs = _find_elements(layer, weights)
+    interpolation = find_interpolation(layer.interpolation)
+    weight = theirs[_WEIGHT]
+    positions = theirs[_POSITIONS]
+    sigma = theirs.get(_SIGMA)
+    size = layer.dilated_size
+    dims = len(size)
+    is_v0 = released and sigma is None
+    their_axes = _AXES[dims] if is_v0 else tuple(reversed(range(dims)))
+    order = []
+    shift = []
+    for axis in range(dims):
+        index_of_axis = their_axes.index(axis)  # in P
+        order.append(index_of_axis)
+        # DCLS centres with the wrong axis's size; shift by the difference.
+        shift.append(size[index_of_axis] // 2 - size[axis] // 2)
+    offset = torch.tensor(shift, device=positions.device).reshape(-1, 1, 1, 1)  # (A, 1, 1, 1)
+    dtype = torch.float64 if positions.dtype == torch.float64 else torch.float32
+    parts = {"weight": weight, "positions": positions.to(dtype)[order] + offset}
     if sigma is not None:
-        parts["sigma"] = sigma.to(precise)[order].abs() + (method.min_sigma or 0.0)
-    if not is_v0:  # our elements are spread to exactly their weight, theirs are not
-        exact = {name: tensor.double() for name, tensor in parts.items()}
-        widths = exact.get("sigma", torch.ones_like(exact["positions"]))
-        total = torch.ones_like(exact["weight"])  # what an element's spread sums to: (O, I, E)
-        for place, width, side in zip(exact["positions"], widths, size, strict=True):
-            total = total * method.profile(place + side // 2, width, side).sum(-1)
-        parts["weight"] = (exact["weight"] * total / (total + _NORMALISER)).to(theirs[_WEIGHT].dtype)
+        parts["sigma"] = sigma.to(dtype)[order].abs() + (interpolation.min_sigma or 0.0)
+    if not is_v0:
+        spread = _spread_sum(parts, interpolation, size)  # (O, I, E)
+        # Our elements are spread to exactly their weight, those of the authors are not.
+        parts["weight"] = (weight.double() * spread / (spread + _NORMALISER)).to(weight.dtype)
     return parts
 
 
-def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where: str) -> None:
-    """Refuse positions outside their window, and name the window that would hold those of all layers of this size."""
-    held = {layer.name: _holding(layer.dilated_size, positions[layer.name]) for layer in plan.layers}
-    for layer in plan.layers:
-        name, size = layer.name, layer.dilated_size
-        if held[name] == size:
-            continue
-        alike = [held[other.name] for other in plan.layers if other.dilated_size == size]
-        needed = tuple(map(max, zip(*alike, strict=True)))
-        if len(set(size)) == 1:
-            needed = (max(needed),) * len(needed)
-        option = needed[0] if len(set(needed)) == 1 else size_text(needed)
-        axis = next(axis for axis, side in enumerate(held[name]) if side != size[axis])
+def _find_elements(layer: LayerPlan, weights: AuthorsWeights) -> dict[str, Tensor]:
+    """The entries for the layer; CheckpointError if there are none, or of another kind or shape."""
+    found = [weights.layers[name] for name in layer.names if name in weights.layers]
+    if not found:
         raise CheckpointError(
-            f"{where}: {name} has elements {positions[name][axis].abs().max().item():g} cells from the centre (axis "
-            f"{axis}), outside of its window {size_text(size)}; use the window of its training, at least "
-            f"{size_text(needed)} (--dilated-size {option})"
+            f"{weights.where}: has no elements for {layer.name}, which is to be converted"
+        )
+    elements = found[0]
+    needs_sigma = find_interpolation(layer.interpolation).has_sigma
+    if _SIGMA in elements and not needs_sigma:
+        raise CheckpointError(
+            f"{weights.where}: {layer.name} has a {_SIGMA}, so its interpolation is triangle "
+            "(their version max) or gaussian (gauss), which the file does not say; "
+            "use --interpolation"
+        )
+    if _SIGMA not in elements and needs_sigma:
+        raise CheckpointError(
+            f"{weights.where}: {layer.name} has no {_SIGMA}, so its interpolation is bilinear, "
+            f"not {layer.interpolation}"
+        )
+    shape = tuple(elements[_POSITIONS].shape)
+    if shape != layer.position_shape:
+        raise CheckpointError(
+            f"{weights.where}: {layer.name}.{_POSITIONS} has shape {shape}, "
+            f"the model needs {layer.position_shape}"
+        )
+    return elements
+
+
+def _spread_sum(
+    parts: Mapping[str, Tensor], interpolation: Interpolation, size: Sequence[int]
+) -> Tensor:
+    """What the spread of an element sums to over the window, before it is normalised: (O, I, E)."""
+    positions = parts["positions"].double()  # (A, O, I, E)
+    sigma = torch.ones_like(positions)
+    if "sigma" in parts:
+        sigma = parts["sigma"].double()
+    total = torch.ones_like(positions[0])
+    for axis, side in enumerate(size):
+        cells = positions[axis] + side // 2  # from the window's first cell
+        total = total * interpolation.profile(cells, sigma[axis], side).sum(-1)
+    return total
+
+
+def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where: str) -> None:
+    """Refuse positions outside their window.
+
+    The message names the window that would hold the positions of all layers of this size.
+    """
+    needed_by: dict[str, tuple[int, ...]] = {}
+    for layer in plan.layers:
+        needed_by[layer.name] = _grown_window(layer.dilated_size, positions[layer.name])
+    for layer in plan.layers:
+        size = layer.dilated_size
+        if needed_by[layer.name] == size:
+            continue
+        of_this_size = [
+            needed_by[other.name] for other in plan.layers if other.dilated_size == size
+        ]
+        window = tuple(map(max, zip(*of_this_size, strict=True)))
+        if len(set(size)) == 1:  # a square window stays square
+            window = (max(window),) * len(window)
+        option = str(window[0]) if len(set(window)) == 1 else size_text(window)
+        axis = 0
+        while needed_by[layer.name][axis] == size[axis]:
+            axis += 1
+        farthest = positions[layer.name][axis].abs().max().item()
+        raise CheckpointError(
+            f"{where}: {layer.name} has elements {farthest:g} cells from the centre (axis {axis}), "
+            f"outside of its window {size_text(size)}; use the window of its training, "
+            f"at least {size_text(window)} (--dilated-size {option})"
         )
 
 
-def _holding(size: Sequence[int], positions: Tensor) -> tuple[int, ...]:
+def _grown_window(size: Sequence[int], positions: Tensor) -> tuple[int, ...]:
     """The window, grown by pairs of cells until it holds all positions (A, O, I, E)."""
     sides = []
-    for side, places in zip(size, positions, strict=True):
-        before, after = math.ceil(-places.min().item()), math.ceil(places.max().item())  # cells beside the centre
-        sides.append(max(side, 2 * max(before, after) + 1 if side % 2 else max(2 * before, 2 * after + 2)))
+    for side, coordinates in zip(size, positions, strict=True):
+        cells_before = math.ceil(-coordinates.min().item())
+        cells_after = math.ceil(coordinates.max().item())
+        if side % 2:
+            needed = 2 * max(cells_before, cells_after) + 1
+        else:  # an even window has one cell less after its centre than before it
+            needed = max(2 * cells_before, 2 * (cells_after + 1))
+        sides.append(max(side, needed))
     return tuple(sides)

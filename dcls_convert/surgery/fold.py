@@ -1,4 +1,7 @@
-"""Every DCLS layer becomes its plain convolution, by our own function or by timm's `reparameterize_model`."""
+"""Fold: replace every DCLS layer by its plain convolution.
+
+Either by our own function, or through timm's `reparameterize_model`.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,63 +15,113 @@ from ..layers.ties import names_in_use, release_owner_
 from ..networks.positions import drop_spare_from_decay_
 from ..networks.running import unchanged_on_failure
 
-# Methods that timm's `reparameterize_model` looks for on a child, in this order; it calls the first one found.
+# Methods that timm's `reparameterize_model` looks for on a child, in this order. It calls the first
+# one that it finds.
 REPARAMETERIZING = ("fuse", "reparameterize", "switch_to_deploy")
 
 
 def fold_to_dense_(model: nn.Module) -> int:
-    """Replace every DCLS layer by its plain convolution, drop the tied positions, and return how many there were.
+    """Replace every DCLS layer by its plain convolution, and drop the tied positions.
 
-    Outputs stay the same; each kernel is an ordinary dense one of the window's size. timm's savers (`save_for_hf`,
-    `push_to_hf_hub`) then write a config that rebuilds the folded model. `timm.utils.reparameterize_model(model)` folds
-    a converted model too, but starts at its children and leaves that config: fold with this function before saving.
+    Outputs stay the same; each kernel is an ordinary dense one of the window's size. timm's savers
+    (`save_for_hf`, `push_to_hf_hub`) then write a config that rebuilds the folded model.
+    `timm.utils.reparameterize_model(model)` folds a converted model too, but starts at its children
+    and does not change that config: fold with this function before saving.
+
+    Returns:
+        The number of layers.
 
     Raises:
         PlanError: The model is itself a DCLS layer.
     """
     if isinstance(model, DclsConvNd):
-        raise PlanError("the model is itself a DCLS layer, which cannot be replaced in place; use its fuse()")
-    layers = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, DclsConvNd)]
-    folded = {layer: layer.fuse() for _, layer in layers}
+        raise PlanError(
+            "the model is itself a DCLS layer, which cannot be replaced in place; use its fuse()"
+        )
+    layers: dict[str, DclsConvNd] = {}  # with all names of a layer that has several
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, DclsConvNd):
+            layers[name] = module
+    plain_conv_of = {layer: layer.fuse() for layer in layers.values()}
     with unchanged_on_failure(model):
-        for name, layer in layers:
-            model.set_submodule(name, folded[layer])
-        for layer in folded:  # tied parameters go from their owner once no layer below it uses them
-            if (owner := layer._owner) is not None:
-                in_use = names_in_use(owner)
-                for name in set(layer._owner_names.values()) - in_use:
-                    owner._parameters.pop(name, None)
-                if not in_use:
-                    release_owner_(owner)
-        for attributes in map(vars, model.modules()):
-            for name in REPARAMETERIZING:
-                if getattr(attributes.get(name), "func", None) is _fold_first:
-                    del attributes[name]
+        for name, layer in layers.items():
+            model.set_submodule(name, plain_conv_of[layer])
+        for layer in plain_conv_of:
+            _drop_tied_parameters_(layer)
+        _stop_folding_before_timm_fuses_(model)
         drop_spare_from_decay_(model)
-        arguments = vars(model).get("_model_args")  # as `place` sets it, for timm's savers
-        if isinstance(arguments, dict) and isinstance(arguments.get("plan"), dict):
-            vars(model)["_model_args"] = {**arguments, "plan": {**arguments["plan"], "folded": True}}
-    return len(folded)
+        _note_folded_for_timm_(model)
+    return len(plain_conv_of)
+
+
+def _drop_tied_parameters_(layer: DclsConvNd) -> None:
+    """Remove the layer's tied parameters from their owner if no layer below it uses them."""
+    owner = layer._owner
+    if owner is None:
+        return
+    in_use = names_in_use(owner)
+    for name in layer._owner_names.values():
+        if name not in in_use:
+            owner._parameters.pop(name, None)
+    if not in_use:
+        release_owner_(owner)
+
+
+def _note_folded_for_timm_(model: nn.Module) -> None:
+    """Mark the plan as folded in the arguments that `put_layers_` left for timm's savers."""
+    arguments = vars(model).get("_model_args")
+    if isinstance(arguments, dict) and isinstance(arguments.get("plan"), dict):
+        plan = {**arguments["plan"], "folded": True}
+        vars(model)["_model_args"] = {**arguments, "plan": plan}
 
 
 def fold_before_timm_fuses_(model: nn.Module) -> None:
-    """Let timm's `reparameterize_model` fold a converted model before it fuses other things in it."""
-    # timm by itself leaves tied positions on their owner; RepViT and LeViT would take elements' weights for a kernel.
+    """Let timm's `reparameterize_model` fold a converted model before it fuses anything else."""
+    # timm by itself leaves tied positions on their owner; RepViT and LeViT would take the weights
+    # of elements for a dense kernel.
     for module in (model, *_children(model)):
         has_layers = any(isinstance(inner, DclsConvNd) for inner in module.modules())
         if has_layers and not isinstance(module, DclsConvNd | fx.GraphModule):
-            name = next((name for name in REPARAMETERIZING if hasattr(module, name)), "reparameterize")
+            name = _method_that_timm_calls(module)
             vars(module)[name] = partial(_fold_first, module, name)
 
 
+def _method_that_timm_calls(module: nn.Module) -> str:
+    for name in REPARAMETERIZING:
+        if hasattr(module, name):
+            return name
+    return "reparameterize"
+
+
+def _stop_folding_before_timm_fuses_(model: nn.Module) -> None:
+    """Undo `fold_before_timm_fuses_`."""
+    for module in model.modules():
+        attributes = vars(module)
+        for name in REPARAMETERIZING:
+            function = getattr(attributes.get(name), "func", None)
+            if function is _fold_first:
+                del attributes[name]
+
+
 def _fold_first(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a module's method: folds the module, then calls the method of this name that its class has."""
-    fold_to_dense_(module)  # takes what calls this off the module as well
-    own: Any = getattr(module, name, None)
-    return None if own is None else own(*args, **kwargs)
+    """Stands in for the module's method `name`: fold the module, then call that method.
+
+    None if the module's class has no such method.
+    """
+    fold_to_dense_(module)  # also removes this function from the module
+    method: Any = getattr(module, name, None)
+    if method is None:
+        return None
+    return method(*args, **kwargs)
 
 
 def _children(model: nn.Module) -> Iterator[nn.Module]:
-    """The children of a model. Copies of a GraphModule lose attributes, so its own children stand for it."""
+    """The children of a model, and instead of a GraphModule its own children.
+
+    A copy of a GraphModule loses the attribute that `fold_before_timm_fuses_` sets.
+    """
     for child in model.children():
-        yield from _children(child) if isinstance(child, fx.GraphModule) else (child,)
+        if isinstance(child, fx.GraphModule):
+            yield from _children(child)
+        else:
+            yield child

@@ -1,4 +1,4 @@
-"""Put DCLS layers into a model: structure alone. Where values come from is decided elsewhere."""
+"""Put DCLS layers into a model: structure alone. Values are found elsewhere."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,35 +13,59 @@ from .fold import fold_before_timm_fuses_
 
 
 def place_layers_(model: nn.Module, plan: ConversionPlan) -> None:
-    """Replace every convolution of the plan by its DCLS layer, or if it is folded by a plain one, without values."""
+    """Replace every convolution of the plan by its DCLS layer, without values.
+
+    If the plan is folded, it is replaced by a plain convolution instead.
+    """
     put_layers_(model, plan, make_layers(model, plan), with_values=False)
 
 
 def put_layers_(
-    model: nn.Module, plan: ConversionPlan, groups: Sequence[LayerGroup], *, with_values: bool = True
+    model: nn.Module,
+    plan: ConversionPlan,
+    groups: Sequence[LayerGroup],
+    *,
+    with_values: bool = True,
 ) -> None:
-    """Put layers, or their plain convolutions if the plan is folded, into the model; register what they share."""
+    """Put layers into the model, and register what they share.
+
+    Args:
+        model: Changed in place.
+        plan: If it is folded, the layers' plain convolutions are put in their places.
+        groups: From `make_layers`.
+        with_values: Whether plain convolutions get the constructed kernels; else they stay empty.
+    """
     for group in groups:
-        if group.tie is not None and not plan.folded:
-            owner = model.get_submodule(group.tie.owner)
-            for name, owner_name in group.tie.parameters.items():
-                owner.register_parameter(owner_name, getattr(group.layers[0], name))
-            for layer in group.layers:
-                layer.tie_(owner, group.tie.parameters)
+        if not plan.folded:
+            _register_shared_(model, group)
         for layer_plan, layer in zip(group.plans, group.layers, strict=True):
             module: nn.Module = layer
-            if plan.folded:
+            if plan.folded and with_values:
+                module = layer.fuse()
+            elif plan.folded:
                 size = (*layer.weight.shape[:2], *layer.kernel_size)
-                module = layer.fuse(None if with_values else layer.weight.new_empty(size))
+                module = layer.fuse(layer.weight.new_empty(size))
             for name in layer_plan.names:
                 model.set_submodule(name, module)
     if not plan.folded:
         fold_before_timm_fuses_(model)
         spare_from_decay_(model)
+    # With this, timm's own savers write a config that rebuilds the converted model.
     config = getattr(model, "pretrained_cfg", None)
-    if isinstance(config, dict) and plan.model is not None:  # timm's own savers then write a config that rebuilds it
+    if isinstance(config, dict) and plan.model is not None:
         note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
         vars(model)["_model_args"] = timm_model_args(plan)
+
+
+def _register_shared_(model: nn.Module, group: LayerGroup) -> None:
+    """Register the parameters that a tie group shares on their owner, and tie its layers."""
+    if group.tie is None:
+        return
+    owner = model.get_submodule(group.tie.owner)
+    for name, owner_name in group.tie.parameters.items():
+        owner.register_parameter(owner_name, getattr(group.layers[0], name))
+    for layer in group.layers:
+        layer.tie_(owner, group.tie.parameters)
 
 
 def note_for_timm(model: nn.Module, config: dict[str, Any]) -> None:
@@ -50,5 +74,5 @@ def note_for_timm(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def timm_model_args(plan: ConversionPlan) -> dict[str, Any]:
-    """The keyword arguments with which our entry point in timm's registry rebuilds the model of this plan."""
+    """The arguments with which our entry point in timm's registry rebuilds the plan's model."""
     return {**plan.model_args, "plan": plan.to_dict()}

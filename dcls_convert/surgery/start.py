@@ -1,7 +1,10 @@
-"""Values for layers that are made and not in the model yet, from the kernels of the convolutions that they replace.
+"""Values for layers that are made but not in the model yet, from the kernels that they replace.
 
-Axes: O output channels, I input channels per group, D cells of the dense axes, E kernel elements, A learnt axes.
+Axes: O output channels, I input channels per group, D cells of the dense axes, E kernel elements, A
+learnt axes.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -42,77 +45,87 @@ def apply_plan_(
 
     Args:
         model: The model that the plan was made for; changed in place. May be on the meta device.
-        plan: From `plan_conversion`. If it says that the model is folded, plain convolutions with the constructed
-            kernels are placed.
+        plan: From `plan_conversion`. If it says that the model is folded, plain convolutions with
+            the constructed kernels are placed.
         init: As in `convert_`. "exact" needs a plan with an element for every cell
-            (`plan_conversion(kernel_count="exact")`). The weights of "random" elements are cells of the old kernels,
-            so that they stay distributed as the model initialises them.
+            (`plan_conversion(kernel_count="exact")`). The weights of "random" elements are cells of
+            the old kernels, so that they stay distributed as the model initialises them.
         positions: As in `convert_`.
-        generator: Source of all randomness; seeded with 0 without it.
-        calibration: For "fit": images, as in `convert_`; or what the model has seen in them.
-        note: Told what a user should know.
-        notify: Told which layers are next.
+        generator: Source of all randomness; without it, a new one with seed 0.
+        calibration: For "fit": images, as in `convert_`; or the statistics of a pass over them.
+        note: Called with what a user should know.
+        notify: Called with which layers are next.
 
     Returns:
-        For every layer by name the relative error of its constructed kernel, |new - old| / |old|; nothing for "random"
-        and on the meta device.
+        The relative error of each constructed kernel, |new - old| / |old|, by the layer's name;
+        empty for "random" and on the meta device.
 
     Raises:
-        DclsConvertError: The model is not the one that was planned for, or does not take the images. Whatever is
-            raised, running out of memory included, the model is then unchanged.
+        DclsConvertError: The model is not the one that was planned for, or does not take the
+            images. After this and any other error, running out of memory included, the model is
+            as it was.
     """
     _check_start(plan, init, positions)
     groups = make_layers(model, plan)
-    generator = generator or torch.Generator().manual_seed(0)
+    if generator is None:
+        generator = torch.Generator().manual_seed(0)
     seed = fit_seed(generator)
     calibrated: list[CalibratedLayer] = []
+    errors: dict[str, float] = {}
     if init == "random":
         for group in groups:
-            layer, uniform = group.plans[0], positions != "normal"
-            weights = [first_cells(conv.weight.detach(), layer.kernel_count, layer.dense_axes) for conv in group.convs]
-            size = layer.extents if positions == "kernel" else layer.dilated_size
-            places = random_positions(weights[0], size, layer.dense_axes, generator, uniform=uniform)
-            _fill_(group, (weights, places))
+            _fill_randomly_(group, positions, generator)
     else:
         if calibration is not None and not isinstance(calibration, CalibrationStatistics):
-            calibration = measure_inputs(model, groups, calibrate(model, plan, calibration, note=note), notify)
-        first, done, total = 1, 0, sum(layer.dense_weights for layer in plan.layers)  # which time goes with
+            images = calibrate(model, plan, calibration, note=note)
+            calibration = measure_inputs(model, groups, images, notify)
+        _fill_all_from_kernels_(groups, calibration, init, seed, notify)
+        if calibration is not None:
+            calibrated = fit_to_outputs_(model, groups, calibration, notify)
+            _note_shifted_means(calibrated, note)
         for group in groups:
-            last = first + len(group.plans) - 1
-            which = f"layer {last}" if last == first else f"layers {first} to {last}"
-            notify(f"fitting {group.title}, {which} of {len(plan.layers)}", done, total)
-            roots = None if calibration is None else calibration.roots(group)
-            _fill_from_kernels_(group, roots, init, seed)
-            first, done = last + 1, done + sum(layer.dense_weights for layer in group.plans)
-        calibrated = [] if calibration is None else fit_to_outputs_(model, groups, calibration, notify)
-        if lost := [each.name for each in calibrated if each.shifted is None]:
-            note(
-                f"{listed(lost)} have neither a bias nor a BatchNorm behind them, so the means of their outputs could "
-                "not be set back to the old ones"
-            )
-    errors: dict[str, float] = {}
-    for group in groups if init != "random" else ():
-        errors |= group.kernel_errors()
-    with unchanged_on_failure(model, values=[each.shifted for each in calibrated if each.shifted is not None]):
+            errors |= group.kernel_errors()
+
+    # Biases and running means of the model, which take the mean shifts of the new layers.
+    shifted: list[Tensor] = []
+    for layer in calibrated:
+        if layer.shifted is not None:
+            shifted.append(layer.shifted)
+    with unchanged_on_failure(model, values=shifted):
         put_layers_(model, plan, groups)
-        for each in calibrated:
-            if each.shifted is not None:
-                each.shifted.add_(each.change.to(each.shifted))
+        for layer in calibrated:
+            if layer.shifted is not None:
+                layer.shifted.add_(layer.change.to(layer.shifted))
     return errors
 
 
 def _check_start(plan: ConversionPlan, init: Init, positions: Positions) -> None:
-    """Refuse ways to start that do not exist, and an exact start for which the plan has too few elements."""
-    for name, value, allowed in [("init", init, INITS), ("positions", positions, POSITIONS)]:
-        if value not in allowed:
-            raise PlanError(f"{name}={value!r} must be one of {', '.join(allowed)}")
-    for layer in plan.layers if init == EXACT else ():
+    """Refuse unknown ways to start, and an exact start from a plan with too few elements."""
+    if init not in INITS:
+        raise PlanError(f"init={init!r} must be one of {', '.join(INITS)}")
+    if positions not in POSITIONS:
+        raise PlanError(f"positions={positions!r} must be one of {', '.join(POSITIONS)}")
+    if init != EXACT:
+        return
+    for layer in plan.layers:
         cells = layer.dense_weights // layer.lines
-        if layer.kernel_count < cells or not find_interpolation(layer.interpolation).exact_on_cells:
+        exact_on_cells = find_interpolation(layer.interpolation).exact_on_cells
+        if layer.kernel_count < cells or not exact_on_cells:
             raise PlanError(
-                f"{layer.name}: an exact start needs {cells} elements and an interpolation that keeps them in their "
-                f"cells, the plan has {layer.kernel_count}, {layer.interpolation}; plan with kernel_count='exact'"
+                f"{layer.name}: an exact start needs {cells} elements and an interpolation that "
+                f"keeps them in their cells, the plan has {layer.kernel_count}, "
+                f"{layer.interpolation}; plan with kernel_count='exact'"
             )
+
+
+def _note_shifted_means(calibrated: Sequence[CalibratedLayer], note: Notify) -> None:
+    """Tell the user of layers whose output means cannot be set back to the old ones."""
+    still_shifted = [layer.name for layer in calibrated if layer.shifted is None]
+    if still_shifted:
+        note(
+            f"{listed(still_shifted)} have neither a bias nor a BatchNorm behind them, so the means "
+            "of their outputs could not be set back to the old ones"
+        )
 
 
 def _fill_(group: LayerGroup, elements: Elements) -> None:
@@ -122,18 +135,72 @@ def _fill_(group: LayerGroup, elements: Elements) -> None:
     group.layers[0].positions.copy_(positions)  # which all layers of the group share
 
 
+def _fill_randomly_(group: LayerGroup, positions: Positions, generator: torch.Generator) -> None:
+    """Random positions; the weights are the first cells of the old kernels."""
+    plan = group.plans[0]
+    weights = []
+    for conv in group.convs:
+        weights.append(first_cells(conv.weight.detach(), plan.kernel_count, plan.dense_axes))
+    size = plan.extents if positions == "kernel" else plan.dilated_size
+    uniform = positions != "normal"
+    places = random_positions(weights[0], size, plan.dense_axes, generator, uniform=uniform)
+    _fill_(group, (weights, places))
+
+
+def _fill_all_from_kernels_(
+    groups: Sequence[LayerGroup],
+    calibration: CalibrationStatistics | None,
+    init: Init,
+    seed: int,
+    notify: Notify,
+) -> None:
+    """Fill group after group, and tell which layers are next."""
+    layers = 0
+    total_weights = 0
+    for group in groups:
+        layers += len(group.plans)
+        total_weights += _dense_weights(group)
+    first = 1  # number of the group's first layer
+    done_weights = 0  # the time for a group grows with its dense weights
+    for group in groups:
+        last = first + len(group.plans) - 1
+        which = f"layer {last}" if last == first else f"layers {first} to {last}"
+        notify(f"fitting {group.title}, {which} of {layers}", done_weights, total_weights)
+        roots = None
+        if calibration is not None:
+            roots = calibration.roots(group)
+        _fill_from_kernels_(group, roots, init, seed)
+        first = last + 1
+        done_weights += _dense_weights(group)
+
+
+def _dense_weights(group: LayerGroup) -> int:
+    return sum(plan.dense_weights for plan in group.plans)
+
+
 def _fill_from_kernels_(group: LayerGroup, roots: Tensor | None, init: Init, seed: int) -> None:
-    count, effective = group.plans[0].kernel_count, group.effective_kernels()
-    largest = group.box.largest([conv.weight.detach() for conv in group.convs], count, effective=effective)
+    """Fill the layers with the largest cells of the old kernels, or with fitted elements.
+
+    Args:
+        roots: For each input channel a square root of the covariance of its patches, (I, S, S)
+            with S cells; fits are then close in outputs. None: close in kernels.
+    """
+    count = group.plans[0].kernel_count
+    effective = group.effective_kernels()
+    kernels = [conv.weight.detach() for conv in group.convs]
+    largest = group.box.largest(kernels, count, effective=effective)
     if init not in ("fit", AUTO):
         _fill_(group, largest)
         return
     fitted = fit_elements(effective, group.box, kernel_count=count, roots=roots, seed=seed)
     _fill_(group, fitted)
     if any(layer.form.weight for layer in group.layers):
-        # What transforms the elements (weight standardisation) can undo the fit of what they should become.
-        errors = group.kernel_errors()
+        # Weight standardisation transforms the elements and can undo the fit. The largest cells
+        # stay if they are better for any layer of the group.
+        fitted_errors = group.kernel_errors()
         _fill_(group, largest)
-        others = group.kernel_errors()
-        if not any(errors[name] > others[name] for name in errors):
-            _fill_(group, fitted)
+        largest_errors = group.kernel_errors()
+        for name, error in fitted_errors.items():
+            if error > largest_errors[name]:
+                return
+        _fill_(group, fitted)

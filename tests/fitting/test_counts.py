@@ -141,7 +141,7 @@ def test_where_there_is_nothing_to_measure_images_change_no_count(options):
 def test_a_budget_that_one_count_can_keep_is_kept_though_no_layer_alone_could():
     """A 3x3 stage alone has no room for an element of 30 %."""
     options = {"dilated_size": 9, "input_size": SMALL, "budget": 22, "tie": "none"}
-    with pytest.raises(DclsConvertError, match="the smallest budget that does"):
+    with pytest.raises(DclsConvertError, match="the smallest sufficient budget"):
         convert_(two_stages(), scope="layer", **options)
     report = convert_(two_stages(), scope="error", **options)
     assert report.budget.used <= report.budget.limit

@@ -85,7 +85,7 @@ def test_the_count_is_the_largest_within_the_budget(layers, percent):
         free = None if all(layer.kernel_count for layer in unit) else largest_count(unit, limits[name])
         expected |= {layer.name: layer.kernel_count or free for layer in unit}
     if 0 in expected.values():
-        with pytest.raises(PlanError, match="admits no element"):
+        with pytest.raises(PlanError, match="no room for even one element"):
             solve_counts(layers, "stage", share)
         return
     solved, books = solve_counts(layers, "stage", share)
@@ -110,16 +110,19 @@ def test_the_smallest_budget_that_is_named_does_and_less_does_not(layers, hundre
     try:
         solve_counts(layers, "stage", share)
     except PlanError as error:
-        named = parse_percent(re.fullmatch(r".*the smallest budget that does is (\S+) %", str(error))[1])
+        named = parse_percent(re.fullmatch(r".*the smallest sufficient budget is (\S+) %", str(error))[1])
         assert named > share
         assert min(layer.kernel_count for layer in solve_counts(layers, "stage", named)[0]) >= 1
-        with pytest.raises(PlanError, match="admits no element"):
+        with pytest.raises(PlanError, match="no room for even one element"):
             solve_counts(layers, "stage", named - HUNDREDTH_OF_A_PERCENT)
 
 
 def test_several_units_without_an_element_are_counted_in_one_line():
     layers = [draft(name, kernel_size=size) for name, size in [("a", (1, 2)), ("b", (1, 1)), ("c", (3, 3))]]
-    message = "a budget of 100 % admits no element in a and 1 more; the smallest budget that does is 300 %"
+    message = (
+        "a budget of 100 % leaves no room for even one element per kernel in a and 1 more; "
+        "the smallest sufficient budget is 300 %"
+    )
     with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
         solve_counts(layers, "layer", Fraction(1))
 
