@@ -1,1 +1,2 @@
-"""Several conversions, or models, side by side. What does not fit or fails is a row with its reason."""
+"""Several conversions, or models, side by side. What does not fit or fails is a row with its
+reason."""
