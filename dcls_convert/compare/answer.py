@@ -1,4 +1,5 @@
-"""What a comparison's runs say: paired differences of accuracy with their intervals, and one sentence of each arm."""
+"""What a comparison's runs say: paired differences of accuracy with their intervals, and one
+sentence of each arm."""
 
 import math
 import statistics
@@ -16,7 +17,9 @@ LEAST_SEEDS = 3  # for a sentence about a difference
 LARGE = 2.0  # points; intervals without a gain that reach farther say too little
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-UNSEEN = 3  # images: of n where nothing differs, with 95 % confidence less than 3/n of all images do
+UNSEEN = (
+    3  # images: of n where nothing differs, with 95 % confidence less than 3/n of all images do
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +73,9 @@ def _result(label: str, runs: dict[int, Run], original: dict[int, Run]) -> ArmRe
         macs=first.macs,
         step_ms=step_ms,
         images_per_second=statistics.median(run.images_per_second for run in runs.values()),
-        peak_mib=max((run.peak_mib for run in runs.values() if run.peak_mib is not None), default=None),
+        peak_mib=max(
+            (run.peak_mib for run in runs.values() if run.peak_mib is not None), default=None
+        ),
         top1=statistics.mean(top1),
         top1_deviation=statistics.stdev(top1) if len(top1) > 1 else None,
         distance=statistics.mean(one.distance for one in moved) if moved else None,
@@ -99,23 +104,34 @@ def over_all_seeds(differences: Sequence[float]) -> Interval | None:
     if len(differences) < 2:
         return None
     mean = statistics.mean(differences)
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1)) * statistics.stdev(differences)
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1)) * statistics.stdev(
+        differences
+    )
     half /= math.sqrt(len(differences))
     return Interval(mean=mean, low=mean - half, high=mean + half)
 
 
 def over_all_images(differences: "np.ndarray[Any, np.dtype[np.float64]]") -> Interval:
-    """Percentiles of the means of resampled images; the differences are each image's, from -1 to 1."""
+    """Percentiles of the means of resampled images; the differences are each image's, from -1 to
+    1."""
     drawn = stats.bootstrap(
-        (differences,), np.mean, n_resamples=RESAMPLES, batch=50, method="percentile", rng=np.random.default_rng(0)
+        (differences,),
+        np.mean,
+        n_resamples=RESAMPLES,
+        batch=50,
+        method="percentile",
+        rng=np.random.default_rng(0),
     )
     low, high = (100 * float(bound) for bound in drawn.confidence_interval)
     mean, least = 100 * float(np.mean(differences)), 100 * UNSEEN / len(differences)
     return Interval(mean=mean, low=min(low, mean - least), high=max(high, mean + least))
 
 
-def sentence(differences: Sequence[float], seeds: Interval | None, images: Interval, slower: float) -> str:
-    """What the differences say, by the wider of both intervals; a gain or loss only where neither holds 0."""
+def sentence(
+    differences: Sequence[float], seeds: Interval | None, images: Interval, slower: float
+) -> str:
+    """What the differences say, by the wider of both intervals; a gain or loss only where neither
+    holds 0."""
     time = "at the same speed" if f"{slower:.2g}" == "1" else f"at {slower:.2g} times the time"
     listed = ", ".join(f"{difference:+.1f}" for difference in differences)
     if seeds is None or len(differences) < LEAST_SEEDS:
@@ -123,9 +139,13 @@ def sentence(differences: Sequence[float], seeds: Interval | None, images: Inter
     low, high = min(seeds.low, images.low), max(seeds.high, images.high)
     half = max(high - seeds.mean, seeds.mean - low)
     if low > 0 or high < 0:
-        return f"{'helps' if low > 0 else 'harms'} by {abs(seeds.mean):.1f} ± {half:.1f} points {time}"
+        return (
+            f"{'helps' if low > 0 else 'harms'} by {abs(seeds.mean):.1f} ± {half:.1f} points {time}"
+        )
     most = max(-low, high)
     if most > LARGE:
-        few = "seeds" if seeds.high - seeds.low > images.high - images.low else "images to test with"
+        few = (
+            "seeds" if seeds.high - seeds.low > images.high - images.low else "images to test with"
+        )
         return f"too few {few} to tell: differences of {listed} points"
     return f"no difference larger than {math.ceil(10 * most) / 10:.1f} points, {time}"
