@@ -1,4 +1,5 @@
-"""The networks that a comparison trains: one as it is, and one for each way in which it is converted."""
+"""The networks that a comparison trains: one as it is, and one for each way in which it is
+converted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,8 @@ ArmKind = Literal["original", "converted", "frozen", "dense"]
 class Arm:
     """A network of a comparison."""
 
-    kind: ArmKind = "original"  # frozen: positions stay where they start; dense: plain kernels of the window's size
+    # frozen: positions stay where they start; dense: plain kernels of the window's size
+    kind: ArmKind = "original"
     size: Size | None = None  # of the window; None: as the rules state, or as it is
     positions: Positions = "normal"  # where they start, from scratch
 
@@ -35,7 +37,9 @@ class Arm:
             return AS_IT_IS
         sides = (self.size, self.size) if isinstance(self.size, int) else self.size
         words = ["auto" if sides is None else size_text(sides)]
-        words += [self.kind] * (self.kind != "converted") + [self.positions] * (self.positions != "normal")
+        words += [self.kind] * (self.kind != "converted") + [self.positions] * (
+            self.positions != "normal"
+        )
         return " ".join(words)
 
     @property
@@ -43,8 +47,11 @@ class Arm:
         return self.label.replace(" ", "-")
 
 
-def make_arms(sizes: Sequence[Size | None], starts: Sequence[Positions], *, ablate: bool = False) -> list[Arm]:
-    """The network as it is; converted to each size, from each start; to ablate, with frozen positions and dense too."""
+def make_arms(
+    sizes: Sequence[Size | None], starts: Sequence[Positions], *, ablate: bool = False
+) -> list[Arm]:
+    """The network as it is; converted to each size, from each start; to ablate, with frozen
+    positions and dense too."""
     arms = [Arm()]
     for size in sizes:
         arms += [Arm(kind="converted", size=size, positions=start) for start in starts]
@@ -64,7 +71,9 @@ class ArmNetwork:
     start: list[Tensor] = field(init=False)  # positions
 
     def __post_init__(self) -> None:
-        self.start = [one.tensor.detach().clone() for one in position_parameters(self.model, "positions")]
+        self.start = [
+            one.tensor.detach().clone() for one in position_parameters(self.model, "positions")
+        ]
 
     def moved(self, trained: nn.Module) -> "Moved | None":
         """How far positions went, in the trained model, on the CPU; None without positions."""
@@ -79,8 +88,12 @@ class ArmNetwork:
             sides = [layers[name].extents[axis] for axis in layer.learnt_axes]
             outside.append([here.numel(), outside_share(here, sides), outside_share(start, sides)])
         weights, shares, before = torch.tensor(outside, dtype=torch.float64).T
-        shares, before = (float((weights * part).sum() / weights.sum()) for part in (shares, before))
-        return Moved(distance=float(torch.cat(distances).mean()), outside=shares, outside_before=before)
+        shares, before = (
+            float((weights * part).sum() / weights.sum()) for part in (shares, before)
+        )
+        return Moved(
+            distance=float(torch.cat(distances).mean()), outside=shares, outside_before=before
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,12 +106,14 @@ class Moved:
 
 
 def make_network(job: Job, arm: Arm) -> ArmNetwork:
-    """The network of an arm; what is not converted has the weights that the job's seed gives it, in every arm."""
+    """The network of an arm; what is not converted has the weights that the job's seed gives it, in
+    every arm."""
     if arm.kind == "original":
         return ArmNetwork(model=job.network, macs=job.convs.macs)
     options = replace(job.options, dilated_size=arm.size or AUTO)
     if arm.kind == "dense":
-        # All cells of the window will be weights, which start as the old kernel with zeros around it.
+        # All cells of the window will be weights, which start as the old kernel with zeros around
+        # it.
         options = replace(options, kernel_count=EXACT, scope="auto", interpolation=None)
         job = replace(job, init="exact", calibration=None, options=options)
     else:
