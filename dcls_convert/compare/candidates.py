@@ -11,7 +11,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, DclsConvertError, NothingMatchesError, PlanError, RuleError, one_line, shown
+from ..errors import (
+    CheckpointError,
+    DclsConvertError,
+    NothingMatchesError,
+    PlanError,
+    RuleError,
+    one_line,
+    shown,
+)
 from ..options import AUTO, DEFAULT_BUDGET
 from ..pipeline import Job
 from ..planning.plan import ConversionPlan, taken_from
@@ -30,7 +38,9 @@ class Candidate:
     row: SweepRow
     plan: ConversionPlan | None = None  # None: the original, or it does not fit
     model: nn.Module | None = None  # while it is timed
-    runs: list[tuple[float, float]] = field(default_factory=list)  # milliseconds of forward passes and training steps
+    runs: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # milliseconds of forward passes and training steps
 
     def change(self, **known: Any) -> None:
         self.row = replace(self.row, **known)
@@ -51,7 +61,9 @@ class Candidate:
             self.change(status="failed", reason=f"{what}: {kind}{one_line(error)[:200]}")
 
 
-def combinations(sizes: Sequence[Size], counts: Sequence[int] | None, budgets: Sequence[float] | None) -> list[Asked]:
+def combinations(
+    sizes: Sequence[Size], counts: Sequence[int] | None, budgets: Sequence[float] | None
+) -> list[Asked]:
     """Every size with every count, or with every budget."""
     every = itertools.product(sizes, counts or (None,), budgets or (None,))
     return [Asked(size=size, kernel_count=count, budget=budget) for size, count, budget in every]
@@ -59,7 +71,9 @@ def combinations(sizes: Sequence[Size], counts: Sequence[int] | None, budgets: S
 
 def usual_sizes(job: Job) -> list[int]:
     """The windows of a sweep that states none: of the smallest kernel, and larger ones."""
-    larger = larger_sizes(job.plan(replace(job.options, dilated_size=AUTO, kernel_count=AUTO)).layers)
+    larger = larger_sizes(
+        job.plan(replace(job.options, dilated_size=AUTO, kernel_count=AUTO)).layers
+    )
     return [larger[0] - 2, *larger[:-1]]
 
 
@@ -71,15 +85,24 @@ def make_sweep(
     timing: tuple[TimingSettings, torch.device] | None = None,
     slower: float,
 ) -> Sweep:
-    """All rows, with the commands that convert so; KeyboardInterrupt ends it early, with what is known by then."""
+    """All rows, with the commands that convert so; KeyboardInterrupt ends it early, with what is
+    known by then."""
     convs, source = job.convs, job.source
     assert source is not None
     if job.elements is not None:
-        raise CheckpointError(f"{job.where}: has elements of its own, so there is nothing to compare")
+        raise CheckpointError(
+            f"{job.where}: has elements of its own, so there is nothing to compare"
+        )
     if convs.macs is None and (job.input_size is not None or (timing and convs.input_size is None)):
         raise PlanError(f"{shown(source.name)}: {convs.macs_note}")
     folded_bytes = _state_bytes(job.meta)
-    original = SweepRow(asked=None, status="original", params=convs.params, macs=convs.macs, folded_bytes=folded_bytes)
+    original = SweepRow(
+        asked=None,
+        status="original",
+        params=convs.params,
+        macs=convs.macs,
+        folded_bytes=folded_bytes,
+    )
     candidates = [Candidate(original)]
     interrupted = False
     try:
@@ -112,10 +135,13 @@ def make_sweep(
 
 def _plan(job: Job, candidate: Candidate, asked: Asked) -> None:
     count, budget = asked.kernel_count or AUTO, asked.budget or DEFAULT_BUDGET
-    plan = job.plan(replace(job.options, dilated_size=asked.size, kernel_count=count, budget=budget))
+    plan = job.plan(
+        replace(job.options, dilated_size=asked.size, kernel_count=count, budget=budget)
+    )
     report = predict_report(plan)
     grown = sum(
-        (layer.folded_weights - layer.dense_weights) * cast(Any, job.meta.get_submodule(layer.name)).weight.itemsize
+        (layer.folded_weights - layer.dense_weights)
+        * cast(Any, job.meta.get_submodule(layer.name)).weight.itemsize
         for layer in plan.layers
     )
     candidate.plan = plan
@@ -139,23 +165,36 @@ def _fit(job: Job, candidate: Candidate, plan: ConversionPlan) -> None:
             candidate.change(**taken_from(outcome, SweepRow) | moved)
 
 
-def _time(job: Job, candidates: Sequence[Candidate], settings: TimingSettings, device: torch.device) -> None:
-    """Measure the original and those that have a plan, which take turns, and put the times into their rows."""
+def _time(
+    job: Job, candidates: Sequence[Candidate], settings: TimingSettings, device: torch.device
+) -> None:
+    """Measure the original and those that have a plan, which take turns, and put the times into
+    their rows."""
     assert job.convs.input_size is not None
     network = job.network.to(device)
-    images = torch.randn(settings.batch, *job.convs.input_size, generator=torch.Generator().manual_seed(0)).to(device)
+    images = torch.randn(
+        settings.batch, *job.convs.input_size, generator=torch.Generator().manual_seed(0)
+    ).to(device)
     for candidate in candidates:
         if candidate.plan is not None or candidate.row.asked is None:
             job.notify(f"building {candidate.row.window}")
             with candidate.doing("building"):
-                candidate.model = network if candidate.plan is None else converted_copy(network, candidate.plan)
+                candidate.model = (
+                    network if candidate.plan is None else converted_copy(network, candidate.plan)
+                )
     begun = time.perf_counter()
     for count in range(-1, MOST_ROUNDS):  # a round for warmth first
         spent = time.perf_counter() - begun
-        going = [(candidate, candidate.model) for candidate in candidates if candidate.model is not None]
+        going = [
+            (candidate, candidate.model) for candidate in candidates if candidate.model is not None
+        ]
         if (spent >= settings.seconds and count >= LEAST_ROUNDS) or not going:
             break
-        job.notify("warming up" if count < 0 else f"timing, round {count + 1}, {spent:.0f} of {settings.seconds:g} s")
+        job.notify(
+            "warming up"
+            if count < 0
+            else f"timing, round {count + 1}, {spent:.0f} of {settings.seconds:g} s"
+        )
         for candidate, model in going:
             with candidate.doing("timing"):
                 times = measure(model, images, amp=settings.amp)
@@ -167,5 +206,7 @@ def _time(job: Job, candidates: Sequence[Candidate], settings: TimingSettings, d
 
 def _state_bytes(model: nn.Module) -> int:
     """Bytes of a model's state dict, a shared tensor once."""
-    tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    tensors: dict[int, Tensor] = {
+        id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()
+    }
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
