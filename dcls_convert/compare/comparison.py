@@ -1,4 +1,5 @@
-"""A comparison by training: the network as it is beside its conversions, run by run, and the answer."""
+"""A comparison by training: the network as it is beside its conversions, run by run, and the
+answer."""
 
 import contextlib
 import math
@@ -15,7 +16,10 @@ from .arms import Arm
 from .runs import SETTINGS, Run, Settings, Trainer, in_turns
 
 COMPARISON = "comparison.json"
-LR, LR_BATCH = 1e-3, 256  # from scratch; as the square root of the batch, the paper's 4e-3 for 4,096 images
+LR, LR_BATCH = (
+    1e-3,
+    256,
+)  # from scratch; as the square root of the batch, the paper's 4e-3 for 4,096 images
 TUNED = 0.1  # of the rate, for weights that are trained
 
 
@@ -54,11 +58,12 @@ def settle(
     only: tuple[int, int],
     notify: Notify,
 ) -> Work:
-    """Time the arms, and decide the epochs where minutes for all runs are given; the folder's settings overrule both.
+    """Time the arms, and decide the epochs where minutes for all runs are given; the folder's
+    settings overrule both.
 
-    The trainer's settings become those that count. With `only` (i, n), the work is every n-th run, from the i-th on.
-    CheckpointError: the folder holds a comparison with other settings, or cannot be written; DclsConvertError: the
-    minutes are less than an epoch takes.
+    The trainer's settings become those that count. With `only` (i, n), the work is every n-th run,
+    from the i-th on. CheckpointError: the folder holds a comparison with other settings, or cannot
+    be written; DclsConvertError: the minutes are less than an epoch takes.
     """
     runs = list(in_turns(arms, seeds))
     mine = runs[only[0] - 1 :: only[1]]
@@ -66,24 +71,35 @@ def settle(
     path = trainer.folder / SETTINGS
     if known := path.exists():
         _take_settings(trainer, minutes)
-    elif is_checkpoint(trainer.folder) or any(path.is_dir() for path in trainer.folder.glob("[!.]*")):  # logs may be
-        raise CheckpointError(f"output {trainer.folder}: holds other things than a comparison; name another folder")
+    elif is_checkpoint(trainer.folder) or any(
+        path.is_dir() for path in trainer.folder.glob("[!.]*")
+    ):  # logs may be
+        raise CheckpointError(
+            f"output {trainer.folder}: holds other things than a comparison; name another folder"
+        )
     timed = arms if minutes and not known else list(dict.fromkeys(arm for arm, _ in left))
     took = {}
     for number, arm in enumerate(timed):
         notify(f"timing {arm.label}, {number + 1} of {len(timed)}", number, len(timed))
         took[arm] = trainer.seconds(arm)
-    updates = len(trainer.data.train) // trainer.settings.recipe.update_size(trainer.accelerator.num_processes)
+    updates = len(trainer.data.train) // trainer.settings.recipe.update_size(
+        trainer.accelerator.num_processes
+    )
     epoch = {arm: updates * update + test for arm, (update, test) in took.items()}
     if minutes and not known:
         every = sum(epoch[arm] for arm, _ in runs) / 60
         if minutes < every:
-            problem = f"{minutes:g} minutes: an epoch of all {len(runs)} runs takes {math.ceil(every)} here"
-            raise DclsConvertError(f"{problem}; give more, or take fewer seeds, sizes or images")
+            raise DclsConvertError(
+                f"{minutes:g} minutes: an epoch of all {len(runs)} runs takes "
+                f"{math.ceil(every)} here; give more, or take fewer seeds, sizes or images"
+            )
         trainer.settings = with_epochs(trainer.settings, int(minutes / every))
     if not known and trainer.accelerator.is_main_process:
         trainer.folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OutputExistsError), new_file(path, force=False) as partial:  # of another call
+        with (
+            contextlib.suppress(OutputExistsError),
+            new_file(path, force=False) as partial,
+        ):  # of another call
             partial.write_text(trainer.settings.to_json())
     trainer.accelerator.wait_for_everyone()
     _take_settings(trainer, minutes)
@@ -102,11 +118,16 @@ def _take_settings(trainer: Trainer, minutes: float | None) -> None:
 
 def with_epochs(settings: Settings, epochs: int) -> Settings:
     """With a warm-up of one epoch, or of one in 20."""
-    return replace(settings, recipe=replace(settings.recipe, epochs=epochs, warmup_epochs=max(1, epochs // 20)))
+    return replace(
+        settings, recipe=replace(settings.recipe, epochs=epochs, warmup_epochs=max(1, epochs // 20))
+    )
 
 
-def carry_out(trainer: Trainer, work: Work, arms: Sequence[Arm], seeds: Sequence[int], notify: Notify) -> Comparison:
-    """Train what is left, and answer from all runs that are there; `comparison.json` is written after each.
+def carry_out(
+    trainer: Trainer, work: Work, arms: Sequence[Arm], seeds: Sequence[int], notify: Notify
+) -> Comparison:
+    """Train what is left, and answer from all runs that are there; `comparison.json` is written
+    after each.
 
     An interrupt ends it with the runs so far, where there are some.
     """
@@ -129,8 +150,12 @@ def _gather(trainer: Trainer, arms: Sequence[Arm], seeds: Sequence[int]) -> Comp
     """From the runs that are there; `comparison.json` gets it."""
     found = {(arm, seed): trainer.finished(arm, seed) for arm, seed in in_turns(arms, seeds)}
     runs = tuple(run for arm in arms for seed in seeds if (run := found[arm, seed]) is not None)
-    missing = tuple(f"{arm.label}, seed {seed}" for (arm, seed), run in found.items() if run is None)
-    comparison = Comparison(settings=trainer.settings, arms=results(runs), runs=runs, missing=missing)
+    missing = tuple(
+        f"{arm.label}, seed {seed}" for (arm, seed), run in found.items() if run is None
+    )
+    comparison = Comparison(
+        settings=trainer.settings, arms=results(runs), runs=runs, missing=missing
+    )
     if trainer.accelerator.is_main_process:
         with new_file(trainer.folder / COMPARISON, force=True) as partial:
             partial.write_text(comparison.to_json())
