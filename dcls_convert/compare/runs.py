@@ -1,4 +1,5 @@
-"""The runs of a comparison: each trains one arm with one seed, and ends as a file of its own in the output folder."""
+"""The runs of a comparison: each trains one arm with one seed, and ends as a file of its own in the
+output folder."""
 
 import statistics
 import time
@@ -37,7 +38,9 @@ class Settings(Record):
     model: str
     model_args: dict[str, Any] = field(default_factory=dict)
     weights: str = "random"  # "pretrained", or the file's name
-    planning: dict[str, str] = field(default_factory=dict)  # options of the conversion that are not the usual ones
+    planning: dict[str, str] = field(
+        default_factory=dict
+    )  # options of the conversion that are not the usual ones
     data: str
     classes: int
     train_images: int
@@ -49,7 +52,9 @@ class Settings(Record):
 
     def check_same(self, stored: "Settings", folder: Path) -> None:
         """CheckpointError names the first thing in which the runs of the folder are others."""
-        mine, theirs = ({**one.to_dict(), **asdict(one.recipe), "recipe": None} for one in (self, stored))
+        mine, theirs = (
+            {**one.to_dict(), **asdict(one.recipe), "recipe": None} for one in (self, stored)
+        )
         for name, value in mine.items():
             if name != "data" and value != theirs[name]:  # machines have it in different places
                 found = f"compares with {name.replace('_', ' ')} {theirs[name]}, not {value}"
@@ -116,13 +121,17 @@ class Trainer:
         some = min(len(self.data.test), TRIAL_BATCHES * self.settings.recipe.batch_size)
         data = replace(self.data, test=Subset(self.data.test, range(some)))
         recipe = replace(self.settings.recipe, epochs=TRIAL_UPDATES)
-        training = Training(network.model, data, recipe, accelerator=self.accelerator, fsdp=self.fsdp)
+        training = Training(
+            network.model, data, recipe, accelerator=self.accelerator, fsdp=self.fsdp
+        )
         try:
             training.run(most_updates=TRIAL_UPDATES)
         except (DclsConvertError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the model's own code
-            raise DclsConvertError(f"{arm.label}: fails on these images: {one_line(error)[:200]}") from error
+            raise DclsConvertError(
+                f"{arm.label}: fails on these images: {one_line(error)[:200]}"
+            ) from error
         begun = time.monotonic()
         training.test()
         return usual(training.updates), (time.monotonic() - begun) * len(self.data.test) / some
@@ -135,13 +144,18 @@ class Trainer:
         return Run.from_json(path.read_bytes(), str(path)) if path.exists() else None
 
     def run(self, arm: Arm, seed: int, notify: Notify) -> Run:
-        """Train an arm with a seed, or go on with its training, and leave its file in the folder."""
+        """Train an arm with a seed, or go on with its training, and leave its file in the
+        folder."""
         where, cuda = self.path(arm, seed), self.accelerator.device.type == "cuda"
         notify(f"{arm.label}, seed {seed}: converting")
         network, recipe = self.network(arm, seed), replace(self.settings.recipe, seed=seed)
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.accelerator.device)
-        settings = {"arm": arm.label, "model": self.settings.model, "train_images": len(self.data.train)}
+        settings = {
+            "arm": arm.label,
+            "model": self.settings.model,
+            "train_images": len(self.data.train),
+        }
         training = Training(
             network.model,
             self.data,
@@ -155,7 +169,9 @@ class Trainer:
 
         def tell(training: Training) -> None:
             epoch, top1 = len(training.top1), training.top1[-1]
-            notify(f"{arm.label}, seed {seed}: epoch {epoch} of {recipe.epochs}, top-1 {top1:.2f} %")
+            notify(
+                f"{arm.label}, seed {seed}: epoch {epoch} of {recipe.epochs}, top-1 {top1:.2f} %"
+            )
 
         try:
             training.run(tell)
@@ -167,14 +183,19 @@ class Trainer:
         run = Run(
             arm=arm,
             seed=seed,
-            device=torch.cuda.get_device_name(self.accelerator.device) if cuda else self.accelerator.device.type,
+            device=torch.cuda.get_device_name(self.accelerator.device)
+            if cuda
+            else self.accelerator.device.type,
             processes=self.accelerator.num_processes,
             params=sum(parameter.numel() for parameter in trained.parameters()),
             macs=network.macs,
             step_ms=1e3 * usual(training.steps),
             images_per_second=images / statistics.median(training.seconds),
             peak_mib=peak,
-            loss=tuple(statistics.mean(training.loss[first : first + steps]) for first in range(0, updates, steps)),
+            loss=tuple(
+                statistics.mean(training.loss[first : first + steps])
+                for first in range(0, updates, steps)
+            ),
             top1=tuple(training.top1),
             seconds=tuple(training.seconds),
             right="".join("01"[right] for right in training.correct.tolist()),
@@ -190,5 +211,6 @@ class Trainer:
 
 
 def in_turns(arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[tuple[Arm, int]]:
-    """All arms with the first seed, then all with the next: a comparison that is cut short has pairs."""
+    """All arms with the first seed, then all with the next: a comparison that is cut short has
+    pairs."""
     return ((arm, seed) for seed in seeds for arm in arms)
