@@ -1,4 +1,5 @@
-"""What would become of the models of timm's and torchvision's registries: a row of plain values for each."""
+"""What would become of the models of timm's and torchvision's registries: a row of plain values for
+each."""
 
 import fnmatch
 import functools
@@ -36,7 +37,9 @@ class ModelRow:
     reason: str | None = None  # one line; None where it is planned
     input_size: tuple[int, ...] | None = None
     rules: str | None = None  # file or name
-    convolutions: dict[str, int] = field(default_factory=dict)  # "depthwise 7x7" -> 18, the most frequent first
+    convolutions: dict[str, int] = field(
+        default_factory=dict
+    )  # "depthwise 7x7" -> 18, the most frequent first
     replaced: dict[str, int] = field(default_factory=dict)  # those of them that would be replaced
     dilated_sizes: tuple[tuple[int, ...], ...] = ()  # all that occur
     kernel_counts: tuple[int, ...] = ()  # all that occur
@@ -45,7 +48,8 @@ class ModelRow:
 
 
 def names_matching(pattern: str | None) -> list[str]:
-    """Names of both registries; without wildcards the pattern is a name, or else a part of names."""
+    """Names of both registries; without wildcards the pattern is a name, or else a part of
+    names."""
     known = registry_names()
     if pattern is None:
         return known
@@ -53,7 +57,11 @@ def names_matching(pattern: str | None) -> list[str]:
     prefix, colon, part = lower.rpartition(":")
     is_plain = lower and not set(lower) & set(WILDCARDS)
     for each in [lower, f"{prefix}{colon}*{part}*"] if is_plain else [lower]:
-        names = [n for n in known if any(fnmatch.fnmatchcase(x.lower(), each) for x in (n, n.partition(":")[2]))]
+        names = [
+            n
+            for n in known
+            if any(fnmatch.fnmatchcase(x.lower(), each) for x in (n, n.partition(":")[2]))
+        ]
         if names:
             return names
     bare = part.strip("".join(WILDCARDS))
@@ -61,7 +69,9 @@ def names_matching(pattern: str | None) -> list[str]:
     raise ModelError(f"no model of timm or torchvision matches {shown(pattern)!r}{near}")
 
 
-def model_row(name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None) -> ModelRow:
+def model_row(
+    name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None
+) -> ModelRow:
     """Plan one model without its weights, at the input size that it states if none is given."""
     job = Job(source=ModelSource(name=name), options=options, input_size=input_size, offline=True)
     row = ModelRow(name=name, status="planned")
@@ -76,7 +86,10 @@ def model_row(name: str, options: PlanOptions, input_size: tuple[int, ...] | Non
         )
         plan = job.plan()
     except DclsConvertError as error:
-        statuses: dict[type, Status] = {ModelError: "failed", NothingMatchesError: "nothing matches"}
+        statuses: dict[type, Status] = {
+            ModelError: "failed",
+            NothingMatchesError: "nothing matches",
+        }
         return replace(row, status=statuses.get(type(error), "does not fit"), reason=str(error))
     report = predict_report(plan)
     replaced = Counter(f"{layer.kind} {size_text(layer.kernel_size)}" for layer in plan.layers)
@@ -101,20 +114,31 @@ def survey_models(
     advance: Callable[[ModelRow], None] = lambda row: None,
 ) -> list[ModelRow]:
     """A row for every name, in their order; `advance` gets each as soon as it is ready."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processors = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     workers = workers or max(1, min(processors, len(names) // MODELS_A_WORKER))
     work = functools.partial(model_row, options=options, input_size=input_size)
     rows: dict[int, ModelRow] = {}
-    for index, value, failure in run_jobs(work, names, workers=workers, timeout=timeout, set_up=set_up_worker):
+    for index, value, failure in run_jobs(
+        work, names, workers=workers, timeout=timeout, set_up=set_up_worker
+    ):
         rows[index] = value or ModelRow(name=names[index], status="failed", reason=failure)
         advance(rows[index])
     return [rows[index] for index in range(len(names))]
 
 
-def chosen_rows(rows: Sequence[ModelRow], *, sort: Sort | None = None, kind: Kind | None = None) -> list[ModelRow]:
-    """Rows of which convolutions of this kind are replaced, or that failed; sorted, with unknown values last."""
+def chosen_rows(
+    rows: Sequence[ModelRow], *, sort: Sort | None = None, kind: Kind | None = None
+) -> list[ModelRow]:
+    """Rows of which convolutions of this kind are replaced, or that failed; sorted, with unknown
+    values last."""
     if kind is not None:
-        rows = [row for row in rows if row.status == "failed" or kind in {name.split()[0] for name in row.replaced}]
+        rows = [
+            row
+            for row in rows
+            if row.status == "failed" or kind in {name.split()[0] for name in row.replaced}
+        ]
     if sort is None:
         return list(rows)
     value: Callable[[ModelRow], Any] = {
@@ -129,7 +153,9 @@ def chosen_rows(rows: Sequence[ModelRow], *, sort: Sort | None = None, kind: Kin
 
 def set_up_worker() -> None:
     """For a process that surveys one model after another: imports, one thread."""
-    torch.set_num_threads(1)  # there is a process for every core, and tensors on meta compute nothing
+    torch.set_num_threads(
+        1
+    )  # there is a process for every core, and tensors on meta compute nothing
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     registry_names()  # imports timm and torchvision
