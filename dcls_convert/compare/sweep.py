@@ -1,4 +1,5 @@
-"""What a sweep found, as data: a row for each combination of window and count or budget, and the recommended size."""
+"""What a sweep found, as data: a row for each combination of window and count or budget, and the
+recommended size."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +11,9 @@ from ..depthwise.geometry import size_text
 from ..options import MOST_WINDOW
 from ..records import Record
 
-EQUAL_ERRORS = 0.005  # relative errors that differ less say little of what training will make of them
+EQUAL_ERRORS = (
+    0.005  # relative errors that differ less say little of what training will make of them
+)
 Status = Literal["original", "done", "does not fit", "failed"]
 Size = int | tuple[int, ...]
 
@@ -36,7 +39,8 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRow:
-    """One combination, or the dense original; None and empty stand for what is not known, or was not asked for."""
+    """One combination, or the dense original; None and empty stand for what is not known, or was
+    not asked for."""
 
     asked: Asked | None  # None: the dense original
     status: Status
@@ -48,22 +52,33 @@ class SweepRow:
     elements: int | None = None  # in all kernels
     params: int | None = None  # of the whole model
     macs: int | None = None  # of the whole model, for one image
-    folded_bytes: int | None = None  # of the whole model's weights and buffers, with constructed kernels
+    folded_bytes: int | None = (
+        None  # of the whole model's weights and buffers, with constructed kernels
+    )
     forward_ms: Timing | None = None  # a batch in eval mode
-    step_ms: Timing | None = None  # a batch forward and backward in training mode, and a step of SGD
+    step_ms: Timing | None = (
+        None  # a batch forward and backward in training mode, and a step of SGD
+    )
     kernel_error: float | None = None  # mean of |new - old| / |old| over the replaced kernels
-    images: int | None = None  # that were held out of the calibration, with which outputs were compared
-    output_error: float | None = None  # |new - old| / |old| of the outputs for them; without any, for random images
+    images: int | None = (
+        None  # that were held out of the calibration, with which outputs were compared
+    )
+    output_error: float | None = (
+        None  # |new - old| / |old| of the outputs for them; without any, for random images
+    )
     same_top1: float | None = None  # share of them whose class is the same as before
     kl: float | None = None  # mean KL divergence of the class scores, in nats
     dominated: bool = False  # another row is no worse in anything, and better in something
 
     @property
     def window(self) -> str:
-        """ "17x17"; "7x7..9x9" where there are several; as it was asked for where nothing was planned."""
+        """ "17x17"; "7x7..9x9" where there are several; as it was asked for where nothing was
+        planned."""
         if self.asked is None:
             return "dense"
-        sizes = self.dilated_sizes or ((self.asked.size,) if isinstance(self.asked.size, int) else self.asked.size,)
+        sizes = self.dilated_sizes or (
+            (self.asked.size,) if isinstance(self.asked.size, int) else self.asked.size,
+        )
         return "..".join(dict.fromkeys(size_text(size) for size in (sizes[0], sizes[-1])))
 
 
@@ -128,7 +143,8 @@ def _sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
 
 
 def compared(done: Sequence[SweepRow]) -> list[tuple[float, ...]]:
-    """What rows that are done are compared by, where it is known of all; of each number, less is better."""
+    """What rows that are done are compared by, where it is known of all; of each number, less is
+    better."""
     times: list[Value] = [step_ms, lambda row: row.forward_ms and row.forward_ms.median]
     costs = [value for value in times if _known(done, value)] or [_macs] * _known(done, _macs)
     gain: Value = _error if _known(done, _error) else lambda row: -(row.elements or 0)
@@ -146,7 +162,9 @@ def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
 def with_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
     numbers = compared([row for row in rows if row.status == "done"])
     marks = iter([any(dominates(other, own) for other in numbers) for own in numbers])
-    return tuple(replace(row, dominated=next(marks)) if row.status == "done" else row for row in rows)
+    return tuple(
+        replace(row, dominated=next(marks)) if row.status == "done" else row for row in rows
+    )
 
 
 def growth(row: SweepRow, original: SweepRow, value: Value) -> float:
@@ -155,7 +173,8 @@ def growth(row: SweepRow, original: SweepRow, value: Value) -> float:
 
 
 def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
-    """The recommended size, and why, in one sentence; docs/choosing.md says how. The first row is the original."""
+    """The recommended size, and why, in one sentence; docs/choosing.md says how. The first row is
+    the original."""
     original, done = rows[0], [row for row in rows if row.status == "done"]
     cost = next((value for value in (step_ms, _macs) if _known([original, *done], value)), None)
     if not done or cost is None:
@@ -165,7 +184,9 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
     grown = [row for row in done if folded(row) > folded(original)]
     most = max(params(original), min(map(params, grown or done)))
     pool = [row for row in grown or done if params(row) <= most]
-    held = "no more parameters than the original" if most == original.params else "fewest parameters"
+    held = (
+        "no more parameters than the original" if most == original.params else "fewest parameters"
+    )
     limit = f"{slower:g} % more {'time for a training step' if cost is step_ms else 'MACs'}"
     within = [row for row in pool if growth(row, original, cost) <= slower]
     if not within:
@@ -178,10 +199,17 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
         within = [row for row in within if max(sides_of[id(row)]) <= MOST_WINDOW] or within
         fitted, merit = _known(done, _error), "largest window"
         if fitted:
-            within = [row for row in within if _error(row) <= min(map(_error, within)) + EQUAL_ERRORS]
+            within = [
+                row for row in within if _error(row) <= min(map(_error, within)) + EQUAL_ERRORS
+            ]
         taken = max(within, key=lambda row: (math.prod(sides_of[id(row)]), row.elements))
         if fitted:
             of = "outputs for images held out" if taken.images else "kernels"
-            merit = f"least error of {of} ({_error(taken):.3f}; of those within {EQUAL_ERRORS:g}, the largest window)"
-        why = f"the {merit} with {held} and at most {limit} ({growth(taken, original, cost):+.1f} %)"
+            merit = (
+                f"least error of {of} ({_error(taken):.3f}; "
+                f"of those within {EQUAL_ERRORS:g}, the largest window)"
+            )
+        why = (
+            f"the {merit} with {held} and at most {limit} ({growth(taken, original, cost):+.1f} %)"
+        )
     return Choice(row=rows.index(taken), why=why, command=taken.command)
