@@ -16,7 +16,9 @@ from ..planning.plan import ConversionPlan
 from ..surgery.start import apply_plan_
 from .sweep import Timing
 
-CALLS_ON_GPU = 5  # a measured run on a GPU is their mean, since the end of the last alone is waited for
+CALLS_ON_GPU = (
+    5  # a measured run on a GPU is their mean, since the end of the last alone is waited for
+)
 
 
 def check_device(name: str) -> torch.device:
@@ -31,8 +33,11 @@ def check_device(name: str) -> torch.device:
 
 
 def converted_copy(model: nn.Module, plan: ConversionPlan) -> nn.Module:
-    """With random elements; what is not converted is the model's own, so that memory holds little more than one."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    """With random elements; what is not converted is the model's own, so that memory holds little
+    more than one."""
+    shared: dict[int, Any] = {
+        id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
+    }
     converted = copy.deepcopy(model, shared)
     apply_plan_(converted, plan, init="random")
     return converted
@@ -40,12 +45,15 @@ def converted_copy(model: nn.Module, plan: ConversionPlan) -> nn.Module:
 
 def summary(runs: Sequence[float]) -> Timing:
     """Quartiles, by linear interpolation."""
-    low, middle, high = statistics.quantiles(runs, n=4, method="inclusive") if len(runs) > 1 else [runs[0]] * 3
+    low, middle, high = (
+        statistics.quantiles(runs, n=4, method="inclusive") if len(runs) > 1 else [runs[0]] * 3
+    )
     return Timing(median=middle, first_quartile=low, third_quartile=high, runs=len(runs))
 
 
 def measure(model: nn.Module, images: Tensor, *, amp: bool) -> tuple[float, float]:
-    """Milliseconds of a forward pass and of a training step, whose learning rate is 0: it changes statistics alone."""
+    """Milliseconds of a forward pass and of a training step, whose learning rate is 0: it changes
+    statistics alone."""
     autocast = torch.autocast(images.device.type, torch.bfloat16, enabled=amp)
 
     def forward() -> None:
