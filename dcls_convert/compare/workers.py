@@ -1,4 +1,5 @@
-"""Jobs in worker processes that may crash or hang: such a job fails alone, and a new worker takes over."""
+"""Jobs in worker processes that may crash or hang: such a job fails alone, and a new worker takes
+over."""
 
 import contextlib
 import multiprocessing
@@ -29,17 +30,25 @@ def run_jobs(
     timeout: float | None = None,  # seconds for one job, without the start of its worker
     set_up: Callable[[], None] | None = None,
 ) -> Iterator[tuple[int, Any, str | None]]:
-    """Of every job, as soon as it is done: its index, what `function` returned, and one line if it failed instead."""
+    """Of every job, as soon as it is done: its index, what `function` returned, and one line if it
+    failed instead."""
     left, before = dict(enumerate(jobs)), 0
-    while left and len(left) != before:  # a pool breaks when a worker dies without a job; the next pool takes over
+    while (
+        left and len(left) != before
+    ):  # a pool breaks when a worker dies without a job; the next pool takes over
         before = len(left)
-        context = multiprocessing.get_context("spawn")  # not "fork": a copy of torch's thread pool does not work
-        pool = ProcessPool(min(workers, len(left)), initializer=_start_worker, initargs=(set_up,), context=context)
+        context = multiprocessing.get_context(
+            "spawn"
+        )  # not "fork": a copy of torch's thread pool does not work
+        pool = ProcessPool(
+            min(workers, len(left)), initializer=_start_worker, initargs=(set_up,), context=context
+        )
         done: SimpleQueue[Future[Any]] = SimpleQueue()
         try:
             with _without_ctrl_c():
                 futures: dict[Future[Any], int] = {
-                    pool.schedule(_answer, (function, job), timeout=timeout): index for index, job in left.items()
+                    pool.schedule(_answer, (function, job), timeout=timeout): index
+                    for index, job in left.items()
                 }
             for each in futures:
                 each.add_done_callback(done.put)
@@ -58,7 +67,8 @@ def run_jobs(
 
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Threads and processes that start inside do not get SIGINT, which a terminal sends to the workers too."""
+    """Threads and processes that start inside do not get SIGINT, which a terminal sends to the
+    workers too."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -83,7 +93,8 @@ def _result(future: Future[Any], timeout: float | None) -> tuple[Any, str | None
 
 
 def _start_worker(set_up: Callable[[], None] | None) -> None:
-    """In the worker, before its first job: it ends at once when it is told to or the parent is gone, and is silent."""
+    """In the worker, before its first job: it ends at once when it is told to or the parent is
+    gone, and is silent."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     null = os.open(os.devnull, os.O_WRONLY)
