@@ -1,4 +1,5 @@
-"""Our entry in timm's registry, and timm's convolutions in ours, without importing timm or torch early."""
+"""Our entry in timm's registry, and timm's convolutions in ours, without importing timm or torch
+early."""
 
 import importlib.abc
 import importlib.machinery
@@ -9,7 +10,8 @@ from typing import Any
 
 
 def dcls_convert(pretrained: bool = False, **kwargs: Any) -> Any:
-    """One of our folders, for `timm.create_model("local-dir:FOLDER")`; timm's registry takes this function's name."""
+    """One of our folders, for `timm.create_model("local-dir:FOLDER")`; timm's registry takes this
+    function's name."""
     from .checkpoints.timm_model import create_converted
 
     return create_converted(pretrained=pretrained, **kwargs)
@@ -19,7 +21,8 @@ def register_when_timm_is_imported() -> None:
     """Register `dcls_convert` with timm, now if timm is there, else as soon as it is imported."""
     if sys.modules.get("timm") is not None:
         _register()
-    # timm has no plug-ins, and importing it here would cost every command the seconds that torch takes.
+    # timm has no plug-ins, and importing it here would cost every command the seconds that torch
+    # takes.
     elif not any(isinstance(finder, _TimmFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TimmFinder())
 
@@ -35,7 +38,8 @@ def _register() -> None:
 
 
 class _TimmFinder(importlib.abc.MetaPathFinder):
-    """Finds timm by the other finders, and has it registered after it was executed; it may be looked up before."""
+    """Finds timm by the other finders, and has it registered after it was executed; it may be
+    looked up before."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -43,7 +47,10 @@ class _TimmFinder(importlib.abc.MetaPathFinder):
         if fullname != "timm":
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
+        spec = next(
+            (found for finder in others if (found := finder.find_spec(fullname, path, target))),
+            None,
+        )
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
