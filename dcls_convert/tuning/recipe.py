@@ -33,7 +33,9 @@ class Recipe:
     cutmix: float = 0.0
     ema: float = 0.0  # decay of the averaged weights, which are tested; 0: no average
     repulsive: float = 0.0  # weight of the square of the repulsive loss, which keeps elements apart
-    temperature: float = 4.0  # by which a student's and its teacher's outputs are divided before softmax
+    temperature: float = (
+        4.0  # by which a student's and its teacher's outputs are divided before softmax
+    )
     freeze_statistics: bool = False  # BatchNorm goes by those that it has: for few images
     seed: int = 0
 
@@ -45,7 +47,9 @@ class Recipe:
                 allowed = f"at least {least}" + (" and below 1" if most == 1 else "")
                 raise DclsConvertError(f"{name.replace('_', ' ')} {value}: must be {allowed}")
         if (self.mixup or self.cutmix) and self.batch_size % 2:
-            raise DclsConvertError(f"batch size {self.batch_size}: mixup and cutmix need an even one")
+            raise DclsConvertError(
+                f"batch size {self.batch_size}: mixup and cutmix need an even one"
+            )
 
     def update_size(self, processes: int) -> int:
         """Images of one update."""
