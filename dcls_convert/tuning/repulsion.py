@@ -1,6 +1,7 @@
 """The repulsive loss: elements of one kernel that are nearer than a cell push each other apart.
 
-Axes: A learnt axes, *C kernels (output channel, input channel, cell of a dense axis), E elements of one kernel.
+Axes: A learnt axes, *C kernels (output channel, input channel, cell of a dense axis), E elements of
+one kernel.
 Source: paper (arXiv:2112.03740), section 3 "Repulsive loss"; the authors' ConvNeXt training code.
 """
 
@@ -19,20 +20,22 @@ MOST_DISTANCES = 1 << 20  # held at once: 4 MiB in float32, and a few tensors of
 
 
 def repulsive_loss(model: nn.Module) -> Tensor:
-    """How far the elements of a kernel overlap, from 0 to 1; its *square* is what the paper's authors add to the loss:
+    """How far the elements of a kernel overlap, from 0 to 1; its *square* is what the paper's
+    authors add to the loss:
 
         loss = criterion(model(images), labels) + tuning.repulsive_loss(model) ** 2
 
-    They do so from epoch 21 on. For each positions tensor, 2 / (m (m - 1) kernels) * sum over kernels and pairs i < j
-    of relu(1 - |p_i - p_j|), with m elements in a kernel and distances in cells; then the mean over all positions
-    tensors, tied ones once. Kernels are out_channels * in_channels / groups, times the cells of dense axes.
+    They do so from epoch 21 on. For each positions tensor, 2 / (m (m - 1) kernels) * sum over
+    kernels and pairs i < j of relu(1 - |p_i - p_j|), with m elements in a kernel and distances in
+    cells; then the mean over all positions tensors, tied ones once. Kernels are out_channels *
+    in_channels / groups, times the cells of dense axes.
 
-    Memory stays bounded, in an ordinary backward too: no tensor is larger than the positions or a few MiB. Elements at
-    exactly one place do not push each other, since no direction is given.
+    Memory stays bounded, in an ordinary backward too: no tensor is larger than the positions or a
+    few MiB. Elements at exactly one place do not push each other, since no direction is given.
 
     Returns:
-        A scalar on the first positions' device; 0, without a gradient, where the model has no DCLS layers. Under FSDP2
-        all ranks must call it.
+        A scalar on the first positions' device; 0, without a gradient, where the model has no DCLS
+        layers. Under FSDP2 all ranks must call it.
     """
     positions = [one.tensor for one in position_parameters(model, "positions")]
     if not positions:
@@ -42,7 +45,8 @@ def repulsive_loss(model: nn.Module) -> Tensor:
 
 
 def repulsion(positions: Tensor) -> Tensor:
-    """The loss of one tensor, (A, *C, E); in float32 where positions are narrower, and 0 for kernels of one element."""
+    """The loss of one tensor, (A, *C, E); in float32 where positions are narrower, and 0 for
+    kernels of one element."""
     axes, count = positions.shape[0], positions.shape[-1]
     # A copy: layers clamp their positions in place, also between this and the backward.
     exact = positions.to(torch.promote_types(positions.dtype, torch.float32), copy=True)
@@ -52,7 +56,8 @@ def repulsion(positions: Tensor) -> Tensor:
 
 
 class _Total(Function):
-    """`_total`, whose gradient is computed along with the value: no distances are kept for backward."""
+    """`_total`, whose gradient is computed along with the value: no distances are kept for
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, kernels: Tensor) -> Tensor:
@@ -70,11 +75,14 @@ class _Total(Function):
 
 
 def _total(kernels: Tensor, gradient: Tensor | None = None) -> Tensor:
-    """Sum of relu(1 - distance) over ordered pairs; fills in its gradient. Kernels and gradient are (A, C, E)."""
+    """Sum of relu(1 - distance) over ordered pairs; fills in its gradient. Kernels and gradient are
+    (A, C, E)."""
     total = kernels.new_zeros(())
     for part, differences, squares in pairs(kernels, MOST_DISTANCES):
         together = squares == 0  # so is an element with itself, which does not count
-        distances = squares.masked_fill_(together, REACH**2).sqrt()  # the root has no derivative at 0
+        distances = squares.masked_fill_(
+            together, REACH**2
+        ).sqrt()  # the root has no derivative at 0
         pushes = (REACH - distances).relu_()
         total = total + pushes.sum() + REACH * (together.sum() - kernels[0][part].numel())
         if gradient is not None:
