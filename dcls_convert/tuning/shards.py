@@ -1,4 +1,5 @@
-"""The images of webdataset's shards (timm's `wds/`) by number, so that a run knows which image it sees when."""
+"""The images of webdataset's shards (timm's `wds/`) by number, so that a run knows which image it
+sees when."""
 
 import io
 import json
@@ -11,17 +12,23 @@ import numpy as np
 
 
 class Shards:
-    """What timm reads as a stream, by number: an index of its tar files, which are opened for each image.
+    """What timm reads as a stream, by number: an index of its tar files, which are opened for each
+    image.
 
-    Its samples are those of timm's reader: of one base name the first image among the reader's suffixes, and the label
-    of its `cls` file or, where the data set states `alt_label`, of that field of its `json` file.
+    Its samples are those of timm's reader: of one base name the first image among the reader's
+    suffixes, and the label of its `cls` file or, where the data set states `alt_label`, of that
+    field of its `json` file.
     """
 
     def __init__(self, stream: Any) -> None:
         suffixes, alternative = stream.input_key.split(";"), stream.split_info.alt_label
         self.paths = [Path(stream.root, name) for name in stream.split_info.filenames]
         self.class_to_idx: dict[str, int] = stream.class_to_idx
-        found = [(at, *each) for at, path in enumerate(self.paths) for each in _find(path, suffixes, alternative)]
+        found = [
+            (at, *each)
+            for at, path in enumerate(self.paths)
+            for each in _find(path, suffixes, alternative)
+        ]
         self.samples = np.array(found)  # (images, 4): shard, first byte, bytes, label
 
     def __len__(self) -> int:
