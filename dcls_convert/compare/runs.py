@@ -22,7 +22,7 @@ from ..progress import Notify
 from ..records import Record
 from ..tuning.images import ImageData, set_transforms_
 from ..tuning.recipe import Recipe
-from ..tuning.training import STATE, Training, usual
+from ..tuning.training import STATE, Training, median_after_warmup
 from .arms import Arm, ArmNetwork, Moved, make_network
 
 SETTINGS, RUNS, MODELS, FINISHED = "settings.json", "runs", "models", "run.json"
@@ -134,7 +134,9 @@ class Trainer:
             ) from error
         begun = time.monotonic()
         training.test()
-        return usual(training.updates), (time.monotonic() - begun) * len(self.data.test) / some
+        return median_after_warmup(training.update_seconds_with_loading), (
+            time.monotonic() - begun
+        ) * len(self.data.test) / some
 
     def path(self, arm: Arm, seed: int) -> Path:
         return self.folder / RUNS / f"{arm.file_name}-seed{seed}"
@@ -177,7 +179,11 @@ class Trainer:
             training.run(tell)
         except DclsConvertError as error:
             raise type(error)(f"{arm.label}, seed {seed}: {error}") from error
-        trained, updates, steps = training.trained(), training.update, training.updates_per_epoch
+        trained, updates, steps = (
+            training.trained(),
+            training.updates_done,
+            training.updates_per_epoch,
+        )
         peak = torch.cuda.max_memory_allocated(self.accelerator.device) / 2**20 if cuda else None
         images = steps * recipe.update_size(self.accelerator.num_processes)
         run = Run(
@@ -189,15 +195,15 @@ class Trainer:
             processes=self.accelerator.num_processes,
             params=sum(parameter.numel() for parameter in trained.parameters()),
             macs=network.macs,
-            step_ms=1e3 * usual(training.steps),
-            images_per_second=images / statistics.median(training.seconds),
+            step_ms=1e3 * median_after_warmup(training.update_seconds),
+            images_per_second=images / statistics.median(training.epoch_seconds),
             peak_mib=peak,
             loss=tuple(
                 statistics.mean(training.loss[first : first + steps])
                 for first in range(0, updates, steps)
             ),
             top1=tuple(training.top1),
-            seconds=tuple(training.seconds),
+            seconds=tuple(training.epoch_seconds),
             right="".join("01"[right] for right in training.correct.tolist()),
             moved=network.moved(trained),
         )

@@ -165,7 +165,7 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
 def test_a_run_that_was_killed_goes_on(tmp_path):
     options = ("--sizes", "9", "--epochs", "3", "--seeds", "1")
     compare(*options, "--output", "whole")
-    real, calls = Training._update, 0
+    real, calls = Training._train_update, 0
 
     def killed(*arguments):
         nonlocal calls
@@ -174,7 +174,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    with patch.object(Training, "_update", killed):
+    with patch.object(Training, "_train_update", killed):
         out, err = compare(*options, "--output", "killed", code=130)
     assert out.splitlines()[-2:] == [
         " 1 run missing: 9x9 uniform, seed 0",
