@@ -87,7 +87,7 @@ def _result(label: str, runs: dict[int, Run], original: dict[int, Run]) -> ArmRe
     differences = tuple(one.top1[-1] - other.top1[-1] for one, other in pairs)
     slower = step_ms / statistics.median(run.step_ms for run in original.values())
     # Of each image, the mean over the seeds.
-    images = np.mean([one.is_right() - other.is_right() for one, other in pairs], axis=0)
+    images = np.mean([one.correct() - other.correct() for one, other in pairs], axis=0)
     over_seeds, over_images = over_all_seeds(differences), over_all_images(images)
     return replace(
         result,

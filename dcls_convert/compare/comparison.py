@@ -81,7 +81,7 @@ def settle(
     took = {}
     for number, arm in enumerate(timed):
         notify(f"timing {arm.label}, {number + 1} of {len(timed)}", number, len(timed))
-        took[arm] = trainer.seconds(arm)
+        took[arm] = trainer.time_trial(arm)
     updates = len(trainer.data.train) // trainer.settings.recipe.update_size(
         trainer.accelerator.num_processes
     )
