@@ -80,16 +80,15 @@ def _own_result(label: str, runs: Sequence[Run]) -> ArmResult:
     top1_deviation = None
     if len(top1) > 1:
         top1_deviation = statistics.stdev(top1)
-    distance = None
-    outside = None
-    moved = [run.moved for run in runs if run.moved is not None]
-    if moved:
-        distance = statistics.mean(one.distance for one in moved)
-        outside = statistics.mean(one.outside for one in moved)
-    peak_mib = None
+    distances = []
+    outside = []
+    peaks = []
     for run in runs:
+        if run.moved is not None:
+            distances.append(run.moved.distance)
+            outside.append(run.moved.outside)
         if run.peak_mib is not None:
-            peak_mib = max(run.peak_mib, peak_mib or 0.0)
+            peaks.append(run.peak_mib)
     return ArmResult(
         label=label,
         seeds=tuple(run.seed for run in runs),
@@ -97,11 +96,11 @@ def _own_result(label: str, runs: Sequence[Run]) -> ArmResult:
         macs=runs[0].macs,
         step_ms=_median_step_ms(runs),
         images_per_second=statistics.median(run.images_per_second for run in runs),
-        peak_mib=peak_mib,
+        peak_mib=max(peaks, default=None),
         top1=statistics.mean(top1),
         top1_deviation=top1_deviation,
-        distance=distance,
-        outside=outside,
+        distance=statistics.mean(distances) if distances else None,
+        outside=statistics.mean(outside) if outside else None,
     )
 
 

@@ -213,7 +213,9 @@ def _notify_run(notify: Notify, number: int, count: int, what: str, *_: int) -> 
 
 def _collect(trainer: Trainer, arms: Sequence[Arm], seeds: Sequence[int]) -> Comparison:
     """The comparison of all finished runs; it is also written as `comparison.json`."""
-    found = {(arm, seed): trainer.finished(arm, seed) for arm, seed in in_turns(arms, seeds)}
+    found: dict[tuple[Arm, int], Run | None] = {}
+    for arm, seed in in_turns(arms, seeds):
+        found[arm, seed] = trainer.finished(arm, seed)
     missing = []
     for (arm, seed), run in found.items():
         if run is None:
