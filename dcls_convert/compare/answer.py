@@ -99,9 +99,15 @@ def _own_result(label: str, runs: Sequence[Run]) -> ArmResult:
         peak_mib=max(peaks, default=None),
         top1=statistics.mean(top1),
         top1_deviation=top1_deviation,
-        distance=statistics.mean(distances) if distances else None,
-        outside=statistics.mean(outside) if outside else None,
+        distance=_mean(distances),
+        outside=_mean(outside),
     )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return statistics.mean(values)
 
 
 def _median_step_ms(runs: Iterable[Run]) -> float:
