@@ -1,4 +1,6 @@
-"""The survey: what a conversion would change in each model of timm's and torchvision's registries."""
+"""The survey: what a conversion would change, for each model in the registries of timm and
+torchvision.
+"""
 
 import fnmatch
 import functools
