@@ -14,7 +14,7 @@ from ..options import AUTO, EXACT, PlanOptions, Positions
 from ..pipeline import Job
 from ..planning.plan import ConversionPlan
 from ..surgery.fold import fold_to_dense_
-from .sweep import Size
+from .sweep import WindowSize
 
 AS_IT_IS = "as it is"
 ArmKind = Literal["original", "converted", "frozen", "dense"]
@@ -27,7 +27,7 @@ class Arm:
     # frozen: converted, with positions that stay where they start; dense: plain convolutions whose
     # kernels have the window's size.
     kind: ArmKind = "original"
-    size: Size | None = None  # of the window; None: as the rules state
+    size: WindowSize | None = None  # of the window; None: as the rules state
     positions: Positions = "normal"  # where they start, for random starts
 
     @property
@@ -54,7 +54,7 @@ class Arm:
 
 
 def make_arms(
-    sizes: Sequence[Size | None], starts: Sequence[Positions], *, ablate: bool = False
+    sizes: Sequence[WindowSize | None], starts: Sequence[Positions], *, ablate: bool = False
 ) -> list[Arm]:
     """The network as it is, and converted to each size, from each start.
 

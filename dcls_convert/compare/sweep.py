@@ -16,15 +16,15 @@ from ..records import Record
 
 # Relative errors that differ by less count as equal: training changes them more than that.
 EQUAL_ERRORS = 0.005
-Status = Literal["original", "done", "does not fit", "failed"]
-Size = int | tuple[int, ...]
+RowStatus = Literal["original", "done", "does not fit", "failed"]
+WindowSize = int | tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
     """One combination."""
 
-    size: Size  # cells, as `dilated_size` of the planning options
+    size: WindowSize  # cells, as `dilated_size` of the planning options
     kernel_count: int | None = None  # None: solved for the budget
     budget: float | None = None  # percent; None: the default, or a count is given
 
@@ -47,7 +47,7 @@ class SweepRow:
     """
 
     asked: Asked | None  # None: the dense original
-    status: Status
+    status: RowStatus
     reason: str | None = None  # why the status is not "done"; one line
     command: str | None = None  # command line that converts with this combination
     layers: int = 0  # number of layers replaced
@@ -99,7 +99,7 @@ class TimingSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Recommendation:
     """The recommended size."""
 
     row: int | None = None  # its index; None if no row can be recommended
@@ -119,7 +119,7 @@ class Sweep(Record):
     timing: TimingSettings | None = None
     slower: float  # percent by which the cost of the recommended size may grow
     interrupted: bool = False  # rows are missing, or parts of them
-    choice: Choice
+    choice: Recommendation
 
 
 Value = Callable[[SweepRow], Any]
@@ -168,7 +168,7 @@ def _at_most(limit: float, value: Value, rows: Sequence[SweepRow]) -> list[Sweep
 
 def _window_sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
     """Sides of the window of each row, with the same number of axes in all rows."""
-    sizes: list[Size] = []
+    sizes: list[WindowSize] = []
     axes = 1
     for row in done:
         assert row.asked is not None
@@ -229,7 +229,7 @@ def growth(row: SweepRow, original: SweepRow, value: Value) -> float:
     return float(100 * (value(row) / value(original) - 1))
 
 
-def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
+def choose(rows: Sequence[SweepRow], slower: float) -> Recommendation:
     """The recommended size and the reason in one sentence, by the rules in docs/choosing.md.
 
     Args:
@@ -239,7 +239,7 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
     original = rows[0]
     done = _done(rows)
     if not done:
-        return Choice(why="no row is done")
+        return Recommendation(why="no row is done")
     if _is_known(step_ms, [original, *done]):
         cost: Value = step_ms
         limit = f"{slower:g} % more time for a training step"
@@ -247,7 +247,7 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
         cost = _macs
         limit = f"{slower:g} % more MACs"
     else:
-        return Choice(why="neither MACs nor times are known")
+        return Recommendation(why="neither MACs nor times are known")
 
     # In windows no larger than the old kernels, elements have nowhere new to go.
     grown = [row for row in done if _folded_bytes(row) > _folded_bytes(original)]
@@ -270,7 +270,7 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
         percent = f"{growth(taken, original, cost):+.1f} %"
         larger = "windows larger than the old kernels" if grown else "those"
         why = f"it costs the least ({percent}) of {larger} with {held}; none has at most {limit}"
-    return Choice(row=rows.index(taken), why=why, command=taken.command)
+    return Recommendation(row=rows.index(taken), why=why, command=taken.command)
 
 
 def _best(affordable: Sequence[SweepRow], done: Sequence[SweepRow]) -> tuple[SweepRow, str]:

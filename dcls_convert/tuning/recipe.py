@@ -54,7 +54,9 @@ class Recipe:
 
 def _check_number(name: str, value: float) -> None:
     """Raise DclsConvertError if no training can have this value."""
-    least = 1 if name in AT_LEAST_ONE else 0
+    least = 0
+    if name in AT_LEAST_ONE:
+        least = 1
     allowed = f"at least {least}"
     is_allowed = least <= value < math.inf
     if name in BELOW_ONE:

@@ -59,9 +59,12 @@ def _samples_of(shard: int, path: Path, suffixes: list[str], label_field: str) -
             folder, _, name = member.name.rpartition("/")
             base, _, suffix = name.partition(".")
             files_of.setdefault(f"{folder}/{base}", {})[suffix.lower()] = member
+        label_suffix = "cls"
+        if label_field:
+            label_suffix = "json"
         for files in files_of.values():
             image = _first_of(files, suffixes)
-            label_file = files.get("json" if label_field else "cls")
+            label_file = files.get(label_suffix)
             if image is None or label_file is None:
                 continue
             text = tar.extractfile(label_file).read()  # type: ignore[union-attr]
