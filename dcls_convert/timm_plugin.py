@@ -1,4 +1,7 @@
-"""Our entry in timm's registry, and timm's convolutions in ours, without importing timm or torch early."""
+"""Registers our converted models with timm, and timm's convolutions with us.
+
+It imports neither timm nor torch before the user does.
+"""
 
 import importlib.abc
 import importlib.machinery
@@ -9,18 +12,23 @@ from typing import Any
 
 
 def dcls_convert(pretrained: bool = False, **kwargs: Any) -> Any:
-    """One of our folders, for `timm.create_model("local-dir:FOLDER")`; timm's registry takes this function's name."""
+    """The model in a folder of ours, for `timm.create_model("local-dir:FOLDER")`.
+
+    timm registers it under this function's name, which the folder's `config.json` states.
+    """
     from .checkpoints.timm_model import create_converted
 
     return create_converted(pretrained=pretrained, **kwargs)
 
 
 def register_when_timm_is_imported() -> None:
-    """Register `dcls_convert` with timm, now if timm is there, else as soon as it is imported."""
+    """Register `dcls_convert` with timm: now if timm is imported, else as soon as it is."""
     if sys.modules.get("timm") is not None:
         _register()
-    # timm has no plug-ins, and importing it here would cost every command the seconds that torch takes.
-    elif not any(isinstance(finder, _TimmFinder) for finder in sys.meta_path):
+        return
+    # timm has no plug-ins. To import it here would cost every command seconds, since it imports
+    # torch.
+    if not any(isinstance(finder, _TimmFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TimmFinder())
 
 
@@ -35,15 +43,22 @@ def _register() -> None:
 
 
 class _TimmFinder(importlib.abc.MetaPathFinder):
-    """Finds timm by the other finders, and has it registered after it was executed; it may be looked up before."""
+    """Finds timm by the other finders, and lets it call `_register` once it is executed.
+
+    A lookup alone, as by `importlib.util.find_spec`, registers nothing.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != "timm":
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
+        spec = None
+        for finder in sys.meta_path:
+            if finder is not self:
+                spec = finder.find_spec(fullname, path, target)
+                if spec:
+                    break
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module

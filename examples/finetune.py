@@ -198,12 +198,12 @@ def main() -> None:
             settings={name: getattr(args, name) for name in ("model", "dilated_size", "data", "teacher", "drop_path")},
         )
         measure = "agreement" if teacher else "accuracy"
-        if teacher and not training.update:
+        if teacher and not training.updates_done:
             accelerator.print(f"before: agreement {100 * float(training.test().double().mean()):.2f} %", flush=True)
 
         def after_epoch(training: Training) -> None:
             epoch, updates = len(training.top1), training.updates_per_epoch
-            loss, seconds = float(np.mean(training.loss[-updates:])), training.seconds[-1]
+            loss, seconds = float(np.mean(training.loss[-updates:])), training.epoch_seconds[-1]
             line = f"epoch {epoch:3d}/{args.epochs}: loss {loss:.4f}, {measure} {training.top1[-1]:.2f} %"
             accelerator.print(f"{line}, {seconds:.0f} s", flush=True)
             if training.top1[-1] >= max(training.top1):  # of equal ones, the one that has learnt longest

@@ -108,7 +108,7 @@ def compare(
     first = os.environ.get("RANK", "0") == "0"  # of the processes of accelerate launch or torchrun
     with console.steps(network.model, "reading the images", quiet=not first, every=SECONDS_A_LINE) as notify:
         from ..compare.arms import make_arms
-        from ..compare.comparison import carry_out, settle, usual_lr, with_epochs
+        from ..compare.comparison import plan_runs, train_pending, usual_lr, with_epochs
         from ..tuning.recipe import Recipe
         from ..tuning.training import accelerator_for
         from ..views.comparison import comparison_page, comparison_view, work_lines
@@ -124,10 +124,10 @@ def compare(
         starts = positions or ["normal" if network.trained else START]
         arms = make_arms(sizes or [None], starts, ablate=ablate)
         every, part = range(seeds), only or (1, 1)
-        work = settle(trainer, arms, every, minutes=minutes, only=part, notify=notify)
-        for line in work_lines(work, trainer.settings, str(accelerator.device)) if first and work.runs else ():
+        plan = plan_runs(trainer, arms, every, minutes=minutes, only=part, notify=notify)
+        for line in work_lines(plan, trainer.settings, str(accelerator.device)) if first and plan.runs else ():
             console.note(line)
-        comparison = carry_out(trainer, work, arms, every, notify)
+        comparison = train_pending(trainer, plan, arms, every, notify)
         if html and first:
             with new_file(output / PAGE, force=True) as partial:
                 partial.write_text(comparison_page(comparison, output))

@@ -1,1 +1,3 @@
-"""Several conversions, or models, side by side. What does not fit or fails is a row with its reason."""
+"""Several conversions, or models, side by side. One that does not fit or fails is a row with the
+reason.
+"""

@@ -1,8 +1,11 @@
-"""What a comparison's runs say: paired differences of accuracy with their intervals, and one sentence of each arm."""
+"""The answer of a comparison's runs: differences of accuracy, their intervals, and a sentence.
+
+Differences are paired by seed; each arm but the network as it is has a sentence.
+"""
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,15 +16,17 @@ from .arms import AS_IT_IS
 from .runs import Run
 
 LEAST_SEEDS = 3  # for a sentence about a difference
-LARGE = 2.0  # points; intervals without a gain that reach farther say too little
+# Points. An interval that contains 0 and reaches farther is too wide for an answer.
+LARGE = 2.0
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-UNSEEN = 3  # images: of n where nothing differs, with 95 % confidence less than 3/n of all images do
+# Rule of three: if none of n test images differs, with 95 % confidence less than 3/n of all do.
+RULE_OF_THREE = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A mean, and where it lies with 95 % confidence; in points of percent."""
+    """A mean and its 95 % confidence interval, in percentage points."""
 
     mean: float
     low: float
@@ -30,102 +35,174 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmResult:
-    """What is known of an arm; differences are to the network as it is, paired by seed."""
+    """What is known of an arm.
+
+    Differences are to the network as it is, paired by seed. For that network itself, and for an arm
+    without a seed in common, they are empty, and intervals, `slower` and `sentence` are None.
+    """
 
     label: str
-    seeds: tuple[int, ...]  # of the runs that are there
+    seeds: tuple[int, ...]  # of the finished runs
     params: int
     macs: int | None  # for one image
     step_ms: float  # median over the runs
-    images_per_second: float  # in training
-    peak_mib: float | None  # of an accelerator's memory, in training
+    images_per_second: float  # in training; median over the runs
+    peak_mib: float | None  # of a GPU's memory, in training; largest of the runs
     top1: float  # mean over the runs, in percent
     top1_deviation: float | None  # standard deviation; None for one run
-    differences: tuple[float, ...] = ()  # points, for each seed that both have
+    differences: tuple[float, ...] = ()  # percentage points, for each seed that both have
     over_seeds: Interval | None = None  # by Student's t
-    over_images: Interval | None = None  # by bootstrap over the images to test
+    over_images: Interval | None = None  # by bootstrap over the test images
     slower: float | None = None  # time of a step, as a multiple of the original's
-    distance: float | None = None  # cells; how far positions went
+    distance: float | None = None  # cells; mean distance that elements moved in training
     outside: float | None = None  # share of the elements that end outside the old kernel
-    sentence: str | None = None  # None for the original
+    sentence: str | None = None
 
 
 def results(runs: Sequence[Run]) -> tuple[ArmResult, ...]:
-    """One for each arm, in the order of the runs."""
+    """The result of each arm, in the order of the runs."""
     by_arm: dict[str, dict[int, Run]] = {}
     for run in runs:
         by_arm.setdefault(run.arm.label, {})[run.seed] = run
-    return tuple(_result(label, own, by_arm.get(AS_IT_IS, {})) for label, own in by_arm.items())
+    original = by_arm.get(AS_IT_IS, {})
+    found = []
+    for label, arm_runs in by_arm.items():
+        result = _own_result(label, list(arm_runs.values()))
+        if label != AS_IT_IS:
+            result = _compared_result(result, arm_runs, original)
+        found.append(result)
+    return tuple(found)
 
 
-def _result(label: str, runs: dict[int, Run], original: dict[int, Run]) -> ArmResult:
-    first = next(iter(runs.values()))
-    top1 = [run.top1[-1] for run in runs.values()]
-    step_ms = statistics.median(run.step_ms for run in runs.values())
-    moved = [run.moved for run in runs.values() if run.moved is not None]
-    result = ArmResult(
+def _own_result(label: str, runs: Sequence[Run]) -> ArmResult:
+    """An arm's result from its runs alone."""
+    top1 = [run.top1[-1] for run in runs]
+    top1_deviation = None
+    if len(top1) > 1:
+        top1_deviation = statistics.stdev(top1)
+    distances = []
+    outside = []
+    peaks = []
+    for run in runs:
+        if run.moved is not None:
+            distances.append(run.moved.distance)
+            outside.append(run.moved.outside)
+        if run.peak_mib is not None:
+            peaks.append(run.peak_mib)
+    return ArmResult(
         label=label,
-        seeds=tuple(runs),
-        params=first.params,
-        macs=first.macs,
-        step_ms=step_ms,
-        images_per_second=statistics.median(run.images_per_second for run in runs.values()),
-        peak_mib=max((run.peak_mib for run in runs.values() if run.peak_mib is not None), default=None),
+        seeds=tuple(run.seed for run in runs),
+        params=runs[0].params,
+        macs=runs[0].macs,
+        step_ms=_median_step_ms(runs),
+        images_per_second=statistics.median(run.images_per_second for run in runs),
+        peak_mib=max(peaks, default=None),
         top1=statistics.mean(top1),
-        top1_deviation=statistics.stdev(top1) if len(top1) > 1 else None,
-        distance=statistics.mean(one.distance for one in moved) if moved else None,
-        outside=statistics.mean(one.outside for one in moved) if moved else None,
+        top1_deviation=top1_deviation,
+        distance=_mean(distances),
+        outside=_mean(outside),
     )
-    pairs = [(runs[seed], original[seed]) for seed in runs if seed in original]
-    if runs is original or not pairs:
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return statistics.mean(values)
+
+
+def _median_step_ms(runs: Iterable[Run]) -> float:
+    return statistics.median(run.step_ms for run in runs)
+
+
+def _compared_result(
+    result: ArmResult, runs: Mapping[int, Run], original: Mapping[int, Run]
+) -> ArmResult:
+    """An arm's result with its differences to the network as it is; runs are by seed."""
+    differences: list[float] = []
+    image_differences = []  # of each pair: (images,), -1, 0 or 1
+    for seed, run in runs.items():
+        if seed in original:
+            differences.append(run.top1[-1] - original[seed].top1[-1])
+            image_differences.append(run.correct() - original[seed].correct())
+    if not differences:
         return result
-    differences = tuple(one.top1[-1] - other.top1[-1] for one, other in pairs)
-    slower = step_ms / statistics.median(run.step_ms for run in original.values())
-    # Of each image, the mean over the seeds.
-    images = np.mean([one.is_right() - other.is_right() for one, other in pairs], axis=0)
-    over_seeds, over_images = over_all_seeds(differences), over_all_images(images)
+    slower = result.step_ms / _median_step_ms(original.values())
+    over_seeds = over_all_seeds(differences)
+    over_images = over_all_images(np.mean(image_differences, axis=0))
+    said = sentence(differences, over_seeds, over_images, slower)
     return replace(
         result,
-        differences=differences,
+        differences=tuple(differences),
         over_seeds=over_seeds,
         over_images=over_images,
         slower=slower,
-        sentence=f"{label}: {sentence(differences, over_seeds, over_images, slower)}",
+        sentence=f"{result.label}: {said}",
     )
 
 
 def over_all_seeds(differences: Sequence[float]) -> Interval | None:
-    """Student's interval for the mean; None for a single difference."""
+    """Student's t interval for the mean difference; None for a single difference."""
     if len(differences) < 2:
         return None
     mean = statistics.mean(differences)
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1)) * statistics.stdev(differences)
-    half /= math.sqrt(len(differences))
+    quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1))
+    half = quantile * statistics.stdev(differences) / math.sqrt(len(differences))
     return Interval(mean=mean, low=mean - half, high=mean + half)
 
 
 def over_all_images(differences: "np.ndarray[Any, np.dtype[np.float64]]") -> Interval:
-    """Percentiles of the means of resampled images; the differences are each image's, from -1 to 1."""
-    drawn = stats.bootstrap(
-        (differences,), np.mean, n_resamples=RESAMPLES, batch=50, method="percentile", rng=np.random.default_rng(0)
+    """Bootstrap interval (percentiles) for the mean difference over the test images.
+
+    Args:
+        differences: (images,); of each image, the mean over the seeds of correct minus originally
+            correct, from -1 to 1.
+    """
+    resampled = stats.bootstrap(
+        (differences,),
+        np.mean,
+        n_resamples=RESAMPLES,
+        batch=50,
+        method="percentile",
+        rng=np.random.default_rng(0),
     )
-    low, high = (100 * float(bound) for bound in drawn.confidence_interval)
-    mean, least = 100 * float(np.mean(differences)), 100 * UNSEEN / len(differences)
-    return Interval(mean=mean, low=min(low, mean - least), high=max(high, mean + least))
+    low = 100 * float(resampled.confidence_interval.low)
+    high = 100 * float(resampled.confidence_interval.high)
+    mean = 100 * float(np.mean(differences))
+    # The bootstrap says nothing of differences that are too rare to occur in these images.
+    least_half = 100 * RULE_OF_THREE / len(differences)
+    return Interval(mean=mean, low=min(low, mean - least_half), high=max(high, mean + least_half))
 
 
-def sentence(differences: Sequence[float], seeds: Interval | None, images: Interval, slower: float) -> str:
-    """What the differences say, by the wider of both intervals; a gain or loss only where neither holds 0."""
-    time = "at the same speed" if f"{slower:.2g}" == "1" else f"at {slower:.2g} times the time"
-    listed = ", ".join(f"{difference:+.1f}" for difference in differences)
+def sentence(
+    differences: Sequence[float], seeds: Interval | None, images: Interval, slower: float
+) -> str:
+    """What the differences say, by the union of both intervals.
+
+    A gain or loss is claimed only if this does not contain 0.
+
+    Args:
+        differences: Percentage points, for each seed.
+        seeds: The interval over the seeds, of `over_all_seeds`.
+        images: The interval over the test images, of `over_all_images`.
+        slower: Time of a step, as a multiple of the original's.
+    """
+    every_difference = ", ".join(f"{difference:+.1f}" for difference in differences)
     if seeds is None or len(differences) < LEAST_SEEDS:
-        return f"too few seeds to tell: differences of {listed} points"
-    low, high = min(seeds.low, images.low), max(seeds.high, images.high)
-    half = max(high - seeds.mean, seeds.mean - low)
+        return f"too few seeds to tell: differences of {every_difference} points"
+    time = f"at {slower:.2g} times the time"
+    if f"{slower:.2g}" == "1":
+        time = "at the same speed"
+    low = min(seeds.low, images.low)
+    high = max(seeds.high, images.high)
     if low > 0 or high < 0:
-        return f"{'helps' if low > 0 else 'harms'} by {abs(seeds.mean):.1f} ± {half:.1f} points {time}"
-    most = max(-low, high)
-    if most > LARGE:
-        few = "seeds" if seeds.high - seeds.low > images.high - images.low else "images to test with"
-        return f"too few {few} to tell: differences of {listed} points"
-    return f"no difference larger than {math.ceil(10 * most) / 10:.1f} points, {time}"
+        effect = "helps" if low > 0 else "harms"
+        half = max(high - seeds.mean, seeds.mean - low)
+        return f"{effect} by {abs(seeds.mean):.1f} ± {half:.1f} points {time}"
+    largest = max(-low, high)
+    if largest > LARGE:
+        scarce = "images to test with"
+        if seeds.high - seeds.low > images.high - images.low:
+            scarce = "seeds"
+        return f"too few {scarce} to tell: differences of {every_difference} points"
+    rounded_up = math.ceil(10 * largest) / 10
+    return f"no difference larger than {rounded_up:.1f} points, {time}"

@@ -1,4 +1,4 @@
-"""The networks that a comparison trains: one as it is, and one for each way in which it is converted."""
+"""The networks that a comparison trains: one as it is, and one for each way of converting it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from ..depthwise.geometry import size_text
 from ..layers.position_statistics import outside_share
 from ..networks.positions import position_parameters
-from ..options import AUTO, EXACT, Positions
+from ..options import AUTO, EXACT, PlanOptions, Positions
 from ..pipeline import Job
 from ..planning.plan import ConversionPlan
 from ..surgery.fold import fold_to_dense_
-from .sweep import Size
+from .sweep import WindowSize
 
 AS_IT_IS = "as it is"
 ArmKind = Literal["original", "converted", "frozen", "dense"]
@@ -24,32 +24,50 @@ ArmKind = Literal["original", "converted", "frozen", "dense"]
 class Arm:
     """A network of a comparison."""
 
-    kind: ArmKind = "original"  # frozen: positions stay where they start; dense: plain kernels of the window's size
-    size: Size | None = None  # of the window; None: as the rules state, or as it is
-    positions: Positions = "normal"  # where they start, from scratch
+    # frozen: converted, with positions that stay where they start; dense: plain convolutions whose
+    # kernels have the window's size.
+    kind: ArmKind = "original"
+    size: WindowSize | None = None  # of the window; None: as the rules state
+    positions: Positions = "normal"  # where they start, for random starts
 
     @property
     def label(self) -> str:
-        """ "as it is", "17x17", "17x17 uniform", "17x17 frozen"; "auto" where no size is stated."""
+        """ "as it is", "17x17", "17x17 uniform", "17x17 frozen"; "auto" if no size is stated."""
         if self.kind == "original":
             return AS_IT_IS
-        sides = (self.size, self.size) if isinstance(self.size, int) else self.size
-        words = ["auto" if sides is None else size_text(sides)]
-        words += [self.kind] * (self.kind != "converted") + [self.positions] * (self.positions != "normal")
+        if self.size is None:
+            words = ["auto"]
+        elif isinstance(self.size, int):
+            words = [size_text((self.size, self.size))]
+        else:
+            words = [size_text(self.size)]
+        if self.kind != "converted":
+            words.append(self.kind)
+        if self.positions != "normal":
+            words.append(self.positions)
         return " ".join(words)
 
     @property
     def file_name(self) -> str:
+        """The label, without spaces."""
         return self.label.replace(" ", "-")
 
 
-def make_arms(sizes: Sequence[Size | None], starts: Sequence[Positions], *, ablate: bool = False) -> list[Arm]:
-    """The network as it is; converted to each size, from each start; to ablate, with frozen positions and dense too."""
+def make_arms(
+    sizes: Sequence[WindowSize | None], starts: Sequence[Positions], *, ablate: bool = False
+) -> list[Arm]:
+    """The network as it is, and converted to each size, from each start.
+
+    With `ablate`, each converted network also has an arm with frozen positions, and each size one
+    with dense kernels.
+    """
     arms = [Arm()]
     for size in sizes:
-        arms += [Arm(kind="converted", size=size, positions=start) for start in starts]
+        for start in starts:
+            arms.append(Arm(kind="converted", size=size, positions=start))
         if ablate:
-            arms += [Arm(kind="frozen", size=size, positions=start) for start in starts]
+            for start in starts:
+                arms.append(Arm(kind="frozen", size=size, positions=start))
             arms.append(Arm(kind="dense", size=size))
     return arms
 
@@ -61,26 +79,47 @@ class ArmNetwork:
     model: nn.Module
     plan: ConversionPlan | None = None  # None: without DCLS layers
     macs: int | None
-    start: list[Tensor] = field(init=False)  # positions
+    start: list[Tensor] = field(init=False)  # copies of the positions tensors (A, *C, E)
 
     def __post_init__(self) -> None:
-        self.start = [one.tensor.detach().clone() for one in position_parameters(self.model, "positions")]
+        positions = position_parameters(self.model, "positions")
+        self.start = [one.tensor.detach().clone() for one in positions]
 
     def moved(self, trained: nn.Module) -> "Moved | None":
-        """How far positions went, in the trained model, on the CPU; None without positions."""
+        """How far positions went; None without DCLS layers.
+
+        Args:
+            trained: The same network after training, on the CPU.
+        """
         if self.plan is None:
             return None
-        layers = {layer.name: layer for layer in self.plan.layers}
-        distances, outside = [], []
-        for start, now in zip(self.start, position_parameters(trained, "positions"), strict=True):
-            here = now.tensor.detach().double()
-            distances.append((here - start.double()).square().sum(0).sqrt().flatten())
-            name, layer = next(iter(now.layers.items()))
-            sides = [layers[name].extents[axis] for axis in layer.learnt_axes]
-            outside.append([here.numel(), outside_share(here, sides), outside_share(start, sides)])
-        weights, shares, before = torch.tensor(outside, dtype=torch.float64).T
-        shares, before = (float((weights * part).sum() / weights.sum()) for part in (shares, before))
-        return Moved(distance=float(torch.cat(distances).mean()), outside=shares, outside_before=before)
+        layer_plans = {layer.name: layer for layer in self.plan.layers}
+        distances = []  # for each positions tensor: cells, of its elements
+        counts = []  # for each positions tensor: coordinates in it
+        outside = []  # for each positions tensor: share of its elements outside the old kernel
+        outside_before = []
+        positions = position_parameters(trained, "positions")
+        for start, parameter in zip(self.start, positions, strict=True):
+            now = parameter.tensor.detach().double()
+            distances.append((now - start.double()).square().sum(0).sqrt().flatten())
+            name, layer = next(iter(parameter.layers.items()))
+            extents = layer_plans[name].extents
+            old_sides = [extents[axis] for axis in layer.learnt_axes]
+            counts.append(now.numel())
+            outside.append(outside_share(now, old_sides))
+            outside_before.append(outside_share(start, old_sides))
+        return Moved(
+            distance=float(torch.cat(distances).mean()),
+            outside=_weighted_mean(outside, counts),
+            outside_before=_weighted_mean(outside_before, counts),
+        )
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    products = torch.tensor(weights, dtype=torch.float64) * torch.tensor(
+        values, dtype=torch.float64
+    )
+    return float(products.sum() / sum(weights))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,21 +132,29 @@ class Moved:
 
 
 def make_network(job: Job, arm: Arm) -> ArmNetwork:
-    """The network of an arm; what is not converted has the weights that the job's seed gives it, in every arm."""
+    """The network of an arm.
+
+    Layers that are not converted have the weights that the job's seed gives them, in every arm.
+    """
     if arm.kind == "original":
         return ArmNetwork(model=job.network, macs=job.convs.macs)
     options = replace(job.options, dilated_size=arm.size or AUTO)
     if arm.kind == "dense":
-        # All cells of the window will be weights, which start as the old kernel with zeros around it.
-        options = replace(options, kernel_count=EXACT, scope="auto", interpolation=None)
-        job = replace(job, init="exact", calibration=None, options=options)
-    else:
-        job = replace(job, positions=arm.positions, options=options)
-    conversion = job.convert()
-    model, macs = conversion.model, conversion.report.macs.after
-    if arm.kind == "dense":
-        fold_to_dense_(model)
-        return ArmNetwork(model=model, macs=macs)
-    for one in position_parameters(model) if arm.kind == "frozen" else ():
-        one.tensor.requires_grad_(False)
-    return ArmNetwork(model=model, plan=conversion.report.plan, macs=macs)
+        return _make_dense_network(job, options)
+    conversion = replace(job, positions=arm.positions, options=options).convert()
+    if arm.kind == "frozen":
+        for parameter in position_parameters(conversion.model):
+            parameter.tensor.requires_grad_(False)
+    report = conversion.report
+    return ArmNetwork(model=conversion.model, plan=report.plan, macs=report.macs.after)
+
+
+def _make_dense_network(job: Job, options: PlanOptions) -> ArmNetwork:
+    """Plain convolutions with a weight in every cell of the window.
+
+    They start as the old kernels with zeros around them.
+    """
+    options = replace(options, kernel_count=EXACT, scope="auto", interpolation=None)
+    conversion = replace(job, init="exact", calibration=None, options=options).convert()
+    fold_to_dense_(conversion.model)
+    return ArmNetwork(model=conversion.model, macs=conversion.report.macs.after)

@@ -1,26 +1,34 @@
-"""Plan, fit and time each combination of a sweep. What goes wrong in one is its row."""
+"""Plan, fit and time each combination of a sweep. An error in one is a row with its reason."""
 
 import contextlib
 import copy
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, DclsConvertError, NothingMatchesError, PlanError, RuleError, one_line, shown
+from ..errors import (
+    CheckpointError,
+    DclsConvertError,
+    NothingMatchesError,
+    PlanError,
+    RuleError,
+    one_line,
+    shown,
+)
 from ..options import AUTO, DEFAULT_BUDGET
 from ..pipeline import Job
 from ..planning.plan import ConversionPlan, taken_from
 from ..planning.planner import larger_sizes
 from ..reports.report import predict_report
-from .sweep import Asked, Size, Sweep, SweepRow, TimingSettings, choose, with_dominated
+from .sweep import Asked, Sweep, SweepRow, TimingSettings, WindowSize, choose, with_dominated
 from .timing import converted_copy, measure, summary
 
-LEAST_ROUNDS, MOST_ROUNDS = 3, 100
+LEAST_ROUNDS = 3  # of timing, whatever time they take
+MOST_ROUNDS = 100
 
 
 @dataclass(slots=True)
@@ -28,38 +36,54 @@ class Candidate:
     """A combination, or the original, and what is known of it."""
 
     row: SweepRow
-    plan: ConversionPlan | None = None  # None: the original, or it does not fit
+    plan: ConversionPlan | None = None  # None: the original, or a combination that cannot be used
     model: nn.Module | None = None  # while it is timed
-    runs: list[tuple[float, float]] = field(default_factory=list)  # milliseconds of forward passes and training steps
+    forward_ms: list[float] = field(default_factory=list)  # of each round
+    step_ms: list[float] = field(default_factory=list)  # of each round
+
+    @property
+    def is_original(self) -> bool:
+        return self.row.asked is None
 
     def change(self, **known: Any) -> None:
+        """Replace fields of the row."""
         self.row = replace(self.row, **known)
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Where this fails, the row keeps what is known, with the reason why there is no more."""
+        """If the code inside fails, the row gets the reason, and the candidate goes no further."""
         try:
             yield
         except (NothingMatchesError, RuleError):  # no combination can be planned
             raise
         except Exception as error:
-            self.plan = self.model = None
+            self.plan = None
+            self.model = None
             if what == "planning" and isinstance(error, DclsConvertError):
                 self.change(status="does not fit", reason=str(error))
                 return
-            kind = "" if isinstance(error, DclsConvertError) else f"{type(error).__name__}: "
-            self.change(status="failed", reason=f"{what}: {kind}{one_line(error)[:200]}")
+            message = one_line(error)[:200]
+            if not isinstance(error, DclsConvertError):
+                message = f"{type(error).__name__}: {message}"
+            self.change(status="failed", reason=f"{what}: {message}")
 
 
-def combinations(sizes: Sequence[Size], counts: Sequence[int] | None, budgets: Sequence[float] | None) -> list[Asked]:
+def combinations(
+    sizes: Sequence[WindowSize], counts: Sequence[int] | None, budgets: Sequence[float] | None
+) -> list[Asked]:
     """Every size with every count, or with every budget."""
-    every = itertools.product(sizes, counts or (None,), budgets or (None,))
-    return [Asked(size=size, kernel_count=count, budget=budget) for size, count, budget in every]
+    asked = []
+    for size in sizes:
+        for count in counts or (None,):
+            for budget in budgets or (None,):
+                asked.append(Asked(size=size, kernel_count=count, budget=budget))
+    return asked
 
 
 def usual_sizes(job: Job) -> list[int]:
-    """The windows of a sweep that states none: of the smallest kernel, and larger ones."""
-    larger = larger_sizes(job.plan(replace(job.options, dilated_size=AUTO, kernel_count=AUTO)).layers)
+    """The windows of a sweep that states none: that of the smallest kernel, and larger ones."""
+    plan = job.plan(replace(job.options, dilated_size=AUTO, kernel_count=AUTO))
+    larger = larger_sizes(plan.layers)
     return [larger[0] - 2, *larger[:-1]]
 
 
@@ -71,30 +95,47 @@ def make_sweep(
     timing: tuple[TimingSettings, torch.device] | None = None,
     slower: float,
 ) -> Sweep:
-    """All rows, with the commands that convert so; KeyboardInterrupt ends it early, with what is known by then."""
-    convs, source = job.convs, job.source
+    """Plan, fit and time every combination; KeyboardInterrupt ends this early, with what is known.
+
+    Args:
+        job: The network and the options that the combinations replace.
+        asked: The combinations.
+        command: Makes the command line that converts with a combination.
+        timing: None: nothing is timed.
+        slower: Percent by which the cost of the recommended size may grow.
+
+    Raises:
+        CheckpointError: The weights have elements already.
+        PlanError: The MACs are not known, but the input size was given or times are wanted.
+        NothingMatchesError, RuleError: No combination can be planned.
+    """
+    convs = job.convs
+    source = job.source
     assert source is not None
     if job.elements is not None:
-        raise CheckpointError(f"{job.where}: has elements of its own, so there is nothing to compare")
-    if convs.macs is None and (job.input_size is not None or (timing and convs.input_size is None)):
+        raise CheckpointError(
+            f"{job.where}: has elements of its own, so there is nothing to compare"
+        )
+    needs_input_size = timing is not None and convs.input_size is None
+    if convs.macs is None and (job.input_size is not None or needs_input_size):
         raise PlanError(f"{shown(source.name)}: {convs.macs_note}")
-    folded_bytes = _state_bytes(job.meta)
-    original = SweepRow(asked=None, status="original", params=convs.params, macs=convs.macs, folded_bytes=folded_bytes)
+    original = SweepRow(
+        asked=None,
+        status="original",
+        params=convs.params,
+        macs=convs.macs,
+        folded_bytes=_state_bytes(job.meta),
+    )
     candidates = [Candidate(original)]
     interrupted = False
     try:
-        for number, one in enumerate(asked, 1):
-            job.notify(f"planning {number} of {len(asked)}")
-            candidate = Candidate(SweepRow(asked=one, status="done", command=command(one)))
-            with candidate.doing("planning"):
-                _plan(job, candidate, one)
-            candidates.append(candidate)
-        planned = [(candidate, candidate.plan) for candidate in candidates if candidate.plan]
-        for number, (candidate, plan) in enumerate(planned if job.trained else [], 1):
-            job.notify(f"fitting {candidate.row.window}, {number} of {len(planned)}")
-            _fit(job, candidate, plan)
+        _plan_all_(job, asked, command, candidates)
+        planned = [candidate for candidate in candidates if candidate.plan is not None]
+        if job.trained:
+            _fit_all(job, planned)
         if timing is not None and planned:
-            _time(job, candidates, *timing)
+            settings, device = timing
+            _time_all(job, candidates, settings, device)
     except KeyboardInterrupt:
         interrupted = True
     rows = with_dominated([candidate.row for candidate in candidates])
@@ -110,62 +151,120 @@ def make_sweep(
     )
 
 
+def _plan_all_(
+    job: Job,
+    asked: Sequence[Asked],
+    command: Callable[[Asked], str],
+    candidates: list[Candidate],
+) -> None:
+    """Append a candidate for each combination, as soon as it is planned."""
+    for number, combination in enumerate(asked, 1):
+        job.notify(f"planning {number} of {len(asked)}")
+        row = SweepRow(asked=combination, status="done", command=command(combination))
+        candidate = Candidate(row)
+        with candidate.doing("planning"):
+            _plan(job, candidate, combination)
+        candidates.append(candidate)
+
+
 def _plan(job: Job, candidate: Candidate, asked: Asked) -> None:
-    count, budget = asked.kernel_count or AUTO, asked.budget or DEFAULT_BUDGET
-    plan = job.plan(replace(job.options, dilated_size=asked.size, kernel_count=count, budget=budget))
-    report = predict_report(plan)
-    grown = sum(
-        (layer.folded_weights - layer.dense_weights) * cast(Any, job.meta.get_submodule(layer.name)).weight.itemsize
-        for layer in plan.layers
+    options = replace(
+        job.options,
+        dilated_size=asked.size,
+        kernel_count=asked.kernel_count or AUTO,
+        budget=asked.budget or DEFAULT_BUDGET,
     )
+    plan = job.plan(options)
+    report = predict_report(plan)
+    dilated_sizes = set()
+    kernel_counts = set()
+    folded_bytes = _state_bytes(job.meta)
+    for layer in plan.layers:
+        dilated_sizes.add(layer.dilated_size)
+        kernel_counts.add(layer.kernel_count)
+        module: Any = job.meta.get_submodule(layer.name)
+        more_weights = layer.folded_weights - layer.dense_weights
+        folded_bytes += more_weights * module.weight.itemsize
     candidate.plan = plan
     candidate.change(
         layers=len(plan.layers),
-        dilated_sizes=tuple(sorted({layer.dilated_size for layer in plan.layers})),
-        kernel_counts=tuple(sorted({layer.kernel_count for layer in plan.layers})),
+        dilated_sizes=tuple(sorted(dilated_sizes)),
+        kernel_counts=tuple(sorted(kernel_counts)),
         elements=report.params.weights,
         params=report.params.after,
         macs=report.macs.after,
-        folded_bytes=_state_bytes(job.meta) + grown,
+        folded_bytes=folded_bytes,
     )
 
 
-def _fit(job: Job, candidate: Candidate, plan: ConversionPlan) -> None:
+def _fit_all(job: Job, planned: Sequence[Candidate]) -> None:
+    for number, candidate in enumerate(planned, 1):
+        job.notify(f"fitting {candidate.row.window}, {number} of {len(planned)}")
+        with candidate.doing("fitting"):
+            _fit(job, candidate)
+
+
+def _fit(job: Job, candidate: Candidate) -> None:
     """Convert a copy of the trained network, and state in the row what that keeps."""
-    with candidate.doing("fitting"):
-        done = job.convert(plan, model=copy.deepcopy(job.network))
-        if (outcome := done.report.outcome) is not None:
-            moved = {} if outcome.images else {"output_error": done.moved}
-            candidate.change(**taken_from(outcome, SweepRow) | moved)
+    conversion = job.convert(candidate.plan, model=copy.deepcopy(job.network))
+    outcome = conversion.report.outcome
+    if outcome is None:
+        return
+    known = taken_from(outcome, SweepRow)
+    if not outcome.images:
+        known["output_error"] = conversion.moved  # for random images
+    candidate.change(**known)
 
 
-def _time(job: Job, candidates: Sequence[Candidate], settings: TimingSettings, device: torch.device) -> None:
-    """Measure the original and those that have a plan, which take turns, and put the times into their rows."""
+def _time_all(
+    job: Job, candidates: Sequence[Candidate], settings: TimingSettings, device: torch.device
+) -> None:
+    """Time the original and the planned candidates in rounds, one after another in each."""
     assert job.convs.input_size is not None
     network = job.network.to(device)
-    images = torch.randn(settings.batch, *job.convs.input_size, generator=torch.Generator().manual_seed(0)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(settings.batch, *job.convs.input_size, generator=generator).to(device)
     for candidate in candidates:
-        if candidate.plan is not None or candidate.row.asked is None:
+        if candidate.is_original or candidate.plan is not None:
             job.notify(f"building {candidate.row.window}")
             with candidate.doing("building"):
-                candidate.model = network if candidate.plan is None else converted_copy(network, candidate.plan)
-    begun = time.perf_counter()
-    for count in range(-1, MOST_ROUNDS):  # a round for warmth first
-        spent = time.perf_counter() - begun
-        going = [(candidate, candidate.model) for candidate in candidates if candidate.model is not None]
-        if (spent >= settings.seconds and count >= LEAST_ROUNDS) or not going:
+                if candidate.plan is None:
+                    candidate.model = network
+                else:
+                    candidate.model = converted_copy(network, candidate.plan)
+    began = time.perf_counter()
+    job.notify("warming up")
+    _time_round(candidates, images, settings, keep=False)
+    for number in range(MOST_ROUNDS):
+        spent = time.perf_counter() - began
+        is_enough = spent >= settings.seconds and number >= LEAST_ROUNDS
+        has_models = any(candidate.model is not None for candidate in candidates)
+        if is_enough or not has_models:
             break
-        job.notify("warming up" if count < 0 else f"timing, round {count + 1}, {spent:.0f} of {settings.seconds:g} s")
-        for candidate, model in going:
-            with candidate.doing("timing"):
-                times = measure(model, images, amp=settings.amp)
-                if count >= 0:
-                    candidate.runs.append(times)
-                    forward, step = zip(*candidate.runs, strict=True)
-                    candidate.change(forward_ms=summary(forward), step_ms=summary(step))
+        job.notify(f"timing, round {number + 1}, {spent:.0f} of {settings.seconds:g} s")
+        _time_round(candidates, images, settings, keep=True)
+
+
+def _time_round(
+    candidates: Sequence[Candidate], images: Tensor, settings: TimingSettings, *, keep: bool
+) -> None:
+    """Time each candidate that has a model once; `keep` its times, and put them into its row."""
+    for candidate in candidates:
+        if candidate.model is None:
+            continue
+        with candidate.doing("timing"):
+            forward_ms, step_ms = measure(candidate.model, images, amp=settings.amp)
+            if keep:
+                candidate.forward_ms.append(forward_ms)
+                candidate.step_ms.append(step_ms)
+                candidate.change(
+                    forward_ms=summary(candidate.forward_ms), step_ms=summary(candidate.step_ms)
+                )
 
 
 def _state_bytes(model: nn.Module) -> int:
-    """Bytes of a model's state dict, a shared tensor once."""
-    tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    """Bytes of a model's state dict; a shared tensor counts once."""
+    tensors: dict[int, Tensor] = {}
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensors[id(tensor)] = tensor
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -1,9 +1,11 @@
-"""A comparison by training: the network as it is beside its conversions, run by run, and the answer."""
+"""A comparison by training: the network as it is beside its conversions, and the answer."""
 
 import contextlib
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..errors import CheckpointError, DclsConvertError, OutputExistsError
 from ..files import is_checkpoint
@@ -15,8 +17,12 @@ from .arms import Arm
 from .runs import SETTINGS, Run, Settings, Trainer, in_turns
 
 COMPARISON = "comparison.json"
-LR, LR_BATCH = 1e-3, 256  # from scratch; as the square root of the batch, the paper's 4e-3 for 4,096 images
-TUNED = 0.1  # of the rate, for weights that are trained
+# Learning rate from scratch, for LR_BATCH images in an update. Scaled by the square root of their
+# number, it is the paper's 4e-3 for 4,096 images.
+LR = 1e-3
+LR_BATCH = 256
+TRAINED_LR_FACTOR = 0.1  # for weights that are trained already
+EPOCHS_PER_WARMUP_EPOCH = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,25 +33,28 @@ class Comparison(Record):
     settings: Settings
     arms: tuple[ArmResult, ...]
     runs: tuple[Run, ...]
-    missing: tuple[str, ...]  # runs that are asked for and not there yet
-    interrupted: bool = False  # before this call's work was done
+    missing: tuple[str, ...]  # not finished yet
+    interrupted: bool = False  # before this call's runs were finished
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What is to be done, and how long it will take."""
+class RunPlan:
+    """The runs of one call, and how long they will take."""
 
-    runs: tuple[tuple[Arm, int], ...]  # of this call, without those that are there
+    runs: tuple[tuple[Arm, int], ...]  # still to be trained by this call; (arm, seed)
     updates: int  # in an epoch
     seconds: float  # for all of these runs
 
 
 def usual_lr(batch_size: int, *, trained: bool) -> float:
-    """The learning rate for so many images in an update, to two digits."""
-    return float(f"{LR * math.sqrt(batch_size / LR_BATCH) * (TUNED if trained else 1):.2g}")
+    """The default learning rate for `batch_size` images in an update, to two digits."""
+    rate = LR * math.sqrt(batch_size / LR_BATCH)
+    if trained:
+        rate *= TRAINED_LR_FACTOR
+    return float(f"{rate:.2g}")
 
 
-def settle(
+def plan_runs(
     trainer: Trainer,
     arms: Sequence[Arm],
     seeds: Sequence[int],
@@ -53,46 +62,112 @@ def settle(
     minutes: float | None,
     only: tuple[int, int],
     notify: Notify,
-) -> Work:
-    """Time the arms, and decide the epochs where minutes for all runs are given; the folder's settings overrule both.
+) -> RunPlan:
+    """Find what this call has to train, and how long that takes; settle the trainer's settings.
 
-    The trainer's settings become those that count. With `only` (i, n), the work is every n-th run, from the i-th on.
-    CheckpointError: the folder holds a comparison with other settings, or cannot be written; DclsConvertError: the
-    minutes are less than an epoch takes.
+    In a new folder, `minutes` for all runs decide the number of epochs, and the settings are
+    written. In a folder with settings, these count.
+
+    Args:
+        trainer: Its settings are changed.
+        arms: All arms of the comparison.
+        seeds: All its seeds.
+        minutes: Time for all runs of the comparison; None: the trainer's settings state the epochs.
+        only: (i, n): this call trains every n-th run, from the i-th on.
+        notify: Told which arm is timed.
+
+    Raises:
+        CheckpointError: The folder holds a comparison with other settings, holds other things, or
+            cannot be written.
+        DclsConvertError: An epoch takes longer than the minutes.
     """
-    runs = list(in_turns(arms, seeds))
-    mine = runs[only[0] - 1 :: only[1]]
-    left = tuple(run for run in mine if trainer.finished(*run) is None)
-    path = trainer.folder / SETTINGS
-    if known := path.exists():
-        _take_settings(trainer, minutes)
-    elif is_checkpoint(trainer.folder) or any(path.is_dir() for path in trainer.folder.glob("[!.]*")):  # logs may be
-        raise CheckpointError(f"output {trainer.folder}: holds other things than a comparison; name another folder")
-    timed = arms if minutes and not known else list(dict.fromkeys(arm for arm, _ in left))
-    took = {}
-    for number, arm in enumerate(timed):
-        notify(f"timing {arm.label}, {number + 1} of {len(timed)}", number, len(timed))
-        took[arm] = trainer.seconds(arm)
-    updates = len(trainer.data.train) // trainer.settings.recipe.update_size(trainer.accelerator.num_processes)
-    epoch = {arm: updates * update + test for arm, (update, test) in took.items()}
-    if minutes and not known:
-        every = sum(epoch[arm] for arm, _ in runs) / 60
-        if minutes < every:
-            problem = f"{minutes:g} minutes: an epoch of all {len(runs)} runs takes {math.ceil(every)} here"
-            raise DclsConvertError(f"{problem}; give more, or take fewer seeds, sizes or images")
-        trainer.settings = with_epochs(trainer.settings, int(minutes / every))
-    if not known and trainer.accelerator.is_main_process:
-        trainer.folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OutputExistsError), new_file(path, force=False) as partial:  # of another call
-            partial.write_text(trainer.settings.to_json())
+    all_runs = list(in_turns(arms, seeds))
+    runs = pending_runs(trainer, all_runs, only)
+    is_new = not (trainer.folder / SETTINGS).exists()
+    if is_new:
+        _check_unused(trainer.folder)
+    else:
+        _take_stored_settings_(trainer, minutes)
+    if minutes and is_new:
+        epoch_seconds = time_arms(trainer, arms, notify)
+        epochs = choose_epochs(all_runs, epoch_seconds, minutes)
+        trainer.settings = with_epochs(trainer.settings, epochs)
+    else:
+        pending_arms = list(dict.fromkeys(arm for arm, _ in runs))
+        epoch_seconds = time_arms(trainer, pending_arms, notify)
+    if is_new and trainer.accelerator.is_main_process:
+        claim_folder(trainer)
     trainer.accelerator.wait_for_everyone()
-    _take_settings(trainer, minutes)
-    seconds = sum(trainer.settings.recipe.epochs * epoch[arm] for arm, _ in left)
-    return Work(runs=left, updates=updates, seconds=seconds)
+    _take_stored_settings_(trainer, minutes)
+    epochs = trainer.settings.recipe.epochs
+    seconds = sum(epochs * epoch_seconds[arm] for arm, _ in runs)
+    return RunPlan(runs=runs, updates=_updates_per_epoch(trainer), seconds=seconds)
 
 
-def _take_settings(trainer: Trainer, minutes: float | None) -> None:
-    """Check that the folder's are the trainer's, but for epochs that minutes would decide."""
+def pending_runs(
+    trainer: Trainer, all_runs: Sequence[tuple[Arm, int]], only: tuple[int, int]
+) -> tuple[tuple[Arm, int], ...]:
+    """Those of every n-th run, from the i-th on, that are not finished; `only` is (i, n)."""
+    first, step = only
+    own_runs = all_runs[first - 1 :: step]
+    return tuple(run for run in own_runs if trainer.finished(*run) is None)
+
+
+def time_arms(trainer: Trainer, arms: Sequence[Arm], notify: Notify) -> dict[Arm, float]:
+    """Seconds of an epoch and its test, for each arm, from short trials."""
+    updates = _updates_per_epoch(trainer)
+    epoch_seconds = {}
+    for number, arm in enumerate(arms):
+        notify(f"timing {arm.label}, {number + 1} of {len(arms)}", number, len(arms))
+        per_update, per_test = trainer.time_trial(arm)
+        epoch_seconds[arm] = updates * per_update + per_test
+    return epoch_seconds
+
+
+def _updates_per_epoch(trainer: Trainer) -> int:
+    update_size = trainer.settings.recipe.update_size(trainer.accelerator.num_processes)
+    return len(trainer.data.train) // update_size
+
+
+def choose_epochs(
+    all_runs: Sequence[tuple[Arm, int]], epoch_seconds: Mapping[Arm, float], minutes: float
+) -> int:
+    """The number of epochs that all runs can do in the minutes.
+
+    Raises:
+        DclsConvertError: Not even one.
+    """
+    minutes_per_epoch = sum(epoch_seconds[arm] for arm, _ in all_runs) / 60
+    if minutes < minutes_per_epoch:
+        raise DclsConvertError(
+            f"{minutes:g} minutes: an epoch of all {len(all_runs)} runs takes "
+            f"{math.ceil(minutes_per_epoch)} here; "
+            "give more, or take fewer seeds, sizes or images"
+        )
+    return int(minutes / minutes_per_epoch)
+
+
+def _check_unused(folder: Path) -> None:
+    """CheckpointError if a folder holds a checkpoint, or folders; files may be logs."""
+    if is_checkpoint(folder) or any(path.is_dir() for path in folder.glob("[!.]*")):
+        raise CheckpointError(
+            f"output {folder}: holds other things than a comparison; name another folder"
+        )
+
+
+def claim_folder(trainer: Trainer) -> None:
+    """Write the trainer's settings into its folder, unless another call has written some there."""
+    trainer.folder.mkdir(parents=True, exist_ok=True)
+    path = trainer.folder / SETTINGS
+    with contextlib.suppress(OutputExistsError), new_file(path, force=False) as partial_path:
+        partial_path.write_text(trainer.settings.to_json())
+
+
+def _take_stored_settings_(trainer: Trainer, minutes: float | None) -> None:
+    """Check that the folder's settings are the trainer's.
+
+    If minutes were to decide the epochs, the trainer gets the epochs of the folder's settings.
+    """
     path = trainer.folder / SETTINGS
     stored = Settings.from_json(path.read_bytes(), str(path))
     if minutes:
@@ -101,37 +176,60 @@ def _take_settings(trainer: Trainer, minutes: float | None) -> None:
 
 
 def with_epochs(settings: Settings, epochs: int) -> Settings:
-    """With a warm-up of one epoch, or of one in 20."""
-    return replace(settings, recipe=replace(settings.recipe, epochs=epochs, warmup_epochs=max(1, epochs // 20)))
+    """The settings with so many epochs, of which one in 20 warms up, but at least one."""
+    warmup_epochs = max(1, epochs // EPOCHS_PER_WARMUP_EPOCH)
+    recipe = replace(settings.recipe, epochs=epochs, warmup_epochs=warmup_epochs)
+    return replace(settings, recipe=recipe)
 
 
-def carry_out(trainer: Trainer, work: Work, arms: Sequence[Arm], seeds: Sequence[int], notify: Notify) -> Comparison:
-    """Train what is left, and answer from all runs that are there; `comparison.json` is written after each.
+def train_pending(
+    trainer: Trainer, plan: RunPlan, arms: Sequence[Arm], seeds: Sequence[int], notify: Notify
+) -> Comparison:
+    """Train the planned runs, and compare all finished ones.
 
-    An interrupt ends it with the runs so far, where there are some.
+    `comparison.json` is written after each run.
+    An interrupt ends the training. The comparison is then of the runs that are finished.
+
+    Raises:
+        KeyboardInterrupt: An interrupt before any run is finished.
     """
     try:
-        for done, (arm, seed) in enumerate(work.runs):
-
-            def tell(what: str, *_: int, done: int = done) -> None:
-                notify(f"run {done + 1} of {len(work.runs)}, {what}", done, len(work.runs))
-
-            trainer.run(arm, seed, tell)
-            _gather(trainer, arms, seeds)
+        for number, (arm, seed) in enumerate(plan.runs):
+            notify_run = functools.partial(_notify_run, notify, number, len(plan.runs))
+            trainer.run(arm, seed, notify_run)
+            _collect(trainer, arms, seeds)
     except KeyboardInterrupt:
-        if not (comparison := _gather(trainer, arms, seeds)).runs:
+        comparison = _collect(trainer, arms, seeds)
+        if not comparison.runs:
             raise
         return replace(comparison, interrupted=True)
-    return _gather(trainer, arms, seeds)
+    return _collect(trainer, arms, seeds)
 
 
-def _gather(trainer: Trainer, arms: Sequence[Arm], seeds: Sequence[int]) -> Comparison:
-    """From the runs that are there; `comparison.json` gets it."""
-    found = {(arm, seed): trainer.finished(arm, seed) for arm, seed in in_turns(arms, seeds)}
-    runs = tuple(run for arm in arms for seed in seeds if (run := found[arm, seed]) is not None)
-    missing = tuple(f"{arm.label}, seed {seed}" for (arm, seed), run in found.items() if run is None)
-    comparison = Comparison(settings=trainer.settings, arms=results(runs), runs=runs, missing=missing)
+def _notify_run(notify: Notify, number: int, count: int, what: str, *_: int) -> None:
+    """Say what is being done in a run, as a step of all runs; `number` counts from 0."""
+    notify(f"run {number + 1} of {count}, {what}", number, count)
+
+
+def _collect(trainer: Trainer, arms: Sequence[Arm], seeds: Sequence[int]) -> Comparison:
+    """The comparison of all finished runs; it is also written as `comparison.json`."""
+    found: dict[tuple[Arm, int], Run | None] = {}
+    for arm, seed in in_turns(arms, seeds):
+        found[arm, seed] = trainer.finished(arm, seed)
+    missing = []
+    for (arm, seed), run in found.items():
+        if run is None:
+            missing.append(f"{arm.label}, seed {seed}")
+    runs = []
+    for arm in arms:
+        for seed in seeds:
+            run = found[arm, seed]
+            if run is not None:
+                runs.append(run)
+    comparison = Comparison(
+        settings=trainer.settings, arms=results(runs), runs=tuple(runs), missing=tuple(missing)
+    )
     if trainer.accelerator.is_main_process:
-        with new_file(trainer.folder / COMPARISON, force=True) as partial:
-            partial.write_text(comparison.to_json())
+        with new_file(trainer.folder / COMPARISON, force=True) as partial_path:
+            partial_path.write_text(comparison.to_json())
     return comparison

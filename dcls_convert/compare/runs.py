@@ -1,14 +1,19 @@
-"""The runs of a comparison: each trains one arm with one seed, and ends as a file of its own in the output folder."""
+"""The runs of a comparison: each trains one arm with one seed, and leaves a file of its own.
 
+The file is in a folder for the run, in the comparison's output folder.
+"""
+
+import contextlib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import Subset
 
 from ..checkpoints.save import save_trained
@@ -21,44 +26,63 @@ from ..progress import Notify
 from ..records import Record
 from ..tuning.images import ImageData, set_transforms_
 from ..tuning.recipe import Recipe
-from ..tuning.training import STATE, Training, usual
+from ..tuning.training import STATE, Training, median_after_warmup
 from .arms import Arm, ArmNetwork, Moved, make_network
 
-SETTINGS, RUNS, MODELS, FINISHED = "settings.json", "runs", "models", "run.json"
-CALIBRATED_ON = 64  # of the images to train on
-TRIAL_UPDATES, TRIAL_BATCHES = 5, 3  # to time each arm by
+SETTINGS = "settings.json"
+RUNS = "runs"
+MODELS = "models"
+FINISHED = "run.json"
+CALIBRATION_IMAGES = 64  # at most; of the images to train on
+TRIAL_UPDATES = 5  # by which each arm is timed
+TRIAL_TEST_BATCHES = 3  # at most; by which the test of each arm is timed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings(Record):
-    """What all runs of a comparison have in common; of a folder, stated by the first call."""
+    """What all runs of a comparison have in common; a folder keeps those of its first call."""
 
     format: int = 1
     model: str
     model_args: dict[str, Any] = field(default_factory=dict)
     weights: str = "random"  # "pretrained", or the file's name
-    planning: dict[str, str] = field(default_factory=dict)  # options of the conversion that are not the usual ones
+    # Options of the conversion that differ from the defaults.
+    planning: dict[str, str] = field(default_factory=dict)
     data: str
     classes: int
     train_images: int
     test_images: int
     input_size: tuple[int, ...] | None
     augmentation: Augmentation
-    recipe: Recipe  # but for the seed
+    recipe: Recipe  # without the seed, which each run replaces
     mixed_precision: str | None = None
 
+    def comparable(self) -> dict[str, Any]:
+        """What must be equal in all runs, by name; values of the recipe stand beside the others."""
+        values = self.to_dict() | asdict(self.recipe)
+        del values["recipe"]
+        del values["data"]  # machines have it in different places
+        return values
+
     def check_same(self, stored: "Settings", folder: Path) -> None:
-        """CheckpointError names the first thing in which the runs of the folder are others."""
-        mine, theirs = ({**one.to_dict(), **asdict(one.recipe), "recipe": None} for one in (self, stored))
-        for name, value in mine.items():
-            if name != "data" and value != theirs[name]:  # machines have it in different places
-                found = f"compares with {name.replace('_', ' ')} {theirs[name]}, not {value}"
-                raise CheckpointError(f"output {folder}: {found}; name another folder")
+        """Check that the runs in a folder, whose settings are `stored`, have these settings.
+
+        Raises:
+            CheckpointError: Names the first value that differs.
+        """
+        stored_values = stored.comparable()
+        for name, value in self.comparable().items():
+            found = stored_values[name]
+            if value != found:
+                raise CheckpointError(
+                    f"output {folder}: compares with {name.replace('_', ' ')} {found}, "
+                    f"not {value}; name another folder"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run(Record):
-    """One training that ended; curves have a value for each epoch."""
+    """One finished training; curves have a value for each epoch."""
 
     format: int = 1
     arm: Arm
@@ -67,24 +91,32 @@ class Run(Record):
     processes: int
     params: int
     macs: int | None
-    step_ms: float  # median
+    step_ms: float  # median over the updates, without loading
     images_per_second: float  # with loading
-    peak_mib: float | None
+    peak_mib: float | None  # of a GPU's memory
     loss: tuple[float, ...]  # mean over the updates
-    top1: tuple[float, ...]  # percent of the images to test
+    top1: tuple[float, ...]  # percent of the test images
     seconds: tuple[float, ...]  # without the test
-    right: str  # "1" for each image to test whose class is found in the end, else "0"
+    right: str  # one "0" or "1" per test image: classified right after the last epoch
     moved: Moved | None
 
-    def is_right(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
-        return np.array([character == "1" for character in self.right], dtype=np.float64)
+    def correct(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
+        """1.0 for each test image classified right after the last epoch, else 0.0: (images,)."""
+        return np.array([digit == "1" for digit in self.right], dtype=np.float64)
+
+
+class TrialSeconds(NamedTuple):
+    """Seconds that an arm takes, estimated from a short trial."""
+
+    per_update: float  # with loading
+    per_test: float  # of all test images
 
 
 @dataclass(kw_only=True)
 class Trainer:
     """Makes, times and trains the networks of a comparison."""
 
-    job: Job  # whose seed and sizes the runs replace
+    job: Job  # each run replaces its seed, each arm its sizes
     data: ImageData
     settings: Settings
     folder: Path
@@ -92,103 +124,166 @@ class Trainer:
     workers: int = 0
     fsdp: bool = False
 
-    def network(self, arm: Arm, seed: int) -> ArmNetwork:
-        """As it starts; the data give images for it."""
-        self.accelerator.free_memory()  # which else holds every network that it has prepared
-        job, size = replace(self.job, seed=seed), self.settings.input_size
-        set_transforms_(self.data, job.meta, size, self.settings.augmentation)
+    def prepare(self, arm: Arm, seed: int) -> ArmNetwork:
+        """Build and convert this arm's network with this seed.
+
+        Side effect: the data get the transforms that the network needs.
+        """
+        self.accelerator.free_memory()  # it would keep every network that it has prepared
+        job = replace(self.job, seed=seed)
+        set_transforms_(self.data, job.meta, self.settings.input_size, self.settings.augmentation)
         if job.trained and job.calibration is None and arm.kind != "original":
             job.calibration = self._calibration()
         return make_network(job, arm)
 
     def _calibration(self) -> Calibration:
-        """Of images to train on, as they are tested."""
+        """Images to train on, spread over the data set, without augmentation."""
         images = self.data.train
-        augmenting, images.transform = images.transform, self.data.test.transform
-        most = min(CALIBRATED_ON, len(images))
-        chosen = [images[index * len(images) // most][0] for index in range(most)]
-        images.transform = augmenting
+        count = min(CALIBRATION_IMAGES, len(images))
+        chosen = []
+        with _transformed_as(images, self.data.test):
+            for number in range(count):
+                sample = images[number * len(images) // count]  # (image, label)
+                chosen.append(sample[0])
         return Calibration(batches=torch.split(torch.stack(chosen), BATCH))
 
-    def seconds(self, arm: Arm) -> tuple[float, float]:
-        """What an update takes, with loading, and a test of all images; from a short trial."""
-        network = self.network(arm, 0)
-        some = min(len(self.data.test), TRIAL_BATCHES * self.settings.recipe.batch_size)
-        data = replace(self.data, test=Subset(self.data.test, range(some)))
+    def time_trial(self, arm: Arm) -> TrialSeconds:
+        """Train an arm for some updates, and test it with some images, to time both.
+
+        Raises:
+            DclsConvertError: The model fails on these images.
+        """
+        network = self.prepare(arm, 0)
+        all_images = len(self.data.test)
+        test_images = min(all_images, TRIAL_TEST_BATCHES * self.settings.recipe.batch_size)
+        data = replace(self.data, test=Subset(self.data.test, range(test_images)))
         recipe = replace(self.settings.recipe, epochs=TRIAL_UPDATES)
-        training = Training(network.model, data, recipe, accelerator=self.accelerator, fsdp=self.fsdp)
+        training = Training(
+            network.model, data, recipe, accelerator=self.accelerator, fsdp=self.fsdp
+        )
         try:
             training.run(most_updates=TRIAL_UPDATES)
         except (DclsConvertError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the model's own code
-            raise DclsConvertError(f"{arm.label}: fails on these images: {one_line(error)[:200]}") from error
-        begun = time.monotonic()
+            raise DclsConvertError(
+                f"{arm.label}: fails on these images: {one_line(error)[:200]}"
+            ) from error
+        test_began = time.monotonic()
         training.test()
-        return usual(training.updates), (time.monotonic() - begun) * len(self.data.test) / some
+        test_seconds = time.monotonic() - test_began
+        return TrialSeconds(
+            per_update=median_after_warmup(training.update_seconds_with_loading),
+            per_test=test_seconds * all_images / test_images,
+        )
 
     def path(self, arm: Arm, seed: int) -> Path:
+        """The folder of a run."""
         return self.folder / RUNS / f"{arm.file_name}-seed{seed}"
 
     def finished(self, arm: Arm, seed: int) -> Run | None:
+        """A run that is finished, read from its file; None if there is no such file."""
         path = self.path(arm, seed) / FINISHED
-        return Run.from_json(path.read_bytes(), str(path)) if path.exists() else None
+        if not path.exists():
+            return None
+        return Run.from_json(path.read_bytes(), str(path))
 
     def run(self, arm: Arm, seed: int, notify: Notify) -> Run:
-        """Train an arm with a seed, or go on with its training, and leave its file in the folder."""
-        where, cuda = self.path(arm, seed), self.accelerator.device.type == "cuda"
-        notify(f"{arm.label}, seed {seed}: converting")
-        network, recipe = self.network(arm, seed), replace(self.settings.recipe, seed=seed)
-        if cuda:
+        """Train an arm with a seed, or continue its training, and write its file and its model."""
+        title = f"{arm.label}, seed {seed}"
+        notify(f"{title}: converting")
+        network = self.prepare(arm, seed)
+        recipe = replace(self.settings.recipe, seed=seed)
+        folder = self.path(arm, seed)
+        if self._is_on_gpu():
             torch.cuda.reset_peak_memory_stats(self.accelerator.device)
-        settings = {"arm": arm.label, "model": self.settings.model, "train_images": len(self.data.train)}
         training = Training(
             network.model,
             self.data,
             recipe,
-            where,
+            folder,
             accelerator=self.accelerator,
             workers=self.workers,
             fsdp=self.fsdp,
-            settings=settings,
+            settings={
+                "arm": arm.label,
+                "model": self.settings.model,
+                "train_images": len(self.data.train),
+            },
         )
 
         def tell(training: Training) -> None:
-            epoch, top1 = len(training.top1), training.top1[-1]
-            notify(f"{arm.label}, seed {seed}: epoch {epoch} of {recipe.epochs}, top-1 {top1:.2f} %")
+            epoch = len(training.top1)
+            top1 = training.top1[-1]
+            notify(f"{title}: epoch {epoch} of {recipe.epochs}, top-1 {top1:.2f} %")
 
         try:
             training.run(tell)
         except DclsConvertError as error:
-            raise type(error)(f"{arm.label}, seed {seed}: {error}") from error
-        trained, updates, steps = training.trained(), training.update, training.updates_per_epoch
-        peak = torch.cuda.max_memory_allocated(self.accelerator.device) / 2**20 if cuda else None
-        images = steps * recipe.update_size(self.accelerator.num_processes)
-        run = Run(
-            arm=arm,
-            seed=seed,
-            device=torch.cuda.get_device_name(self.accelerator.device) if cuda else self.accelerator.device.type,
-            processes=self.accelerator.num_processes,
-            params=sum(parameter.numel() for parameter in trained.parameters()),
-            macs=network.macs,
-            step_ms=1e3 * usual(training.steps),
-            images_per_second=images / statistics.median(training.seconds),
-            peak_mib=peak,
-            loss=tuple(statistics.mean(training.loss[first : first + steps]) for first in range(0, updates, steps)),
-            top1=tuple(training.top1),
-            seconds=tuple(training.seconds),
-            right="".join("01"[right] for right in training.correct.tolist()),
-            moved=network.moved(trained),
-        )
+            raise type(error)(f"{title}: {error}") from error
+        trained = training.trained()
+        run = self._record(arm, seed, training, network, trained)
         if self.accelerator.is_main_process:
-            save_trained(trained, network.plan, self.folder / MODELS / where.name)
-            with new_file(where / FINISHED, force=True) as path:
+            save_trained(trained, network.plan, self.folder / MODELS / folder.name)
+            with new_file(folder / FINISHED, force=True) as path:
                 path.write_text(run.to_json())
-            (where / STATE).unlink(missing_ok=True)
+            (folder / STATE).unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
         return run
 
+    def _is_on_gpu(self) -> bool:
+        on_gpu: bool = self.accelerator.device.type == "cuda"
+        return on_gpu
+
+    def _record(
+        self, arm: Arm, seed: int, training: Training, network: ArmNetwork, trained: nn.Module
+    ) -> Run:
+        """The record of a training that is over; `trained` is its model."""
+        device = self.accelerator.device
+        device_name = device.type
+        peak_mib = None
+        if self._is_on_gpu():
+            device_name = torch.cuda.get_device_name(device)
+            peak_mib = torch.cuda.max_memory_allocated(device) / 2**20
+        updates = training.updates_per_epoch
+        images = updates * training.recipe.update_size(self.accelerator.num_processes)
+        epoch_loss = []
+        for first in range(0, training.updates_done, updates):
+            epoch_loss.append(statistics.mean(training.loss[first : first + updates]))
+        return Run(
+            arm=arm,
+            seed=seed,
+            device=device_name,
+            processes=self.accelerator.num_processes,
+            params=sum(parameter.numel() for parameter in trained.parameters()),
+            macs=network.macs,
+            step_ms=1e3 * median_after_warmup(training.update_seconds),
+            images_per_second=images / statistics.median(training.epoch_seconds),
+            peak_mib=peak_mib,
+            loss=tuple(epoch_loss),
+            top1=tuple(training.top1),
+            seconds=tuple(training.epoch_seconds),
+            right="".join("1" if correct else "0" for correct in training.correct.tolist()),
+            moved=network.moved(trained),
+        )
+
+
+@contextlib.contextmanager
+def _transformed_as(images: Any, others: Any) -> Iterator[None]:
+    """Inside, a data set of timm has the transform of another one."""
+    own_transform = images.transform
+    images.transform = others.transform
+    try:
+        yield
+    finally:
+        images.transform = own_transform
+
 
 def in_turns(arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[tuple[Arm, int]]:
-    """All arms with the first seed, then all with the next: a comparison that is cut short has pairs."""
-    return ((arm, seed) for seed in seeds for arm in arms)
+    """All arms with the first seed, then all with the next.
+
+    So a comparison that is cut short has complete pairs of runs.
+    """
+    for seed in seeds:
+        for arm in arms:
+            yield arm, seed

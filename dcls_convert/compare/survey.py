@@ -1,4 +1,6 @@
-"""What would become of the models of timm's and torchvision's registries: a row of plain values for each."""
+"""The survey: what a conversion would change, for each model in the registries of timm and
+torchvision.
+"""
 
 import fnmatch
 import functools
@@ -33,11 +35,12 @@ class ModelRow:
 
     name: str  # "timm:convnext_tiny"
     status: Status
-    reason: str | None = None  # one line; None where it is planned
+    reason: str | None = None  # why the status is not "planned"; one line
     input_size: tuple[int, ...] | None = None
     rules: str | None = None  # file or name
-    convolutions: dict[str, int] = field(default_factory=dict)  # "depthwise 7x7" -> 18, the most frequent first
-    replaced: dict[str, int] = field(default_factory=dict)  # those of them that would be replaced
+    # Number of convolutions of each kind and size, the most frequent first: "depthwise 7x7" -> 18.
+    convolutions: dict[str, int] = field(default_factory=dict)
+    replaced: dict[str, int] = field(default_factory=dict)  # of these, how many would be replaced
     dilated_sizes: tuple[tuple[int, ...], ...] = ()  # all that occur
     kernel_counts: tuple[int, ...] = ()  # all that occur
     params: Change = field(default_factory=Change)
@@ -45,24 +48,48 @@ class ModelRow:
 
 
 def names_matching(pattern: str | None) -> list[str]:
-    """Names of both registries; without wildcards the pattern is a name, or else a part of names."""
-    known = registry_names()
+    """The names in both registries that match a pattern, or all of them for None.
+
+    A pattern without wildcards is a whole name; if there is no such name, a part of names. Case is
+    ignored, and the registry's prefix may be left out.
+
+    Raises:
+        ModelError: No name matches.
+    """
+    names = registry_names()
     if pattern is None:
-        return known
+        return names
     lower = pattern.lower()
     prefix, colon, part = lower.rpartition(":")
-    is_plain = lower and not set(lower) & set(WILDCARDS)
-    for each in [lower, f"{prefix}{colon}*{part}*"] if is_plain else [lower]:
-        names = [n for n in known if any(fnmatch.fnmatchcase(x.lower(), each) for x in (n, n.partition(":")[2]))]
-        if names:
-            return names
-    bare = part.strip("".join(WILDCARDS))
-    near = did_you_mean(bare, (name.partition(":")[2] for name in known), 3)
+    patterns = [lower]
+    has_wildcards = any(wildcard in lower for wildcard in WILDCARDS)
+    if lower and not has_wildcards:
+        patterns.append(f"{prefix}{colon}*{part}*")
+    for each in patterns:
+        matching = [name for name in names if _matches(name, each)]
+        if matching:
+            return matching
+    bare_pattern = part.strip("".join(WILDCARDS))
+    near = did_you_mean(bare_pattern, map(_bare_name, names), 3)
     raise ModelError(f"no model of timm or torchvision matches {shown(pattern)!r}{near}")
 
 
-def model_row(name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None) -> ModelRow:
-    """Plan one model without its weights, at the input size that it states if none is given."""
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a name, with or without its registry's prefix, matches a pattern in lower case."""
+    if fnmatch.fnmatchcase(name.lower(), pattern):
+        return True
+    return fnmatch.fnmatchcase(_bare_name(name).lower(), pattern)
+
+
+def _bare_name(name: str) -> str:
+    """ "timm:convnext_tiny" -> "convnext_tiny"."""
+    return name.partition(":")[2]
+
+
+def model_row(
+    name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None
+) -> ModelRow:
+    """Plan one model without its weights, by default at the input size that it states."""
     job = Job(source=ModelSource(name=name), options=options, input_size=input_size, offline=True)
     row = ModelRow(name=name, status="planned")
     try:
@@ -76,19 +103,32 @@ def model_row(name: str, options: PlanOptions, input_size: tuple[int, ...] | Non
         )
         plan = job.plan()
     except DclsConvertError as error:
-        statuses: dict[type, Status] = {ModelError: "failed", NothingMatchesError: "nothing matches"}
-        return replace(row, status=statuses.get(type(error), "does not fit"), reason=str(error))
+        return replace(row, status=_status_of(error), reason=str(error))
     report = predict_report(plan)
-    replaced = Counter(f"{layer.kind} {size_text(layer.kernel_size)}" for layer in plan.layers)
+    replaced: Counter[str] = Counter()
+    dilated_sizes = set()
+    kernel_counts = set()
+    for layer in plan.layers:
+        replaced[f"{layer.kind} {size_text(layer.kernel_size)}"] += 1
+        dilated_sizes.add(layer.dilated_size)
+        kernel_counts.add(layer.kernel_count)
     return replace(
         row,
         replaced=dict(replaced.most_common()),
-        dilated_sizes=tuple(sorted({layer.dilated_size for layer in plan.layers})),
-        kernel_counts=tuple(sorted({layer.kernel_count for layer in plan.layers})),
+        dilated_sizes=tuple(sorted(dilated_sizes)),
+        kernel_counts=tuple(sorted(kernel_counts)),
         rules=plan.rules,
         params=Change(before=report.params.before, after=report.params.after),
         macs=report.macs,
     )
+
+
+def _status_of(error: DclsConvertError) -> Status:
+    if type(error) is ModelError:
+        return "failed"
+    if type(error) is NothingMatchesError:
+        return "nothing matches"
+    return "does not fit"
 
 
 def survey_models(
@@ -100,38 +140,75 @@ def survey_models(
     timeout: float | None = None,
     advance: Callable[[ModelRow], None] = lambda row: None,
 ) -> list[ModelRow]:
-    """A row for every name, in their order; `advance` gets each as soon as it is ready."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = workers or max(1, min(processors, len(names) // MODELS_A_WORKER))
-    work = functools.partial(model_row, options=options, input_size=input_size)
+    """Plan many models, in worker processes; a row for every name, in their order.
+
+    Args:
+        names: Names of the registries.
+        options: Of the plans.
+        input_size: Of the images; None: what each model states.
+        workers: Number of processes; None: one for each core, if there are enough models.
+        timeout: Seconds for one model; None: no limit.
+        advance: Called with each row as soon as it is ready.
+    """
+    if not workers:
+        workers = max(1, min(_available_cores(), len(names) // MODELS_A_WORKER))
+    plan_one = functools.partial(model_row, options=options, input_size=input_size)
     rows: dict[int, ModelRow] = {}
-    for index, value, failure in run_jobs(work, names, workers=workers, timeout=timeout, set_up=set_up_worker):
-        rows[index] = value or ModelRow(name=names[index], status="failed", reason=failure)
-        advance(rows[index])
+    for index, row, failure in run_jobs(
+        plan_one, names, workers=workers, timeout=timeout, set_up=set_up_worker
+    ):
+        if row is None:
+            row = ModelRow(name=names[index], status="failed", reason=failure)
+        rows[index] = row
+        advance(row)
     return [rows[index] for index in range(len(names))]
 
 
-def chosen_rows(rows: Sequence[ModelRow], *, sort: Sort | None = None, kind: Kind | None = None) -> list[ModelRow]:
-    """Rows of which convolutions of this kind are replaced, or that failed; sorted, with unknown values last."""
+def _available_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def chosen_rows(
+    rows: Sequence[ModelRow], *, sort: Sort | None = None, kind: Kind | None = None
+) -> list[ModelRow]:
+    """The rows to show.
+
+    Args:
+        rows: All of them.
+        sort: What to sort by, unknown values last; None: the order stays.
+        kind: Keep rows in which a convolution of this kind is replaced, and those that failed.
+    """
     if kind is not None:
-        rows = [row for row in rows if row.status == "failed" or kind in {name.split()[0] for name in row.replaced}]
+        rows = [row for row in rows if row.status == "failed" or _replaces(row, kind)]
     if sort is None:
         return list(rows)
-    value: Callable[[ModelRow], Any] = {
-        "name": lambda row: row.name.partition(":")[2],
-        "params": lambda row: row.params.before,
-        "macs": lambda row: row.macs.before,
-        "count": lambda row: max(row.kernel_counts, default=None),
-        "layers": lambda row: sum(row.replaced.values()) or None,
-    }[sort]
+    value = SORT_VALUES[sort]
     return sorted(rows, key=lambda row: (value(row) is None, value(row)))
 
 
+def _replaces(row: ModelRow, kind: Kind) -> bool:
+    for convolution in row.replaced:  # "depthwise 7x7"
+        if convolution.split()[0] == kind:
+            return True
+    return False
+
+
+SORT_VALUES: dict[Sort, Callable[[ModelRow], Any]] = {
+    "name": lambda row: _bare_name(row.name),
+    "params": lambda row: row.params.before,
+    "macs": lambda row: row.macs.before,
+    "count": lambda row: max(row.kernel_counts, default=None),
+    "layers": lambda row: sum(row.replaced.values()) or None,
+}
+
+
 def set_up_worker() -> None:
-    """For a process that surveys one model after another: imports, one thread."""
-    torch.set_num_threads(1)  # there is a process for every core, and tensors on meta compute nothing
+    """Prepare a process that plans one model after another: imports, one thread, no warnings."""
+    torch.set_num_threads(1)  # there is a process for every core, and meta tensors compute nothing
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     registry_names()  # imports timm and torchvision
     gc.collect()
-    gc.freeze()  # what was imported stays; searching it again after every model would take time
+    gc.freeze()  # imported modules stay; collecting garbage need not search them for every model

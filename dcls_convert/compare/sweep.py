@@ -1,5 +1,9 @@
-"""What a sweep found, as data: a row for each combination of window and count or budget, and the recommended size."""
+"""What a sweep found, as data: a row for each combination of window and count or budget.
 
+It also chooses the recommended size.
+"""
+
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,23 +14,24 @@ from ..depthwise.geometry import size_text
 from ..options import MOST_WINDOW
 from ..records import Record
 
-EQUAL_ERRORS = 0.005  # relative errors that differ less say little of what training will make of them
-Status = Literal["original", "done", "does not fit", "failed"]
-Size = int | tuple[int, ...]
+# Relative errors that differ by less count as equal: training changes them more than that.
+EQUAL_ERRORS = 0.005
+RowStatus = Literal["original", "done", "does not fit", "failed"]
+WindowSize = int | tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
     """One combination."""
 
-    size: Size  # cells, as `dilated_size` of the planning options
+    size: WindowSize  # cells, as `dilated_size` of the planning options
     kernel_count: int | None = None  # None: solved for the budget
     budget: float | None = None  # percent; None: the default, or a count is given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Milliseconds of one run, of several that were measured."""
+    """Milliseconds of one run: quartiles over several that were measured."""
 
     median: float
     first_quartile: float
@@ -36,35 +41,49 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRow:
-    """One combination, or the dense original; None and empty stand for what is not known, or was not asked for."""
+    """One combination, or the dense original.
+
+    A value that is None or empty is not known, or was not asked for.
+    """
 
     asked: Asked | None  # None: the dense original
-    status: Status
-    reason: str | None = None  # one line; None where it is done
-    command: str | None = None  # which converts so
-    layers: int = 0  # replaced
+    status: RowStatus
+    reason: str | None = None  # why the status is not "done"; one line
+    command: str | None = None  # command line that converts with this combination
+    layers: int = 0  # number of layers replaced
     dilated_sizes: tuple[tuple[int, ...], ...] = ()  # all that occur
     kernel_counts: tuple[int, ...] = ()  # all that occur
     elements: int | None = None  # in all kernels
     params: int | None = None  # of the whole model
     macs: int | None = None  # of the whole model, for one image
-    folded_bytes: int | None = None  # of the whole model's weights and buffers, with constructed kernels
+    # Bytes of the whole model's weights and buffers, with constructed kernels.
+    folded_bytes: int | None = None
     forward_ms: Timing | None = None  # a batch in eval mode
-    step_ms: Timing | None = None  # a batch forward and backward in training mode, and a step of SGD
+    # A batch forward and backward in training mode, and a step of SGD.
+    step_ms: Timing | None = None
     kernel_error: float | None = None  # mean of |new - old| / |old| over the replaced kernels
-    images: int | None = None  # that were held out of the calibration, with which outputs were compared
-    output_error: float | None = None  # |new - old| / |old| of the outputs for them; without any, for random images
-    same_top1: float | None = None  # share of them whose class is the same as before
+    # Number of images held out of the calibration, for which outputs were compared.
+    images: int | None = None
+    # |new - old| / |old| of the outputs for the held-out images; without any, for random images.
+    output_error: float | None = None
+    same_top1: float | None = None  # share of the held-out images that keep their class
     kl: float | None = None  # mean KL divergence of the class scores, in nats
     dominated: bool = False  # another row is no worse in anything, and better in something
 
     @property
     def window(self) -> str:
-        """ "17x17"; "7x7..9x9" where there are several; as it was asked for where nothing was planned."""
+        """ "17x17", or "7x7..9x9" for several windows; as asked for if nothing was planned."""
         if self.asked is None:
             return "dense"
-        sizes = self.dilated_sizes or ((self.asked.size,) if isinstance(self.asked.size, int) else self.asked.size,)
-        return "..".join(dict.fromkeys(size_text(size) for size in (sizes[0], sizes[-1])))
+        if self.dilated_sizes:
+            smallest = size_text(self.dilated_sizes[0])
+            largest = size_text(self.dilated_sizes[-1])
+            if smallest == largest:
+                return smallest
+            return f"{smallest}..{largest}"
+        if isinstance(self.asked.size, int):
+            return size_text((self.asked.size,))
+        return size_text(self.asked.size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,19 +92,19 @@ class TimingSettings:
 
     device: str  # its name
     batch: int  # images
-    seconds: float  # for all rows together, at least three rounds
+    seconds: float  # for all rows together; three rounds are measured even if they take longer
     amp: bool  # bfloat16 autocast
     threads: int | None  # of the CPU; None on other devices
     torch: str  # version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Recommendation:
     """The recommended size."""
 
-    row: int | None = None  # its index; None where there is none
+    row: int | None = None  # its index; None if no row can be recommended
     why: str
-    command: str | None = None  # which converts so
+    command: str | None = None  # command line that converts to this size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,88 +119,178 @@ class Sweep(Record):
     timing: TimingSettings | None = None
     slower: float  # percent by which the cost of the recommended size may grow
     interrupted: bool = False  # rows are missing, or parts of them
-    choice: Choice
+    choice: Recommendation
 
 
 Value = Callable[[SweepRow], Any]
+_params: Value = attrgetter("params")
 _macs: Value = attrgetter("macs")
+_folded_bytes: Value = attrgetter("folded_bytes")
 
 
 def step_ms(row: SweepRow) -> Any:
-    return row.step_ms.median if row.step_ms else None
+    """Median time of a training step; None if it was not measured."""
+    if row.step_ms is None:
+        return None
+    return row.step_ms.median
+
+
+def _forward_ms(row: SweepRow) -> Any:
+    if row.forward_ms is None:
+        return None
+    return row.forward_ms.median
 
 
 def _error(row: SweepRow) -> Any:
-    """Of the outputs where they were compared with images, else of the kernels."""
-    return row.output_error if row.images else row.kernel_error
+    """The output error if outputs for images were compared, else the kernel error."""
+    if row.images:
+        return row.output_error
+    return row.kernel_error
 
 
-def _known(rows: Sequence[SweepRow], value: Value) -> bool:
+def _fewer_elements(row: SweepRow) -> Any:
+    """A number that is less for more elements."""
+    return -(row.elements or 0)
+
+
+def _is_known(value: Value, rows: Sequence[SweepRow]) -> bool:
+    """Whether there are rows, and all of them have the value."""
     return bool(rows) and all(value(row) is not None for row in rows)
 
 
-def _sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
-    """Sides of the rows' windows, along as many axes."""
-    sizes = [row.asked.size for row in done if row.asked]
-    axes = max((len(size) for size in sizes if isinstance(size, tuple)), default=1)
-    return [(size,) * axes if isinstance(size, int) else size for size in sizes]
+def _done(rows: Sequence[SweepRow]) -> list[SweepRow]:
+    return [row for row in rows if row.status == "done"]
+
+
+def _at_most(limit: float, value: Value, rows: Sequence[SweepRow]) -> list[SweepRow]:
+    return [row for row in rows if value(row) <= limit]
+
+
+def _window_sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
+    """Sides of the window of each row, with the same number of axes in all rows."""
+    sizes: list[WindowSize] = []
+    axes = 1
+    for row in done:
+        assert row.asked is not None
+        sizes.append(row.asked.size)
+        if isinstance(row.asked.size, tuple):
+            axes = max(axes, len(row.asked.size))
+    sides: list[tuple[int, ...]] = []
+    for size in sizes:
+        if isinstance(size, int):
+            size = tuple(itertools.repeat(size, axes))
+        sides.append(size)
+    return sides
 
 
 def compared(done: Sequence[SweepRow]) -> list[tuple[float, ...]]:
-    """What rows that are done are compared by, where it is known of all; of each number, less is better."""
-    times: list[Value] = [step_ms, lambda row: row.forward_ms and row.forward_ms.median]
-    costs = [value for value in times if _known(done, value)] or [_macs] * _known(done, _macs)
-    gain: Value = _error if _known(done, _error) else lambda row: -(row.elements or 0)
-    values: list[Value] = [attrgetter("params"), *costs, gain]
-    return [
-        (*(-side for side in sides), *(value(row) for value in values))
-        for row, sides in zip(done, _sides(done), strict=True)
-    ]
+    """The numbers by which the rows are compared, for each row; of each number, less is better.
+
+    They are the sides of the window negated, parameters, times (or else MACs), and the error (or
+    else the number of elements negated). A number that some row lacks is not compared.
+    """
+    costs: list[Value] = []
+    for time in (step_ms, _forward_ms):
+        if _is_known(time, done):
+            costs.append(time)
+    if not costs and _is_known(_macs, done):
+        costs.append(_macs)
+    loss = _error if _is_known(_error, done) else _fewer_elements
+    numbers: list[tuple[float, ...]] = []
+    for row, sides in zip(done, _window_sides(done), strict=True):
+        row_numbers = [-side for side in sides]
+        for value in (_params, *costs, loss):
+            row_numbers.append(value(row))
+        numbers.append(tuple(row_numbers))
+    return numbers
 
 
 def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether `one` is no worse in anything, and better in something; less is better."""
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
 
 def with_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
-    numbers = compared([row for row in rows if row.status == "done"])
-    marks = iter([any(dominates(other, own) for other in numbers) for own in numbers])
-    return tuple(replace(row, dominated=next(marks)) if row.status == "done" else row for row in rows)
+    """The rows, with `dominated` set in those that are done."""
+    numbers = compared(_done(rows))
+    numbers_left = iter(numbers)
+    marked = []
+    for row in rows:
+        if row.status == "done":
+            own = next(numbers_left)
+            is_dominated = any(dominates(other, own) for other in numbers)
+            row = replace(row, dominated=is_dominated)
+        marked.append(row)
+    return tuple(marked)
 
 
 def growth(row: SweepRow, original: SweepRow, value: Value) -> float:
-    """In percent."""
+    """Percent by which a row's value exceeds the original's."""
     return float(100 * (value(row) / value(original) - 1))
 
 
-def choose(rows: Sequence[SweepRow], slower: float) -> Choice:
-    """The recommended size, and why, in one sentence; docs/choosing.md says how. The first row is the original."""
-    original, done = rows[0], [row for row in rows if row.status == "done"]
-    cost = next((value for value in (step_ms, _macs) if _known([original, *done], value)), None)
-    if not done or cost is None:
-        return Choice(why="neither MACs nor times are known" if done else "no row is done")
-    params, folded = attrgetter("params"), attrgetter("folded_bytes")
-    # In windows no larger than the old kernels, elements have nowhere new to go.
-    grown = [row for row in done if folded(row) > folded(original)]
-    most = max(params(original), min(map(params, grown or done)))
-    pool = [row for row in grown or done if params(row) <= most]
-    held = "no more parameters than the original" if most == original.params else "fewest parameters"
-    limit = f"{slower:g} % more {'time for a training step' if cost is step_ms else 'MACs'}"
-    within = [row for row in pool if growth(row, original, cost) <= slower]
-    if not within:
-        taken = min(pool, key=cost)
-        larger = "windows larger than the old kernels" if grown else "those"
-        percent = f"{growth(taken, original, cost):+.1f} %"
-        why = f"it costs the least ({percent}) of {larger} with {held}; none has at most {limit}"
+def choose(rows: Sequence[SweepRow], slower: float) -> Recommendation:
+    """The recommended size and the reason in one sentence, by the rules in docs/choosing.md.
+
+    Args:
+        rows: The original first.
+        slower: Percent by which the training step's time, or else the MACs, may grow.
+    """
+    original = rows[0]
+    done = _done(rows)
+    if not done:
+        return Recommendation(why="no row is done")
+    if _is_known(step_ms, [original, *done]):
+        cost: Value = step_ms
+        limit = f"{slower:g} % more time for a training step"
+    elif _is_known(_macs, [original, *done]):
+        cost = _macs
+        limit = f"{slower:g} % more MACs"
     else:
-        sides_of = dict(zip(map(id, done), _sides(done), strict=True))
-        within = [row for row in within if max(sides_of[id(row)]) <= MOST_WINDOW] or within
-        fitted, merit = _known(done, _error), "largest window"
-        if fitted:
-            within = [row for row in within if _error(row) <= min(map(_error, within)) + EQUAL_ERRORS]
-        taken = max(within, key=lambda row: (math.prod(sides_of[id(row)]), row.elements))
-        if fitted:
-            of = "outputs for images held out" if taken.images else "kernels"
-            merit = f"least error of {of} ({_error(taken):.3f}; of those within {EQUAL_ERRORS:g}, the largest window)"
-        why = f"the {merit} with {held} and at most {limit} ({growth(taken, original, cost):+.1f} %)"
-    return Choice(row=rows.index(taken), why=why, command=taken.command)
+        return Recommendation(why="neither MACs nor times are known")
+
+    # In windows no larger than the old kernels, elements have nowhere new to go.
+    grown = [row for row in done if _folded_bytes(row) > _folded_bytes(original)]
+    candidates = grown or done
+    fewest_params = min(map(_params, candidates))
+    if fewest_params <= _params(original):
+        small = _at_most(_params(original), _params, candidates)
+        held = "no more parameters than the original"
+    else:
+        small = _at_most(fewest_params, _params, candidates)
+        held = "fewest parameters"
+
+    affordable = _at_most(slower, lambda row: growth(row, original, cost), small)
+    if affordable:
+        taken, merit = _best(affordable, done)
+        percent = f"{growth(taken, original, cost):+.1f} %"
+        why = f"the {merit} with {held} and at most {limit} ({percent})"
+    else:
+        taken = min(small, key=cost)
+        percent = f"{growth(taken, original, cost):+.1f} %"
+        larger = "windows larger than the old kernels" if grown else "those"
+        why = f"it costs the least ({percent}) of {larger} with {held}; none has at most {limit}"
+    return Recommendation(row=rows.index(taken), why=why, command=taken.command)
+
+
+def _best(affordable: Sequence[SweepRow], done: Sequence[SweepRow]) -> tuple[SweepRow, str]:
+    """The row with the least error, or if errors are not known, the largest window; and this merit.
+
+    Rows with windows above MOST_WINDOW are taken only if there is no other.
+    """
+    sides_of = {}
+    for row, sides in zip(done, _window_sides(done), strict=True):
+        sides_of[id(row)] = sides
+    best = _at_most(MOST_WINDOW, lambda row: max(sides_of[id(row)]), affordable) or affordable
+    has_errors = _is_known(_error, done)
+    if has_errors:
+        best = _at_most(min(map(_error, best)) + EQUAL_ERRORS, _error, best)
+    taken = max(best, key=lambda row: (math.prod(sides_of[id(row)]), row.elements))
+    if not has_errors:
+        return taken, "largest window"
+    compared_by = "outputs for images held out" if taken.images else "kernels"
+    merit = (
+        f"least error of {compared_by} ({_error(taken):.3f}; "
+        f"of those within {EQUAL_ERRORS:g}, the largest window)"
+    )
+    return taken, merit

@@ -16,11 +16,16 @@ from ..planning.plan import ConversionPlan
 from ..surgery.start import apply_plan_
 from .sweep import Timing
 
-CALLS_ON_GPU = 5  # a measured run on a GPU is their mean, since the end of the last alone is waited for
+# A run that is measured on a GPU is the mean of several calls, with one wait for the last of them.
+CALLS_ON_GPU = 5
 
 
 def check_device(name: str) -> torch.device:
-    """The device of this name; DclsConvertError where nothing can be timed on it."""
+    """The device of this name.
+
+    Raises:
+        DclsConvertError: Nothing can be timed on it.
+    """
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -31,21 +36,31 @@ def check_device(name: str) -> torch.device:
 
 
 def converted_copy(model: nn.Module, plan: ConversionPlan) -> nn.Module:
-    """With random elements; what is not converted is the model's own, so that memory holds little more than one."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    converted = copy.deepcopy(model, shared)
+    """A copy of the model, converted, with random elements.
+
+    It shares the tensors that are not converted with the model, to save memory.
+    """
+    not_copied: dict[int, Any] = {}  # the memo of deepcopy
+    for tensor in (*model.parameters(), *model.buffers()):
+        not_copied[id(tensor)] = tensor
+    converted = copy.deepcopy(model, not_copied)
     apply_plan_(converted, plan, init="random")
     return converted
 
 
 def summary(runs: Sequence[float]) -> Timing:
-    """Quartiles, by linear interpolation."""
-    low, middle, high = statistics.quantiles(runs, n=4, method="inclusive") if len(runs) > 1 else [runs[0]] * 3
+    """Quartiles of the runs' milliseconds, by linear interpolation."""
+    if len(runs) == 1:
+        return Timing(median=runs[0], first_quartile=runs[0], third_quartile=runs[0], runs=1)
+    low, middle, high = statistics.quantiles(runs, n=4, method="inclusive")
     return Timing(median=middle, first_quartile=low, third_quartile=high, runs=len(runs))
 
 
 def measure(model: nn.Module, images: Tensor, *, amp: bool) -> tuple[float, float]:
-    """Milliseconds of a forward pass and of a training step, whose learning rate is 0: it changes statistics alone."""
+    """Milliseconds of a forward pass and of a training step.
+
+    The learning rate is 0, so the step changes no weights, only statistics such as BatchNorm's.
+    """
     autocast = torch.autocast(images.device.type, torch.bfloat16, enabled=amp)
 
     def forward() -> None:
@@ -56,28 +71,29 @@ def measure(model: nn.Module, images: Tensor, *, amp: bool) -> tuple[float, floa
         optimizer.zero_grad(set_to_none=True)
         with autocast:
             outputs = tensors_in(run(model, images))
-            loss = sum(output.float().square().mean() for output in outputs if output.requires_grad)
-        torch.autograd.backward(torch.as_tensor(loss))
+            losses = [o.float().square().mean() for o in outputs if o.requires_grad]
+            loss = torch.as_tensor(sum(losses))
+        torch.autograd.backward(loss)
         optimizer.step()
 
     try:
         model.eval()
         forward_ms = _milliseconds(forward, images.device)
         optimizer = torch.optim.SGD(model.train().parameters(), lr=0.0)
-        return forward_ms, _milliseconds(step, images.device)
+        step_ms = _milliseconds(step, images.device)
+        return forward_ms, step_ms
     finally:
         model.zero_grad(set_to_none=True)
 
 
 def _milliseconds(call: Callable[[], None], device: torch.device) -> float:
-    def wait() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-
-    calls = CALLS_ON_GPU if device.type != "cpu" else 1
-    wait()
-    begun = time.perf_counter()
-    for _ in range(calls):
+    if device.type == "cpu":
+        began = time.perf_counter()
         call()
-    wait()
-    return 1e3 * (time.perf_counter() - begun) / calls
+        return 1e3 * (time.perf_counter() - began)
+    torch.accelerator.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(CALLS_ON_GPU):
+        call()
+    torch.accelerator.synchronize(device)
+    return 1e3 * (time.perf_counter() - began) / CALLS_ON_GPU

@@ -1,4 +1,4 @@
-"""Jobs in worker processes that may crash or hang: such a job fails alone, and a new worker takes over."""
+"""Run jobs in worker processes. If one crashes or hangs, its job fails and a new one takes over."""
 
 import contextlib
 import multiprocessing
@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
@@ -18,7 +18,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from ..errors import one_line
 
-SECONDS_TO_LOOK = 1.0  # between two looks at whether the pool is still whole
+SECONDS_BETWEEN_CHECKS = 1.0  # of whether the pool is broken
 
 
 def run_jobs(
@@ -26,43 +26,84 @@ def run_jobs(
     jobs: Sequence[Any],
     *,
     workers: int,
-    timeout: float | None = None,  # seconds for one job, without the start of its worker
+    timeout: float | None = None,
     set_up: Callable[[], None] | None = None,
 ) -> Iterator[tuple[int, Any, str | None]]:
-    """Of every job, as soon as it is done: its index, what `function` returned, and one line if it failed instead."""
-    left, before = dict(enumerate(jobs)), 0
-    while left and len(left) != before:  # a pool breaks when a worker dies without a job; the next pool takes over
-        before = len(left)
-        context = multiprocessing.get_context("spawn")  # not "fork": a copy of torch's thread pool does not work
-        pool = ProcessPool(min(workers, len(left)), initializer=_start_worker, initargs=(set_up,), context=context)
-        done: SimpleQueue[Future[Any]] = SimpleQueue()
-        try:
-            with _without_ctrl_c():
-                futures: dict[Future[Any], int] = {
-                    pool.schedule(_answer, (function, job), timeout=timeout): index for index, job in left.items()
-                }
-            for each in futures:
-                each.add_done_callback(done.put)
-            while left and pool.active:
-                with contextlib.suppress(Empty, BrokenProcessPool):
-                    future = done.get(timeout=SECONDS_TO_LOOK)
-                    result, index = _result(future, timeout), futures[future]
-                    del left[index]
-                    yield index, *result
-        finally:
-            pool.stop()  # type: ignore[no-untyped-call]
-            pool.join()
-    for index in left:
+    """Call `function` with every job, in worker processes.
+
+    Args:
+        function: Can be pickled.
+        jobs: Can be pickled.
+        workers: Number of processes at most.
+        timeout: Seconds for one job, without the start of its worker; None: no limit.
+        set_up: Called once in each worker, before its first job.
+
+    Yields:
+        For each job, as soon as it is done: its index; what `function` returned, or None if it
+        failed; None, or one line that says why it failed.
+    """
+    jobs_left = dict(enumerate(jobs))
+    has_progress = True
+    # A pool breaks when a worker dies without a job. Then the next pool takes over, unless the
+    # broken one has done no job.
+    while jobs_left and has_progress:
+        jobs_before = len(jobs_left)
+        with _new_pool(min(workers, jobs_before), set_up) as pool:
+            indices, done = _schedule(pool, function, jobs_left, timeout)
+            while jobs_left and pool.active:
+                try:
+                    future = done.get(timeout=SECONDS_BETWEEN_CHECKS)
+                    result, failure = _result(future, timeout)
+                except (Empty, BrokenProcessPool):
+                    continue
+                index = indices[future]
+                del jobs_left[index]
+                yield index, result, failure
+        has_progress = len(jobs_left) < jobs_before
+    for index in jobs_left:
         yield index, None, "the worker processes died before they took a job"
 
 
 @contextlib.contextmanager
+def _new_pool(workers: int, set_up: Callable[[], None] | None) -> Iterator[ProcessPool]:
+    """A pool that is stopped at the end, whatever its workers are doing."""
+    context = multiprocessing.get_context("spawn")  # a fork of torch's thread pool does not work
+    pool = ProcessPool(workers, initializer=_start_worker, initargs=(set_up,), context=context)
+    try:
+        yield pool
+    finally:
+        pool.stop()  # type: ignore[no-untyped-call]
+        pool.join()
+
+
+def _schedule(
+    pool: ProcessPool,
+    function: Callable[[Any], Any],
+    jobs: Mapping[int, Any],
+    timeout: float | None,
+) -> tuple[dict[Future[Any], int], "SimpleQueue[Future[Any]]"]:
+    """Give the pool all jobs; the index of each by its future, and the queue of done futures."""
+    indices: dict[Future[Any], int] = {}
+    with _without_ctrl_c():
+        for index, job in jobs.items():
+            indices[pool.schedule(_call, (function, job), timeout=timeout)] = index
+    done: SimpleQueue[Future[Any]] = SimpleQueue()
+    for future in indices:
+        future.add_done_callback(done.put)
+    return indices, done
+
+
+@contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Threads and processes that start inside do not get SIGINT, which a terminal sends to the workers too."""
+    """Threads and processes that start inside do not get SIGINT.
+
+    Otherwise Ctrl-C would stop the workers too, since a terminal sends the signal to all of them.
+    """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    resource_tracker.ensure_running()  # would unblock the signal if it started later (CPython 3.11)
+    # Start the tracker now; started later it would reset the signal mask (CPython 3.11).
+    resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -71,6 +112,7 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def _result(future: Future[Any], timeout: float | None) -> tuple[Any, str | None]:
+    """What a job returned, or None; and None, or one line that says why it failed."""
     try:
         return future.result()  # type: ignore[no-any-return]
     except TimeoutError:
@@ -79,11 +121,16 @@ def _result(future: Future[Any], timeout: float | None) -> tuple[Any, str | None
         if error.exitcode >= 0:
             return None, f"its process ended by itself, with exit code {error.exitcode}"
         name = signal.Signals(-error.exitcode).name
-        return None, f"its process was killed by {name}" + " (out of memory?)" * (name == "SIGKILL")
+        if name == "SIGKILL":
+            return None, f"its process was killed by {name} (out of memory?)"
+        return None, f"its process was killed by {name}"
 
 
 def _start_worker(set_up: Callable[[], None] | None) -> None:
-    """In the worker, before its first job: it ends at once when it is told to or the parent is gone, and is silent."""
+    """Runs in a worker, before its first job.
+
+    The worker will end at once on SIGTERM and when its parent is gone, and prints nothing.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     null = os.open(os.devnull, os.O_WRONLY)
@@ -100,8 +147,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _answer(function: Callable[[Any], Any], job: Any) -> tuple[Any, str | None]:
-    """In the worker: the function's value, or one line that says why it failed."""
+def _call(function: Callable[[Any], Any], job: Any) -> tuple[Any, str | None]:
+    """Runs in a worker: what the function returns, or None; and None, or why it failed."""
     try:
         return function(job), None
     except BaseException as error:  # SystemExit too: the job has failed, its worker has not

@@ -1,9 +1,11 @@
-"""What a training loop needs beside the model: parameter groups, clamping, the repulsive loss, records of positions.
+"""What a training loop needs besides the model: parameter groups, clamping, the repulsive loss, and
+records of positions.
 
-    optimizer = torch.optim.AdamW(dcls_convert.tuning.param_groups(model, lr=1e-3, weight_decay=0.05))
+    groups = dcls_convert.tuning.param_groups(model, lr=1e-3, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(groups)
 
-All of it works for models without DCLS layers too, and inside the wrappers of DDP, `torch.compile` and EMA; under FSDP2
-where a docstring says so. Nothing here changes a model, but `clamp_positions_`. Source of the techniques:
+All of it also works for models without DCLS layers, and inside the wrappers of DDP, `torch.compile`
+and EMA; under FSDP2 if the docstring says so. Only `clamp_positions_` changes a model. Source:
 arXiv:2112.03740, section 3 "Learning techniques".
 """
 

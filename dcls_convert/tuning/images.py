@@ -1,8 +1,12 @@
-"""The images of a training: any data set of timm that has an index; which image is seen when, and how it is changed."""
+"""The images of a training: opening them, their transforms, and the order in which they are used.
+
+Any data set of timm with random access will do.
+"""
 
 import contextlib
 import random
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,29 +31,30 @@ from ..tables import counted
 from .recipe import Recipe
 from .shards import Shards
 
-MODES = {1: "L", 3: "RGB"}  # of images, by channels
-HELD_OUT = 5  # one image in so many of each class is to test, in a folder that has no images for it
-SPLITS = ("train", "validation")  # for timm, "val" and others are the same
+MODES = {1: "L", 3: "RGB"}  # channels that a model takes -> mode of Pillow
+# If there are only class folders, every fifth image of each class is held out to test with.
+HOLD_OUT_EVERY = 5
+SPLITS = ("train", "validation")  # timm also finds "validation" in a folder called "val"
 AUGMENTATIONS: dict[Augmentation, dict[str, Any]] = {  # arguments of timm's create_transform
     "none": {"no_aug": True},
     "light": {"scale": (0.35, 1.0), "color_jitter": 0.4},
-    # mmax9: at magnitude 10, timm asks Pillow to keep 0 bits of each colour, which Pillow 13 refuses.
+    # mmax9, since at magnitude 10 timm asks Pillow to keep 0 bits per colour; Pillow 13 refuses.
     "strong": {"auto_augment": "rand-m9-mstd0.5-mmax9-inc1", "re_prob": 0.25, "re_mode": "pixel"},
 }
 
 
 def seed_all(*place: int | str) -> None:
-    """Seed all global generators for a place in a run."""
+    """Seed all global random generators from a place in a run, such as ("update", seed, number)."""
     random_seed(zlib.crc32(repr(place).encode()))
 
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Afterwards, global generators have the states of before."""
-    with contextlib.ExitStack() as back:
-        back.callback(random.setstate, random.getstate())
-        back.callback(np.random.set_state, np.random.get_state())
-        back.enter_context(seeded(0))
+    """Give the global random generators their present states back at the end."""
+    with contextlib.ExitStack() as restore:
+        restore.callback(random.setstate, random.getstate())
+        restore.callback(np.random.set_state, np.random.get_state())
+        restore.enter_context(seeded(0))  # restores torch's generators
         yield
 
 
@@ -71,135 +76,197 @@ def open_images(
     labelled: bool = True,
     note: Notify = silent,
 ) -> ImageData:
-    """The images of a folder, or of one of timm's data sets, still without transforms.
+    """Open the images of a folder, or of one of timm's data sets, without transforms yet.
 
-    Images of a folder that cannot be decoded are left out; timm would take the next one in their place.
+    Images of a folder that cannot be decoded are left out; timm would replace each by the next one.
 
     Args:
-        data: Folder with a folder for each class, or with `train` and `validation` (or `val`) that have these. Of each
-            class of the first kind, every fifth image is to test.
-        dataset: timm's name of a data set, such as "torch/cifar10", "hfds/cifar10" or "wds/imagenet"; `data` is then
-            where it lies.
-        splits: Names of its parts, to train and to test.
-        classes: How many, where the data set does not name them.
-        labelled: False for images to learn a teacher's outputs from; folders are then no classes.
+        data: Folder with a folder for each class, or with `train` and `validation` (or `val`) that
+            have these. If there are only class folders, every fifth image is held out to test with.
+        dataset: timm's name of a data set, such as "torch/cifar10", "hfds/cifar10" or
+            "wds/imagenet"; `data` is then its location.
+        splits: timm's names of the part to train on and of the part to test with.
+        classes: Number of classes, for data sets that do not name them.
+        labelled: False for images that only serve to learn a teacher's outputs; their folders need
+            not be classes.
         note: Told which images are left out, and which classes have none to test with.
 
     Raises:
-        DclsConvertError: No such data, no classes, some that are only tested, or images that come as a stream.
+        DclsConvertError: No such data, fewer than two classes, classes without images to train on,
+            or a data set without random access.
     """
     where = f"--dataset {dataset}" if dataset else f"--data {shown(data)}"
-    if not dataset and not (data is not None and data.is_dir()):
+    if not dataset and (data is None or not data.is_dir()):
         raise DclsConvertError(f"{where}: is not a folder")
     root = None if data is None else str(data)
     try:
-        train, test = (_by_number(create_dataset(dataset, root=root, split=split), where, note) for split in splits)
-        named = getattr(getattr(train, "reader", train), "class_to_idx", None) or {}
+        train_split, test_split = splits
+        train = _open_split(dataset, root, train_split, where, note)
+        test = _open_split(dataset, root, test_split, where, note)
+        class_to_idx = getattr(getattr(train, "reader", train), "class_to_idx", None) or {}
     except Exception as error:  # what timm and the libraries below it raise has no common base
         raise DclsConvertError(f"{where}: {one_line(error)[:300]}") from error
-    if any(isinstance(part, IterableDataset) for part in (train, test)):
-        raise DclsConvertError(f"{where}: is a stream; choose a data set whose images have numbers")
+    if isinstance(train, IterableDataset) or isinstance(test, IterableDataset):
+        raise DclsConvertError(f"{where}: is a streaming data set; choose one with random access")
     if not dataset:
         _leave_out_unreadable_(train.reader, where, note)
         if test.reader.root != root:
             if labelled:
-                _take_classes_of(test.reader, named, where, note)
+                _take_classes_of(test.reader, class_to_idx, where, note)
             _leave_out_unreadable_(test.reader, where, note)
         elif train.reader.root == root:
             train.reader.samples, test.reader.samples = _held_out(train.reader.samples)
         else:
             raise DclsConvertError(f"{where}: has train, but neither validation nor val")
-    names = tuple(named) or tuple(map(str, range(classes or 0)))
+    names = tuple(class_to_idx) or tuple(map(str, range(classes or 0)))
     if labelled and len(names) < 2:
         raise DclsConvertError(f"{where}: has fewer than two classes; each is a folder of images")
     if not len(train) or not len(test):
-        raise DclsConvertError(f"{where}: has {len(train)} images to train on and {len(test)} to test with")
+        raise DclsConvertError(
+            f"{where}: has {len(train)} images to train on and {len(test)} to test with"
+        )
     return ImageData(train=train, test=test, classes=names)
 
 
-def _by_number(images: Any, where: str, note: Notify) -> Any:
-    """With an index, where timm reads shards as a stream."""
+def _open_split(dataset: str, root: str | None, split: str, where: str, note: Notify) -> Any:
+    """Open a part of a data set of timm; with an index also for shards, which timm only streams."""
+    images = create_dataset(dataset, root=root, split=split)
     if not isinstance(getattr(images, "reader", None), ReaderWds):
         return images
-    note(f"{where}: looking for the images in {counted(len(images.reader.split_info.filenames), 'shard')}")
+    shards = counted(len(images.reader.split_info.filenames), "shard")
+    note(f"{where}: looking for the images in {shards}")
     return ImageDataset("", reader=Shards(images.reader))
 
 
-def _take_classes_of(reader: Any, named: Mapping[str, int], where: str, note: Notify) -> None:
-    """Give the reader's samples the numbers of these classes."""
-    own = {number: name for name, number in reader.class_to_idx.items()}
-    if unknown := [name for name in own.values() if name not in named]:
-        raise DclsConvertError(f"{where}: there is nothing to learn {listed(unknown)} from, only to test with")
-    if untested := [name for name in named if name not in reader.class_to_idx]:
+def _take_classes_of(
+    reader: Any, class_to_idx: Mapping[str, int], where: str, note: Notify
+) -> None:
+    """Replace the class numbers of a reader's samples by those of `class_to_idx`, by class name."""
+    own_names = {number: name for name, number in reader.class_to_idx.items()}
+    unknown = [name for name in own_names.values() if name not in class_to_idx]
+    if unknown:
+        raise DclsConvertError(
+            f"{where}: there is nothing to learn {listed(unknown)} from, only to test with"
+        )
+    untested = [name for name in class_to_idx if name not in reader.class_to_idx]
+    if untested:
         note(f"no images to test {listed(untested)} with")
-    reader.class_to_idx = named
-    reader.samples = [(path, named[own[number]]) for path, number in reader.samples]
+    reader.class_to_idx = class_to_idx
+    reader.samples = [(path, class_to_idx[own_names[number]]) for path, number in reader.samples]
 
 
 def _leave_out_unreadable_(reader: Any, where: str, note: Notify) -> None:
+    """Take the images that cannot be decoded out of a reader, and name some of them."""
+    paths = [path for path, _ in reader.samples]
     with quietly(), ThreadPoolExecutor() as pool:
-        decoded = list(pool.map(_is_decoded, (path for path, _ in reader.samples)))
-    if lost := [Path(path) for (path, _), known in zip(reader.samples, decoded, strict=True) if not known]:
-        names = listed(path.relative_to(reader.root) for path in lost)
-        note(f"{where}: {counted(len(lost), 'image')} cannot be read, and are left out: {names}")
-    reader.samples = [sample for sample, known in zip(reader.samples, decoded, strict=True) if known]
+        decodable = list(pool.map(_is_decodable, paths))
+    kept = []
+    lost = []
+    for sample, is_decodable in zip(reader.samples, decodable, strict=True):
+        if is_decodable:
+            kept.append(sample)
+        else:
+            lost.append(Path(sample[0]).relative_to(reader.root))
+    if lost:
+        images = counted(len(lost), "image")
+        note(f"{where}: {images} cannot be read, and are left out: {listed(lost)}")
+    reader.samples = kept
 
 
-def _is_decoded(path: str) -> bool:
+def _is_decodable(path: str) -> bool:
     try:
         with Image.open(path, formats=FORMATS) as image:
-            image.draft("RGB", (64, 64))  # a JPEG in an eighth of its size, which is much faster
+            image.draft("RGB", (64, 64))  # decodes a JPEG at an eighth of its size, much faster
             image.load()
     except UNREADABLE:
         return False
     return True
 
 
-def _held_out(samples: Sequence[tuple[str, int]]) -> tuple[list[Any], list[Any]]:
-    """All but every fifth sample of each class, and every fifth."""
-    parts: tuple[list[Any], list[Any]] = ([], [])
-    seen: dict[int, int] = {}
+def _held_out(
+    samples: Sequence[tuple[str, int]],
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Samples (path, class) to train on, and to test with: of each class, every fifth."""
+    train: list[tuple[str, int]] = []
+    test: list[tuple[str, int]] = []
+    counts: Counter[int] = Counter()  # samples of each class so far
     for sample in samples:
-        seen[sample[1]] = seen.get(sample[1], 0) + 1
-        parts[seen[sample[1]] % HELD_OUT == 0].append(sample)
-    return parts
+        label = sample[1]
+        counts[label] += 1
+        if counts[label] % HOLD_OUT_EVERY == 0:
+            test.append(sample)
+        else:
+            train.append(sample)
+    return train, test
 
 
 def set_transforms_(
-    data: ImageData, model: nn.Module, input_size: Sequence[int] | None = None, augmentation: Augmentation = "light"
+    data: ImageData,
+    model: nn.Module,
+    input_size: Sequence[int] | None = None,
+    augmentation: Augmentation = "light",
 ) -> None:
-    """Let the data sets give images as the model takes them, those to train on augmented."""
-    config = resolve_data_config({"input_size": tuple(input_size)} if input_size else {}, model=model)
-    crop, channels = config["crop_pct"], config["input_size"][0]
+    """Let the data sets give images as the model takes them, those to train on augmented.
+
+    Raises:
+        DclsConvertError: A model that takes neither 1 nor 3 channels.
+    """
+    stated = {}
+    if input_size:
+        stated["input_size"] = tuple(input_size)
+    config = resolve_data_config(stated, model=model)
+    channels = config["input_size"][0]
     if channels not in MODES:
         raise DclsConvertError(f"images have 1 or 3 channels; the model takes {channels}")
-    config = {name: config[name] for name in ("input_size", "interpolation", "mean", "std")}
-    config |= {name: config[name][:channels] for name in ("mean", "std")}
+    options = {
+        "input_size": config["input_size"],
+        "interpolation": config["interpolation"],
+        "mean": config["mean"][:channels],
+        "std": config["std"][:channels],
+    }
+    data.train.transform = create_transform(
+        **options, is_training=True, **AUGMENTATIONS[augmentation]
+    )
+    data.test.transform = create_transform(**options, crop_pct=config["crop_pct"])
     in_mode = partial(Image.Image.convert, mode=MODES[channels])
-    data.train.transform = create_transform(**config, is_training=True, **AUGMENTATIONS[augmentation])
-    data.test.transform = create_transform(**config, crop_pct=crop)
     for part in (data.train, data.test):
         part.transform.transforms.insert(0, in_mode)
 
 
 class Repeatable(Dataset[Any]):
-    """By keys (epoch, index), with an augmentation that follows from these and the seed alone: not from workers,
-    processes or what was loaded before."""
+    """Images by keys (epoch, index), each augmented by its key and the seed alone.
+
+    The augmentation does not depend on workers, on processes or on what was loaded before.
+    """
 
     def __init__(self, images: Any, seed: int) -> None:
-        self.images, self.seed = images, seed
+        self.images = images
+        self.seed = seed
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
-        seed_all("image", self.seed, *key)
-        return self.images[key[1]]
+        epoch, index = key
+        seed_all("image", self.seed, epoch, index)
+        return self.images[index]
 
 
-def batches(images: int, recipe: Recipe, rank: int, processes: int, start: int) -> Iterator[list[tuple[int, int]]]:
-    """The keys of this process's part of every batch, from the update `start` on to the end of the run."""
-    updates, size, parts = images // recipe.update_size(processes), recipe.batch_size, recipe.accumulate
-    for epoch in range(start // updates, recipe.epochs):
+def batches(
+    images: int, recipe: Recipe, rank: int, processes: int, start: int
+) -> Iterator[list[tuple[int, int]]]:
+    """Keys (epoch, index) of this process's part of every batch, to the end of the run.
+
+    Args:
+        images: Number of images to train on.
+        recipe: States the sizes, the epochs and the seed.
+        rank: Number of this process.
+        processes: Number of processes.
+        start: Update to begin with.
+    """
+    updates_per_epoch = images // recipe.update_size(processes)
+    for epoch in range(start // updates_per_epoch, recipe.epochs):
         order = np.random.default_rng([recipe.seed, epoch]).permutation(images).tolist()
-        done = max(0, start - epoch * updates)
-        for batch in range(done * parts, updates * parts):
-            first = (batch * processes + rank) * size
-            yield [(epoch, index) for index in order[first : first + size]]
+        updates_done = max(0, start - epoch * updates_per_epoch)
+        first_batch = updates_done * recipe.accumulate
+        for batch in range(first_batch, updates_per_epoch * recipe.accumulate):
+            first = (batch * processes + rank) * recipe.batch_size
+            indices = order[first : first + recipe.batch_size]
+            yield [(epoch, index) for index in indices]

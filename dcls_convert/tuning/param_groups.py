@@ -25,69 +25,108 @@ def param_groups(
     layer_decay: float | None = None,
     **timm_options: Any,
 ) -> list[dict[str, Any]]:
-    """Parameter groups: positions learn `position_lr_scale` times as fast and do not decay; the rest is timm's.
+    """Make parameter groups: timm's, with groups of their own for positions and sigmas.
 
-    With `lr`, each group has its own learning rate. This works in any optimizer, with the schedulers of torch, with
-    timm's, or with none. (Rates that a scheduler itself states, such as timm's `lr_min` and `warmup_lr_init`, are then
-    the same for all groups.) Without `lr`, the groups have timm's `lr_scale` instead. Only timm's schedulers apply it,
-    at each step and to the whole schedule, as the paper's authors did. So `param_groups` itself can be the
-    `param_group_fn` of `timm.optim.create_optimizer_v2`; timm then ignores its own `weight_decay` and `layer_decay`:
-    bind them here with `functools.partial`. (With both `lr` and `lr_scale`, they would scale a rate twice.)
+    Positions learn `position_lr_scale` times as fast as the rest, and do not decay.
 
-    Positions and sigmas also carry `use_fallback`, by which timm's Muon leaves them to AdamW: they are no matrices.
+    With `lr`, each group has its own learning rate. This works in any optimizer, with the
+    schedulers of torch, with timm's, or with none. (Rates that a scheduler itself states, such as
+    timm's `lr_min` and `warmup_lr_init`, are then the same for all groups.)
+
+    Without `lr`, the groups have timm's `lr_scale` instead. Only timm's schedulers apply it, at
+    each step and to the whole schedule, as the paper's authors did. (A group never has both, since
+    these schedulers would then scale its rate twice.) So `param_groups` itself can be the
+    `param_group_fn` of `timm.optim.create_optimizer_v2`. timm then ignores its own `weight_decay`
+    and `layer_decay`; bind them here with `functools.partial`.
+
+    Positions and sigmas also have `use_fallback`: timm's Muon optimizes matrices, and leaves
+    parameters with this mark to AdamW.
 
     Args:
-        model: May be wrapped (DDP, `torch.compile`, EMA), and may have no DCLS layers. Frozen parameters are left out.
+        model: May be wrapped (DDP, `torch.compile`, EMA), and may have no DCLS layers. Frozen
+            parameters are left out.
         lr: Learning rate of everything but positions and sigmas.
-        weight_decay: Of the weights; none for biases, norms and the parameters that `model.no_weight_decay()` names.
+        weight_decay: Of the weights; 0 is used for biases, norms and the parameters that
+            `model.no_weight_decay()` names.
         position_lr_scale: The paper's 5 by default.
-        sigma_lr_scale: As for positions without it; sigmas are lengths in cells as well.
-        layer_decay: Factor of the learning rate from layer to layer towards the input, as in timm; positions get it
-            times `position_lr_scale`. A tied parameter has the rate of the first of its layers, the slowest.
-        timm_options: For `timm.optim.param_groups_weight_decay`, or with `layer_decay`, `param_groups_layer_decay`.
+        sigma_lr_scale: None: as for positions, since sigmas are lengths in cells as well.
+        layer_decay: Factor of the learning rate from layer to layer towards the input, as in timm;
+            positions get it times `position_lr_scale`. A tied parameter has the rate of the first
+            of its layers, the slowest.
+        timm_options: For `timm.optim.param_groups_weight_decay`, or with `layer_decay`,
+            `param_groups_layer_decay`.
 
     Raises:
         DclsConvertError: A rate, scale or decay that is negative or not finite.
     """
-    kinds = {"positions": position_lr_scale, "sigma": position_lr_scale if sigma_lr_scale is None else sigma_lr_scale}
-    rates = {"lr": lr, "weight_decay": weight_decay, "layer_decay": layer_decay}
-    rates |= {f"{kind.removesuffix('s')}_lr_scale": scale for kind, scale in kinds.items()}
-    for name, value in rates.items():
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise DclsConvertError(f"{name}={value!r} must be a finite number of at least 0")
+    if sigma_lr_scale is None:
+        sigma_lr_scale = position_lr_scale
+    _check_rates(
+        lr=lr,
+        weight_decay=weight_decay,
+        layer_decay=layer_decay,
+        position_lr_scale=position_lr_scale,
+        sigma_lr_scale=sigma_lr_scale,
+    )
     if layer_decay is not None:
         timm_options["layer_decay"] = layer_decay
     model = unwrapped(model)
-    scales = {id(one.tensor): kinds[one.kind] for one in position_parameters(model)}
+    scale_of_kind = {"positions": position_lr_scale, "sigma": sigma_lr_scale}
+    scale_of: dict[int, float] = {}  # id of a positions or sigma parameter -> its own lr_scale
+    for found in position_parameters(model):
+        scale_of[id(found.tensor)] = scale_of_kind[found.kind]
+
     groups: list[dict[str, Any]] = []
-    moving: dict[float, list[nn.Parameter]] = {}  # lr_scale -> positions and sigmas
+    by_scale: dict[float, list[nn.Parameter]] = {}  # lr_scale -> positions and sigmas
     for group in _groups_of_timm(model, weight_decay=weight_decay, **timm_options):
-        if rest := [parameter for parameter in group["params"] if id(parameter) not in scales]:
-            groups.append({**group, "params": rest})
+        others = []
         for parameter in group["params"]:
-            if id(parameter) in scales:
-                scale = group.get("lr_scale", 1.0) * scales[id(parameter)]
-                moving.setdefault(scale, []).append(parameter)
-    for scale, tensors in moving.items():
-        groups.append({"params": tensors, "weight_decay": 0.0, "lr_scale": scale, "use_fallback": True})
+            if id(parameter) in scale_of:
+                scale = group.get("lr_scale", 1.0) * scale_of[id(parameter)]
+                by_scale.setdefault(scale, []).append(parameter)
+            else:
+                others.append(parameter)
+        if others:
+            groups.append({**group, "params": others})
+    for scale, parameters in by_scale.items():
+        groups.append(
+            {"params": parameters, "weight_decay": 0.0, "lr_scale": scale, "use_fallback": True}
+        )
     if lr is not None:
         for group in groups:
             group["lr"] = lr * group.pop("lr_scale", 1.0)
     return groups
 
 
+def _check_rates(**rates: float | Tensor | None) -> None:
+    for name, value in rates.items():
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise DclsConvertError(f"{name}={value!r} must be a finite number of at least 0")
+
+
 def _groups_of_timm(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
-    """timm's own groups, with `lr_scale` where it is asked for `layer_decay`."""
-    # timm reads the depth from a name, and takes a parameter of a stage that is in no block for a part of the head.
-    names = {one.name: f"{next(iter(one.layers))}.{one.kind}".lstrip(".") for one in position_parameters(model)}
-    named = [(names.get(name, name), parameter) for name, parameter in model.named_parameters()]
-    # What timm's functions read of a model, with these names.
-    seen = SimpleNamespace(named_parameters=lambda: named, pretrained_cfg=getattr(model, "pretrained_cfg", None) or {})
+    """The groups that timm makes; with `lr_scale` if the options have `layer_decay`."""
+    # timm reads a parameter's depth from its name. A tied parameter is registered on its stage,
+    # which timm takes for a part of the head. Give it the name that it has in its first layer.
+    layer_names = {}
+    for found in position_parameters(model):
+        first_layer = next(iter(found.layers))
+        layer_names[found.name] = f"{first_layer}.{found.kind}".lstrip(".")
+    named = []
+    for name, parameter in model.named_parameters():
+        named.append((layer_names.get(name, name), parameter))
+    # Stands in for the model: it has what timm's functions read of one, with these names.
+    renamed_model = SimpleNamespace(
+        named_parameters=lambda: named,
+        pretrained_cfg=getattr(model, "pretrained_cfg", None) or {},
+    )
     if hasattr(model, "group_matcher"):
-        seen.group_matcher = model.group_matcher
-    own: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
-    options["no_weight_decay_list"] = {*own, *options.get("no_weight_decay_list", ())}
+        renamed_model.group_matcher = model.group_matcher
+    without_decay: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
+    options["no_weight_decay_list"] = {*without_decay, *options.get("no_weight_decay_list", ())}
     optim: Any = importlib.import_module("timm.optim")
-    make = optim.param_groups_layer_decay if "layer_decay" in options else optim.param_groups_weight_decay
-    groups: list[dict[str, Any]] = make(seen, **options)
+    make_groups = optim.param_groups_weight_decay
+    if "layer_decay" in options:
+        make_groups = optim.param_groups_layer_decay
+    groups: list[dict[str, Any]] = make_groups(renamed_model, **options)
     return groups

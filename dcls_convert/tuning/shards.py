@@ -1,52 +1,84 @@
-"""The images of webdataset's shards (timm's `wds/`) by number, so that a run knows which image it sees when."""
+"""Random access to the images of webdataset's shards, which timm (`wds/`) only streams.
+
+So a training knows which image it sees when.
+"""
 
 import io
 import json
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 
-class Shards:
-    """What timm reads as a stream, by number: an index of its tar files, which are opened for each image.
+class Sample(NamedTuple):
+    """An image that has a label."""
 
-    Its samples are those of timm's reader: of one base name the first image among the reader's suffixes, and the label
-    of its `cls` file or, where the data set states `alt_label`, of that field of its `json` file.
+    shard: int  # index of the tar file
+    first: int  # byte in the tar file
+    size: int  # bytes
+    label: int
+
+
+class Shards:
+    """The samples of timm's reader of shards, by number; tar files are opened for each image.
+
+    The samples are those that timm streams. Files with the same base name are one sample. Its image
+    has the first of the reader's suffixes that occurs. Its label is in the `cls` file, or if the
+    data set states `alt_label`, in that field of the `json` file.
     """
 
     def __init__(self, stream: Any) -> None:
-        suffixes, alternative = stream.input_key.split(";"), stream.split_info.alt_label
-        self.paths = [Path(stream.root, name) for name in stream.split_info.filenames]
         self.class_to_idx: dict[str, int] = stream.class_to_idx
-        found = [(at, *each) for at, path in enumerate(self.paths) for each in _find(path, suffixes, alternative)]
-        self.samples = np.array(found)  # (images, 4): shard, first byte, bytes, label
+        self.paths: list[Path] = []
+        suffixes = stream.input_key.split(";")
+        samples: list[Sample] = []
+        for shard, name in enumerate(stream.split_info.filenames):
+            path = Path(stream.root, name)
+            self.paths.append(path)
+            samples += _samples_of(shard, path, suffixes, stream.split_info.alt_label)
+        self.samples = np.array(samples)  # (images, 4): the fields of Sample
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
-        number, first, size, label = map(int, self.samples[index])
-        with self.paths[number].open("rb") as shard:
-            shard.seek(first)
-            return io.BytesIO(shard.read(size)), label
+        sample = Sample(*map(int, self.samples[index]))
+        with self.paths[sample.shard].open("rb") as file:
+            file.seek(sample.first)
+            return io.BytesIO(file.read(sample.size)), sample.label
 
 
-def _find(path: Path, suffixes: list[str], alternative: str) -> Iterator[tuple[int, int, int]]:
-    """First byte, bytes and label of each image that has a label."""
-    with tarfile.open(path, "r:") as shard:
-        samples: dict[str, dict[str, tarfile.TarInfo]] = {}
-        for member in shard:
+def _samples_of(shard: int, path: Path, suffixes: list[str], label_field: str) -> Iterator[Sample]:
+    """The samples of a shard that have an image and a label, in the order of timm's reader."""
+    with tarfile.open(path, "r:") as tar:
+        files_of: dict[str, dict[str, tarfile.TarInfo]] = {}  # by base name, then by suffix
+        for member in tar:
             folder, _, name = member.name.rpartition("/")
             base, _, suffix = name.partition(".")
-            samples.setdefault(f"{folder}/{base}", {})[suffix.lower()] = member
-        for files in samples.values():
-            image = next((files[suffix] for suffix in suffixes if suffix in files), None)
-            stated = files.get("json" if alternative else "cls")
-            if image is not None and stated is not None:
-                text = shard.extractfile(stated).read()  # type: ignore[union-attr]
-                label = int(json.loads(text)[alternative] if alternative else text)
-                if label >= 0:  # as timm, which has -1 for none
-                    yield image.offset_data, image.size, label
+            files_of.setdefault(f"{folder}/{base}", {})[suffix.lower()] = member
+        label_suffix = "cls"
+        if label_field:
+            label_suffix = "json"
+        for files in files_of.values():
+            image = _first_of(files, suffixes)
+            label_file = files.get(label_suffix)
+            if image is None or label_file is None:
+                continue
+            text = tar.extractfile(label_file).read()  # type: ignore[union-attr]
+            if label_field:
+                label = int(json.loads(text)[label_field])
+            else:
+                label = int(text)
+            if label >= 0:  # -1 means that there is none, in timm too
+                yield Sample(shard, image.offset_data, image.size, label)
+
+
+def _first_of(files: dict[str, tarfile.TarInfo], suffixes: list[str]) -> tarfile.TarInfo | None:
+    """The file with the first of the suffixes that occurs."""
+    for suffix in suffixes:
+        if suffix in files:
+            return files[suffix]
+    return None

@@ -6,6 +6,7 @@ A record is one line of JSON; lengths are in cells, from the kernel centre.
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,12 +24,14 @@ from ..records import Record, adapter
 
 TRACK = "positions.jsonl"  # its usual name
 TRACK_FORMAT = 1
-FOLLOWED = 64  # elements of each tensor whose own positions are recorded; a picture of more is a blot
-FOLLOWED_DIGITS = 2  # after the point; cells
+# Elements of each tensor whose own positions are recorded; a picture of more cannot be read.
+FOLLOWED = 64
+FOLLOWED_DIGITS = 2  # decimals of their positions, in cells
 Length = Annotated[float, Field(ge=-1e40, le=1e40)]  # cells; float32 has no larger ones
 Step = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1)]
-INSIDE_WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # of a model's parts
+# What wrappers of a model's parts add to names: torch.compile, FSDP1 and checkpointing.
+INSIDE_WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,24 +39,28 @@ class TrackedPositions:
     """One positions tensor at one step. A value that is not finite is None."""
 
     name: str  # of the parameter, without what wrappers add to it
-    layers: tuple[str, ...]  # that use it
-    speed: Length | None  # mean |P_t - P_s| / (t - s) of a coordinate since the last update; None in the first
-    border_share: Share  # of the elements; many mean that the window is too small
-    overlap_share: Share  # of the elements, nearer than a cell to another of their kernel
+    layers: tuple[str, ...]  # names of the layers that use it
+    # Mean |P_t - P_s| / (t - s) of a coordinate, where s is the step of the last update and t that
+    # of this one. None in the first update.
+    speed: Length | None
+    border_share: Share  # of elements at the border; a large share means: the window is too small
+    overlap_share: Share  # of elements nearer than a cell to another one of their kernel
     spread: tuple[Length | None, ...]  # standard deviation about the centre along each learnt axis
     mean_distance: Length | None  # from the centre
-    mean_sigma: Length | None  # None also where the interpolation has no sigma
-    # For each learnt axis, the elements nearest to each cell of the window. Those beyond it count in the outermost
-    # cells, those that are not finite nowhere.
+    mean_sigma: Length | None  # None also if the interpolation has no sigma
+    # For each learnt axis, the number of elements nearest to each cell of the window. Elements
+    # beyond the window count in the outermost cells; those that are not finite do not count.
     histograms: tuple[Annotated[tuple[int, ...], Field(min_length=1)], ...]
-    followed: tuple[tuple[Length | None, ...], ...]  # coordinates of the same few elements, for each learnt axis
+    # For each learnt axis, the coordinates of some elements, the same in every record.
+    followed: tuple[tuple[Length | None, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackRecord(Record):
     """All positions tensors of a model at one step."""
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)  # of the records inside too
+    # Pydantic applies it to the records inside, too.
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     format: int = TRACK_FORMAT
     step: Step
@@ -61,7 +68,9 @@ class TrackRecord(Record):
 
 
 class PositionTracker:
-    """Follows a model's positions: where they are, and the speed at which they move (paper, appendix "Speed curves").
+    """Follows a model's positions: where they are, and how fast they move.
+
+    Source: paper, appendix "Speed curves".
 
         tracker = tuning.PositionTracker(model, "positions.jsonl")
         for epoch in range(epochs):
@@ -73,8 +82,9 @@ class PositionTracker:
         model: May be wrapped (DDP, FSDP2, `torch.compile`, EMA).
         path: File to which every update appends a line; `read_track` reads it.
 
-    Between updates it holds one copy of the positions. Under DDP and FSDP2 every rank must call `update`, and gets the
-    record; rank 0 alone writes. FSDP1 is not supported: its flat shards are no positions.
+    Between updates it holds one copy of the positions. Under DDP and FSDP2 every rank must call
+    `update`, and gets the record; rank 0 alone writes. FSDP1 is not supported: its flat shards are
+    no positions.
     """
 
     def __init__(self, model: nn.Module, path: str | os.PathLike[str] | None = None) -> None:
@@ -94,51 +104,83 @@ class PositionTracker:
             DclsConvertError: A step that is not after the last one.
             CheckpointError: The file cannot be written.
         """
-        if not isinstance(step, int) or isinstance(step, bool) or (self._step is not None and step <= self._step):
-            raise DclsConvertError(f"step={step!r} must be an integer above the last step, {self._step}")
+        is_integer = isinstance(step, int) and not isinstance(step, bool)
+        if not is_integer or (self._step is not None and step <= self._step):
+            raise DclsConvertError(
+                f"step={step!r} must be an integer above the last step, {self._step}"
+            )
         parameters = position_parameters(unwrapped(self.model), "positions")
-        record = TrackRecord(step=step, positions=tuple(self._row(parameter, step) for parameter in parameters))
+        rows = tuple(self._row(parameter, step) for parameter in parameters)
+        record = TrackRecord(step=step, positions=rows)
         self._step = step
         if self.path is not None and is_first_rank():
-            try:
-                with self.path.open("ab") as file:
-                    file.write(adapter(TrackRecord).dump_json(record) + b"\n")
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be written: {one_line(error)}") from error
+            _append_line(self.path, adapter(TrackRecord).dump_json(record))
         return record
 
     def _row(self, parameter: PositionParameter, step: int) -> TrackedPositions:
-        now, sigma = whole(parameter.tensor.detach()), next(iter(parameter.layers.values())).sigma
-        name, size = INSIDE_WRAPPERS.sub("", parameter.name), parameter.learnt_size
-        speed, before = None, self._before.get(name)
-        self._before[name] = now.clone()
-        if self._step is not None and before is not None:
-            exact = torch.promote_types(now.dtype, torch.float32)
-            moved = (now.to(exact) - before.to(now.device, exact)).abs_()
-            speed = _finite(float(moved.mean(dtype=torch.float64)) / (step - self._step))
-        flat = now.flatten(1)
-        count = min(FOLLOWED, flat.shape[1])
-        followed = flat[:, torch.arange(count, device=now.device) * flat.shape[1] // count].double().tolist()
+        positions = whole(parameter.tensor.detach())  # (A, *C, E)
+        name = INSIDE_WRAPPERS.sub("", parameter.name)
+        speed = self._speed(name, positions, step)
+        self._before[name] = positions.clone()
+        window = parameter.learnt_size
+        histograms = []
+        for coordinate, side in zip(positions, window, strict=True):
+            histograms.append(_histogram(coordinate, side))
+        first_layer = next(iter(parameter.layers.values()))
+        mean_sigma = None
+        if first_layer.sigma is not None:
+            mean_sigma = _finite(float(whole(first_layer.sigma).mean(dtype=torch.float64)))
         return TrackedPositions(
             name=name,
             layers=tuple(INSIDE_WRAPPERS.sub("", layer) for layer in parameter.layers),
             speed=speed,
-            border_share=border_share(now, size),
-            overlap_share=overlap_share(now),
-            spread=tuple(map(_finite, spread(now))),
-            mean_distance=_finite(mean_distance(now)),
-            mean_sigma=None if sigma is None else _finite(float(whole(sigma).mean(dtype=torch.float64))),
-            histograms=tuple(_histogram(*pair) for pair in zip(now, size, strict=True)),
-            followed=tuple(tuple(_finite(round(value, FOLLOWED_DIGITS)) for value in axis) for axis in followed),
+            border_share=border_share(positions, window),
+            overlap_share=overlap_share(positions),
+            spread=tuple(map(_finite, spread(positions))),
+            mean_distance=_finite(mean_distance(positions)),
+            mean_sigma=mean_sigma,
+            histograms=tuple(histograms),
+            followed=_followed(positions),
         )
+
+    def _speed(self, name: str, positions: Tensor, step: int) -> float | None:
+        before = self._before.get(name)
+        if self._step is None or before is None:
+            return None
+        exact = torch.promote_types(positions.dtype, torch.float32)
+        moved = (positions.to(exact) - before.to(positions.device, exact)).abs_()
+        return _finite(float(moved.mean(dtype=torch.float64)) / (step - self._step))
+
+
+def _append_line(path: Path, line: bytes) -> None:
+    try:
+        with path.open("ab") as file:
+            file.write(line + b"\n")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {one_line(error)}") from error
 
 
 def _histogram(coordinate: Tensor, side: int) -> tuple[int, ...]:
-    return tuple(torch.bincount(bins(coordinate[coordinate.isfinite()], side, 1), minlength=side).tolist())
+    """The number of finite coordinates that are nearest to each of the cells of an axis."""
+    cells = bins(coordinate[coordinate.isfinite()], side, 1)
+    return tuple(torch.bincount(cells, minlength=side).tolist())
+
+
+def _followed(positions: Tensor) -> tuple[tuple[float | None, ...], ...]:
+    """For each axis, rounded coordinates of at most FOLLOWED elements, evenly spread over all."""
+    elements = positions.flatten(1)  # (A, all elements)
+    count = min(FOLLOWED, elements.shape[1])
+    chosen = torch.arange(count, device=positions.device) * elements.shape[1] // count
+    followed = []
+    for coordinates in elements[:, chosen].double().tolist():
+        followed.append(tuple(_finite(round(value, FOLLOWED_DIGITS)) for value in coordinates))
+    return tuple(followed)
 
 
 def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:
-    """The records that a `PositionTracker` wrote. A last line without an end, of a killed run, is left out.
+    """The records that a `PositionTracker` wrote.
+
+    A last line without a line end, which a killed run may have left, is ignored.
 
     Raises:
         CheckpointError: No such file, or a line that is no record; names the line.
@@ -147,40 +189,61 @@ def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:
         lines = read_bytes(Path(path)).split(b"\n")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
-    return tuple(TrackRecord.from_json(line, f"{path}: line {at}") for at, line in enumerate(lines[:-1], start=1))
+    records = []
+    for number, line in enumerate(lines[:-1], start=1):
+        records.append(TrackRecord.from_json(line, f"{path}: line {number}"))
+    return tuple(records)
 
 
 def show_in_tensorboard(writer: Any, record: TrackRecord) -> None:
     """Write a record as scalars and histograms.
 
     Args:
-        writer: A `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar` and `add_histogram_raw`.
+        writer: A `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar` and
+            `add_histogram_raw`.
         record: From `PositionTracker.update` or `read_track`.
     """
     for row in record.positions:
         for name in ("speed", "border_share", "overlap_share", "mean_distance", "mean_sigma"):
-            if (value := getattr(row, name)) is not None:
+            value = getattr(row, name)
+            if value is not None:
                 writer.add_scalar(f"{name}/{row.name}", value, record.step)
         for axis, counts in enumerate(row.histograms):
-            first = position_limits(len(counts))[0]
-            filled = list(enumerate(counts, start=first))  # sums place each element in its cell's middle
-            writer.add_histogram_raw(
-                f"positions/{row.name}/axis{axis}",
-                min=first - 0.5,
-                max=first + len(counts) - 0.5,
-                num=sum(counts),
-                sum=sum(cell * count for cell, count in filled),
-                sum_squares=sum(cell**2 * count for cell, count in filled),
-                bucket_limits=[cell + 0.5 for cell, _ in filled],
-                bucket_counts=list(counts),
-                global_step=record.step,
-            )
+            _add_histogram(writer, f"positions/{row.name}/axis{axis}", counts, record.step)
+
+
+def _add_histogram(writer: Any, tag: str, counts: Sequence[int], step: int) -> None:
+    """Write the number of elements in each cell of an axis.
+
+    In the sums that TensorBoard wants, each element is in the middle of its cell.
+    """
+    first = position_limits(len(counts))[0]
+    total = 0
+    total_of_squares = 0
+    upper_bounds = []
+    for cell, count in enumerate(counts, start=first):
+        total += cell * count
+        total_of_squares += cell**2 * count
+        upper_bounds.append(cell + 0.5)
+    writer.add_histogram_raw(
+        tag,
+        min=first - 0.5,
+        max=first + len(counts) - 0.5,
+        num=sum(counts),
+        sum=total,
+        sum_squares=total_of_squares,
+        bucket_limits=upper_bounds,
+        bucket_counts=list(counts),
+        global_step=step,
+    )
 
 
 def is_first_rank() -> bool:
     """Whether this process is the one that writes files and lines for all."""
     distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0)
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank() == 0
+    return True
 
 
 def _finite(value: float) -> float | None:

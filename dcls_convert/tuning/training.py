@@ -1,7 +1,10 @@
-"""One training loop for all: timm's scheduler, averaged weights, mixed precision; accelerate's DDP, and FSDP2.
+"""The training loop of `compare` and of the example.
 
-All randomness follows from the seed and the place in the run; so a run that was killed and goes on ends exactly as one
-that was never killed, where the arithmetic of the machine is repeatable.
+It uses timm's scheduler, averaged weights (EMA), mixed precision, accelerate's DDP, and FSDP2.
+
+All random numbers follow from the seed and the place in the run. A run that was killed and resumed
+therefore ends with the same weights as one that was never killed, if the machine's arithmetic is
+repeatable.
 """
 
 import contextlib
@@ -48,19 +51,37 @@ try:
 except ImportError as error:
     raise DclsConvertError("training needs accelerate: pip install accelerate scipy") from error
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered from all processes, into the first
+# State dicts are gathered from all processes into the first one.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 STATE = "state.pt"
+CURVES = {  # name in the state file -> attribute of `Training`
+    "loss": "loss",
+    "top1": "top1",
+    "seconds": "epoch_seconds",
+    "steps": "update_seconds",
+}
+WARMUP_UPDATES = 2  # whose times are left out of the median
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
 
-def accelerator_for(*, device: str | None = None, mixed_precision: str | None = None) -> Accelerator:
-    """accelerate's, for a device as torch names it, or for the best there is. DclsConvertError: one of FSDP1."""
-    wish = {} if device in (None, "cpu") else {"ACCELERATE_TORCH_DEVICE": str(device)}
-    with patch_environment(**wish):  # which accelerate reads as it starts
-        cpu = device == "cpu" or not torch.accelerator.is_available()
-        accelerator = Accelerator(mixed_precision=mixed_precision, cpu=cpu)
+def accelerator_for(
+    *, device: str | None = None, mixed_precision: str | None = None
+) -> Accelerator:
+    """An `Accelerator` for the device that torch calls so, or by default for the best one there is.
+
+    Raises:
+        DclsConvertError: `accelerate launch` asks for FSDP1.
+    """
+    environment = {}
+    if device not in (None, "cpu"):
+        environment["ACCELERATE_TORCH_DEVICE"] = str(device)
+    use_cpu = device == "cpu" or not torch.accelerator.is_available()
+    with patch_environment(**environment):  # accelerate reads the device when it starts
+        accelerator = Accelerator(mixed_precision=mixed_precision, cpu=use_cpu)
     if accelerator.distributed_type == DistributedType.FSDP:
-        raise DclsConvertError("accelerate launch with --use_fsdp is FSDP1; leave it, and give --fsdp to this program")
+        raise DclsConvertError(
+            "accelerate launch with --use_fsdp is FSDP1; omit it, and pass --fsdp to this program"
+        )
     return accelerator
 
 
@@ -74,14 +95,14 @@ class Training:
         model: On the CPU, with values; it is trained in place. With or without DCLS layers.
         data: Images whose transforms are set.
         recipe: States everything that the result depends on.
-        folder: Gets `state.pt` after each epoch, and `positions.jsonl`, as `PositionTracker` writes it. A state that
-            is there already is gone on from. None: nothing is written.
+        folder: Gets `state.pt` after each epoch, and `positions.jsonl`, as `PositionTracker` writes
+            it. If a state is there already, training continues from it. None: nothing is written.
         accelerator: As from `accelerator_for`.
-        teacher: Its outputs, instead of labels, are what the model learns to give (Hinton et al., arXiv:1503.02531).
+        teacher: The model learns its outputs instead of labels (Hinton et al., arXiv:1503.02531).
         fsdp: Shard the model over the processes (FSDP2).
         workers: Processes that load images.
         save_every: Updates after which the state is written too; 0: only after epochs.
-        settings: What else makes a run another one, for what is stored.
+        settings: Further values that must match when a stored state is resumed.
 
     Raises:
         DclsConvertError: Fewer images than one update takes; fsdp in one process.
@@ -102,37 +123,148 @@ class Training:
         save_every: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.recipe, self.data, self.folder, self.accelerator = recipe, data, folder, accelerator
-        self.teacher, self.fsdp, self.workers, self.save_every = teacher, fsdp, workers, save_every
         if fsdp and accelerator.distributed_type == DistributedType.NO:
-            raise DclsConvertError("--fsdp: needs several processes: accelerate launch --num_processes 2 ...")
-        images, processes = len(data.train), accelerator.num_processes
-        self.updates_per_epoch = images // (size := recipe.update_size(processes))
-        if not self.updates_per_epoch:
-            raise DclsConvertError(f"--batch-size: an update takes {size} images, more than all {images}; take fewer")
-        self.settings = {name: str(value) for name, value in (asdict(recipe) | dict(settings or {})).items()}
-        self.settings["num_processes"] = str(processes)
-        self.update = 0  # so many are done
-        self.loss: list[float] = []  # of each update
-        self.top1: list[float] = []  # of each epoch; percent of the images to test that get their label's class
-        self.seconds: list[float] = []  # of each epoch, without the test
-        self.steps: list[float] = []  # seconds of each update of this process, without loading
-        self.updates: list[float] = []  # and with it
-        self.correct = torch.zeros(0, dtype=torch.bool)  # of each image to test, after the last epoch
-        self.template, self.plain = copy.deepcopy(model), model  # the first: whole and on the CPU, for checkpoints
-        model.to(accelerator.device)
-        if teacher is not None:
-            teacher.to(accelerator.device).eval().requires_grad_(False)
-        self.average = ModelEmaV3(model, decay=recipe.ema, use_warmup=True) if recipe.ema else None
-        self.evaluated: nn.Module = self.average.module if self.average else model
-        for module in [model, *([self.average.module] if self.average else [])] if fsdp else []:
-            shard_(module, accelerator)
+            raise DclsConvertError(
+                "--fsdp: needs several processes: accelerate launch --num_processes 2 ..."
+            )
+        self.data = data
+        self.recipe = recipe
+        self.folder = folder
+        self.accelerator = accelerator
+        self.teacher = teacher
+        self.fsdp = fsdp
+        self.workers = workers
+        self.save_every = save_every
+        self.settings = _settings_to_match(recipe, settings or {}, accelerator.num_processes)
+        self.updates_per_epoch = _updates_per_epoch(
+            len(data.train), recipe.update_size(accelerator.num_processes)
+        )
+        self.updates_done = 0
+        self.loss: list[float] = []  # for each update
+        self.top1: list[float] = []  # for each epoch: percent of the test images classified right
+        self.epoch_seconds: list[float] = []  # for each epoch, without the test
+        self.update_seconds: list[float] = []  # for each update of this process, without loading
+        self.update_seconds_with_loading: list[float] = []  # for each update of this process
+        # For each test image, whether it was classified right after the last epoch.
+        self.correct = torch.zeros(0, dtype=torch.bool)
+        # Never sharded, on the CPU: `trained` loads the weights into it.
+        self.whole_copy = copy.deepcopy(model)
+        self.model = model
+        self._place_models_()
         # Without lr, the groups state a scale of the learning rate, which timm's schedulers apply.
-        scale, decay = recipe.position_lr_scale, recipe.weight_decay
-        groups = param_groups(model, weight_decay=decay, position_lr_scale=scale)
+        groups = param_groups(
+            model,
+            weight_decay=recipe.weight_decay,
+            position_lr_scale=recipe.position_lr_scale,
+        )
         self.optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(groups, lr=recipe.lr))
-        self.model: Any = model if fsdp else accelerator.prepare_model(model)
-        self.scheduler, _ = create_scheduler_v2(
+        # What a forward pass calls: the model itself, or DDP's wrapper around it.
+        self.parallel_model: Any = model if fsdp else accelerator.prepare_model(model)
+        self.scheduler = self._make_scheduler()
+        if folder is not None and (folder / STATE).exists():
+            self._load_state_(folder / STATE)
+        self.tracker = PositionTracker(model, self._prepare_track_file())
+
+    def trained(self) -> nn.Module:
+        """The trained model, in eval mode, whole and on the CPU; of the averaged weights if any.
+
+        It has the weights in the first process only, but all processes must call this method.
+        """
+        state = get_model_state_dict(self.evaluated, options=WHOLE)
+        if self.accelerator.is_main_process:
+            self.whole_copy.load_state_dict(state)
+        return self.whole_copy.eval()
+
+    def run(
+        self,
+        on_epoch: Callable[["Training"], None] = lambda _: None,
+        *,
+        most_updates: int | None = None,
+    ) -> None:
+        """Train to the end of the recipe, or until `most_updates` updates are done.
+
+        `on_epoch` is called after each epoch and its test.
+
+        Raises:
+            DclsConvertError: The loss is not finite.
+            CheckpointError: The state cannot be written.
+        """
+        last_update = self.recipe.epochs * self.updates_per_epoch
+        if most_updates is not None:
+            last_update = min(last_update, most_updates)
+        keys = batches(
+            len(self.data.train),
+            self.recipe,
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+            start=self.updates_done,
+        )
+        mixup = self._make_mixup()
+        criterion = self._make_criterion(mixup)
+        with generators_kept():
+            loaded = iter(self._loader(self.data.train, keys))
+            epoch_began = time.monotonic()
+            while self.updates_done < last_update:
+                update_began = time.monotonic()
+                self.loss.append(self._train_update(loaded, mixup, criterion))
+                self.update_seconds_with_loading.append(time.monotonic() - update_began)
+                self._check_loss()
+                epoch_ends = self.updates_done % self.updates_per_epoch == 0
+                if epoch_ends:
+                    self.epoch_seconds.append(time.monotonic() - epoch_began)
+                    self._end_epoch()
+                    on_epoch(self)
+                    epoch_began = time.monotonic()
+                if self.folder is not None and (epoch_ends or self._is_time_to_save()):
+                    self._save_state(self.folder / STATE)
+
+    @torch.no_grad()
+    def test(self) -> Tensor:
+        """For each test image, whether the top class is the label's, or the teacher's: (images,).
+
+        Each process computes a part of it, and gets the whole.
+        """
+        accelerator = self.accelerator
+        # BatchNorm statistics differ between processes. The first one's are tested, since they are
+        # those that a state stores.
+        for buffer in self.evaluated.buffers():
+            broadcast(buffer)
+        self.evaluated.eval()
+        correct = []
+        for images, labels in self._loader(self.data.test, self._test_keys()):
+            images = images.to(accelerator.device)
+            labels = labels.to(accelerator.device)
+            with accelerator.autocast():
+                predicted = tensors_in(self.evaluated(images))[0].argmax(1)
+                if self.teacher is None:
+                    expected = labels
+                else:
+                    expected = self.teacher(images).argmax(1)
+            correct.append(predicted == expected)
+        gathered: Any = gather(torch.cat(correct))
+        # Image i was tested by process i mod processes, as its image number i // processes.
+        by_process = gathered.cpu().unflatten(0, (accelerator.num_processes, -1))
+        in_order: Tensor = by_process.T.flatten()
+        return in_order[: len(self.data.test)]
+
+    def _place_models_(self) -> None:
+        """Move the models to the device, make the averaged one, and shard both under FSDP2."""
+        self.model.to(self.accelerator.device)
+        if self.teacher is not None:
+            self.teacher.to(self.accelerator.device).eval().requires_grad_(False)
+        self.average: ModelEmaV3 | None = None
+        self.evaluated: nn.Module = self.model
+        if self.recipe.ema:
+            self.average = ModelEmaV3(self.model, decay=self.recipe.ema, use_warmup=True)
+            self.evaluated = self.average.module
+        if self.fsdp:
+            shard_(self.model, self.accelerator)
+            if self.average is not None:
+                shard_(self.average.module, self.accelerator)
+
+    def _make_scheduler(self) -> Any:
+        recipe = self.recipe
+        scheduler, _ = create_scheduler_v2(
             self.optimizer.optimizer,
             recipe.sched,
             num_epochs=recipe.epochs,
@@ -141,159 +273,200 @@ class Training:
             step_on_epochs=False,
             updates_per_epoch=self.updates_per_epoch,
         )
-        if folder is not None and (folder / STATE).exists():
-            self._load_state_(folder / STATE)
-        self.tracker = PositionTracker(self.plain, self._track())
+        return scheduler
 
-    def trained(self) -> nn.Module:
-        """The evaluated model, whole and on the CPU, in eval mode, in the first process; all processes must call it."""
-        state = get_model_state_dict(self.evaluated, options=WHOLE)
-        if self.accelerator.is_main_process:
-            self.template.load_state_dict(state)
-        return self.template.eval()
+    def _make_mixup(self) -> Mixup | None:
+        recipe = self.recipe
+        if not (recipe.mixup or recipe.cutmix):
+            return None
+        return Mixup(
+            mixup_alpha=recipe.mixup,
+            cutmix_alpha=recipe.cutmix,
+            label_smoothing=recipe.smoothing,
+            num_classes=len(self.data.classes) or 1,
+        )
 
-    def run(self, on_epoch: Callable[["Training"], None] = lambda _: None, *, most_updates: int | None = None) -> None:
-        """Train to the end of the recipe, or of so many updates; `on_epoch` is called after each epoch's test.
+    def _make_criterion(self, mixup: Mixup | None) -> Criterion:
+        if self.teacher is not None:
+            return partial(soft_target_loss, temperature=self.recipe.temperature)
+        if mixup is not None:
+            return cross_entropy  # Mixup smooths the labels itself
+        return partial(cross_entropy, label_smoothing=self.recipe.smoothing)
 
-        Raises:
-            DclsConvertError: The loss is not finite.
-            CheckpointError: The state cannot be written.
+    def _check_loss(self) -> None:
+        loss = self.loss[-1]
+        if not math.isfinite(loss):
+            raise DclsConvertError(
+                f"the loss is {loss} after {self.updates_done} updates; "
+                f"take a smaller learning rate than {self.recipe.lr:g}"
+            )
+
+    def _end_epoch(self) -> None:
+        self.tracker.update(self.updates_done // self.updates_per_epoch)
+        self.correct = self.test()
+        self.top1.append(100 * float(self.correct.double().mean()))
+
+    def _is_time_to_save(self) -> bool:
+        return self.save_every > 0 and self.updates_done % self.save_every == 0
+
+    def _test_keys(self) -> list[list[tuple[int, int]]]:
+        """The keys (epoch, index) of this process's test images, batch by batch."""
+        count = len(self.data.test)
+        processes = self.accelerator.num_processes
+        indices = list(range(self.accelerator.process_index, count, processes))
+        # FSDP2 needs the same number of forward calls in every process, so pad with repeats. `test`
+        # cuts them off.
+        missing = math.ceil(count / processes) - len(indices)
+        indices += indices[:1] * missing
+        keys = [(0, index) for index in indices]
+        size = self.recipe.batch_size
+        return [keys[first : first + size] for first in range(0, len(keys), size)]
+
+    def _train_update(
+        self, loaded: Iterator[Any], mixup: Mixup | None, criterion: Criterion
+    ) -> float:
+        """Update the weights once, from `accumulate` batches; the loss, averaged over processes."""
+        recipe = self.recipe
+        accelerator = self.accelerator
+        self._set_train_mode_()
+        loss = torch.zeros((), device=accelerator.device)
+        seconds = 0.0
+        for batch in range(recipe.accumulate):
+            images, labels = next(loaded)
+            images = images.to(accelerator.device, non_blocking=True)
+            labels = labels.to(accelerator.device, non_blocking=True)
+            began = time.perf_counter()
+            # Seeded here, since loading in this process seeds the global generators too.
+            seed_all("update", recipe.seed, self.updates_done, batch, accelerator.process_index)
+            loss += self._backward(batch, images, labels, mixup, criterion)
+            seconds += time.perf_counter() - began
+        began = time.perf_counter()
+        self._step()
+        mean_loss = float(accelerator.reduce(loss, "mean"))  # waits for the device
+        seconds += time.perf_counter() - began
+        self.update_seconds.append(seconds)
+        return mean_loss
+
+    def _set_train_mode_(self) -> None:
+        self.parallel_model.train()
+        if self.recipe.freeze_statistics:
+            for module in self.model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
+
+    def _backward(
+        self,
+        batch: int,
+        images: Tensor,
+        labels: Tensor,
+        mixup: Mixup | None,
+        criterion: Criterion,
+    ) -> Tensor:
+        """Add a batch's gradients to those of the update; the batch's share of the update's loss.
+
+        `batch` counts the batches of the update from 0.
         """
         recipe = self.recipe
-        per_epoch, last = self.updates_per_epoch, recipe.epochs * self.updates_per_epoch
-        last = last if most_updates is None else min(last, most_updates)
-        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        keys = batches(len(self.data.train), recipe, rank, processes, self.update)
-        mixing = {"mixup_alpha": recipe.mixup, "cutmix_alpha": recipe.cutmix, "label_smoothing": recipe.smoothing}
-        mixed = bool(recipe.mixup or recipe.cutmix)
-        mixup = Mixup(**mixing, num_classes=len(self.data.classes) or 1) if mixed else None
-        criterion: Criterion = partial(cross_entropy, label_smoothing=0.0 if mixup else recipe.smoothing)
-        if self.teacher is not None:
-            criterion = partial(soft_target_loss, temperature=recipe.temperature)
-        with generators_kept():
-            loaded, begun = iter(self._loader(self.data.train, keys)), time.monotonic()
-            while self.update < last:
-                started = time.monotonic()
-                self.loss.append(self._update(loaded, mixup, criterion))
-                self.updates.append(time.monotonic() - started)
-                if not math.isfinite(self.loss[-1]):
-                    problem = f"the loss is {self.loss[-1]} after {self.update} updates"
-                    raise DclsConvertError(f"{problem}; take a smaller learning rate than {recipe.lr:g}")
-                epoch, done = divmod(self.update, per_epoch)
-                if done == 0:
-                    self.seconds.append(time.monotonic() - begun)
-                    self.tracker.update(epoch)
-                    self.correct = self.test()
-                    self.top1.append(100 * float(self.correct.double().mean()))
-                    on_epoch(self)
-                    begun = time.monotonic()
-                if self.folder is not None and (done == 0 or (self.save_every and self.update % self.save_every == 0)):
-                    self._save_state(self.folder / STATE)
-
-    @torch.no_grad()
-    def test(self) -> Tensor:
-        """For each image to test, whether its top class is the label's, or the teacher's; each process sees a part."""
-        accelerator, model, size = self.accelerator, self.evaluated, self.recipe.batch_size
-        for buffer in model.buffers():  # batch statistics are each process's own: the first one's count, as in states
-            broadcast(buffer)
-        model.eval()
-        count = len(self.data.test)
-        wanted = list(range(accelerator.process_index, count, accelerator.num_processes))
-        # In FSDP2 all processes must call the model equally often: the rest is filled up.
-        wanted += wanted[:1] * (-(-count // accelerator.num_processes) - len(wanted))
-        keys = [[(0, index) for index in wanted[first : first + size]] for first in range(0, len(wanted), size)]
-        right = []
-        for images, labels in self._loader(self.data.test, keys):
-            images, labels = images.to(accelerator.device), labels.to(accelerator.device)
+        accelerator = self.accelerator
+        is_last = batch == recipe.accumulate - 1
+        if mixup is not None:
+            if self.teacher is not None:  # labels are not used, and may be no class numbers
+                labels = torch.zeros_like(labels)
+            images, labels = mixup(images, labels)
+        if images.dim() == 4:
+            images = images.contiguous(memory_format=torch.channels_last)
+        # Processes exchange gradients once in an update, with its last batch.
+        if self.fsdp:
+            self.parallel_model.set_requires_gradient_sync(is_last)
+        exchange: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if not self.fsdp and not is_last:
+            exchange = accelerator.no_sync(self.parallel_model)
+        with exchange:
             with accelerator.autocast():
-                found = tensors_in(model(images))[0].argmax(1)
-                targets = labels if self.teacher is None else self.teacher(images).argmax(1)
-            right.append(found == targets)
-        gathered: Any = gather(torch.cat(right))
-        together: Tensor = gathered.cpu().unflatten(0, (accelerator.num_processes, -1)).T.flatten()
-        return together[:count]
+                targets = self._targets(images, labels)
+                # Some models return auxiliary outputs as well; the first is the classifier's.
+                outputs = tensors_in(self.parallel_model(images))[0]
+                loss = criterion(outputs, targets)
+                if recipe.repulsive:
+                    loss = loss + recipe.repulsive * repulsive_loss(self.model) ** 2
+            accelerator.backward(loss / recipe.accumulate)
+        return loss.detach() / recipe.accumulate
 
-    def _update(self, loaded: Iterator[Any], mixup: Any, criterion: Criterion) -> float:
-        """One update of the weights, from `accumulate` batches; its loss, over all processes."""
-        recipe, accelerator = self.recipe, self.accelerator
-        self.model.train()
-        for norm in self.plain.modules() if recipe.freeze_statistics else ():
-            if isinstance(norm, nn.modules.batchnorm._BatchNorm):
-                norm.eval()
-        total, seconds = torch.zeros((), device=accelerator.device), 0.0
-        for batch in range(recipe.accumulate):
-            last = batch == recipe.accumulate - 1
-            images, labels = (part.to(accelerator.device, non_blocking=True) for part in next(loaded))
-            begun = time.perf_counter()
-            seed_all("update", recipe.seed, self.update, batch, accelerator.process_index)  # loading seeds, too
-            if mixup:
-                images, labels = mixup(images, labels if self.teacher is None else labels * 0)
-            if images.dim() == 4:
-                images = images.contiguous(memory_format=torch.channels_last)
-            if self.fsdp:
-                self.model.set_requires_gradient_sync(last)
-            with contextlib.nullcontext() if last or self.fsdp else accelerator.no_sync(self.model):
-                with accelerator.autocast():
-                    with torch.no_grad():
-                        targets = labels if self.teacher is None else self.teacher(images)
-                    outputs = tensors_in(self.model(images))[0]  # some models give auxiliary ones as well
-                    loss = criterion(outputs, targets)
-                    if recipe.repulsive:
-                        loss = loss + recipe.repulsive * repulsive_loss(self.plain) ** 2
-                accelerator.backward(loss / recipe.accumulate)
-            total += loss.detach() / recipe.accumulate
-            seconds += time.perf_counter() - begun
-        begun = time.perf_counter()
-        if recipe.clip_grad:
-            accelerator.clip_grad_norm_(self.plain.parameters(), recipe.clip_grad)
+    def _targets(self, images: Tensor, labels: Tensor) -> Tensor:
+        if self.teacher is None:
+            return labels
+        with torch.no_grad():
+            outputs: Tensor = self.teacher(images)
+        return outputs
+
+    def _step(self) -> None:
+        """Change the weights by the gradients of the update, and everything that follows them."""
+        if self.recipe.clip_grad:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip_grad)
         self.optimizer.step()
-        clamp_positions_(self.plain)  # the layers do it too, but in FSDP2 only to their copy for one pass
+        # The layers clamp too, but under FSDP2 only their copy for one pass.
+        clamp_positions_(self.model)
         self.optimizer.zero_grad()
-        self.update += 1
-        self.scheduler.step_update(self.update)
-        if self.average:
-            self.average.update(self.plain, step=self.update)
-        mean = float(accelerator.reduce(total, "mean"))  # which waits for the device
-        self.steps.append(seconds + time.perf_counter() - begun)
-        return mean
+        self.updates_done += 1
+        self.scheduler.step_update(self.updates_done)
+        if self.average is not None:
+            self.average.update(self.model, step=self.updates_done)
 
     def _loader(self, images: Any, keys: Any) -> DataLoader[Any]:
-        pinned = self.accelerator.device.type == "cuda"
-        repeatable = Repeatable(images, self.recipe.seed)
-        return DataLoader(repeatable, batch_sampler=keys, num_workers=self.workers, pin_memory=pinned)
+        return DataLoader(
+            Repeatable(images, self.recipe.seed),
+            batch_sampler=keys,
+            num_workers=self.workers,
+            pin_memory=self.accelerator.device.type == "cuda",
+        )
 
-    def _track(self) -> Path | None:
-        """The file of positions, with a line for each epoch that is done; a run that goes on writes the others."""
+    def _prepare_track_file(self) -> Path | None:
+        """The file of position records, with those of the epochs that are done and no more.
+
+        After the last stored state, a run that was killed may have written further records. It
+        repeats those epochs, and writes their records again.
+        """
         if self.folder is None:
             return None
         track = self.folder / TRACK
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lines = track.read_bytes().splitlines(keepends=True) if track.exists() else []
-            track.write_bytes(b"".join(lines[: len(self.top1)]))
+            lines: list[bytes] = []
+            if track.exists():
+                lines = track.read_bytes().splitlines(keepends=True)
+            epochs_done = len(self.top1)
+            track.write_bytes(b"".join(lines[:epochs_done]))
         return track
 
     def _save_state(self, path: Path) -> None:
-        """All at once or not at all, whenever the run is killed."""
-        model, optimizer = get_state_dict(self.plain, self.optimizer.optimizer, options=WHOLE)
-        scaler = self.accelerator.scaler
+        """Write all that continues the run. Whenever it is killed, the old or new file is whole."""
+        model, optimizer = get_state_dict(self.model, self.optimizer.optimizer, options=WHOLE)
+        average = None
+        if self.average is not None:
+            average = get_model_state_dict(self.average.module, options=WHOLE)
+        scaler = None
+        if self.accelerator.scaler is not None:
+            scaler = self.accelerator.scaler.state_dict()
+        curves = {name: getattr(self, attribute) for name, attribute in CURVES.items()}
         state = {
             "settings": self.settings,
             "model": model,
             "optimizer": optimizer,
-            "average": get_model_state_dict(self.average.module, options=WHOLE) if self.average else None,
+            "average": average,
             "scheduler": self.scheduler.state_dict(),
-            "scaler": scaler.state_dict() if scaler else None,
-            "update": self.update,
+            "scaler": scaler,
+            "update": self.updates_done,
             "correct": self.correct,
-            "curves": {name: getattr(self, name) for name in ("loss", "top1", "seconds", "steps")},
+            "curves": curves,
         }
         if self.accelerator.is_main_process:
             try:
-                with new_file(path, force=True) as partial, partial.open("wb") as file:
+                with new_file(path, force=True) as partial_path, partial_path.open("wb") as file:
                     torch.save(state, file)
-            except RuntimeError as error:  # torch's own, of a full disk
-                raise CheckpointError(f"output {path} cannot be written: {one_line(error)}") from error
+            except RuntimeError as error:  # torch raises no OSError when the disk is full
+                raise CheckpointError(
+                    f"output {path} cannot be written: {one_line(error)}"
+                ) from error
 
     def _load_state_(self, path: Path) -> None:
         try:
@@ -301,43 +474,81 @@ class Training:
         except Exception as error:
             raise CheckpointError(f"{path}: cannot be read: {one_line(error)[:200]}") from error
         for name, value in self.settings.items():
-            if state["settings"].get(name) != value:
-                found = state["settings"].get(name)
+            found = state["settings"].get(name)
+            if found != value:
                 raise CheckpointError(f"{path}: was written with {name} {found}, not {value}")
-        optimizer = self.optimizer.optimizer
-        parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(self.plain, optimizer, **parts, options=WHOLE)
-        if self.average:
+        set_state_dict(
+            self.model,
+            self.optimizer.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=WHOLE,
+        )
+        if self.average is not None:
             set_model_state_dict(self.average.module, state["average"], options=WHOLE)
         self.scheduler.load_state_dict(state["scheduler"])
-        if self.accelerator.scaler:
+        if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.update, self.correct = state["update"], state["correct"]
+        self.updates_done = state["update"]
+        self.correct = state["correct"]
         for name, values in state["curves"].items():
-            setattr(self, name, values)
+            setattr(self, CURVES[name], values)
 
 
-def usual(seconds: Sequence[float]) -> float:
-    """Median of what updates took; the first ones warm up."""
-    return statistics.median(seconds[2:] or seconds)
+def _settings_to_match(
+    recipe: Recipe, settings: Mapping[str, Any], processes: int
+) -> dict[str, str]:
+    """What a stored state and the run that continues it must have in common."""
+    values = asdict(recipe) | dict(settings) | {"num_processes": processes}
+    return {name: str(value) for name, value in values.items()}
+
+
+def _updates_per_epoch(images: int, update_size: int) -> int:
+    updates = images // update_size
+    if updates == 0:
+        raise DclsConvertError(
+            f"--batch-size: an update takes {update_size} images, "
+            f"more than all {images}; take fewer"
+        )
+    return updates
+
+
+def median_after_warmup(update_seconds: Sequence[float]) -> float:
+    """Median time of an update, without the first ones, which warm up."""
+    return statistics.median(update_seconds[WARMUP_UPDATES:] or update_seconds)
 
 
 def soft_target_loss(outputs: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Mean KL divergence in nats of a student's from a teacher's softmax, both at a temperature; outputs (N, classes).
+    """Mean KL divergence, in nats, of a student's softmax from a teacher's, at a temperature.
 
-    The square of the temperature keeps the size of the gradients. At a high one, this is the distance of the centred
-    outputs. Hinton et al., arXiv:1503.02531, section 2.
+    Args:
+        outputs: (N, classes); the student's logits.
+        targets: (N, classes); the teacher's logits.
+        temperature: Divides both. The loss is multiplied by its square, so that the size of the
+            gradients does not depend on it. At a high temperature, the loss becomes the distance of
+            the centred logits. Hinton et al., arXiv:1503.02531, section 2.
     """
-    student, teacher = ((logits.float() / temperature).log_softmax(1) for logits in (outputs, targets))
+    student = (outputs.float() / temperature).log_softmax(1)
+    teacher = (targets.float() / temperature).log_softmax(1)
     return kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
 
 
 def shard_(model: nn.Module, accelerator: Accelerator) -> None:
-    """FSDP2: every block a group, the innermost first. Shared positions are in the group of a module around them."""
+    """Shard with FSDP2: a group for every block, inner blocks first, then one for all the rest.
+
+    A block is a module with children in a Sequential or a ModuleList. Positions that its layers
+    share with other blocks are in the group of a module around them.
+    """
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    lists = [module for module in model.modules() if isinstance(module, nn.Sequential | nn.ModuleList)]
-    blocks = {id(block) for blocks in lists for block in blocks if any(True for _ in block.children())}
+    blocks: set[nn.Module] = set()
+    for container in model.modules():
+        if isinstance(container, nn.Sequential | nn.ModuleList):
+            for module in container:
+                is_container = isinstance(module, nn.Sequential | nn.ModuleList)
+                has_children = next(module.children(), None) is not None
+                if has_children and not is_container:
+                    blocks.add(module)
     for module in reversed(list(model.modules())):
-        if id(module) in blocks and not isinstance(module, nn.Sequential | nn.ModuleList):
+        if module in blocks:
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Group
 
 from ..compare.answer import ArmResult, Interval
-from ..compare.comparison import Comparison, Work
+from ..compare.comparison import Comparison, RunPlan
 from ..compare.runs import RUNS, Settings
 from ..tables import Column, Table, counted, indented, title
 from ..tuning.tracker import TRACK
@@ -61,10 +61,10 @@ ACCURACIES: list[Column[ArmResult]] = [
 DIFFERENCES = "Differences are to the network as it is, with 95 % intervals over seeds and over the images to test."
 
 
-def work_lines(work: Work, settings: Settings, device: str) -> list[str]:
+def work_lines(plan: RunPlan, settings: Settings, device: str) -> list[str]:
     """What will be done, how long it will take, and by which recipe."""
-    per_run = f"{counted(settings.recipe.epochs, 'epoch')} of {counted(work.updates, 'update')}"
-    what = f"{counted(len(work.runs), 'run')} of {per_run} on {device}: about {duration(work.seconds)}"
+    per_run = f"{counted(settings.recipe.epochs, 'epoch')} of {counted(plan.updates, 'update')}"
+    what = f"{counted(len(plan.runs), 'run')} of {per_run} on {device}: about {duration(plan.seconds)}"
     data = f"{settings.train_images:,} images to train on, {settings.test_images:,} to test with"
     return [what, f"{data}, {settings.classes:,} classes", recipe_line(settings)]
 

@@ -108,7 +108,7 @@ def test_trained_networks_are_calibrated_on_images_to_train_on():
     trainer = Trainer(job=job(weights=weights, options=PlanOptions()), **parts)
     with patch("dcls_convert.compare.runs.make_network", side_effect=lambda job, arm: (job, arm)) as made:
         for arm in (Arm(kind="converted", size=9), Arm()):
-            trainer.network(arm, 0)
+            trainer.prepare(arm, 0)
     calibrated, plain = (call.args[0].calibration for call in made.call_args_list)
     assert len(calibrated) == 16
     assert plain is None
@@ -152,7 +152,7 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
     for mine, theirs in zip(one.runs, other.runs, strict=True):
         assert (mine.arm, mine.seed, mine.loss, mine.right) == (theirs.arm, theirs.seed, theirs.loss, theirs.right)
         assert mine.moved == theirs.moved
-    with patch("dcls_convert.compare.runs.Trainer.seconds", side_effect=AssertionError("timed first")):
+    with patch("dcls_convert.compare.runs.Trainer.time_trial", side_effect=AssertionError("timed first")):
         _, err = compare("--sizes", "9", "--epochs", "2", "--output", "whole", code=2)
     assert "output whole: compares with epochs 1, not 2; name another folder" in err
     out, _ = compare("--sizes", "9,11", "--epochs", "1", "--seeds", "3", "--only", "1/9", "--output", "whole")
@@ -165,7 +165,7 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
 def test_a_run_that_was_killed_goes_on(tmp_path):
     options = ("--sizes", "9", "--epochs", "3", "--seeds", "1")
     compare(*options, "--output", "whole")
-    real, calls = Training._update, 0
+    real, calls = Training._train_update, 0
 
     def killed(*arguments):
         nonlocal calls
@@ -174,7 +174,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    with patch.object(Training, "_update", killed):
+    with patch.object(Training, "_train_update", killed):
         out, err = compare(*options, "--output", "killed", code=130)
     assert out.splitlines()[-2:] == [
         " 1 run missing: 9x9 uniform, seed 0",
@@ -193,7 +193,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
 
 
 def test_minutes_decide_the_epochs_once(tmp_path):
-    with patch("dcls_convert.compare.runs.Trainer.seconds", return_value=(1.0, 1.0)):  # 5 s an epoch, 4 runs
+    with patch("dcls_convert.compare.runs.Trainer.time_trial", return_value=(1.0, 1.0)):  # 5 s an epoch, 4 runs
         compare("--sizes", "9", "--seeds", "2", "--minutes", "1", "--only", "1/99", "--output", "out")
         _, err = compare("--sizes", "9", "--seeds", "8", "--minutes", "1", "--output", "other", code=2)
     assert "1 minutes: an epoch of all 16 runs takes 2 here; give more, or take fewer" in err
