@@ -1,5 +1,7 @@
-"""Records to JSON and back: checked by pydantic, versioned, without NaN, and with one line for what
-does not fit.
+"""Records to JSON and back.
+
+JSON that is read is checked by pydantic. It has a version and no NaN, and what does not fit is an
+error of one line.
 """
 
 import functools
@@ -41,8 +43,9 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 class Record:
-    """A dataclass that can be written as JSON; its field `format`, if it has one, states the
-    version by its default.
+    """A dataclass that can be written as JSON.
+
+    If it has a field `format`, the default of this field is the newest version that is known.
     """
 
     __slots__ = ()
@@ -55,34 +58,48 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Self:
-        """The record that `to_json` wrote; CheckpointError for any other text, beginning with
-        `where`.
+        """The record that `to_json` wrote.
+
+        Raises:
+            CheckpointError: Any other text; the message begins with `where`.
         """
-        formats = [field.default for field in fields(cls) if field.name == "format"]  # type: ignore[arg-type]
-        known: Any = formats[0] if formats else None
-        try:
-            stated = json.loads(text)["format"]
-        except (ValueError, RecursionError, TypeError, KeyError, IndexError):
-            stated = None
-        if isinstance(known, int) and isinstance(stated, int) and stated > known:
+        known_format: Any = None
+        for field in fields(cls):  # type: ignore[arg-type]
+            if field.name == "format":
+                known_format = field.default
+        stated_format = _stated_format(text)
+        are_numbers = isinstance(known_format, int) and isinstance(stated_format, int)
+        if are_numbers and stated_format > known_format:
             raise CheckpointError(
-                f"{where}: has format {shown(stated, 20)}, this dcls-convert knows {known} at "
-                "most; "
+                f"{where}: has format {shown(stated_format, 20)}, "
+                f"this dcls-convert knows {known_format} at most; "
                 "upgrade it: pip install --upgrade dcls-convert"
             )
         try:
             record: Self = adapter(cls).validate_json(text)  # type: ignore[arg-type]
         except ValidationError as error:
             problem = error.errors()[0]
+            message = shown(problem["msg"], 200)
             place = ".".join(map(str, problem["loc"]))
-            place = f"{shown(place)}: " if place else ""
-            raise CheckpointError(f"{where}: {place}{shown(problem['msg'], 200)}") from error
+            if place:
+                message = f"{shown(place)}: {message}"
+            raise CheckpointError(f"{where}: {message}") from error
         return record
 
 
+def _stated_format(text: str | bytes) -> Any:
+    """The value of the key "format"; None if the text is not JSON or has no such key."""
+    try:
+        return json.loads(text)["format"]
+    except (ValueError, RecursionError, TypeError, KeyError, IndexError):
+        return None
+
+
 def write_json(data: object) -> str:
-    """Plain values as JSON text; CheckpointError for a number that is not finite, or what JSON does
-    not know.
+    """Plain values as JSON text.
+
+    Raises:
+        CheckpointError: A number that is not finite, or a value that JSON does not know.
     """
     try:
         return json.dumps(data, indent=2, allow_nan=False) + "\n"
@@ -91,11 +108,17 @@ def write_json(data: object) -> str:
 
 
 def read_json(path: Path, where: str) -> dict[str, object]:
-    """The object in a file of JSON; CheckpointError for anything else, beginning with `where`."""
+    """The object in a file of JSON.
+
+    Raises:
+        CheckpointError: The file has anything else; the message begins with `where`.
+    """
     try:
         data = json.loads(read_bytes(path).decode())
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else one_line(error)
+        reason = one_line(error)
+        if isinstance(error, OSError):
+            reason = str(error.strerror)
         raise CheckpointError(f"{where}: cannot be read: {reason}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: is not JSON: {shown(error, 200)}") from error

@@ -98,7 +98,7 @@ class Table(Generic[Row]):
         yield self._laid_out(name_width)
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """Headings, and the texts of each row, of the columns of which something is known."""
+        """Headings, and the texts of each row, without columns that have no values."""
         columns = self._known_columns()
         texts = []
         for row in self._all_rows():

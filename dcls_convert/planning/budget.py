@@ -29,8 +29,8 @@ class BudgetUnit:
     """The count of one unit (the model, a stage or a layer), and how much of the budget it uses."""
 
     name: str
-    kernel_count: int | None  # None: its layers have counts that rules state
-    exact_count: Ratio | None  # the bound before rounding down; None where nothing was solved
+    kernel_count: int | None  # None: its layers have different counts, stated by rules
+    exact_count: Ratio | None  # the count that would use all; None as for kernel_count
     limit: int  # parameters
     used: int  # parameters: weights of the elements, and positions
 

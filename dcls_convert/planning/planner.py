@@ -114,10 +114,6 @@ def make_plan(
     rules = _find_rules(options.rules, convs)
     rule_of, skipped = claim_convs(rules, convs)
     check_overruled(rules, options)
-    if options.kernel_count == EXACT:
-        _check_exact(rules, options.interpolation)
-    if options.dilated_size == AUTO:
-        options = replace(options, dilated_size=_recommended_size(convs, rules, rule_of))
 
     drafts, refused = _draft_layers(convs, rules, rule_of, options)
     skipped += refused
@@ -359,8 +355,13 @@ def _draft_layers(
     """Drafts of the layers, and the sites that cannot take their size.
 
     Raises:
-        PlanError: A site cannot take its size, and either `strict` is set or no site can.
+        PlanError: A site cannot take its size, and either `strict` is set or no site can; or an
+            exact start is asked for and impossible.
     """
+    if options.kernel_count == EXACT:
+        _check_exact(rules, options.interpolation)
+    if options.dilated_size == AUTO:
+        options = replace(options, dilated_size=_recommended_size(convs, rules, rule_of))
     drafts: list[LayerPlan] = []
     refused: list[Skipped] = []
     for site in convs.sites:

@@ -161,7 +161,9 @@ class Defaults(_Strict):
 
 
 class Rule(Defaults):
-    """The first rule whose match holds claims the convolution, and skips or replaces it."""
+    # The schema shows this docstring as a description, on one line.
+    """The first rule whose match holds claims the convolution: it is skipped, or replaced as the \
+other keys say."""
 
     kernel_count: Annotated[int, Field(ge=1, le=MOST_COUNT)] | Literal["auto"] | None = Field(
         None, description=f"an integer from 1 to {MOST_COUNT}, or auto"

@@ -86,7 +86,7 @@ class ParamsAllowed:
 
     limit: int
     used: int
-    # The count that would use all, rounded down to two digits; None if nothing was solved.
+    # The count that would use all, rounded down to two digits; None if layers' counts differ.
     exact_count: float | None
 
     @computed_field  # type: ignore[prop-decorator]
