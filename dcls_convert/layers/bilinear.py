@@ -34,13 +34,17 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
     halves = [length // 2 for length in size]
     cells = positions + (halves[0] if len(set(halves)) == 1 else per_axis(halves, positions))
     for axis, length in enumerate(size):
-        if length == 1:  # One cell: no fraction and no gradient, but NaN in a position must reach the kernel.
+        if (
+            length == 1
+        ):  # One cell: no fraction and no gradient, but NaN in a position must reach the kernel.
             weight = weight * (1 + 0 * cells[axis])
     wide = [axis for axis, length in enumerate(size) if length > 1]
     if not wide:
         return weight.sum(-1).reshape(*weight.shape[:-1], *size)
     if len(wide) < len(size):
-        cells = torch.stack([cells[axis] for axis in wide])  # cells[wide] would copy its index from the host
+        cells = torch.stack(
+            [cells[axis] for axis in wide]
+        )  # cells[wide] would copy its index from the host
     wide_size = tuple(size[axis] for axis in wide)
     if is_eager(weight, cells):
         kernel: Tensor = _Construct.apply(weight, cells, wide_size)
@@ -68,21 +72,29 @@ def clamped(value: Tensor, low: float, high: float) -> Tensor:
 
 def of_plain_operations(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
     """weight (*C, E), cells (A, *C, E) -> (*C, *size), each corner of all elements in one addition. Sides above 1."""
-    corners = [(torch.zeros_like(weight, dtype=torch.long), weight)]  # place in the flat window, and share
+    corners = [
+        (torch.zeros_like(weight, dtype=torch.long), weight)
+    ]  # place in the flat window, and share
     for coordinate, length in zip(cells, size, strict=True):
         inside = clamped(coordinate, 0, length - 1)
         # At most length - 2: at the upper border the fraction is 1, and the derivative points inward.
         # NaN stays in the fraction, but must not become an index.
         lower = inside.detach().floor().clamp(0, length - 2).nan_to_num(0.0)
         steps = [(lower.long(), 1 - (inside - lower)), (lower.long() + 1, inside - lower)]
-        corners = [(place * length + index, share * part) for place, share in corners for index, part in steps]
+        corners = [
+            (place * length + index, share * part)
+            for place, share in corners
+            for index, part in steps
+        ]
     flat = weight.new_zeros(*weight.shape[:-1], math.prod(size))  # (*C, cells of the window)
     for place, share in corners:
         flat = flat.scatter_add(-1, place, share)
     return flat.reshape(*weight.shape[:-1], *size)
 
 
-def of_products(weight: Tensor, cells: Tensor, size: Size, *, differentiable: bool = True) -> Tensor:
+def of_products(
+    weight: Tensor, cells: Tensor, size: Size, *, differentiable: bool = True
+) -> Tensor:
     """weight (*C, E), cells (A, *C, E) -> (*C, *size): for each cell, a sum over all elements. Sides above 1."""
     # With derivatives, weights and coordinates are expanded over the window before anything else, so that each gradient
     # is one sum over the window of products: a compiler fuses all of them into one loop.
@@ -92,14 +104,18 @@ def of_products(weight: Tensor, cells: Tensor, size: Size, *, differentiable: bo
     if differentiable:
         kernel = kernel.expand(whole)
     for axis, (coordinate, length) in enumerate(zip(torch.split(cells, 1), size, strict=True)):
-        grid = torch.arange(length, dtype=weight.dtype, device=weight.device).reshape(length, *rest[axis + 1 :])
+        grid = torch.arange(length, dtype=weight.dtype, device=weight.device).reshape(
+            length, *rest[axis + 1 :]
+        )
         inside = coordinate.detach().clamp(0, length - 1).reshape(*weight.shape, *rest)
         part = (1 - (grid - inside).abs()).relu()  # (*C, E, length, 1, ...)
         if differentiable:
             # Right-hand at cells, and inward at the upper border, unlike those of relu and abs.
             beyond = grid - inside.floor().clamp(max=length - 2)
             slope = (beyond == 1).to(part.dtype) - (beyond == 0).to(part.dtype)
-            moved = (coordinate - coordinate.detach()).reshape(*weight.shape, *rest)  # zero, with a gradient
+            moved = (coordinate - coordinate.detach()).reshape(
+                *weight.shape, *rest
+            )  # zero, with a gradient
             part = part + slope * moved.expand(whole)
         kernel = kernel * part
     return kernel.sum(-1 - len(size))
@@ -122,7 +138,9 @@ def _shares_of_cells(coordinate: Tensor, length: int) -> Tensor:
     lower = inside.detach().floor().clamp(0, length - 2)  # as in `of_plain_operations`
     fraction = inside - lower
     distance = torch.arange(length, dtype=inside.dtype, device=inside.device) - lower
-    return (distance == 0).to(inside.dtype) * (1 - fraction) + (distance == 1).to(inside.dtype) * fraction
+    return (distance == 0).to(inside.dtype) * (1 - fraction) + (distance == 1).to(
+        inside.dtype
+    ) * fraction
 
 
 class _Construct(Function):
@@ -136,15 +154,25 @@ class _Construct(Function):
         weights, coordinates = weight.flatten(0, -2), cells.flatten(1, -2)  # (N, E), (A, N, E)
         kernel = weight.new_empty(weights.shape[0], math.prod(size))  # (N, cells of the window)
         # On meta there are no values, and operations take longer than on the CPU.
-        for some_kernel, some_weight, some_cells in [] if kernel.is_meta else _blocks(kernel, weights, coordinates):
+        for some_kernel, some_weight, some_cells in (
+            [] if kernel.is_meta else _blocks(kernel, weights, coordinates)
+        ):
             if not on_cpu(weight):
-                some_kernel.copy_(of_products(some_weight, some_cells, size, differentiable=False).flatten(1))
+                some_kernel.copy_(
+                    of_products(some_weight, some_cells, size, differentiable=False).flatten(1)
+                )
                 continue
             index, fractions = _corners(some_cells, size)
-            shares = [some_weight]  # what of the weight each corner gets, in the order of `_shifted`
+            shares = [
+                some_weight
+            ]  # what of the weight each corner gets, in the order of `_shifted`
             for fraction in fractions:
                 upper = [share * fraction for share in shares]
-                shares = [part for share, up in zip(shares, upper, strict=True) for part in (share - up, up)]
+                shares = [
+                    part
+                    for share, up in zip(shares, upper, strict=True)
+                    for part in (share - up, up)
+                ]
             for corner, share in zip(_shifted(some_kernel.zero_(), size), shares, strict=True):
                 corner.scatter_add_(1, index, share)
         return kernel.view(*weight.shape[:-1], *size)
@@ -155,14 +183,18 @@ class _Construct(Function):
         (weight, cells), size = ctx.saved_tensors, ctx.size
         if torch.is_grad_enabled():
             # A graph of the gradients is wanted (create_graph=True): the plain form has derivatives of any order.
-            gradients = torch.func.vjp(functools.partial(of_plain_operations, size=size), weight, cells)[1]
+            gradients = torch.func.vjp(
+                functools.partial(of_plain_operations, size=size), weight, cells
+            )[1]
             return *gradients(grad), None
         weights, coordinates = weight.flatten(0, -2), cells.flatten(1, -2)  # (N, E), (A, N, E)
         flat = grad.reshape(weights.shape[0], math.prod(size))
         grad_weights, grad_coordinates = [], []
         for some_grad, some_weight, some_cells in _blocks(flat, weights, coordinates):
             index, fractions = _corners(some_cells, size)
-            values = torch.stack([corner.gather(1, index) for corner in _shifted(some_grad, size)])  # (corners, n, E)
+            values = torch.stack(
+                [corner.gather(1, index) for corner in _shifted(some_grad, size)]
+            )  # (corners, n, E)
             slopes: list[Tensor] = []  # of the axes so far, the first one first
             for fraction in reversed(fractions):
                 steps = values[1::2] - values[::2]
@@ -170,7 +202,11 @@ class _Construct(Function):
                 slopes = [steps, *(slope[::2].lerp(slope[1::2], fraction) for slope in slopes)]
             grad_weights.append(values[0])
             grad_coordinates.append(some_weight * torch.cat(slopes))
-        return torch.cat(grad_weights).reshape(weight.shape), torch.cat(grad_coordinates, 1).reshape(cells.shape), None
+        return (
+            torch.cat(grad_weights).reshape(weight.shape),
+            torch.cat(grad_coordinates, 1).reshape(cells.shape),
+            None,
+        )
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
