@@ -44,20 +44,28 @@ def construct_kernel(
         ValueError: Shapes that do not belong together, an unknown interpolation, sigma missing or superfluous.
     """
     if len(set(dense_axes)) != len(dense_axes) or not set(dense_axes) <= set(range(len(size))):
-        raise ValueError(f"dense_axes={tuple(dense_axes)} must be different axes from 0 to {len(size) - 1}")
+        raise ValueError(
+            f"dense_axes={tuple(dense_axes)} must be different axes from 0 to {len(size) - 1}"
+        )
     axes = learnt_axes(len(size), dense_axes)
     order = [*sorted(dense_axes), *axes]
     dense = [size[axis] for axis in sorted(dense_axes)]
     method = find_interpolation(interpolation)
     if method.has_sigma != (sigma is not None):
-        raise ValueError(f"{interpolation} interpolation {'needs a' if method.has_sigma else 'has no'} sigma")
+        raise ValueError(
+            f"{interpolation} interpolation {'needs a' if method.has_sigma else 'has no'} sigma"
+        )
     if weight.dim() != 3 + len(dense) or list(weight.shape[2:-1]) != dense:
         shape = ", ".join(["out", "in/groups", *map(str, dense), "count"])
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; with size={tuple(size)} it must be ({shape})")
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; with size={tuple(size)} it must be ({shape})"
+        )
     expected = (len(axes), *weight.shape)
     for name, tensor in (("positions", positions), ("sigma", sigma)):
         if tensor is not None and tensor.shape != expected:
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)}; for this weight it must be {expected}")
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)}; for this weight it must be {expected}"
+            )
     # In float32 at least: at 8 cells from the centre, bfloat16 positions are a sixteenth of a cell apart. And without
     # autocast: the matrix products of the construction would run in half precision.
     dtype = torch.promote_types(torch.promote_types(weight.dtype, positions.dtype), torch.float32)
@@ -65,6 +73,8 @@ def construct_kernel(
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     with torch.autocast(device, enabled=False) if autocast else nullcontext():
         spread = None if sigma is None else sigma.to(dtype)
-        kernel = method.kernel(weight.to(dtype), positions.to(dtype), spread, [size[axis] for axis in axes])
+        kernel = method.kernel(
+            weight.to(dtype), positions.to(dtype), spread, [size[axis] for axis in axes]
+        )
     spatial = [2 + order.index(axis) for axis in range(len(size))]
     return kernel.permute(0, 1, *spatial).to(weight.dtype)  # (O, I, *size)
