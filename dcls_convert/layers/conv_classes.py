@@ -18,7 +18,11 @@ AnyConv = Conv | ConvTranspose
 ConstantPad = nn.ConstantPad1d | nn.ConstantPad2d | nn.ConstantPad3d
 
 CONV_CLASSES: dict[int, type[Conv]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_CALLED = ("forward", "_conv_forward", "__call__")  # the methods that decide what a convolution computes
+_CALLED = (
+    "forward",
+    "_conv_forward",
+    "__call__",
+)  # the methods that decide what a convolution computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,9 @@ def register_conv(
     if base is None:
         raise TypeError(f"{cls.__name__} is no subclass of torch.nn.Conv1d, Conv2d or Conv3d")
     if cls.forward is base.forward:
-        raise TypeError(f"{cls.__name__} has the forward of {base.__name__}, and is treated as such already")
+        raise TypeError(
+            f"{cls.__name__} has the forward of {base.__name__}, and is treated as such already"
+        )
     _FORMS[cls] = ConvForm(weight, tuple(parameters), same_padding, padding_module, adapt)
 
 
@@ -95,7 +101,9 @@ def find_form(conv: nn.Module) -> ConvForm | None:
     """What is known about the class of this convolution; None for a forward of its own that is not registered."""
     kind, forms = type(conv), [*((base, PLAIN) for base in CONV_CLASSES.values()), *_FORMS.items()]
     for known, form in reversed(forms):
-        if issubclass(kind, known) and all(getattr(kind, name) is getattr(known, name) for name in _CALLED):
+        if issubclass(kind, known) and all(
+            getattr(kind, name) is getattr(known, name) for name in _CALLED
+        ):
             return form
     return None
 
@@ -110,8 +118,15 @@ def padding_of(conv: AnyConv) -> Padding:
     if form.padding_module is None:
         return tuple(conv.padding)
     outside = _zeros_around(getattr(conv, form.padding_module), len(conv.padding)) or ()
-    sides = tuple((before + own, after + own) for (before, after), own in zip(outside, conv.padding, strict=True))
-    return sides if any(before != after for before, after in sides) else tuple(before for before, _ in sides)
+    sides = tuple(
+        (before + own, after + own)
+        for (before, after), own in zip(outside, conv.padding, strict=True)
+    )
+    return (
+        sides
+        if any(before != after for before, after in sides)
+        else tuple(before for before, _ in sides)
+    )
 
 
 def _zeros_around(module: nn.Module | None, dims: int) -> tuple[tuple[int, int], ...] | None:
@@ -134,7 +149,9 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     if "forward" in vars(conv):
         return f"{kind} has a forward of its own, set on this very object"
     if parametrize.is_parametrized(conv):
-        return f"its {', '.join(conv.parametrizations)} is parametrised (torch.nn.utils.parametrize)"  # type: ignore[arg-type]
+        return (
+            f"its {', '.join(conv.parametrizations)} is parametrised (torch.nn.utils.parametrize)"  # type: ignore[arg-type]
+        )
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
         return "lazy convolution that has not seen an input yet"
     form = find_form(conv)
@@ -145,11 +162,17 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
         teachable = "" if held - paddings else " (register_conv teaches it)"
         return f"{kind} has a forward of its own that is not known here{teachable}"
     parameters = {name for name, _ in conv.named_parameters(recurse=False, remove_duplicate=False)}
-    if parameters != {name for name in ("weight", "bias", *form.parameters) if getattr(conv, name, ...) is not None}:
+    if parameters != {
+        name
+        for name in ("weight", "bias", *form.parameters)
+        if getattr(conv, name, ...) is not None
+    }:
         return f"its weight is computed from other parameters ({', '.join(sorted(parameters))})"
     if lost := held - (paddings & {form.padding_module}):
         return f"{kind} holds {', '.join(sorted(lost))}, which would be lost"
-    if form.padding_module is not None and (not paddings or conv.padding_mode != "zeros" or conv.padding == "same"):
+    if form.padding_module is not None and (
+        not paddings or conv.padding_mode != "zeros" or conv.padding == "same"
+    ):
         return f"{kind} does not pad by {form.padding_module} alone"
     return None
 
@@ -162,7 +185,11 @@ def register_timm_convs() -> None:
     register_conv(StdConv2d, weight=standardised)
     # Their padding is done in the forward where it depends on the input's size.
     register_conv(StdConv2dSame, weight=standardised, same_padding=attrgetter("same_pad"))
-    scaled: dict[str, Any] = {"weight": scaled_standardised, "parameters": ["gain"], "adapt": rescale_for_fan_in_}
+    scaled: dict[str, Any] = {
+        "weight": scaled_standardised,
+        "parameters": ["gain"],
+        "adapt": rescale_for_fan_in_,
+    }
     register_conv(ScaledStdConv2d, **scaled)
     register_conv(ScaledStdConv2dSame, same_padding=attrgetter("same_pad"), **scaled)
 
