@@ -16,7 +16,15 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..depthwise.choice import conv2d
-from ..depthwise.geometry import DYNAMIC_SAME, Padding, check_window, extent, grown_padding, is_uneven, padded_cells
+from ..depthwise.geometry import (
+    DYNAMIC_SAME,
+    Padding,
+    check_window,
+    extent,
+    grown_padding,
+    is_uneven,
+    padded_cells,
+)
 from .bilinear import per_axis
 from .construction import construct_kernel
 from .conv_classes import PLAIN, Conv, ConvForm, find_form, padding_of, why_not_replaceable
@@ -80,15 +88,21 @@ class DclsConvNd(Tied):
         super().__init__()
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_count = kernel_count
-        self.dilated_kernel_size = self._per_axis("dilated_kernel_size", dilated_kernel_size, least=1)
+        self.dilated_kernel_size = self._per_axis(
+            "dilated_kernel_size", dilated_kernel_size, least=1
+        )
         self.stride = self._per_axis("stride", stride, least=1)
-        self.padding = padding if isinstance(padding, str) else self._per_axis("padding", padding, least=0)
+        self.padding = (
+            padding if isinstance(padding, str) else self._per_axis("padding", padding, least=0)
+        )
         self.dilation = self._per_axis("dilation", dilation, least=1)
         self.padding_mode = padding_mode
         self.interpolation = interpolation
         self.dense_axes = tuple(sorted(dense_axes))
         self.learnt_axes = learnt_axes(self.dims, self.dense_axes)  # in the order of `positions`
-        self.kernel_size = self.dilated_kernel_size  # of the constructed kernel, as convolutions name it
+        self.kernel_size = (
+            self.dilated_kernel_size
+        )  # of the constructed kernel, as convolutions name it
         self.form = PLAIN
         self._check()
         dense = [self.dilated_kernel_size[axis] for axis in self.dense_axes]
@@ -96,21 +110,33 @@ class DclsConvNd(Tied):
         coordinates = (len(self.learnt_axes), *shape)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(shape, **factory))
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_channels, **factory)) if bias else None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(out_channels, **factory)) if bias else None
+        )
         self.positions = nn.Parameter(torch.empty(coordinates, **factory))
         has_sigma = find_interpolation(interpolation).has_sigma
-        self.register_parameter("sigma", nn.Parameter(torch.empty(coordinates, **factory)) if has_sigma else None)
+        self.register_parameter(
+            "sigma", nn.Parameter(torch.empty(coordinates, **factory)) if has_sigma else None
+        )
         self.reset_parameters()
 
     def _per_axis(self, name: str, value: IntOrTuple, least: int) -> tuple[int, ...]:
         sizes = tuple(value) if isinstance(value, Sequence) else (value,) * self.dims
-        if len(sizes) != self.dims or not all(type(size) is int and size >= least for size in sizes):
-            raise ValueError(f"{name}={value!r} must be an integer of at least {least}, or {self.dims} of them")
+        if len(sizes) != self.dims or not all(
+            type(size) is int and size >= least for size in sizes
+        ):
+            raise ValueError(
+                f"{name}={value!r} must be an integer of at least {least}, or {self.dims} of them"
+            )
         return sizes
 
     def _check(self) -> None:
-        if not set(self.dense_axes) < set(range(self.dims)) or len(set(self.dense_axes)) != len(self.dense_axes):
-            raise ValueError(f"dense_axes={self.dense_axes} must be different axes, and leave one to be learnt")
+        if not set(self.dense_axes) < set(range(self.dims)) or len(set(self.dense_axes)) != len(
+            self.dense_axes
+        ):
+            raise ValueError(
+                f"dense_axes={self.dense_axes} must be different axes, and leave one to be learnt"
+            )
         if type(self.kernel_count) is not int or self.kernel_count < 1:
             raise ValueError(f"kernel_count={self.kernel_count!r} must be an integer of at least 1")
         if self.padding == DYNAMIC_SAME and (self.dims != 2 or self.padding_mode != "zeros"):
@@ -118,7 +144,13 @@ class DclsConvNd(Tied):
         padding = 0 if self.padding == DYNAMIC_SAME else self.padding
         geometry = (self.dilated_kernel_size, self.stride, padding, self.dilation, self.groups)
         make: Any = self.conv_class  # which refuses what no convolution can have
-        make(self.in_channels, self.out_channels, *geometry, padding_mode=self.padding_mode, device="meta")
+        make(
+            self.in_channels,
+            self.out_channels,
+            *geometry,
+            padding_mode=self.padding_mode,
+            device="meta",
+        )
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Weights and bias as `torch.nn.Conv2d` draws them, positions from N(0, 0.5), sigma at its initial value."""
@@ -132,7 +164,9 @@ class DclsConvNd(Tied):
 
     def _reset_sigma_(self) -> None:
         if self.sigma is not None:
-            nn.init.constant_(self.sigma, cast(float, find_interpolation(self.interpolation).initial_sigma))
+            nn.init.constant_(
+                self.sigma, cast(float, find_interpolation(self.interpolation).initial_sigma)
+            )
 
     def kernel(self) -> Tensor:
         """The constructed kernel, (O, I, *dilated_kernel_size), differentiable in weight, positions and sigma."""
@@ -151,7 +185,11 @@ class DclsConvNd(Tied):
         limits = [position_limits(self.dilated_kernel_size[axis]) for axis in self.learnt_axes]
         _clamp_(self.positions, *zip(*limits, strict=True))
         if self.sigma is not None:
-            _clamp_(self.sigma, [cast(float, find_interpolation(self.interpolation).min_sigma)], [math.inf])
+            _clamp_(
+                self.sigma,
+                [cast(float, find_interpolation(self.interpolation).min_sigma)],
+                [math.inf],
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, in_channels, *spatial) -> (N, out_channels, *spatial): the convolution with `kernel()`."""
@@ -165,16 +203,22 @@ class DclsConvNd(Tied):
         if self.training and not exporting:
             self.clamp_positions_()
         padding = self.padding
-        if self.padding_mode != "zeros" or padding == DYNAMIC_SAME or is_uneven(padding):  # the convolution cannot
+        if (
+            self.padding_mode != "zeros" or padding == DYNAMIC_SAME or is_uneven(padding)
+        ):  # the convolution cannot
             input, padding = self.padded(input), (0,) * self.dims
-        return self.conv_function(input, self.kernel(), self.bias, self.stride, padding, self.dilation, self.groups)
+        return self.conv_function(
+            input, self.kernel(), self.bias, self.stride, padding, self.dilation, self.groups
+        )
 
     def padded(self, input: Tensor) -> Tensor:
         """The input with all its padding, so that a convolution without any gives the layer's output."""
         extents = list(map(extent, self.kernel_size, self.dilation))
         sides = padded_cells(self.padding, input.shape[-self.dims :], extents, self.stride)
         widths = [cells for axis in reversed(sides) for cells in axis]
-        return F.pad(input, widths, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
+        return F.pad(
+            input, widths, mode="constant" if self.padding_mode == "zeros" else self.padding_mode
+        )
 
     def state_dict(self, *args: Any, **settings: Any) -> Any:
         """As any module's, which is how models save their layers; the positions are clamped before."""
@@ -201,7 +245,9 @@ class DclsConvNd(Tied):
             ValueError: Window and old kernel of different parity, or a window smaller than the kernel: the output
                 size would change. Or a convolution that cannot be replaced without loss, with the reason.
         """
-        if reason := why_not_replaceable(conv) or (None if isinstance(conv, cls.conv_class) else "other dimension"):
+        if reason := why_not_replaceable(conv) or (
+            None if isinstance(conv, cls.conv_class) else "other dimension"
+        ):
             raise ValueError(f"{type(conv).__name__} cannot become a {cls.__name__}: {reason}")
         layer = cls.like(conv, kernel_count, dilated_kernel_size, interpolation, dense_axes)
         check_window(conv.kernel_size, conv.dilation, layer.dilated_kernel_size, layer.dense_axes)
@@ -228,10 +274,18 @@ class DclsConvNd(Tied):
         dense_axes: Sequence[int],
     ) -> Self:
         """As `from_conv`, for a window that fits; weights and positions are left uninitialised."""
-        options: dict[str, Any] = {name: getattr(conv, name) for name in ("stride", "groups", "padding_mode")}
-        options |= {"kernel_count": kernel_count, "dilated_kernel_size": dilated_kernel_size, "dense_axes": dense_axes}
+        options: dict[str, Any] = {
+            name: getattr(conv, name) for name in ("stride", "groups", "padding_mode")
+        }
+        options |= {
+            "kernel_count": kernel_count,
+            "dilated_kernel_size": dilated_kernel_size,
+            "dense_axes": dense_axes,
+        }
         options |= {"interpolation": interpolation, "bias": False, "dtype": conv.weight.dtype}
-        layer = cls(conv.in_channels, conv.out_channels, **options, device="meta")  # draws from no generator
+        layer = cls(
+            conv.in_channels, conv.out_channels, **options, device="meta"
+        )  # draws from no generator
         shapes = conv.kernel_size, conv.dilation, layer.dilated_kernel_size
         layer.padding = grown_padding(padding_of(conv), *shapes, conv.stride)
         layer.to_empty(device=conv.weight.device)
@@ -258,16 +312,22 @@ class DclsConvNd(Tied):
         if is_uneven(padding):
             # Zeros around the kernel instead: as many cells on both sides of the input give the same outputs.
             most = tuple(max(sides) for sides in padding)
-            missing = [most[axis] - cells for axis in reversed(range(self.dims)) for cells in padding[axis]]
+            missing = [
+                most[axis] - cells for axis in reversed(range(self.dims)) for cells in padding[axis]
+            ]
             kernel, padding = F.pad(kernel, missing), most
         make: Callable[..., Conv] = self.conv_class
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("stride", "dilation", "groups")}
+        options: dict[str, Any] = {
+            name: getattr(self, name) for name in ("stride", "dilation", "groups")
+        }
         if padding == DYNAMIC_SAME:
             from timm.layers.conv2d_same import Conv2dSame as make
         else:
             options |= {"padding": padding, "padding_mode": self.padding_mode}
         size = tuple(kernel.shape[2:])
-        conv = make(self.in_channels, self.out_channels, size, **options, bias=False, device="meta")  # as above
+        conv = make(
+            self.in_channels, self.out_channels, size, **options, bias=False, device="meta"
+        )  # as above
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
         bias = self.bias
         if bias is not None and not isinstance(bias, nn.Parameter):  # pruned or parametrised
@@ -277,12 +337,33 @@ class DclsConvNd(Tied):
         return conv
 
     def extra_repr(self) -> str:
-        shown = ("kernel_count", "dilated_kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
-        usual = {"padding": (0,) * self.dims, "dilation": (1,) * self.dims, "groups": 1, "padding_mode": "zeros"}
+        shown = (
+            "kernel_count",
+            "dilated_kernel_size",
+            "stride",
+            "padding",
+            "dilation",
+            "groups",
+            "padding_mode",
+        )
+        usual = {
+            "padding": (0,) * self.dims,
+            "dilation": (1,) * self.dims,
+            "groups": 1,
+            "padding_mode": "zeros",
+        }
         parts = [f"{self.in_channels}, {self.out_channels}"]
-        parts += [f"{name}={getattr(self, name)!r}" for name in shown if getattr(self, name) != usual.get(name)]
-        parts += [f"dense_axes={self.dense_axes}"] * bool(self.dense_axes) + ["bias=False"] * (self.bias is None)
-        return ", ".join([*parts, f"interpolation={self.interpolation}"] + ["positions=tied"] * self.is_tied)
+        parts += [
+            f"{name}={getattr(self, name)!r}"
+            for name in shown
+            if getattr(self, name) != usual.get(name)
+        ]
+        parts += [f"dense_axes={self.dense_axes}"] * bool(self.dense_axes) + ["bias=False"] * (
+            self.bias is None
+        )
+        return ", ".join(
+            [*parts, f"interpolation={self.interpolation}"] + ["positions=tied"] * self.is_tied
+        )
 
 
 class DclsConv1d(DclsConvNd):
@@ -336,11 +417,16 @@ def _clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None
         tensor.clamp_(low[0], high[0])
     else:
         limits = [per_axis(side, tensor) for side in (low, high)]
-        if hasattr(tensor, "device_mesh"):  # FSDP2 may have spread its first axis over ranks; the limits are the same
+        if hasattr(
+            tensor, "device_mesh"
+        ):  # FSDP2 may have spread its first axis over ranks; the limits are the same
             from torch.distributed.tensor import DTensor, Replicate
 
             mesh = tensor.device_mesh
-            limits = [DTensor.from_local(one, mesh, [Replicate()] * mesh.ndim, run_check=False) for one in limits]
+            limits = [
+                DTensor.from_local(one, mesh, [Replicate()] * mesh.ndim, run_check=False)
+                for one in limits
+            ]
         tensor.copy_(tensor.maximum(limits[0]).minimum(limits[1]))
 
 
