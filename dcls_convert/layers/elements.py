@@ -15,7 +15,9 @@ from .interpolation import learnt_axes, position_limits
 
 POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"
 
-Elements = tuple[Sequence[Tensor], Tensor]  # weights of each layer (O, I, *D, E), the positions (A, O, I, *D, E)
+Elements = tuple[
+    Sequence[Tensor], Tensor
+]  # weights of each layer (O, I, *D, E), the positions (A, O, I, *D, E)
 
 
 def largest_elements(
@@ -34,14 +36,24 @@ def largest_elements(
     axes = learnt_axes(len(size), dense_axes)
     kernel_size = kernels[0].shape[2:]
     cells = torch.stack([cells_last(kernel, axes) for kernel in kernels])  # (L, O, I, *D, K)
-    deciding = cells if effective is None else torch.stack([cells_last(kernel, axes) for kernel in effective])
+    deciding = (
+        cells
+        if effective is None
+        else torch.stack([cells_last(kernel, axes) for kernel in effective])
+    )
     energy = deciding.double().square().sum(0)  # (O, I, *D, K)
     kept = min(kernel_count, energy.shape[-1])
-    chosen = energy.sort(dim=-1, descending=True, stable=True).indices[..., :kept].sort(dim=-1).values
+    chosen = (
+        energy.sort(dim=-1, descending=True, stable=True).indices[..., :kept].sort(dim=-1).values
+    )
     grids = [grid_positions(kernel_size[axis], dilation[axis], size[axis]) for axis in axes]
-    places = torch.tensor(list(itertools.product(*grids)), dtype=cells.dtype, device=cells.device)  # (K, A)
+    places = torch.tensor(
+        list(itertools.product(*grids)), dtype=cells.dtype, device=cells.device
+    )  # (K, A)
     extra = 0, kernel_count - kept
-    return [F.pad(layer.gather(-1, chosen), extra) for layer in cells], F.pad(places[chosen].movedim(-1, 0), extra)
+    return [F.pad(layer.gather(-1, chosen), extra) for layer in cells], F.pad(
+        places[chosen].movedim(-1, 0), extra
+    )
 
 
 def cells_last(kernel: Tensor, axes: Sequence[int]) -> Tensor:
@@ -59,7 +71,12 @@ def first_cells(kernel: Tensor, kernel_count: int, dense_axes: Sequence[int]) ->
 
 
 def random_positions(
-    weight: Tensor, size: Sequence[int], dense_axes: Sequence[int], generator: torch.Generator, *, uniform: bool
+    weight: Tensor,
+    size: Sequence[int],
+    dense_axes: Sequence[int],
+    generator: torch.Generator,
+    *,
+    uniform: bool,
 ) -> Tensor:
     """Positions (A, *weight.shape) inside a box of this size: uniform over it, or N(0, 0.5 cells) as in the paper."""
     axes = learnt_axes(len(size), dense_axes)
