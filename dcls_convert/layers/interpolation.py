@@ -14,38 +14,54 @@ from torch import Tensor
 from ..depthwise.eager import on_cpu
 from .bilinear import bilinear_kernel, clamped
 
-Profile = Callable[[Tensor, Tensor, int], Tensor]  # cells and sigma (*C, E), length -> (*C, E, length)
+Profile = Callable[
+    [Tensor, Tensor, int], Tensor
+]  # cells and sigma (*C, E), length -> (*C, E, length)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interpolation:
     """One way to spread an element along an axis of the window."""
 
-    profile: Profile  # how much of the element each cell gets, before it is normalised; differentiable
+    profile: (
+        Profile  # how much of the element each cell gets, before it is normalised; differentiable
+    )
     slope: Profile  # the derivative of the profile by the position
     min_sigma: float | None = None  # cells; None: no sigma (its functions are then given one of 1)
     initial_sigma: float | None = None  # cells
-    exact_on_cells: bool = False  # whether an element in the middle of a cell starts in that cell alone
-    construct: Callable[[Tensor, Tensor, Sequence[int]], Tensor] | None = None  # a faster way, for one without sigma
+    exact_on_cells: bool = (
+        False  # whether an element in the middle of a cell starts in that cell alone
+    )
+    construct: Callable[[Tensor, Tensor, Sequence[int]], Tensor] | None = (
+        None  # a faster way, for one without sigma
+    )
     hat: bool = False  # whether the profile with the initial sigma is the triangle of half-width 1
 
     @property
     def has_sigma(self) -> bool:
         return self.min_sigma is not None
 
-    def kernel(self, weight: Tensor, positions: Tensor, sigma: Tensor | None, size: Sequence[int]) -> Tensor:
+    def kernel(
+        self, weight: Tensor, positions: Tensor, sigma: Tensor | None, size: Sequence[int]
+    ) -> Tensor:
         """weight (*C, E), positions and sigma (A, *C, E) in cells from the centre -> (*C, *size)."""
         if self.construct is not None:
             return self.construct(weight, positions, size)
         profiles = []
         for axis, length in enumerate(size):
             cells = clamped(positions[axis] + length // 2, 0, length - 1)
-            width = torch.ones_like(cells) if sigma is None else clamped(sigma[axis], self.min_sigma or 0, math.inf)
+            width = (
+                torch.ones_like(cells)
+                if sigma is None
+                else clamped(sigma[axis], self.min_sigma or 0, math.inf)
+            )
             profile = self.profile(cells, width, length)
             profiles.append(profile / profile.sum(-1, keepdim=True))
         spread = weight.unsqueeze(-1)  # (*C, E, 1)
         for profile in profiles[:-1]:
-            spread = (spread.unsqueeze(-1) * profile.unsqueeze(-2)).flatten(-2)  # (*C, E, product of lengths)
+            spread = (spread.unsqueeze(-1) * profile.unsqueeze(-2)).flatten(
+                -2
+            )  # (*C, E, product of lengths)
         # On a CPU, a matrix product per kernel: no tensor of elements x window is made in 1-D and 2-D. A GPU might
         # round its factors to 11 bits (TF32).
         if on_cpu(weight):
@@ -68,7 +84,9 @@ class Interpolation:
 def find_interpolation(name: str) -> Interpolation:
     """The interpolation of that name; ValueError names those there are."""
     if name not in INTERPOLATIONS:
-        raise ValueError(f"interpolation={name!r} is not known; it is one of {', '.join(INTERPOLATIONS)}")
+        raise ValueError(
+            f"interpolation={name!r} is not known; it is one of {', '.join(INTERPOLATIONS)}"
+        )
     return INTERPOLATIONS[name]
 
 
@@ -93,14 +111,20 @@ def _triangle(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
     value = (fixed_sigma - distance).relu()
     widening = (distance <= fixed_sigma).to(value.dtype)
     moved = (cells - cells.detach()).unsqueeze(-1)  # zero, with the gradient of the position
-    return value + _triangle_slope(cells, sigma, length) * moved + widening * (sigma.unsqueeze(-1) - fixed_sigma)
+    return (
+        value
+        + _triangle_slope(cells, sigma, length) * moved
+        + widening * (sigma.unsqueeze(-1) - fixed_sigma)
+    )
 
 
 def _triangle_slope(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
     centre, spread = cells.detach().unsqueeze(-1), sigma.detach().unsqueeze(-1)
     offset = _grid(cells, length) - centre  # (*C, E, length)
     inside, reached = offset.abs() < spread, offset.abs() <= spread
-    rightward = ((offset > 0) & reached).to(offset.dtype) - ((offset <= 0) & inside).to(offset.dtype)
+    rightward = ((offset > 0) & reached).to(offset.dtype) - ((offset <= 0) & inside).to(
+        offset.dtype
+    )
     leftward = ((offset >= 0) & inside).to(offset.dtype) - ((offset < 0) & reached).to(offset.dtype)
     return torch.where(centre >= length - 1, leftward, rightward)
 
@@ -126,11 +150,22 @@ def _gaussian_slope(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
 
 INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
     "bilinear": Interpolation(
-        profile=_triangle, slope=_triangle_slope, hat=True, exact_on_cells=True, construct=bilinear_kernel
+        profile=_triangle,
+        slope=_triangle_slope,
+        hat=True,
+        exact_on_cells=True,
+        construct=bilinear_kernel,
     ),
     "triangle": Interpolation(
-        profile=_triangle, slope=_triangle_slope, hat=True, exact_on_cells=True, min_sigma=1.0, initial_sigma=1.0
+        profile=_triangle,
+        slope=_triangle_slope,
+        hat=True,
+        exact_on_cells=True,
+        min_sigma=1.0,
+        initial_sigma=1.0,
     ),
     # Below its least value, an element between cells loses its gradient. It starts from 0.23 + 0.27.
-    "gaussian": Interpolation(profile=_gaussian, slope=_gaussian_slope, min_sigma=0.27, initial_sigma=0.5),
+    "gaussian": Interpolation(
+        profile=_gaussian, slope=_gaussian_slope, min_sigma=0.27, initial_sigma=0.5
+    ),
 }
