@@ -13,8 +13,12 @@ from torch import Tensor
 
 from .interpolation import position_limits
 
-BORDER_MARGIN = 0.5  # cells; nearer to a limit, an element's largest part is in the window's outermost cells
-OVERLAP_DISTANCE = 1.0  # cells; nearer elements share cells, and the paper's repulsive loss pushes them apart
+BORDER_MARGIN = (
+    0.5  # cells; nearer to a limit, an element's largest part is in the window's outermost cells
+)
+OVERLAP_DISTANCE = (
+    1.0  # cells; nearer elements share cells, and the paper's repulsive loss pushes them apart
+)
 MOST_DISTANCES = 1 << 22  # held at once: 16 MiB in float32
 
 
@@ -30,7 +34,9 @@ def border_share(positions: Tensor, size: Sequence[int]) -> float:
 
 def outside_share(positions: Tensor, sides: Sequence[int]) -> float:
     """Share of elements, of positions (A, ..., E), outside the middle of the window that has so many cells."""
-    reach = torch.tensor(sides, device=positions.device).reshape(-1, *[1] * (positions.dim() - 1)) / 2
+    reach = (
+        torch.tensor(sides, device=positions.device).reshape(-1, *[1] * (positions.dim() - 1)) / 2
+    )
     return float((positions.abs() > reach).any(0).double().mean())
 
 
@@ -39,13 +45,17 @@ def overlap_share(positions: Tensor) -> float:
     kernels = _exact(positions).reshape(positions.shape[0], -1, positions.shape[-1])
     overlapping = 0
     for _, _, squares in pairs(kernels, MOST_DISTANCES):
-        overlapping += int(((squares < OVERLAP_DISTANCE**2).sum(-1) > 1).sum())  # every element is near itself
+        overlapping += int(
+            ((squares < OVERLAP_DISTANCE**2).sum(-1) > 1).sum()
+        )  # every element is near itself
     return overlapping / max(math.prod(positions.shape[1:]), 1)
 
 
 def spread(positions: Tensor) -> tuple[float, ...]:
     """Standard deviation along each learnt axis about the kernel centre, in cells: (A, *C, E) -> A numbers."""
-    return tuple(float(coordinate.double().square().mean().sqrt()) for coordinate in positions.detach())
+    return tuple(
+        float(coordinate.double().square().mean().sqrt()) for coordinate in positions.detach()
+    )
 
 
 def mean_distance(positions: Tensor) -> float:
@@ -56,15 +66,27 @@ def mean_distance(positions: Tensor) -> float:
 def bins(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
     """The bin of each finite coordinate; bin 0 begins half a cell before the first one, and the outermost are open."""
     low = position_limits(size)[0] - 0.5
-    return ((_exact(coordinate) - low) * bins_per_cell).floor().clamp(0, size * bins_per_cell - 1).long()
+    return (
+        ((_exact(coordinate) - low) * bins_per_cell)
+        .floor()
+        .clamp(0, size * bins_per_cell - 1)
+        .long()
+    )
 
 
-def pairs(kernels: Tensor, most_distances: int) -> Iterator[tuple[tuple[slice, slice], list[Tensor], Tensor]]:
+def pairs(
+    kernels: Tensor, most_distances: int
+) -> Iterator[tuple[tuple[slice, slice], list[Tensor], Tensor]]:
     """All pairs in kernels (A, C, E), in parts: the first ones' part of (C, E), differences, squared distances."""
     # Coordinate by coordinate: torch.cdist with matrix products is not exact, and without them slow for small kernels.
     count = kernels.shape[-1]
-    at_once, rows = max(1, most_distances // max(count * count, 1)), max(1, most_distances // max(count, 1))
-    for start, first in itertools.product(range(0, kernels.shape[1], at_once), range(0, count, rows)):
+    at_once, rows = (
+        max(1, most_distances // max(count * count, 1)),
+        max(1, most_distances // max(count, 1)),
+    )
+    for start, first in itertools.product(
+        range(0, kernels.shape[1], at_once), range(0, count, rows)
+    ):
         part = slice(start, start + at_once), slice(first, first + rows)
         differences = [axis[part][..., None] - axis[part[0], None, :] for axis in kernels]
         yield part, differences, reduce(torch.add, map(torch.square, differences))
