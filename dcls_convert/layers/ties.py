@@ -13,7 +13,10 @@ from typing import Any, Self, cast
 
 from torch import Tensor, nn
 
-POSITION_PARAMETERS = ("positions", "sigma")  # what says where elements are; layers of a tie group share it
+POSITION_PARAMETERS = (
+    "positions",
+    "sigma",
+)  # what says where elements are; layers of a tie group share it
 APPLY = "_apply"  # the method of nn.Module through which `to`, `cuda`, `half`, `to_empty` and so on change tensors
 
 Change = Callable[[Tensor], Tensor]
@@ -85,11 +88,15 @@ class Tied(nn.Module):
         """
         walked = set() if memo is None else memo
         in_a_part = self.is_tied and self._owner not in walked
-        if in_a_part and self not in walked and remove_duplicate:  # else what was walked is not known
+        if (
+            in_a_part and self not in walked and remove_duplicate
+        ):  # else what was walked is not known
             yield prefix, _TiedParameters({name: getattr(self, name) for name in self._owner_names})
         yield from super().named_modules(memo, prefix, remove_duplicate)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         """In a part without the owner, which would have saved them before, with the tied parameters."""
         saved = self.is_tied and self._is_saved_above(destination, prefix)
         with contextlib.nullcontext() if saved else self._standing_in():
@@ -98,7 +105,11 @@ class Tied(nn.Module):
     def _is_saved_above(self, destination: dict[str, Any], prefix: str) -> bool:
         path = prefix.split(".")[:-1]
         prefixes_above = [".".join([*path[:depth], ""]) for depth in range(len(path))]
-        return any(above + name in destination for above in prefixes_above for name in self._owner_names.values())
+        return any(
+            above + name in destination
+            for above in prefixes_above
+            for name in self._owner_names.values()
+        )
 
     def _load_from_state_dict(
         self,
@@ -116,7 +127,9 @@ class Tied(nn.Module):
         """
         missing: list[str] = []
         with self._standing_in():
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *more)
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing, *more
+            )
         tied_keys = {prefix + name for name in self._owner_names}
         for key in missing:
             missing_keys.append(_KeyOfPart(key, self._owner) if key in tied_keys else key)
@@ -137,10 +150,14 @@ class Tied(nn.Module):
         memo[id(self)] = new
         alone = self.is_tied and id(self._owner) not in memo
         skipped = {"_owner", "_owner_names"} if alone else set()
-        new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in skipped})
+        new.__dict__.update(
+            {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in skipped}
+        )
         if alone:
             new.__dict__["_owner"], new._owner_names = None, {}
-            for name in self._owner_names:  # by the memo, layers that are copied together still share one parameter
+            for name in (
+                self._owner_names
+            ):  # by the memo, layers that are copied together still share one parameter
                 setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         return new
 
@@ -181,7 +198,9 @@ def release_owner_(owner: nn.Module) -> None:
 
 def names_in_use(owner: nn.Module) -> set[str]:
     """Those of its parameters that layers below it share."""
-    layers = [layer for layer in owner.modules() if isinstance(layer, Tied) and layer._owner is owner]
+    layers = [
+        layer for layer in owner.modules() if isinstance(layer, Tied) and layer._owner is owner
+    ]
     return {name for layer in layers for name in layer._owner_names.values()}
 
 
@@ -196,7 +215,9 @@ def _keeping_format(fn: Change, parameters: Iterable[Tensor]) -> Change:
     tensors = {id(tensor) for parameter in parameters for tensor in (parameter, parameter.grad)}
 
     def apply(tensor: Tensor) -> Tensor:
-        if id(tensor) not in tensors or hasattr(tensor, "device_mesh"):  # spread over ranks by FSDP2
+        if id(tensor) not in tensors or hasattr(
+            tensor, "device_mesh"
+        ):  # spread over ranks by FSDP2
             return fn(tensor)
         flat = tensor.flatten()
         changed = fn(flat)
