@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from .running import AUTOCASTING
 
-Answer = Callable[[nn.Module, list[Tensor]], Sequence[Tensor]]  # a module, inputs of all passes -> outputs
+Answer = Callable[
+    [nn.Module, list[Tensor]], Sequence[Tensor]
+]  # a module, inputs of all passes -> outputs
 
 
 @torch.no_grad()
-def run_in_step(modules: Sequence[nn.Module], passes: Sequence[Callable[[], object]], answer: Answer) -> None:
+def run_in_step(
+    modules: Sequence[nn.Module], passes: Sequence[Callable[[], object]], answer: Answer
+) -> None:
     """Run forward passes; where each has called the same one of the modules, `answer` gives the outputs for all.
 
     One pass runs at a time, in this thread. ModelError: they call modules in different orders.
