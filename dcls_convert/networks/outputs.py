@@ -39,13 +39,18 @@ def check_equal(outputs: Any, others: Any, *, bound: float, what: str) -> float:
     except ComparisonError as problem:
         raise ComparisonError(f"{what}: {problem}") from problem
     if error > bound:
-        raise ComparisonError(f"{what}: the outputs' relative error is {error:.1e}, allowed is {bound:.0e}")
+        raise ComparisonError(
+            f"{what}: the outputs' relative error is {error:.1e}, allowed is {bound:.0e}"
+        )
     return error
 
 
 def relative_distance(outputs: Any, others: Any) -> float | None:
     """|a - b| / |a| over all floating tensors together, Euclidean norms; None for other shapes, or where a is 0."""
-    ours, theirs = ([t.double() for t in tensors_in(side) if t.is_floating_point()] for side in (outputs, others))
+    ours, theirs = (
+        [t.double() for t in tensors_in(side) if t.is_floating_point()]
+        for side in (outputs, others)
+    )
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         return None
     left = sum(float((a - b).square().sum()) for a, b in zip(ours, theirs, strict=True))
@@ -57,8 +62,12 @@ def relative_distance(outputs: Any, others: Any) -> float | None:
 class Agreement:
     """How close outputs for images are to others; None what is not defined for them."""
 
-    same_top1: float | None  # share of images whose largest class score (N, classes) is that of the same class
-    kl: float | None  # mean over images of KL(old || new) of the softmax of the class scores, in nats
+    same_top1: (
+        float | None
+    )  # share of images whose largest class score (N, classes) is that of the same class
+    kl: (
+        float | None
+    )  # mean over images of KL(old || new) of the softmax of the class scores, in nats
     output_error: float | None  # |new - old| / |old|, as `relative_distance`
 
 
@@ -70,7 +79,9 @@ def agreement(outputs: Any, others: Any) -> Agreement:
         old, new = (torch.cat(side).double() for side in zip(*pairs, strict=True))
         top1 = float((old.argmax(1) == new.argmax(1)).double().mean())
         one, other = old.log_softmax(1), new.log_softmax(1)
-        kl = max(0.0, float(nn.functional.kl_div(other, one, reduction="batchmean", log_target=True)))
+        kl = max(
+            0.0, float(nn.functional.kl_div(other, one, reduction="batchmean", log_target=True))
+        )
     return Agreement(same_top1=top1, kl=kl, output_error=relative_distance(outputs, others))
 
 
@@ -79,13 +90,20 @@ def _errors(place: str, value: Any, other: Any) -> Iterator[float]:
     alike = type(value) is type(other)
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         if value.shape != other.shape:
-            raise ComparisonError(f"{place} has shape {tuple(value.shape)} and {tuple(other.shape)}")
-        a, b = (t.detach().cpu().to(torch.complex128 if t.is_complex() else torch.float64) for t in (value, other))
+            raise ComparisonError(
+                f"{place} has shape {tuple(value.shape)} and {tuple(other.shape)}"
+            )
+        a, b = (
+            t.detach().cpu().to(torch.complex128 if t.is_complex() else torch.float64)
+            for t in (value, other)
+        )
         if not (a.isfinite().all() and b.isfinite().all()):
             raise ComparisonError(f"{place} has values that are not finite (NaN or infinite)")
         difference, scale = (float(t.abs().max()) if t.numel() else 0.0 for t in (a - b, a))
         yield difference / scale if scale else math.inf if difference else 0.0
-    elif isinstance(value, CONTAINERS) and alike and _entries(value).keys() == _entries(other).keys():
+    elif (
+        isinstance(value, CONTAINERS) and alike and _entries(value).keys() == _entries(other).keys()
+    ):
         for key, part in _entries(value).items():
             yield from _errors(f"{place}[{key!r}]", part, _entries(other)[key])
     elif isinstance(value, CONTAINERS) or not alike or value != other:
