@@ -45,7 +45,9 @@ def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParamete
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside wrappers that only call it: DDP, `torch.compile`, EMA copies, FSDP1."""
-    while len(inside := list(model.named_children())) == 1 and not list(model.parameters(recurse=False)):
+    while len(inside := list(model.named_children())) == 1 and not list(
+        model.parameters(recurse=False)
+    ):
         ((name, inner),) = inside
         if name not in WRAPPED_AT:
             break
@@ -83,7 +85,9 @@ def no_weight_decay(model: nn.Module) -> set[str]:
 
 def spare_from_decay_(model: nn.Module) -> None:
     """Let `model.no_weight_decay()` name positions and sigmas too, so that timm's optimizers do not decay them."""
-    if not isinstance(model, fx.GraphModule):  # whose copies and pickles keep no attributes of this kind
+    if not isinstance(
+        model, fx.GraphModule
+    ):  # whose copies and pickles keep no attributes of this kind
         vars(model)[HOOK] = partial(_spared_from_decay, model)
 
 
