@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 AUTOCASTING = ("cpu", "cuda", "xpu", "mps")  # the types of device for which torch has autocast
-CPU_PRODUCTS = ("mkldnn.matmul", "mkldnn.conv")  # what has an `fp32_precision` of its own in torch.backends
+CPU_PRODUCTS = (
+    "mkldnn.matmul",
+    "mkldnn.conv",
+)  # what has an `fp32_precision` of its own in torch.backends
 CUDA_PRODUCTS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 
 Part = TypeVar("Part")
@@ -46,7 +49,9 @@ def full_precision() -> Iterator[None]:
         parts = CPU_PRODUCTS if hasattr(backends.mkldnn, "matmul") else ()
         # Whether torch's newer interface, of 2.9, is in use. Both together make torch.compile fail; and what the older
         # one turns off would inherit from the newer.
-        newer = any(getattr(part, "fp32_precision", "none") != "none" for part in (backends, backends.cudnn))
+        newer = any(
+            getattr(part, "fp32_precision", "none") != "none" for part in (backends, backends.cudnn)
+        )
         try:
             precision, in_cudnn = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
         except RuntimeError:
@@ -57,7 +62,9 @@ def full_precision() -> Iterator[None]:
             back.callback(setattr, part, "fp32_precision", part.fp32_precision)
             part.fp32_precision = "ieee"
         if precision != "highest":
-            back.callback(torch.set_float32_matmul_precision, precision)  # and the CPU's, which go back after it
+            back.callback(
+                torch.set_float32_matmul_precision, precision
+            )  # and the CPU's, which go back after it
             torch.set_float32_matmul_precision("highest")
         if in_cudnn:
             back.callback(setattr, backends.cudnn, "allow_tf32", True)
@@ -80,7 +87,9 @@ def reproducible() -> Iterator[None]:
         yield
 
 
-def in_parallel(work: Callable[[Part], Result], parts: Sequence[Part], device: torch.device) -> list[Result]:
+def in_parallel(
+    work: Callable[[Part], Result], parts: Sequence[Part], device: torch.device
+) -> list[Result]:
     """`work` of each part, in their order, without gradients; on the CPU, in several threads inside `reproducible`."""
     pool, inference = _POOL.get(), torch.is_inference_mode_enabled()
 
@@ -104,7 +113,11 @@ def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> 
     """If the block fails, every module has its parameters, children, attributes and the `values` of before."""
     # The registries (parameters, children, hooks) are refilled: they stay the same objects.
     before = [
-        (vars(module), dict(vars(module)), [(own, dict(own)) for own in vars(module).values() if isinstance(own, dict)])
+        (
+            vars(module),
+            dict(vars(module)),
+            [(own, dict(own)) for own in vars(module).values() if isinstance(own, dict)],
+        )
         for module in model.modules()
     ]
     copies = [tensor.detach().clone() for tensor in values]
@@ -124,7 +137,10 @@ def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """No warnings and nothing printed from inside the block. Errors go through."""
-    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()) as unread:
+    with (
+        warnings.catch_warnings(action="ignore"),
+        contextlib.redirect_stdout(io.StringIO()) as unread,
+    ):
         with contextlib.redirect_stderr(unread):
             yield
 
@@ -136,7 +152,10 @@ def seeded(seed: int | None) -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if in_use else []
     with torch.random.fork_rng(devices=devices, enabled=seed is not None):
         # torch.manual_seed would also reseed devices whose state nobody keeps.
-        for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)):
+        for generator in (
+            torch.default_generator,
+            *(torch.cuda.default_generators[index] for index in devices),
+        ):
             if seed is not None:
                 generator.manual_seed(seed)
         yield
