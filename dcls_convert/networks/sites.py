@@ -31,7 +31,9 @@ class OldConv:
     bias: bool
     kernel_size: tuple[int, ...]
     dilation: tuple[int, ...]
-    output_positions: int | None  # spatial positions of all calls for one image; None where not known
+    output_positions: (
+        int | None
+    )  # spatial positions of all calls for one image; None where not known
 
     @property
     def name(self) -> str:
@@ -60,7 +62,9 @@ class ConvSite(OldConv):
     stride: tuple[int, ...]
     padding: Padding
     padding_mode: str
-    output_size: tuple[int, ...] | None  # of the first call, at the stated input size; None where not known
+    output_size: (
+        tuple[int, ...] | None
+    )  # of the first call, at the stated input size; None where not known
     input_extent: tuple[int, ...] | None  # smallest spatial input of any call; None where not known
 
 
@@ -114,7 +118,9 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, AnyConv):
             names_of.setdefault(module, []).append(name)
-    size = _input_size(model, input_size, max((len(conv.kernel_size) for conv in names_of), default=2))
+    size = _input_size(
+        model, input_size, max((len(conv.kernel_size) for conv in names_of), default=2)
+    )
     traced, note = None, "no input size is known; state one" if size is None else None
     if size is not None:
         try:
@@ -126,7 +132,8 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     strides = {
         name: output_stride(image, calls.sizes[0])
         for name, calls in seen.items()
-        if len(calls.sizes[0]) == len(image) and min(calls.sizes[0]) > 0  # with all of the image's axes
+        if len(calls.sizes[0]) == len(image)
+        and min(calls.sizes[0]) > 0  # with all of the image's axes
     }
     stages_from, stage_of, in_stem = find_stages(model, strides, spatial)
     holders: dict[int, list[str]] = {}  # id of a parameter -> the modules that hold it
@@ -142,7 +149,9 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         if reason is None:
             calls = seen.get(names[0])
             takes_image = calls.takes_image if calls else traced is None and not sites
-            stem = in_stem(names[0]) or (takes_image and conv.in_channels == (size[0] if size else IMAGE_CHANNELS))
+            stem = in_stem(names[0]) or (
+                takes_image and conv.in_channels == (size[0] if size else IMAGE_CHANNELS)
+            )
             never = 0 if traced else None  # output positions of what is not called
             sites.append(_site(conv, names, calls, never, stage=stage_of(names[0]), stem=stem))
         else:
@@ -150,8 +159,14 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     return ModelConvs(
         sites=tuple(sites),
         skipped=tuple(skipped),
-        params=sum(p.numel() for p in model.parameters() if not isinstance(p, nn.parameter.UninitializedParameter)),
-        macs=sum(traced.flops[""].values()) // 2 if traced else None,  # two operations are one multiply-accumulate
+        params=sum(
+            p.numel()
+            for p in model.parameters()
+            if not isinstance(p, nn.parameter.UninitializedParameter)
+        ),
+        macs=sum(traced.flops[""].values()) // 2
+        if traced
+        else None,  # two operations are one multiply-accumulate
         input_size=size,
         macs_note=note,
         stages_from=stages_from,
@@ -160,11 +175,22 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
 
 
 def _site(
-    conv: AnyConv, names: Sequence[str], calls: Calls | None, never: int | None, *, stage: str | None, stem: bool
+    conv: AnyConv,
+    names: Sequence[str],
+    calls: Calls | None,
+    never: int | None,
+    *,
+    stage: str | None,
+    stem: bool,
 ) -> ConvSite:
     depthwise = conv.groups == conv.in_channels and conv.groups > 1
-    own: dict[str, Any] = {name: tuple(getattr(conv, name)) for name in ("kernel_size", "stride", "dilation")}
-    own |= {name: getattr(conv, name) for name in ("in_channels", "out_channels", "groups", "padding_mode")}
+    own: dict[str, Any] = {
+        name: tuple(getattr(conv, name)) for name in ("kernel_size", "stride", "dilation")
+    }
+    own |= {
+        name: getattr(conv, name)
+        for name in ("in_channels", "out_channels", "groups", "padding_mode")
+    }
     return ConvSite(
         **own,
         names=tuple(names),
@@ -182,7 +208,10 @@ def _site(
 
 def kinds_of_convs(convs: ModelConvs) -> Counter[str]:
     """How many convolutions there are of each kind: "depthwise 7x7", "dense 3x3 in the stem"."""
-    kinds = Counter(f"{site.kind} {size_text(site.kernel_size)}" + " in the stem" * site.stem for site in convs.sites)
+    kinds = Counter(
+        f"{site.kind} {size_text(site.kernel_size)}" + " in the stem" * site.stem
+        for site in convs.sites
+    )
     return kinds + Counter(f"{skip.type} ({skip.reason})" for skip in convs.skipped)
 
 
@@ -191,11 +220,17 @@ def _input_size(model: nn.Module, asked: Sequence[int] | None, dims: int) -> tup
     if asked is None:
         config = getattr(model, "pretrained_cfg", None)
         stated = config.get("input_size") if isinstance(config, Mapping) else None
-        channels = getattr(model, "_model_args", {}).get("in_chans")  # as timm was asked; its config still says 3
+        channels = getattr(model, "_model_args", {}).get(
+            "in_chans"
+        )  # as timm was asked; its config still says 3
         return (channels or stated[0], *stated[1:]) if stated else None
     sides = asked if isinstance(asked, Sequence) else ()
     if not 2 <= len(sides) <= 4 or any(not isinstance(side, int) or side < 1 for side in sides):
-        raise PlanError(f"input size {asked!r} must be channels and spatial sizes, such as (3, 224, 224)")
+        raise PlanError(
+            f"input size {asked!r} must be channels and spatial sizes, such as (3, 224, 224)"
+        )
     if len(asked) not in (dims, dims + 1):
-        raise PlanError(f"input size {size_text(asked)} must be channels and {dims} sides, the model is {dims}-D")
+        raise PlanError(
+            f"input size {size_text(asked)} must be channels and {dims} sides, the model is {dims}-D"
+        )
     return tuple(asked) if len(asked) > dims else (IMAGE_CHANNELS, *asked)
