@@ -31,7 +31,9 @@ def find_stages(
 
     def stage_by_timm(name: str) -> str | None:
         matches = (block.match(name + ".") for block in blocks)
-        return next((match.group(0).rstrip(".") for match in matches if match and match.groups()), None)
+        return next(
+            (match.group(0).rstrip(".") for match in matches if match and match.groups()), None
+        )
 
     if blocks:
         return "timm's group_matcher", stage_by_timm, in_stem
@@ -46,7 +48,9 @@ def find_stages(
         """The number of a module that holds all convolutions, and does not count its children, is a version."""
         parts = name.split(".")
         numbered = [index for index, part in enumerate(parts[:-1], start=1) if part[-1:].isdigit()]
-        counts = {index for index in numbered if parts[index - 1].isdigit() or parts[index].isdigit()}
+        counts = {
+            index for index in numbered if parts[index - 1].isdigit() or parts[index].isdigit()
+        }
         first = [index for index in numbered if index > depth or index in counts] or numbered
         return ".".join(parts[: next(iter(first), 0)]) or None
 
@@ -81,7 +85,9 @@ def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pat
     return ([] if coarse == fine else blocks), stems
 
 
-def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str]) -> dict[str, str]:
+def _stages_from_structure(
+    strides: Mapping[str, OutputStride], spatial: Set[str]
+) -> dict[str, str]:
     """Containers with numbers in their names ("layer1"); where they only count ("features.0"), children by stride."""
     stages: dict[str, str] = {}
     counted: dict[tuple[str, OutputStride], list[str]] = {}
@@ -92,7 +98,9 @@ def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str
             counted.setdefault((container, stride), []).append(name)
         elif container is not None:
             stages[name] = container
-    children: dict[tuple[str, OutputStride], set[str]] = {}  # such as "features.3" for ("features", (8, 8))
+    children: dict[
+        tuple[str, OutputStride], set[str]
+    ] = {}  # such as "features.3" for ("features", (8, 8))
     for key, names in counted.items():
         depth = key[0].count(".") + 2 if key[0] else 1
         if named := {".".join(name.split(".")[:depth]) for name in names if name in spatial}:
@@ -103,7 +111,9 @@ def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str
         if len(named) == 1 and uses[child] == 1 and child not in names:
             stage = child
         else:
-            stage = f"{container}/stride{size_text(stride if len(set(stride)) > 1 else stride[:1])}".lstrip("/")
+            stage = f"{container}/stride{size_text(stride if len(set(stride)) > 1 else stride[:1])}".lstrip(
+                "/"
+            )
         stages |= dict.fromkeys(names, stage)
     return stages
 
@@ -117,7 +127,11 @@ def _versions(strides: Mapping[str, OutputStride]) -> set[str]:
     # "net.layer12" -> "net.layer#", the same for all modules of a series
     series = {path: re.sub(r"\d+(?=[^.]*$)", "#", path) for path in inside}
     members = Counter(series.values())
-    return {path for path in inside if len(inside[path]) > MOST_STRIDES_OF_A_STAGE and members[series[path]] == 1}
+    return {
+        path
+        for path in inside
+        if len(inside[path]) > MOST_STRIDES_OF_A_STAGE and members[series[path]] == 1
+    }
 
 
 def _container(name: str, versions: Set[str]) -> tuple[str | None, bool]:
