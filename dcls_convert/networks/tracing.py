@@ -18,8 +18,14 @@ from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..options import INTERPOLATIONS
 from .outputs import tensors_in
 
-ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")  # of torchvision: all their convolutions are in backbone and head
-Windows = Mapping[str, tuple[Sequence[int], Sequence[int]]]  # name of a convolution -> (dilated size, dense axes)
+ONE_STAGE_DETECTORS = (
+    "FCOS",
+    "RetinaNet",
+    "SSD",
+)  # of torchvision: all their convolutions are in backbone and head
+Windows = Mapping[
+    str, tuple[Sequence[int], Sequence[int]]
+]  # name of a convolution -> (dilated size, dense axes)
 
 
 @dataclass(slots=True)
@@ -29,7 +35,9 @@ class Calls:
     sizes: list[tuple[int, ...]]  # spatial output size of each call
     input_extent: tuple[int, ...]  # smallest spatial input of any call
     output_positions: int = 0  # spatial positions of all calls, for one image
-    takes_image: bool = False  # whether its input was the image itself, or no convolution was called before it
+    takes_image: bool = (
+        False  # whether its input was the image itself, or no convolution was called before it
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +47,9 @@ class Trace:
     input_size: tuple[int, ...]  # of the image: channels, *spatial
     calls: dict[str, Calls]  # by the first qualified name of the convolution
     shapes: list[tuple[int, ...]]  # of the tensors that the model returned
-    flops: dict[str, dict[str, int]]  # module name ("" is the model) -> operator -> floating-point operations
+    flops: dict[
+        str, dict[str, int]
+    ]  # module name ("" is the model) -> operator -> floating-point operations
     meta: nn.Module  # the meta copy that ran
 
 
@@ -63,7 +73,9 @@ def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
     counts = counter.get_flop_counts()
     counts[prefix] = counts.pop("Global", {})
     flops = {
-        path.removeprefix(prefix): {str(operator).rpartition(".")[2]: int(count) for operator, count in own.items()}
+        path.removeprefix(prefix): {
+            str(operator).rpartition(".")[2]: int(count) for operator, count in own.items()
+        }
         for path, own in counts.items()
     }
     return Trace(input_size=tuple(input_size), calls=calls, shapes=shapes, flops=flops, meta=meta)
@@ -76,20 +88,26 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
     calls: dict[str, Calls] = {}
     shapes: list[tuple[int, ...]] = []
     failure = None
-    layers: dict[nn.Module, Any] = {}  # one for a convolution of several names; their kernels are not constructed
+    layers: dict[
+        nn.Module, Any
+    ] = {}  # one for a convolution of several names; their kernels are not constructed
     try:
         meta = copy.deepcopy(before.meta)
         for name, (window, dense_axes) in windows.items():
             conv: Any = before.meta.get_submodule(name)
             if conv not in layers:
-                layers[conv] = DCLS_LAYERS[len(window)].like(conv, 1, window, INTERPOLATIONS[0], dense_axes)
+                layers[conv] = DCLS_LAYERS[len(window)].like(
+                    conv, 1, window, INTERPOLATIONS[0], dense_axes
+                )
                 kernel_size = (*conv.weight.shape[:2], *window)
                 layers[conv].kernel = functools.partial(Tensor.new_empty, conv.weight, kernel_size)
             meta.set_submodule(name, layers[conv])
         shapes = _run(meta, before.input_size, calls)
     except Exception as error:  # any model code may run here
         failure = error
-    sizes = [(name, old.sizes, calls[name].sizes) for name, old in before.calls.items() if name in calls]
+    sizes = [
+        (name, old.sizes, calls[name].sizes) for name, old in before.calls.items() if name in calls
+    ]
     for name, olds, news in [*sizes, ("", before.shapes, shapes)]:
         for old, new in zip(olds, news, strict=False):
             if old != new:
@@ -99,15 +117,21 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
                     "convolutions by an amount that it takes from their kernel size, so larger windows do not fit it"
                 )
     if failure is not None:
-        raise PlanError(f"with these windows, the model would not run any more: {one_line(failure)[:200]}")
+        raise PlanError(
+            f"with these windows, the model would not run any more: {one_line(failure)[:200]}"
+        )
 
 
-def _run(meta: nn.Module, input_size: Sequence[int], calls: dict[str, Calls]) -> list[tuple[int, ...]]:
+def _run(
+    meta: nn.Module, input_size: Sequence[int], calls: dict[str, Calls]
+) -> list[tuple[int, ...]]:
     """The shapes of a meta copy's outputs for one image; `calls` gets what each convolution sees, up to an error."""
     image = torch.empty(1, *input_size, dtype=image_dtype(meta), device="meta")
     names = {module: name for name, module in meta.named_modules()}
 
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+    def record(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
         entering = args[0] if args else kwargs["input"]
         dims = len(module.kernel_size)  # type: ignore[arg-type]
         size, extent = tuple(output.shape[-dims:]), tuple(entering.shape[-dims:])
@@ -134,10 +158,15 @@ def _outputs(model: nn.Module, image: Tensor) -> object:
             return model(image, image)  # flow is from one image to the next
         if family.startswith("detection."):
             if base.__name__ == "GeneralizedRCNN":
-                raise ValueError(f"what a {type(model).__name__} computes depends on how many regions it finds")
+                raise ValueError(
+                    f"what a {type(model).__name__} computes depends on how many regions it finds"
+                )
             if base.__name__ in ONE_STAGE_DETECTORS:
                 # Up to the end of its head: the rest, without MACs, sorts boxes by their values.
-                with model.get_submodule("head").register_forward_hook(_stop), contextlib.suppress(_HeadIsDone):
+                with (
+                    model.get_submodule("head").register_forward_hook(_stop),
+                    contextlib.suppress(_HeadIsDone),
+                ):
                     model([image[0]])
                 return None
     return model(image)
@@ -157,11 +186,17 @@ def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
     for module in model.modules():
         # copy.deepcopy refuses those that are computed from parameters (weight_norm, pruning).
         attributes = () if real_attributes else vars(module).values()
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False), *attributes]:
+        for tensor in [
+            *module.parameters(recurse=False),
+            *module.buffers(recurse=False),
+            *attributes,
+        ]:
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 empty = torch.empty_like(tensor, device="meta", requires_grad=False)
                 is_parameter = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+                memo[id(tensor)] = (
+                    nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+                )
     meta: nn.Module = copy.deepcopy(model, memo).eval()
     for module in meta.modules():
         vars(module).get("_forward_hooks", {}).clear()
@@ -171,4 +206,7 @@ def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
 def image_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the first convolution: in a model of several dtypes, the image meets it first."""
     convs = [m.weight for m in model.modules() if isinstance(m, AnyConv | DclsConvNd)]
-    return next((weight.dtype for weight in [*convs, *model.parameters()] if weight.is_floating_point()), torch.float32)
+    return next(
+        (weight.dtype for weight in [*convs, *model.parameters()] if weight.is_floating_point()),
+        torch.float32,
+    )
