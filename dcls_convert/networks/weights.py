@@ -27,10 +27,19 @@ MOST_WRAPPERS = 3  # one inside the other; a mapping can hold itself
 PREFIXES = re.compile(r"^(module\.|_orig_mod\.)+")  # DistributedDataParallel, torch.compile
 ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it
 MOST_HEADER = 16 << 20  # bytes of a safetensors file's, where 150,000 tensors have room
-MOST_GROWTH = 20  # times the size of a torch file, when it is unpacked; torch itself compresses nothing
+MOST_GROWTH = (
+    20  # times the size of a torch file, when it is unpacked; torch itself compresses nothing
+)
 ZIP = b"PK\x03\x04"  # how such a file begins, but for old ones
 # Not packed bits (bits8, float4_e2m1fn_x2), which operators of their own read.
-FRACTIONS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+FRACTIONS = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 NUMBERS = {*FRACTIONS, *INTEGERS, torch.complex64, torch.complex128}
 
@@ -41,7 +50,9 @@ def read_weights(weights: Mapping[str, Tensor] | str | Path) -> dict[str, Tensor
         return checked_entries(weights, "the state dict")
     path = Path(weights)
     where = f"checkpoint {path}"
-    content = load_file(path, "checkpoint") if path.suffix == ".safetensors" else _read_torch(path, where)
+    content = (
+        load_file(path, "checkpoint") if path.suffix == ".safetensors" else _read_torch(path, where)
+    )
     if (unwrapped := _unwrapped(content)) is None:
         kind = f"a {type(content).__name__}"
         if isinstance(content, Mapping):
@@ -51,7 +62,9 @@ def read_weights(weights: Mapping[str, Tensor] | str | Path) -> dict[str, Tensor
     for name, tensor in checked_entries(unwrapped, where).items():
         bare = PREFIXES.sub("", name)
         if bare in state:
-            raise CheckpointError(f"{where}: {shown(name, 120)} is there twice, with and without a wrapper's prefix")
+            raise CheckpointError(
+                f"{where}: {shown(name, 120)} is there twice, with and without a wrapper's prefix"
+            )
         state[bare] = tensor
     return state
 
@@ -60,10 +73,14 @@ def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
     """Detached; CheckpointError for what is no state dict, names to ordinary dense tensors."""
     # Odd keys are not shown: a small file can hold a tuple that takes gigabytes in words.
     if odd := {type(key).__name__ for key in state if not isinstance(key, str)}:
-        raise CheckpointError(f"{where}: has keys of type {listed(sorted(odd))}; weights have names")
+        raise CheckpointError(
+            f"{where}: has keys of type {listed(sorted(odd))}; weights have names"
+        )
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"{where}: entry {shown(name, 120)!r} is a {type(value).__name__}, not a tensor")
+            raise CheckpointError(
+                f"{where}: entry {shown(name, 120)!r} is a {type(value).__name__}, not a tensor"
+            )
         kinds = {
             "without data (meta)": value.is_meta,
             "quantized": value.is_quantized,
@@ -71,7 +88,9 @@ def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
             str(value.dtype): value.dtype not in NUMBERS,
         }
         if kind := next(filter(kinds.get, kinds), None):
-            what = f"{shown(name, 120)} is {kind}; weights must be ordinary dense tensors of numbers"
+            what = (
+                f"{shown(name, 120)} is {kind}; weights must be ordinary dense tensors of numbers"
+            )
             raise CheckpointError(f"{where}: {what}")
     return {name: value.detach() for name, value in state.items()}
 
@@ -85,7 +104,9 @@ def load_weights_(
     return kept
 
 
-def assign_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False) -> bool:
+def assign_weights_(
+    model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
+) -> bool:
     """As `load_weights_`, for a meta model, which takes the tensors without a copy; False where it lacks values."""
     if check_weights(model, state, where, new_classifier=new_classifier) or alias_names(model):
         return False
@@ -104,11 +125,15 @@ def assign_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str, *
         ready[name] = tensor
     _load(model, ready, assign=True)
     # Also those in attributes of a module, which are neither parameters nor buffers.
-    return not any(tensor.is_meta for module in model.modules() for tensor in tensors_in(vars(module)))
+    return not any(
+        tensor.is_meta for module in model.modules() for tensor in tensors_in(vars(module))
+    )
 
 
 def _load(model: nn.Module, state: Mapping[str, Tensor], *, assign: bool = False) -> None:
-    versioned = model.state_dict()  # with the versions of the modules' formats, which torchvision's MNASNet asks for
+    versioned = (
+        model.state_dict()
+    )  # with the versions of the modules' formats, which torchvision's MNASNet asks for
     versioned.clear()
     versioned.update(state)
     model.load_state_dict(versioned, strict=False, assign=assign)
@@ -130,7 +155,9 @@ def build_with_state(
         prepare_(model)
         if assign_weights_(model, state, where, new_classifier=new_classifier):
             return model, []
-    model = build_model(source, seed=seed, trust_code=True)  # with values for all that the state dict lacks
+    model = build_model(
+        source, seed=seed, trust_code=True
+    )  # with values for all that the state dict lacks
     prepare_(model)
     return model, load_weights_(model, state, where, new_classifier=new_classifier)
 
@@ -142,25 +169,45 @@ def check_weights(
     kept: list[str] = []
     if new_classifier:
         config = getattr(model, "pretrained_cfg", None)
-        stated = (config.get("classifier") if isinstance(config, dict) else None) or ("fc", "classifier", "head")
-        prefixes = tuple(f"{module}." for module in ([stated] if isinstance(stated, str) else stated))
+        stated = (config.get("classifier") if isinstance(config, dict) else None) or (
+            "fc",
+            "classifier",
+            "head",
+        )
+        prefixes = tuple(
+            f"{module}." for module in ([stated] if isinstance(stated, str) else stated)
+        )
         own = model.state_dict()
-        kept = [n for n in own if n.startswith(prefixes) and n in state and state[n].shape != own[n].shape]
+        kept = [
+            n
+            for n in own
+            if n.startswith(prefixes) and n in state and state[n].shape != own[n].shape
+        ]
     taken = {name: tensor for name, tensor in state.items() if name not in kept}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    infinite = (not_finite(name, tensor, mask=name not in parameters) for name, tensor in taken.items())
-    if problem := next(misfits(model, taken, lacking=kept), None) or next(filter(None, infinite), None):
+    infinite = (
+        not_finite(name, tensor, mask=name not in parameters) for name, tensor in taken.items()
+    )
+    if problem := next(misfits(model, taken, lacking=kept), None) or next(
+        filter(None, infinite), None
+    ):
         raise CheckpointError(f"{where}: {problem}")
     return kept
 
 
-def misfits(model: nn.Module, state: Mapping[str, Tensor], *, lacking: Collection[str] = ()) -> Iterator[str]:
+def misfits(
+    model: nn.Module, state: Mapping[str, Tensor], *, lacking: Collection[str] = ()
+) -> Iterator[str]:
     """How the names, shapes and kinds of numbers of a state dict differ from the model's, in words."""
     own, aliases = model.state_dict(), alias_names(model)
-    missing = [n for n in own if n not in state and n not in lacking and aliases.get(n) not in state]
+    missing = [
+        n for n in own if n not in state and n not in lacking and aliases.get(n) not in state
+    ]
     unexpected = [name for name in state if name not in own]
     if missing or unexpected:
-        parts = [f"lacks {listed(missing)}"] * bool(missing) + [f"has {listed(unexpected)} too many"] * bool(unexpected)
+        parts = [f"lacks {listed(missing)}"] * bool(missing) + [
+            f"has {listed(unexpected)} too many"
+        ] * bool(unexpected)
         converted = "; these weights are converted already" * any(
             name.endswith("dcls_positions") for name in unexpected
         )
@@ -169,13 +216,20 @@ def misfits(model: nn.Module, state: Mapping[str, Tensor], *, lacking: Collectio
         ours = own.get(name, theirs)
         if theirs.shape != ours.shape:
             yield f"{name} has shape {tuple(theirs.shape)}, the model needs {tuple(ours.shape)}"
-        if theirs.is_complex() != ours.is_complex() or theirs.is_floating_point() < ours.is_floating_point():
+        if (
+            theirs.is_complex() != ours.is_complex()
+            or theirs.is_floating_point() < ours.is_floating_point()
+        ):
             yield f"{name} is {theirs.dtype}, the model needs {ours.dtype}"
 
 
 def not_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
     """What is wrong with the values of a tensor, in words; a `mask` of attention may be all 0 or -inf."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or not tensor.numel():
+    if (
+        not (tensor.is_floating_point() or tensor.is_complex())
+        or tensor.is_meta
+        or not tensor.numel()
+    ):
         return None
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     values = values.float() if values.itemsize == 1 else values  # torch does not compare float8
@@ -190,7 +244,11 @@ def alias_names(model: nn.Module) -> dict[str, str]:
     """For a module that stands in several places: its tensors' later names in the state dict -> their first name."""
     first: dict[int, str] = {}
     own = model.state_dict(keep_vars=True)
-    return {name: first[id(tensor)] for name, tensor in own.items() if first.setdefault(id(tensor), name) != name}
+    return {
+        name: first[id(tensor)]
+        for name, tensor in own.items()
+        if first.setdefault(id(tensor), name) != name
+    }
 
 
 def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -199,15 +257,27 @@ def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     Files of other programs lack BatchNorm's counters of batches, which no inference uses: they are 0.
     """
     own, module = model.state_dict().keys(), type(model).__module__
-    translate = getattr(sys.modules.get(module), "checkpoint_filter_fn", None) if module.startswith("timm.") else None
+    translate = (
+        getattr(sys.modules.get(module), "checkpoint_filter_fn", None)
+        if module.startswith("timm.")
+        else None
+    )
     if translate is not None and own != state.keys():
-        with contextlib.suppress(Exception):  # it does not know these names; loading then says what does not fit
+        with contextlib.suppress(
+            Exception
+        ):  # it does not know these names; loading then says what does not fit
             translated = translate(dict(state), model)
             fits_better = len(own ^ translated.keys()) < len(own ^ state.keys())
-            if fits_better and all(isinstance(each, Tensor) and not each.is_meta for each in translated.values()):
+            if fits_better and all(
+                isinstance(each, Tensor) and not each.is_meta for each in translated.values()
+            ):
                 state = translated
     lacking = own ^ state.keys()
-    counters = lacking if all(name in own and name.endswith(".num_batches_tracked") for name in lacking) else ()
+    counters = (
+        lacking
+        if all(name in own and name.endswith(".num_batches_tracked") for name in lacking)
+        else ()
+    )
     return {**state, **{name: torch.tensor(0) for name in counters}}
 
 
@@ -225,7 +295,9 @@ def opened(path: Path, what: str = "") -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
         where = f"{what} {path}".lstrip()
-        raise CheckpointError(f"{where}: not a readable safetensors file: {one_line(error)[:200]}") from error
+        raise CheckpointError(
+            f"{where}: not a readable safetensors file: {one_line(error)[:200]}"
+        ) from error
 
 
 def load_file(path: Path, what: str = "") -> dict[str, Tensor]:
@@ -244,12 +316,21 @@ def _read_torch(path: Path, where: str) -> Any:
                 f"{where}: its parts unpack to {unpacked:,} bytes, more than {MOST_GROWTH} times the file's size"
             )
         # timm's training checkpoints hold their arguments as a Namespace; old files make torch warn about itself.
-        with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([argparse.Namespace]):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            torch.serialization.safe_globals([argparse.Namespace]),
+        ):
             return torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
-    except Exception as error:  # damaged bytes raise anything when unpickled: struct.error, IndexError, ...
-        what = "is damaged or holds more than tensors" if isinstance(error, pickle.UnpicklingError) else "is damaged"
+    except (
+        Exception
+    ) as error:  # damaged bytes raise anything when unpickled: struct.error, IndexError, ...
+        what = (
+            "is damaged or holds more than tensors"
+            if isinstance(error, pickle.UnpicklingError)
+            else "is damaged"
+        )
         raise CheckpointError(
             f"{where}: {what}, or is no file of torch.save; it is read with weights_only=True, so save its "
             f"state dict alone ({type(error).__name__})"
