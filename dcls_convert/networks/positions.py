@@ -23,8 +23,7 @@ NO_WEIGHT_DECAY = "no_weight_decay"
 class PositionParameter:
     """One positions or sigma tensor of a model, used by a tie group or by one layer."""
 
-    # As in `named_parameters`; for a tensor registered outside the model, the first layer's name and
-    # the kind.
+    # As in `named_parameters`; for a tensor registered outside the model: first layer's name, kind.
     name: str
     kind: str  # "positions" or "sigma"
     tensor: Tensor  # (A, *C, E); the parameter itself
