@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.ties import names_in_use, release_owner_
+from ..layers.ties import release_owner_, shared_parameter_names
 from ..networks.positions import drop_spare_from_decay_
 from ..networks.running import unchanged_on_failure
 
@@ -35,7 +35,7 @@ def fold_to_dense_(model: nn.Module) -> int:
             model.set_submodule(name, folded[layer])
         for layer in folded:  # tied parameters go from their owner once no layer below it uses them
             if (owner := layer._owner) is not None:
-                in_use = names_in_use(owner)
+                in_use = shared_parameter_names(owner)
                 for name in set(layer._owner_names.values()) - in_use:
                     owner._parameters.pop(name, None)
                 if not in_use:
