@@ -130,7 +130,7 @@ def load_weights_(
         CheckpointError: From `check_weights`.
     """
     kept = check_weights(model, state, where, new_classifier=new_classifier)
-    _load_entries_(model, {name: tensor for name, tensor in state.items() if name not in kept})
+    _load_entries_(model, _without(state, kept))
     return kept
 
 
@@ -233,14 +233,18 @@ def check_weights(
         CheckpointError: Names, shapes or kinds of numbers differ, or a value is not finite.
     """
     kept = _reshaped_classifier(model, state) if new_classifier else []
-    taken = {name: tensor for name, tensor in state.items() if name not in kept}
+    taken = _without(state, kept)
     problem = next(misfits(model, taken, lacking=kept), None)
     if problem is None:
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        problem = _first_not_finite(taken, parameters)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        problem = _first_not_finite(taken, parameters.keys())
     if problem is not None:
         raise CheckpointError(f"{where}: {problem}")
     return kept
+
+
+def _without(state: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if name not in names}
 
 
 def _reshaped_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
@@ -281,7 +285,10 @@ def misfits(
     for name in own:
         if name not in state and name not in lacking and aliases.get(name) not in state:
             missing.append(name)
-    unexpected = [name for name in state if name not in own]
+    unexpected: list[str] = []
+    for name in state:
+        if name not in own:
+            unexpected.append(name)
     differences: list[str] = []
     if missing:
         differences.append(f"lacks {listed(missing)}")
