@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ModelError, listed
-from ..networks.source import MOST_ARGUMENT, NOT_LISTED, TIMM_ARCHITECTURE, ModelSource, build_model, check_source
+from ..networks.source import (
+    MOST_ARGUMENT,
+    TIMM_ARCHITECTURE,
+    UNBOUNDED_ARGUMENTS,
+    ModelSource,
+    build_model,
+    check_source,
+)
 from ..networks.stages import common_parent
 from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
@@ -93,7 +100,8 @@ def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
         raise ModelError("timm cannot build this folder's model; dcls_convert.load_converted(FOLDER, model=YOURS) can")
     stored = {name: value for name, value in args.items() if name != "plan"}
     check_source(ModelSource(name=base, args=stored))
-    for name in NOT_LISTED:  # `load_converted` compares them with the weights before they cost memory; timm does not
+    # `load_converted` compares these with the weights before they cost memory; timm does not.
+    for name in UNBOUNDED_ARGUMENTS:
         if isinstance(stored.get(name), int) and stored[name] > MOST_ARGUMENT:
             raise ModelError(f"{CONFIG}: {name}={stored[name]}: through timm, {MOST_ARGUMENT:,} is the most")
 

@@ -1,1 +1,4 @@
-"""What a DCLS layer computes: interpolations, kernel construction, convolution classes, ties, and the layers."""
+"""What a DCLS layer computes.
+
+Interpolations, kernel construction, convolution classes, ties, and the layers.
+"""

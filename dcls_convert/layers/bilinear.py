@@ -1,15 +1,19 @@
 """Bilinear kernel construction: Algorithms 1 and 2 of the paper, arXiv:2112.03740.
 
-Axes: C channels of any number (a kernel each), E kernel elements, A learnt axes, N all kernels in one axis.
-`cells` are positions counted from the first cell of the window.
+Axes: *C channels (any number of axes, one kernel each), E kernel elements, A learnt axes, N all
+kernels in one axis. `cells` are positions counted from the first cell of the window.
 
-Four forms with equal results: plain operations for compilers and derivatives of any kind; blocks with the first
-derivative in closed form; on GPUs, where scattered additions have no fixed order, products over the whole window; and
-matrix products in exports, since translators of scattered additions exist for few formats, and some are wrong.
+Four forms with equal results:
+
+- `_Construct`, on a CPU: scattered additions in blocks, with the first derivative in closed form.
+- `of_products`, on GPUs: products over the whole window. Scattered additions have no fixed order
+  there.
+- `of_plain_operations`, for compilers and for derivatives of any kind.
+- `of_matrix_products`, in exports: few formats have translators for scattered additions, and some
+  of these are wrong.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,28 +24,41 @@ from torch.autograd import Function
 
 from ..depthwise.eager import is_eager, is_exported, on_cpu
 
-# On a CPU, elements per thread and block: temporary tensors stay in the cache. torch gives a thread at least as many.
+# On a CPU, elements per thread and block: temporary tensors stay in the cache. torch does not
+# split work into parts smaller than this.
 BLOCK_ELEMENTS = 32768
-MOST_THREADS = 8  # Cap on threads when sizing blocks; bounds memory.
-MOST_PRODUCTS = 1 << 26  # Elsewhere, elements x cells of the window in a block: 256 MiB in float32.
+MOST_THREADS = 8  # cap on threads when sizing blocks; bounds memory
+# On other devices, elements x cells of the window in a block: 256 MiB in float32.
+MOST_PRODUCTS = 1 << 26
 
-Size = tuple[int, ...]  # of the window along the learnt axes, in cells
+WindowSize = tuple[int, ...]  # along the learnt axes, in cells
 
 
 def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> Tensor:
-    """weight (*C, E), positions (A, *C, E) in cells from the kernel centre -> (*C, *size); float32 or float64."""
-    # The sum is a copy: a layer clamps its positions in place at every forward, so they must not be saved for backward.
-    halves = [length // 2 for length in size]
-    cells = positions + (halves[0] if len(set(halves)) == 1 else per_axis(halves, positions))
+    """Construct kernels: weight (*C, E), positions (A, *C, E) -> (*C, *size).
+
+    Positions are in cells from the kernel centre. The tensors are float32 or float64.
+    """
+    # A layer clamps its positions in place at every forward, so they must not be saved for
+    # backward. The sum is a copy, also where it adds 0.
+    centre = [length // 2 for length in size]
+    if len(set(centre)) == 1:
+        cells = positions + centre[0]
+    else:
+        cells = positions + per_axis(centre, positions)
+    wide_axes: list[int] = []
     for axis, length in enumerate(size):
-        if length == 1:  # One cell: no fraction and no gradient, but NaN in a position must reach the kernel.
+        if length > 1:
+            wide_axes.append(axis)
+        else:
+            # Without a fraction there is no gradient, but NaN in a position must reach the kernel.
             weight = weight * (1 + 0 * cells[axis])
-    wide = [axis for axis, length in enumerate(size) if length > 1]
-    if not wide:
+    if not wide_axes:
         return weight.sum(-1).reshape(*weight.shape[:-1], *size)
-    if len(wide) < len(size):
-        cells = torch.stack([cells[axis] for axis in wide])  # cells[wide] would copy its index from the host
-    wide_size = tuple(size[axis] for axis in wide)
+    if len(wide_axes) < len(size):
+        # Not cells[wide_axes], which would copy its index from the host.
+        cells = torch.stack([cells[axis] for axis in wide_axes])
+    wide_size = tuple(size[axis] for axis in wide_axes)
     if is_eager(weight, cells):
         kernel: Tensor = _Construct.apply(weight, cells, wide_size)
     elif is_exported():
@@ -54,64 +71,92 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
 
 
 def per_axis(values: Sequence[float], like: Tensor) -> Tensor:
-    """One number for each learnt axis, to be broadcast with positions."""
-    # Filled in on the device: a copy from the host would wait for it, and cannot be part of a CUDA graph.
+    """One number for each learnt axis, to be broadcast with positions: (A, 1, 1, ...)."""
+    # Filled in on the device: a copy from the host would wait for it, and cannot be part of a CUDA
+    # graph.
     filled = [torch.full((1,), value, dtype=like.dtype, device=like.device) for value in values]
     return torch.cat(filled).reshape(-1, *[1] * (like.dim() - 1))
 
 
 def clamped(value: Tensor, low: float, high: float) -> Tensor:
-    """`value` inside [low, high], with the gradient of the identity, so that nothing gets stuck beyond a limit."""
+    """`value` inside [low, high], with the gradient of the identity.
+
+    The gradient of a plain clamp is 0 beyond a limit, so that a value would be stuck there.
+    """
     fixed = value.detach()
     return fixed.clamp(low, high) + (value - fixed)
 
 
-def of_plain_operations(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
-    """weight (*C, E), cells (A, *C, E) -> (*C, *size), each corner of all elements in one addition. Sides above 1."""
-    corners = [(torch.zeros_like(weight, dtype=torch.long), weight)]  # place in the flat window, and share
+def of_plain_operations(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
+    """weight (*C, E), cells (A, *C, E) -> (*C, *size), with sides of 2 cells or more.
+
+    An element adds to 2^A cells, the corners of the square around it. Each corner of all elements
+    is one scattered addition.
+    """
+    # Each corner, on the axes so far: its index in the flat window, and the part of the weight that
+    # it gets.
+    corners = [(torch.zeros_like(weight, dtype=torch.long), weight)]
     for coordinate, length in zip(cells, size, strict=True):
         inside = clamped(coordinate, 0, length - 1)
-        # At most length - 2: at the upper border the fraction is 1, and the derivative points inward.
-        # NaN stays in the fraction, but must not become an index.
+        # At most length - 2: at the upper border the fraction is 1, and the derivative points
+        # inward. NaN stays in the fraction, but must not become an index.
         lower = inside.detach().floor().clamp(0, length - 2).nan_to_num(0.0)
-        steps = [(lower.long(), 1 - (inside - lower)), (lower.long() + 1, inside - lower)]
-        corners = [(place * length + index, share * part) for place, share in corners for index, part in steps]
+        lower_index = lower.long()
+        lower_share = 1 - (inside - lower)
+        upper_share = inside - lower
+        corners_with_axis: list[tuple[Tensor, Tensor]] = []
+        for index, part in corners:
+            first_index = index * length
+            corners_with_axis.append((first_index + lower_index, part * lower_share))
+            corners_with_axis.append((first_index + (lower_index + 1), part * upper_share))
+        corners = corners_with_axis
     flat = weight.new_zeros(*weight.shape[:-1], math.prod(size))  # (*C, cells of the window)
-    for place, share in corners:
-        flat = flat.scatter_add(-1, place, share)
+    for index, part in corners:
+        flat = flat.scatter_add(-1, index, part)
     return flat.reshape(*weight.shape[:-1], *size)
 
 
-def of_products(weight: Tensor, cells: Tensor, size: Size, *, differentiable: bool = True) -> Tensor:
-    """weight (*C, E), cells (A, *C, E) -> (*C, *size): for each cell, a sum over all elements. Sides above 1."""
-    # With derivatives, weights and coordinates are expanded over the window before anything else, so that each gradient
-    # is one sum over the window of products: a compiler fuses all of them into one loop.
-    rest = [1] * len(size)
-    whole = (*weight.shape, *size)
-    kernel = weight.reshape(*weight.shape, *rest)
+def of_products(
+    weight: Tensor, cells: Tensor, size: WindowSize, *, differentiable: bool = True
+) -> Tensor:
+    """weight (*C, E), cells (A, *C, E) -> (*C, *size), with sides of 2 cells or more.
+
+    Each cell is a sum over all elements.
+    """
+    # With derivatives, weights and coordinates are expanded over the window before anything else,
+    # so that each gradient is one sum over the window of products: a compiler fuses all of them
+    # into one loop.
+    ones = [1] * len(size)
+    whole_shape = (*weight.shape, *size)
+    kernel = weight.reshape(*weight.shape, *ones)
     if differentiable:
-        kernel = kernel.expand(whole)
+        kernel = kernel.expand(whole_shape)
     for axis, (coordinate, length) in enumerate(zip(torch.split(cells, 1), size, strict=True)):
-        grid = torch.arange(length, dtype=weight.dtype, device=weight.device).reshape(length, *rest[axis + 1 :])
-        inside = coordinate.detach().clamp(0, length - 1).reshape(*weight.shape, *rest)
-        part = (1 - (grid - inside).abs()).relu()  # (*C, E, length, 1, ...)
+        grid = torch.arange(length, dtype=weight.dtype, device=weight.device)
+        grid = grid.reshape(length, *ones[axis + 1 :])
+        inside = coordinate.detach().clamp(0, length - 1).reshape(*weight.shape, *ones)
+        share = (1 - (grid - inside).abs()).relu()  # (*C, E, length, 1, ...)
         if differentiable:
-            # Right-hand at cells, and inward at the upper border, unlike those of relu and abs.
-            beyond = grid - inside.floor().clamp(max=length - 2)
-            slope = (beyond == 1).to(part.dtype) - (beyond == 0).to(part.dtype)
-            moved = (coordinate - coordinate.detach()).reshape(*weight.shape, *rest)  # zero, with a gradient
-            part = part + slope * moved.expand(whole)
-        kernel = kernel * part
+            # The derivative is right-hand at cells, and points inward at the upper border. Those of
+            # relu and abs do not.
+            steps_up = grid - inside.floor().clamp(max=length - 2)
+            slope = (steps_up == 1).to(share.dtype) - (steps_up == 0).to(share.dtype)
+            zero_with_gradient = (coordinate - coordinate.detach()).reshape(*weight.shape, *ones)
+            share = share + slope * zero_with_gradient.expand(whole_shape)
+        kernel = kernel * share
     return kernel.sum(-1 - len(size))
 
 
-def of_matrix_products(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
-    """weight (*C, E), cells (A, *C, E) -> (*C, *size), without scattered additions. Sides above 1."""
+def of_matrix_products(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
+    """weight (*C, E), cells (A, *C, E) -> (*C, *size), with sides of 2 cells or more.
+
+    Has no scattered additions.
+    """
     spread_weight = weight.unsqueeze(-1)  # (*C, E, cells of the axes so far)
     for coordinate, length in zip(cells[:-1], size[:-1], strict=True):
         shares = _shares_of_cells(coordinate, length)
         spread_weight = (spread_weight.unsqueeze(-1) * shares.unsqueeze(-2)).flatten(-2)
-    # coremltools knows no `mT`.
+    # Not `mT`, which coremltools does not know.
     kernel = spread_weight.transpose(-1, -2) @ _shares_of_cells(cells[-1], size[-1])
     return kernel.reshape(*weight.shape[:-1], *size)
 
@@ -119,78 +164,127 @@ def of_matrix_products(weight: Tensor, cells: Tensor, size: Size) -> Tensor:
 def _shares_of_cells(coordinate: Tensor, length: int) -> Tensor:
     """(*C, E) -> (*C, E, length): how much of each element every cell of an axis gets."""
     inside = clamped(coordinate, 0, length - 1).unsqueeze(-1)
-    lower = inside.detach().floor().clamp(0, length - 2)  # as in `of_plain_operations`
+    # At most length - 2: at the upper border, the derivative points inward.
+    lower = inside.detach().floor().clamp(0, length - 2)
     fraction = inside - lower
     distance = torch.arange(length, dtype=inside.dtype, device=inside.device) - lower
-    return (distance == 0).to(inside.dtype) * (1 - fraction) + (distance == 1).to(inside.dtype) * fraction
+    lower_share = (distance == 0).to(inside.dtype) * (1 - fraction)
+    upper_share = (distance == 1).to(inside.dtype) * fraction
+    return lower_share + upper_share
 
 
 class _Construct(Function):
     """weight (*C, E), cells (A, *C, E) -> kernel (*C, *size)."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, cells: Tensor, size: Size) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
         """Algorithm 1."""
         ctx.size = size
         ctx.save_for_backward(weight, cells)
-        weights, coordinates = weight.flatten(0, -2), cells.flatten(1, -2)  # (N, E), (A, N, E)
-        kernel = weight.new_empty(weights.shape[0], math.prod(size))  # (N, cells of the window)
-        # On meta there are no values, and operations take longer than on the CPU.
-        for some_kernel, some_weight, some_cells in [] if kernel.is_meta else _blocks(kernel, weights, coordinates):
-            if not on_cpu(weight):
-                some_kernel.copy_(of_products(some_weight, some_cells, size, differentiable=False).flatten(1))
-                continue
-            index, fractions = _corners(some_cells, size)
-            shares = [some_weight]  # what of the weight each corner gets, in the order of `_shifted`
-            for fraction in fractions:
-                upper = [share * fraction for share in shares]
-                shares = [part for share, up in zip(shares, upper, strict=True) for part in (share - up, up)]
-            for corner, share in zip(_shifted(some_kernel.zero_(), size), shares, strict=True):
-                corner.scatter_add_(1, index, share)
+        flat_weight = weight.flatten(0, -2)  # (N, E)
+        flat_cells = cells.flatten(1, -2)  # (A, N, E)
+        # (N, cells of the window)
+        kernel = weight.new_empty(flat_weight.shape[0], math.prod(size))
+        if not kernel.is_meta:  # on meta there are no values, and operations are slow
+            for some_kernel, some_weight, some_cells in _blocks(kernel, flat_weight, flat_cells):
+                if on_cpu(weight):
+                    _construct_block_(some_kernel, some_weight, some_cells, size)
+                else:
+                    products = of_products(some_weight, some_cells, size, differentiable=False)
+                    some_kernel.copy_(products.flatten(1))
         return kernel.view(*weight.shape[:-1], *size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Algorithm 2. Changes nothing in place that depends on `grad`: it may be a batch (`is_grads_batched`)."""
-        (weight, cells), size = ctx.saved_tensors, ctx.size
+        """Algorithm 2.
+
+        Changes nothing in place that depends on `grad`: it may be a batch (`is_grads_batched`).
+        """
+        weight, cells = ctx.saved_tensors
+        size = ctx.size
         if torch.is_grad_enabled():
-            # A graph of the gradients is wanted (create_graph=True): the plain form has derivatives of any order.
-            gradients = torch.func.vjp(functools.partial(of_plain_operations, size=size), weight, cells)[1]
-            return *gradients(grad), None
-        weights, coordinates = weight.flatten(0, -2), cells.flatten(1, -2)  # (N, E), (A, N, E)
-        flat = grad.reshape(weights.shape[0], math.prod(size))
-        grad_weights, grad_coordinates = [], []
-        for some_grad, some_weight, some_cells in _blocks(flat, weights, coordinates):
-            index, fractions = _corners(some_cells, size)
-            values = torch.stack([corner.gather(1, index) for corner in _shifted(some_grad, size)])  # (corners, n, E)
-            slopes: list[Tensor] = []  # of the axes so far, the first one first
-            for fraction in reversed(fractions):
-                steps = values[1::2] - values[::2]
-                values = torch.addcmul(values[::2], steps, fraction)
-                slopes = [steps, *(slope[::2].lerp(slope[1::2], fraction) for slope in slopes)]
-            grad_weights.append(values[0])
-            grad_coordinates.append(some_weight * torch.cat(slopes))
-        return torch.cat(grad_weights).reshape(weight.shape), torch.cat(grad_coordinates, 1).reshape(cells.shape), None
+            # A graph of the gradients is wanted (create_graph=True), and the plain form has
+            # derivatives of any order.
+            construct = functools.partial(of_plain_operations, size=size)
+            gradients = torch.func.vjp(construct, weight, cells)[1]
+            grad_weight, grad_cells = gradients(grad)
+            return grad_weight, grad_cells, None
+        flat_weight = weight.flatten(0, -2)  # (N, E)
+        flat_cells = cells.flatten(1, -2)  # (A, N, E)
+        flat_grad = grad.reshape(flat_weight.shape[0], math.prod(size))  # (N, cells of the window)
+        grad_weights: list[Tensor] = []
+        grad_coordinates: list[Tensor] = []
+        for some_grad, some_weight, some_cells in _blocks(flat_grad, flat_weight, flat_cells):
+            value, slopes = _interpolated(some_grad, some_cells, size)
+            grad_weights.append(value)
+            grad_coordinates.append(some_weight * slopes)
+        grad_weight = torch.cat(grad_weights).reshape(weight.shape)
+        grad_cells = torch.cat(grad_coordinates, 1).reshape(cells.shape)
+        return grad_weight, grad_cells, None
+
+
+def _construct_block_(kernel: Tensor, weight: Tensor, cells: Tensor, size: WindowSize) -> None:
+    """Fill kernel (n, cells of the window) from weight (n, E) and cells (A, n, E)."""
+    lowest_index, fractions = _lowest_corner(cells, size)
+    parts = [weight]  # of the weight at each corner, in the order of `_corner_views`
+    for fraction in fractions:
+        parts_with_axis: list[Tensor] = []
+        for part in parts:
+            upper_part = part * fraction
+            parts_with_axis += [part - upper_part, upper_part]
+        parts = parts_with_axis
+    kernel.zero_()
+    for corner_view, part in zip(_corner_views(kernel, size), parts, strict=True):
+        corner_view.scatter_add_(1, lowest_index, part)
+
+
+def _interpolated(grad: Tensor, cells: Tensor, size: WindowSize) -> tuple[Tensor, Tensor]:
+    """`grad` (n, cells of the window) at the positions of elements, and its slopes there.
+
+    cells (A, n, E) -> values (n, E) and slopes (A, n, E).
+    """
+    lowest_index, fractions = _lowest_corner(cells, size)
+    corner_views = _corner_views(grad, size)
+    values = torch.stack([view.gather(1, lowest_index) for view in corner_views])  # (corners, n, E)
+    slopes: list[Tensor] = []  # along the axes so far, the first axis first
+    for fraction in reversed(fractions):  # the last axis is the fastest one of the corners
+        step = values[1::2] - values[::2]
+        values = torch.addcmul(values[::2], step, fraction)
+        slopes_with_axis = [step]
+        for slope in slopes:
+            slopes_with_axis.append(slope[::2].lerp(slope[1::2], fraction))
+        slopes = slopes_with_axis
+    return values[0], torch.cat(slopes)
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Parts of N, of tensors (N, any) or (A, N, E); first (N, cells of the window), last with E elements."""
+    """Split tensors (N, any) or (A, N, E) along N into blocks of a bounded size.
+
+    The first tensor is (N, cells of the window), and the last one has E elements.
+    """
     elements = tensors[-1].shape[-1]
     if on_cpu(tensors[-1]):
-        most = BLOCK_ELEMENTS * min(torch.get_num_threads(), MOST_THREADS)
+        most_elements = BLOCK_ELEMENTS * min(torch.get_num_threads(), MOST_THREADS)
     else:
-        most = MOST_PRODUCTS // tensors[0].shape[-1]
-    step = max(1, most // max(elements, 1))
-    return zip(*(torch.split(tensor, step, tensor.dim() - 2) for tensor in tensors), strict=True)
+        most_elements = MOST_PRODUCTS // tensors[0].shape[-1]
+    kernels_in_block = max(1, most_elements // max(elements, 1))
+    splits = [torch.split(tensor, kernels_in_block, tensor.dim() - 2) for tensor in tensors]
+    return zip(*splits, strict=True)
 
 
-def _corners(cells: Tensor, size: Size) -> tuple[Tensor, list[Tensor]]:
-    """cells (A, n, E) -> the cell below each element on all axes, as index into the flat window, and its fractions."""
-    index, fractions = None, []
+def _lowest_corner(cells: Tensor, size: WindowSize) -> tuple[Tensor, list[Tensor]]:
+    """The cell below each element on all axes, and the element's fractions above it.
+
+    cells (A, n, E) -> index into the flat window (n, E), and A fractions (n, E).
+    """
+    index: Tensor | None = None
+    fractions: list[Tensor] = []
     for coordinate, length in zip(cells, size, strict=True):
         inside = coordinate.clamp(0, length - 1)
-        # At most length - 2, as above. Cut off rather than `floor`, which wakes all threads even for a few elements.
-        # NaN becomes any integer here, is clamped into the window, and stays NaN in the fraction.
+        # At most length - 2: at the upper border the fraction is 1, and the derivative points
+        # inward. Converted to integers rather than `floor`, which wakes all threads even for a few
+        # elements. NaN becomes any integer here, is clamped into the window, and stays NaN in the
+        # fraction.
         lower = inside.to(torch.int32).clamp_(0, length - 2)
         fractions.append(inside.sub_(lower))
         index = lower if index is None else torch.add(lower, index, alpha=length)
@@ -198,8 +292,17 @@ def _corners(cells: Tensor, size: Size) -> tuple[Tensor, list[Tensor]]:
     return index.long(), fractions
 
 
-def _shifted(kernel: Tensor, size: Size) -> list[Tensor]:
-    """kernel (n, cells) -> for each corner, last axis fastest, the view in which it has the lowest corner's index."""
-    strides = [math.prod(size[axis + 1 :]) for axis in range(len(size))]
-    offsets = [sum(steps) for steps in itertools.product(*((0, stride) for stride in strides))]
-    return [kernel.narrow(1, offset, kernel.shape[1] - offsets[-1]) for offset in offsets]
+def _corner_views(kernel: Tensor, size: WindowSize) -> list[Tensor]:
+    """Views of kernel (n, cells of the window), one for each corner, last axis fastest.
+
+    In its view, a corner has the index that the lowest corner has in the kernel.
+    """
+    offsets = [0]  # from the lowest corner, in cells of the flat window
+    for axis in range(len(size)):
+        stride = math.prod(size[axis + 1 :])
+        offsets_with_axis: list[int] = []
+        for offset in offsets:
+            offsets_with_axis += [offset, offset + stride]
+        offsets = offsets_with_axis
+    length = kernel.shape[1] - offsets[-1]
+    return [kernel.narrow(1, offset, length) for offset in offsets]

@@ -1,11 +1,15 @@
-"""Kernel construction: (weight, positions, sigma) to the dense kernel that a convolution takes (arXiv:2112.03740).
+"""Kernel construction: (weight, positions, sigma) to the dense kernel that a convolution takes.
 
-Axes: O output channels, I input channels per group, E elements, A learnt axes; `positions[0]` is of the first learnt
-axis (the row in 2-D), in cells from the kernel centre, cell `size // 2`.
+Source: arXiv:2112.03740.
+
+Axes: O output channels, I input channels per group, E elements, A learnt axes. `positions[0]` is
+along the first learnt axis (the row in 2-D), in cells from the kernel centre, which is cell
+`size // 2`.
 """
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,49 +26,86 @@ def construct_kernel(
     sigma: Tensor | None = None,
     dense_axes: Sequence[int] = (),
 ) -> Tensor:
-    """The dense kernel of a DCLS layer: every element spread over the cells around its position, overlaps added.
+    """Construct the dense kernel of a DCLS layer.
+
+    Every element is spread over the cells around its position, and overlaps are added.
 
     Args:
         weight: (O, I, E); with dense axes of D cells, (O, I, D, E) and so on.
-        positions: (A, *weight.shape), in cells from the kernel centre. Outside the window, the border is taken.
+        positions: (A, *weight.shape), in cells from the kernel centre. A position outside the
+            window counts as the nearest one at its border.
         size: Dilated kernel size, one entry for every spatial axis.
-        interpolation: "bilinear" (the paper's eq. 2-4), "triangle" or "gaussian" (versions "max" and "gauss" of the
-            authors' package, arXiv:2306.00817), the last two normalised to sum 1 inside the window.
-        sigma: As positions, in cells: the triangle's half-width (at least 1), the Gaussian's deviation (at least 0.27).
-        dense_axes: Spatial axes that are not learnt but dense: each of their cells has its own E elements (the paper's
-            N-MD kernels).
+        interpolation: "bilinear" (the paper's eq. 2-4), "triangle" or "gaussian" (versions "max"
+            and "gauss" of the authors' package, arXiv:2306.00817), the last two normalised to sum
+            1 inside the window.
+        sigma: As positions, in cells: the triangle's half-width (at least 1), the Gaussian's
+            deviation (at least 0.27).
+        dense_axes: Spatial axes that are not learnt but dense: each of their cells has its own E
+            elements (the paper's N-MD kernels).
 
     Returns:
-        (O, I, *size) in the dtype of weight; computed in float32 where that is narrower, also under autocast.
+        (O, I, *size) in the dtype of weight; computed in float32 where that is narrower, also
+        under autocast.
 
-    Gradients are the paper's Algorithm 2 everywhere: at integer positions the right-hand derivative, at the upper
-    border, and beyond it, the derivative that points inward.
+    Gradients are the paper's Algorithm 2 everywhere: at integer positions the right-hand
+    derivative; at the upper border, and beyond it, the derivative that points inward.
 
     Raises:
-        ValueError: Shapes that do not belong together, an unknown interpolation, sigma missing or superfluous.
+        ValueError: Shapes that do not fit together, an unknown interpolation, sigma missing or
+            superfluous.
     """
     if len(set(dense_axes)) != len(dense_axes) or not set(dense_axes) <= set(range(len(size))):
-        raise ValueError(f"dense_axes={tuple(dense_axes)} must be different axes from 0 to {len(size) - 1}")
+        raise ValueError(
+            f"dense_axes={tuple(dense_axes)} must be different axes from 0 to {len(size) - 1}"
+        )
     axes = learnt_axes(len(size), dense_axes)
-    order = [*sorted(dense_axes), *axes]
-    dense = [size[axis] for axis in sorted(dense_axes)]
     method = find_interpolation(interpolation)
-    if method.has_sigma != (sigma is not None):
-        raise ValueError(f"{interpolation} interpolation {'needs a' if method.has_sigma else 'has no'} sigma")
-    if weight.dim() != 3 + len(dense) or list(weight.shape[2:-1]) != dense:
-        shape = ", ".join(["out", "in/groups", *map(str, dense), "count"])
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; with size={tuple(size)} it must be ({shape})")
-    expected = (len(axes), *weight.shape)
-    for name, tensor in (("positions", positions), ("sigma", sigma)):
-        if tensor is not None and tensor.shape != expected:
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)}; for this weight it must be {expected}")
-    # In float32 at least: at 8 cells from the centre, bfloat16 positions are a sixteenth of a cell apart. And without
-    # autocast: the matrix products of the construction would run in half precision.
+    _check_tensors(weight, positions, sigma, size, dense_axes, interpolation)
+    # In float32 at least: at 8 cells from the centre, neighbouring bfloat16 numbers are a sixteenth
+    # of a cell apart. Without autocast: it would run the matrix products in half precision.
     dtype = torch.promote_types(torch.promote_types(weight.dtype, positions.dtype), torch.float32)
     device = weight.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    with torch.autocast(device, enabled=False) if autocast else nullcontext():
-        spread = None if sigma is None else sigma.to(dtype)
-        kernel = method.kernel(weight.to(dtype), positions.to(dtype), spread, [size[axis] for axis in axes])
-    spatial = [2 + order.index(axis) for axis in range(len(size))]
+    without_autocast: Any = nullcontext()
+    if device != "meta" and torch.is_autocast_enabled(device):
+        without_autocast = torch.autocast(device, enabled=False)
+    with without_autocast:
+        kernel = method.kernel(
+            weight.to(dtype),
+            positions.to(dtype),
+            None if sigma is None else sigma.to(dtype),
+            [size[axis] for axis in axes],
+        )
+    # The kernel has the dense axes first, then the learnt ones; put them in spatial order.
+    order = [*sorted(dense_axes), *axes]
+    spatial: list[int] = []
+    for axis in range(len(size)):
+        spatial.append(2 + order.index(axis))
     return kernel.permute(0, 1, *spatial).to(weight.dtype)  # (O, I, *size)
+
+
+def _check_tensors(
+    weight: Tensor,
+    positions: Tensor,
+    sigma: Tensor | None,
+    size: Sequence[int],
+    dense_axes: Sequence[int],
+    interpolation: str,
+) -> None:
+    """Refuse (ValueError) a superfluous or missing sigma, and shapes that do not fit together."""
+    has_sigma = find_interpolation(interpolation).has_sigma
+    if has_sigma and sigma is None:
+        raise ValueError(f"{interpolation} interpolation needs a sigma")
+    if not has_sigma and sigma is not None:
+        raise ValueError(f"{interpolation} interpolation has no sigma")
+    dense = [size[axis] for axis in sorted(dense_axes)]
+    if weight.dim() != 3 + len(dense) or list(weight.shape[2:-1]) != dense:
+        shape = ", ".join(["out", "in/groups", *map(str, dense), "count"])
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; with size={tuple(size)} it must be ({shape})"
+        )
+    expected = (len(size) - len(dense), *weight.shape)
+    for name, tensor in (("positions", positions), ("sigma", sigma)):
+        if tensor is not None and tensor.shape != expected:
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)}; for this weight it must be {expected}"
+            )

@@ -1,6 +1,7 @@
 """The cells of dense kernels as elements of a DCLS kernel.
 
-Axes: L layers of a tie group, O outputs, I inputs per group, D dense cells, K old cells, E elements, A learnt axes.
+Axes: L layers of a tie group, O outputs, I inputs per group, D dense cells, K old cells, E
+elements, A learnt axes.
 """
 
 import itertools
@@ -15,7 +16,8 @@ from .interpolation import learnt_axes, position_limits
 
 POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"
 
-Elements = tuple[Sequence[Tensor], Tensor]  # weights of each layer (O, I, *D, E), the positions (A, O, I, *D, E)
+# Weights of each layer (O, I, *D, E), and the positions (A, O, I, *D, E) that they share.
+Elements = tuple[Sequence[Tensor], Tensor]
 
 
 def largest_elements(
@@ -27,45 +29,82 @@ def largest_elements(
     dense_axes: Sequence[int] = (),
     effective: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """The cells of kernels (O, I, *kernel size) with the most energy over the group, as convolved (`effective`).
+    """The cells of old kernels with the most energy over the layers of a tie group, as elements.
 
-    In their order and at their old places; of equal ones, the first. Elements beyond them have weight 0 in the centre.
+    Args:
+        kernels: Each layer's old kernel (O, I, *kernel size).
+        kernel_count: Elements to return. If there are fewer cells, the elements beyond them have
+            weight 0 and lie in the centre.
+        dilation: Of the old convolution.
+        size: Dilated kernel size.
+        dense_axes: Spatial axes along which nothing is learnt.
+        effective: The kernels as convolved, by whose energy cells are chosen; default `kernels`.
+
+    Returns:
+        The weights of each layer (O, I, *D, E) and the positions (A, O, I, *D, E). The elements are
+        in the order of the cells, at their old positions; of equal cells, the first are taken.
     """
     axes = learnt_axes(len(size), dense_axes)
     kernel_size = kernels[0].shape[2:]
-    cells = torch.stack([cells_last(kernel, axes) for kernel in kernels])  # (L, O, I, *D, K)
-    deciding = cells if effective is None else torch.stack([cells_last(kernel, axes) for kernel in effective])
-    energy = deciding.double().square().sum(0)  # (O, I, *D, K)
-    kept = min(kernel_count, energy.shape[-1])
-    chosen = energy.sort(dim=-1, descending=True, stable=True).indices[..., :kept].sort(dim=-1).values
-    grids = [grid_positions(kernel_size[axis], dilation[axis], size[axis]) for axis in axes]
-    places = torch.tensor(list(itertools.product(*grids)), dtype=cells.dtype, device=cells.device)  # (K, A)
-    extra = 0, kernel_count - kept
-    return [F.pad(layer.gather(-1, chosen), extra) for layer in cells], F.pad(places[chosen].movedim(-1, 0), extra)
+    cells = _cells_of_layers(kernels, axes)  # (L, O, I, *D, K)
+    effective_cells = cells
+    if effective is not None:
+        effective_cells = _cells_of_layers(effective, axes)
+    energy = effective_cells.double().square().sum(0)  # (O, I, *D, K)
+    chosen_count = min(kernel_count, energy.shape[-1])
+    by_energy = energy.sort(dim=-1, descending=True, stable=True).indices
+    chosen = by_energy[..., :chosen_count].sort(dim=-1).values  # (O, I, *D, chosen)
+    filling = (0, kernel_count - chosen_count)  # of the last axis: before, after
+    weights: list[Tensor] = []
+    for cells_of_layer in cells:
+        weights.append(F.pad(cells_of_layer.gather(-1, chosen), filling))
+    grids: list[Sequence[float]] = []  # positions of the old cells along each learnt axis
+    for axis in axes:
+        grids.append(grid_positions(kernel_size[axis], dilation[axis], size[axis]))
+    grid = list(itertools.product(*grids))
+    positions_of_cells = torch.tensor(grid, dtype=cells.dtype, device=cells.device)  # (K, A)
+    positions = positions_of_cells[chosen].movedim(-1, 0)  # (A, O, I, *D, chosen)
+    return weights, F.pad(positions, filling)
+
+
+def _cells_of_layers(kernels: Sequence[Tensor], axes: Sequence[int]) -> Tensor:
+    """(O, I, *kernel size) of each layer -> (L, O, I, *D, K)."""
+    return torch.stack([cells_last(kernel, axes) for kernel in kernels])
 
 
 def cells_last(kernel: Tensor, axes: Sequence[int]) -> Tensor:
     """(O, I, *kernel size) -> (O, I, *D, K): the learnt axes last, and flat."""
     last = [2 + axis for axis in axes]
-    dense = [axis for axis in range(2, kernel.dim()) if axis not in last]
+    dense = sorted(set(range(2, kernel.dim())) - set(last))
     return kernel.permute(0, 1, *dense, *last).flatten(2 + len(dense))
 
 
 def first_cells(kernel: Tensor, kernel_count: int, dense_axes: Sequence[int]) -> Tensor:
-    """(O, I, *kernel size) -> (O, I, *D, E): the first cells of each line, from the start again if need be."""
+    """(O, I, *kernel size) -> (O, I, *D, E): the first E cells of each kernel line.
+
+    If a line has fewer cells, they are repeated.
+    """
     cells = cells_last(kernel, learnt_axes(kernel.dim() - 2, dense_axes))
     index = torch.arange(kernel_count, device=kernel.device) % cells.shape[-1]
     return cells.index_select(-1, index)  # faster than cells[..., index]
 
 
 def random_positions(
-    weight: Tensor, size: Sequence[int], dense_axes: Sequence[int], generator: torch.Generator, *, uniform: bool
+    weight: Tensor,
+    size: Sequence[int],
+    dense_axes: Sequence[int],
+    generator: torch.Generator,
+    *,
+    uniform: bool,
 ) -> Tensor:
-    """Positions (A, *weight.shape) inside a box of this size: uniform over it, or N(0, 0.5 cells) as in the paper."""
+    """Random positions (A, *weight.shape) inside a box of this size.
+
+    They are uniform over the box, or from N(0, 0.5 cells) as in the paper.
+    """
     axes = learnt_axes(len(size), dense_axes)
     if weight.is_meta:
         return torch.empty(len(axes), *weight.shape, device="meta")
-    # In float32 on the CPU, so that a seed means the same everywhere.
+    # In float32 on the CPU, so that a seed gives the same positions for every dtype and device.
     drawn = torch.empty(len(axes), *weight.shape, device="cpu")
     for index, axis in enumerate(axes):
         low, high = position_limits(size[axis])

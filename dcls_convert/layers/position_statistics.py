@@ -1,6 +1,7 @@
-"""Where elements are in their windows: at the border, on top of one another, how far from the centre; no gradients.
+"""Where elements are in their windows: at the border, overlapping, how far from the centre.
 
-Axes: A learnt axes, *C kernels, E elements of one kernel. Positions are in cells from the kernel centre.
+No function here has gradients. Axes: A learnt axes, *C kernels, E elements of one kernel. Positions
+are in cells from the kernel centre.
 """
 
 import itertools
@@ -13,61 +14,100 @@ from torch import Tensor
 
 from .interpolation import position_limits
 
-BORDER_MARGIN = 0.5  # cells; nearer to a limit, an element's largest part is in the window's outermost cells
-OVERLAP_DISTANCE = 1.0  # cells; nearer elements share cells, and the paper's repulsive loss pushes them apart
+# Cells. Nearer to a limit, the largest part of an element is in the window's outermost cells.
+BORDER_MARGIN = 0.5
+# Cells. Nearer elements share cells, and the paper's repulsive loss pushes them apart.
+OVERLAP_DISTANCE = 1.0
 MOST_DISTANCES = 1 << 22  # held at once: 16 MiB in float32
 
 
 def border_share(positions: Tensor, size: Sequence[int]) -> float:
-    """The share of elements (A, *C, E) within `BORDER_MARGIN` of a limit, or beyond; `size` is along learnt axes."""
+    """The share of elements (A, *C, E) within `BORDER_MARGIN` of a limit, or beyond it.
+
+    `size` is the window along the learnt axes.
+    """
     at_border = torch.zeros(positions.shape[1:], dtype=torch.bool, device=positions.device)
     for coordinate, side in zip(_exact(positions), size, strict=True):
         if side > 1:  # along an axis of one cell, nothing can move
             low, high = position_limits(side)
-            at_border |= (coordinate <= low + BORDER_MARGIN) | (coordinate >= high - BORDER_MARGIN)
+            at_border |= coordinate <= low + BORDER_MARGIN
+            at_border |= coordinate >= high - BORDER_MARGIN
     return int(at_border.sum()) / max(at_border.numel(), 1)
 
 
 def outside_share(positions: Tensor, sides: Sequence[int]) -> float:
-    """Share of elements, of positions (A, ..., E), outside the middle of the window that has so many cells."""
-    reach = torch.tensor(sides, device=positions.device).reshape(-1, *[1] * (positions.dim() - 1)) / 2
+    """The share of elements (A, ..., E) outside the middle of the window.
+
+    The middle has `sides` cells along the learnt axes.
+    """
+    reach = torch.tensor(sides, device=positions.device) / 2
+    reach = reach.reshape(-1, *[1] * (positions.dim() - 1))  # (A, 1, ...)
     return float((positions.abs() > reach).any(0).double().mean())
 
 
 def overlap_share(positions: Tensor) -> float:
-    """The share of elements (A, *C, E) with another one of their kernel nearer than `OVERLAP_DISTANCE` (Euclidean)."""
+    """The share of elements (A, *C, E) that overlap another element of their kernel.
+
+    Two elements overlap if their Euclidean distance is below `OVERLAP_DISTANCE`.
+    """
     kernels = _exact(positions).reshape(positions.shape[0], -1, positions.shape[-1])
     overlapping = 0
     for _, _, squares in pairs(kernels, MOST_DISTANCES):
-        overlapping += int(((squares < OVERLAP_DISTANCE**2).sum(-1) > 1).sum())  # every element is near itself
+        overlapping += int(
+            ((squares < OVERLAP_DISTANCE**2).sum(-1) > 1).sum()
+        )  # every element is near itself
     return overlapping / max(math.prod(positions.shape[1:]), 1)
 
 
 def spread(positions: Tensor) -> tuple[float, ...]:
-    """Standard deviation along each learnt axis about the kernel centre, in cells: (A, *C, E) -> A numbers."""
-    return tuple(float(coordinate.double().square().mean().sqrt()) for coordinate in positions.detach())
+    """Standard deviation along each learnt axis about the kernel centre, in cells.
+
+    (A, *C, E) -> A numbers.
+    """
+    mean_squares = [axis.double().square().mean() for axis in positions.detach()]
+    return tuple(float(mean_square.sqrt()) for mean_square in mean_squares)
 
 
 def mean_distance(positions: Tensor) -> float:
-    """Mean Euclidean distance of the elements from the kernel centre, in cells; positions (A, *C, E)."""
+    """Mean Euclidean distance of elements (A, *C, E) from the kernel centre, in cells."""
     return float(torch.linalg.vector_norm(_exact(positions), dim=0).mean(dtype=torch.float64))
 
 
 def bins(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
-    """The bin of each finite coordinate; bin 0 begins half a cell before the first one, and the outermost are open."""
+    """The bin of each finite coordinate (any shape).
+
+    Bin 0 begins half a cell before the first cell. The outermost bins also take all beyond them.
+    """
     low = position_limits(size)[0] - 0.5
-    return ((_exact(coordinate) - low) * bins_per_cell).floor().clamp(0, size * bins_per_cell - 1).long()
+    index = ((_exact(coordinate) - low) * bins_per_cell).floor()
+    return index.clamp(0, size * bins_per_cell - 1).long()
 
 
-def pairs(kernels: Tensor, most_distances: int) -> Iterator[tuple[tuple[slice, slice], list[Tensor], Tensor]]:
-    """All pairs in kernels (A, C, E), in parts: the first ones' part of (C, E), differences, squared distances."""
-    # Coordinate by coordinate: torch.cdist with matrix products is not exact, and without them slow for small kernels.
-    count = kernels.shape[-1]
-    at_once, rows = max(1, most_distances // max(count * count, 1)), max(1, most_distances // max(count, 1))
-    for start, first in itertools.product(range(0, kernels.shape[1], at_once), range(0, count, rows)):
-        part = slice(start, start + at_once), slice(first, first + rows)
-        differences = [axis[part][..., None] - axis[part[0], None, :] for axis in kernels]
-        yield part, differences, reduce(torch.add, map(torch.square, differences))
+def pairs(
+    kernels: Tensor, most_distances: int
+) -> Iterator[tuple[tuple[slice, slice], list[Tensor], Tensor]]:
+    """All pairs of elements in kernels (A, C, E), in parts of at most `most_distances` pairs.
+
+    Each part is: where the first elements of the pairs are in (C, E), the differences of the pairs
+    along each axis, and their squared distances (C, first elements, E).
+    """
+    # Axis by axis: torch.cdist with matrix products is not exact, and without them it is slow for
+    # small kernels.
+    elements = kernels.shape[-1]
+    kernels_at_once = max(1, most_distances // max(elements * elements, 1))
+    elements_at_once = max(1, most_distances // max(elements, 1))
+    kernel_starts = range(0, kernels.shape[1], kernels_at_once)
+    element_starts = range(0, elements, elements_at_once)
+    for kernel_start, element_start in itertools.product(kernel_starts, element_starts):
+        some_kernels = slice(kernel_start, kernel_start + kernels_at_once)
+        some_elements = slice(element_start, element_start + elements_at_once)
+        part = (some_kernels, some_elements)
+        differences: list[Tensor] = []
+        for coordinate in kernels:  # (C, E)
+            difference = coordinate[part][..., None] - coordinate[some_kernels, None, :]
+            differences.append(difference)
+        squared_distances = reduce(torch.add, map(torch.square, differences))
+        yield part, differences, squared_distances
 
 
 def _exact(positions: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Layers whose positions belong to another module, so that every tensor has one owner and one name.
 
-The owner is above its layers. Where a network is taken apart below it, as feature extractors do,
-the layers stand in for the owner: walks over modules, state dicts and conversions that do not come
-through the owner find the tied parameters at each of their layers.
+The owner is a module above its layers. Feature extractors may take a network apart below the owner.
+In such a part the layers stand in for the owner: walks over modules, state dicts and conversions
+that do not come through the owner find the tied parameters at each of their layers.
 """
 
 import contextlib
@@ -13,8 +13,10 @@ from typing import Any, Self, cast
 
 from torch import Tensor, nn
 
-POSITION_PARAMETERS = ("positions", "sigma")  # what says where elements are; layers of a tie group share it
-APPLY = "_apply"  # the method of nn.Module through which `to`, `cuda`, `half`, `to_empty` and so on change tensors
+# The parameters that say where elements are. Layers of a tie group share them.
+POSITION_PARAMETERS = ("positions", "sigma")
+# The method of nn.Module through which `to`, `cuda`, `half`, `to_empty` and so on change tensors.
+APPLY = "_apply"
 
 Change = Callable[[Tensor], Tensor]
 
@@ -26,35 +28,48 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Tied parameters are registered there. nn.Module's __setattr__ would register the owner below the layer too.
+        # Not by nn.Module's __setattr__, which would register the owner as a child of the layer.
         self.__dict__["_owner"] = None
         self._owner_names: dict[str, str] = {}
 
-    def __getattr__(self, name: str) -> Any:  # reached for what the layer does not have itself
+    def __getattr__(self, name: str) -> Any:
+        """Called for what the layer does not have itself: gets a tied parameter from the owner."""
         owner_name = self.__dict__.get("_owner_names", {}).get(name)
         if owner_name is None:
             return super().__getattr__(name)
         shared = getattr(self._owner, owner_name)
-        # nn.DataParallel copies every layer to each device, but the copies still refer to the first device's owner.
-        return shared.to(self.weight.device) if self.__dict__.get("_is_replica") else shared
+        if self.__dict__.get("_is_replica"):
+            # nn.DataParallel copies every layer to each device, but the copies still refer to the
+            # first device's owner.
+            return shared.to(self.weight.device)
+        return shared
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a tied parameter at its owner; `torch.func.functional_call` sets other tensors for a while."""
+        """Sets a tied parameter at its owner.
+
+        `torch.func.functional_call` sets other tensors for a while.
+        """
         owner_name = self.__dict__.get("_owner_names", {}).get(name)
-        if owner_name is None or name in self._parameters:  # there inside `_standing_in` alone
+        # The layer itself holds tied parameters only inside `_standing_in`.
+        if owner_name is None or name in self._parameters:
             super().__setattr__(name, value)
         else:
             cast(nn.Module, self._owner)._parameters[owner_name] = value
 
     def tie_(self, owner: nn.Module, names: dict[str, str]) -> None:
-        """Use the parameters that `owner`, a module that holds the layer, has under `names`; looked up at each use."""
+        """Use parameters of `owner`, a module that holds the layer, in place of the layer's own.
+
+        `names` maps the layer's names to the owner's. They are looked up at each use.
+        """
         for name in names:
             delattr(self, name)
-        self.__dict__["_owner"], self._owner_names = owner, dict(names)
-        # A partial and a module's function, unlike closures, are copied and pickled as the owner is.
+        self.__dict__["_owner"] = owner
+        self._owner_names = dict(names)
+        # A partial of a module's function is copied and pickled with the owner; a closure is not.
         vars(owner)[APPLY] = partial(_apply_of_owner, owner)
         if _drop_keys_of_parts not in owner._load_state_dict_post_hooks.values():
-            owner.register_load_state_dict_post_hook(_drop_keys_of_parts)  # type: ignore[no-untyped-call]
+            register: Any = owner.register_load_state_dict_post_hook  # has no types
+            register(_drop_keys_of_parts)
 
     @property
     def is_tied(self) -> bool:
@@ -63,7 +78,10 @@ class Tied(nn.Module):
 
     @contextlib.contextmanager
     def _standing_in(self) -> Iterator[None]:
-        """Inside, the tied parameters are registered here too; what replaces them then goes to the owner."""
+        """Inside, the tied parameters are registered at the layer too.
+
+        Afterwards, the owner gets what has replaced them.
+        """
         for name in self._owner_names:
             self._parameters[name] = getattr(self, name)
         try:
@@ -78,27 +96,38 @@ class Tied(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The layer, as for any module; `named_parameters` and so optimizers and DDP walk this way.
+        """Walk over the layer, as `nn.Module.named_modules` does.
 
-        In a part without the owner, a module with the tied parameters alone comes first, under the
-        name of the layer: the parameters are found as if they were the layer's.
+        `named_parameters` walks this way, and so do optimizers and DDP. In a part without the
+        owner, a module with only the tied parameters comes first, under the name of the layer: the
+        parameters are found as if they were the layer's.
         """
         walked = set() if memo is None else memo
-        in_a_part = self.is_tied and self._owner not in walked
-        if in_a_part and self not in walked and remove_duplicate:  # else what was walked is not known
-            yield prefix, _TiedParameters({name: getattr(self, name) for name in self._owner_names})
+        owner_is_missing = self.is_tied and self._owner not in walked
+        # With duplicates, torch does not note in the memo what was walked over.
+        if owner_is_missing and self not in walked and remove_duplicate:
+            tied_parameters = {name: getattr(self, name) for name in self._owner_names}
+            yield prefix, _TiedParameters(tied_parameters)
         yield from super().named_modules(memo, prefix, remove_duplicate)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """In a part without the owner, which would have saved them before, with the tied parameters."""
-        saved = self.is_tied and self._is_saved_above(destination, prefix)
-        with contextlib.nullcontext() if saved else self._standing_in():
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save the layer; in a part without the owner, with the tied parameters."""
+        saved_by_owner = self.is_tied and self._is_saved_above(destination, prefix)
+        with contextlib.ExitStack() as context:
+            if not saved_by_owner:
+                context.enter_context(self._standing_in())
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _is_saved_above(self, destination: dict[str, Any], prefix: str) -> bool:
+        """Whether the owner, which comes before its layers, has saved the tied parameters."""
         path = prefix.split(".")[:-1]
-        prefixes_above = [".".join([*path[:depth], ""]) for depth in range(len(path))]
-        return any(above + name in destination for above in prefixes_above for name in self._owner_names.values())
+        for depth in range(len(path)):
+            prefix_above = ".".join([*path[:depth], ""])
+            if any(prefix_above + name in destination for name in self._owner_names.values()):
+                return True
+        return False
 
     def _load_from_state_dict(
         self,
@@ -109,38 +138,55 @@ class Tied(nn.Module):
         missing_keys: list[str],
         *more: list[str],
     ) -> None:
-        """Takes the tied parameters of a part; without them the part is incomplete.
+        """Load the layer with the tied parameters, which a state dict of a part has.
 
-        The whole network is not: the owner, which is loaded after its layers, takes these keys
-        off the missing ones.
+        If the state dict does not have them, they are missing keys of a part, but not of the whole
+        network: the owner, which is loaded after its layers, removes these keys again.
         """
         missing: list[str] = []
         with self._standing_in():
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *more)
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing, *more
+            )
         tied_keys = {prefix + name for name in self._owner_names}
         for key in missing:
-            missing_keys.append(_KeyOfPart(key, self._owner) if key in tied_keys else key)
+            if key in tied_keys:
+                missing_keys.append(_KeyOfPart(key, self._owner))
+            else:
+                missing_keys.append(key)
 
     def _apply(self, fn: Change, recurse: bool = True) -> Self:
-        """With the tied parameters; the owner, if it is there, then finds nothing left to change.
+        """Change the layer's tensors with the tied parameters.
 
-        Not where FSDP2 spreads them over ranks: it moves what it owns by itself.
+        The owner, if it is there, then finds nothing left to change. Where FSDP2 spreads the tied
+        parameters over ranks they are left out: it moves what it owns by itself.
         """
         spread = any(hasattr(getattr(self, name), "device_mesh") for name in self._owner_names)
-        with contextlib.nullcontext() if spread else self._standing_in():
-            super()._apply(_keeping_format(fn, self.parameters(recurse=False)), recurse)  # type: ignore[no-untyped-call]
+        with contextlib.ExitStack() as context:
+            if not spread:
+                context.enter_context(self._standing_in())
+            change = _on_flat_tensors(fn, self.parameters(recurse=False))
+            super()._apply(change, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """With its owner, a layer stays tied to the owner's copy; a layer copied alone gets parameters of its own."""
+        """Copy the layer.
+
+        Copied with its owner, it stays tied to the owner's copy. Copied alone, it gets parameters
+        of its own.
+        """
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
-        alone = self.is_tied and id(self._owner) not in memo
-        skipped = {"_owner", "_owner_names"} if alone else set()
-        new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in skipped})
-        if alone:
-            new.__dict__["_owner"], new._owner_names = None, {}
-            for name in self._owner_names:  # by the memo, layers that are copied together still share one parameter
+        copied_alone = self.is_tied and id(self._owner) not in memo
+        for name, value in self.__dict__.items():
+            if copied_alone and name in ("_owner", "_owner_names"):
+                continue
+            new.__dict__[name] = copy.deepcopy(value, memo)
+        if copied_alone:
+            new.__dict__["_owner"] = None
+            new._owner_names = {}
+            # By the memo, layers that are copied together still share one parameter.
+            for name in self._owner_names:
                 setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         return new
 
@@ -155,7 +201,7 @@ class _TiedParameters(nn.Module):
 
 
 class _KeyOfPart(str):
-    """The missing key of a tied parameter at its layer; not missing where the owner is loaded too."""
+    """The missing key of a tied parameter at its layer; only missing if the owner is not loaded."""
 
     owner: nn.Module | None
 
@@ -166,41 +212,57 @@ class _KeyOfPart(str):
 
 
 def _drop_keys_of_parts(owner: nn.Module, incompatible: Any) -> None:
-    """A hook of torch's after loading the owner and all below it: its parameters were not missing at its layers."""
+    """A hook that torch calls after it has loaded the owner and all below it.
+
+    The owner's parameters were loaded with the owner, so they are not missing at its layers.
+    """
     keys = incompatible.missing_keys
     keys[:] = [key for key in keys if getattr(key, "owner", None) is not owner]
 
 
 def release_owner_(owner: nn.Module) -> None:
-    """Take off what `tie_` put on a module, once no layer below it is tied to it."""
+    """Remove what `tie_` has added to a module, once no layer below it is tied to it."""
     vars(owner).pop(APPLY, None)
     hooks = owner._load_state_dict_post_hooks
-    for key in [key for key, hook in hooks.items() if hook is _drop_keys_of_parts]:
-        del hooks[key]
+    for key, hook in list(hooks.items()):
+        if hook is _drop_keys_of_parts:
+            del hooks[key]
 
 
-def names_in_use(owner: nn.Module) -> set[str]:
-    """Those of its parameters that layers below it share."""
-    layers = [layer for layer in owner.modules() if isinstance(layer, Tied) and layer._owner is owner]
-    return {name for layer in layers for name in layer._owner_names.values()}
+def shared_parameter_names(owner: nn.Module) -> set[str]:
+    """Names of the owner's parameters that layers below it share."""
+    names: set[str] = set()
+    for layer in owner.modules():
+        if isinstance(layer, Tied) and layer._owner is owner:
+            names.update(layer._owner_names.values())
+    return names
 
 
 def _apply_of_owner(owner: nn.Module, fn: Change, recurse: bool = True) -> Any:
-    """`_apply` that keeps the format of parameters that layers share: channels_last fails for tensors of five axes."""
-    shared = [getattr(owner, name) for name in names_in_use(owner)]
-    return type(owner)._apply(owner, _keeping_format(fn, shared), recurse)  # type: ignore[no-untyped-call]
+    """The owner's `_apply`, which changes the parameters that layers share in flat form."""
+    shared = [getattr(owner, name) for name in shared_parameter_names(owner)]
+    change = _on_flat_tensors(fn, shared)
+    return type(owner)._apply(owner, change, recurse)  # type: ignore[no-untyped-call]
 
 
-def _keeping_format(fn: Change, parameters: Iterable[Tensor]) -> Change:
-    """`fn` that sees these and their gradients flat: a tensor of one axis has no memory format to be changed."""
-    tensors = {id(tensor) for parameter in parameters for tensor in (parameter, parameter.grad)}
+def _on_flat_tensors(fn: Change, parameters: Iterable[Tensor]) -> Change:
+    """Wrap `fn` so that it gets these parameters and their gradients flattened.
+
+    `to(memory_format=channels_last)` fails on positions with five axes, and a 1-D tensor has no
+    memory format.
+    """
+    flattened: set[int] = set()  # ids of tensors
+    for parameter in parameters:
+        flattened |= {id(parameter), id(parameter.grad)}
 
     def apply(tensor: Tensor) -> Tensor:
-        if id(tensor) not in tensors or hasattr(tensor, "device_mesh"):  # spread over ranks by FSDP2
+        if id(tensor) not in flattened or hasattr(tensor, "device_mesh"):  # spread by FSDP2
             return fn(tensor)
         flat = tensor.flatten()
         changed = fn(flat)
-        # Where nothing changes, nn.Module expects the tensor itself: torch.utils.swap_tensors refuses a view of it.
-        return tensor if changed is flat else changed.view(tensor.shape)
+        if changed is flat:
+            # nn.Module expects the tensor itself: torch.utils.swap_tensors refuses a view of it.
+            return tensor
+        return changed.view(tensor.shape)
 
     return apply

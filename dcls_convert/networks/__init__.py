@@ -1,1 +1,1 @@
-"""A network seen from outside: built by its name, read from files, traced on the meta device and never run itself."""
+"""A network: built by its name, loaded, traced on the meta device, and run as it is."""

@@ -1,4 +1,16 @@
-"""Several forward passes of a network in step, so that a module sees the inputs of all before it gives outputs."""
+"""Run several forward passes of a network in step: a module gets the inputs of all passes at once.
+
+    driver                        pass 1                     pass 2
+    switch()        ------------> the model's code
+                    <------------ (conv, input 1)
+    switch()        ---------------------------------------> the model's code
+                    <--------------------------------------- (conv, input 2)
+    step_all(conv, [input 1, input 2]) -> [output 1, output 2]
+    switch(output 1) -----------> the model's code after conv, up to its next call
+
+Each pass is a greenlet, so exactly one runs at any time, in the caller's thread. Threads would not
+do: one that waits inside the model's code could not be ended when another pass fails.
+"""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -12,38 +24,63 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from .running import AUTOCASTING
 
-Answer = Callable[[nn.Module, list[Tensor]], Sequence[Tensor]]  # a module, inputs of all passes -> outputs
+# A module and its inputs in all passes -> its outputs for them.
+StepAll = Callable[[nn.Module, list[Tensor]], Sequence[Tensor]]
+ORDERS_DIFFER = "the model calls its layers in another order for other images"
 
 
 @torch.no_grad()
-def run_in_step(modules: Sequence[nn.Module], passes: Sequence[Callable[[], object]], answer: Answer) -> None:
-    """Run forward passes; where each has called the same one of the modules, `answer` gives the outputs for all.
+def run_in_step(
+    modules: Sequence[nn.Module], passes: Sequence[Callable[[], object]], step_all: StepAll
+) -> None:
+    """Run forward passes up to each call of one of the modules, and let `step_all` answer it.
 
-    One pass runs at a time, in this thread. ModelError: they call modules in different orders.
+    Raises:
+        ModelError: The passes call the modules in different orders.
     """
-    here, inference = getcurrent(), torch.is_inference_mode_enabled()
-    casts = {kind: torch.is_autocast_enabled(kind) for kind in AUTOCASTING}
+    driver = getcurrent()
+    inference_mode = torch.is_inference_mode_enabled()
+    autocast_enabled: dict[str, bool] = {}
+    for device in AUTOCASTING:
+        autocast_enabled[device] = torch.is_autocast_enabled(device)
 
-    def ask(module: nn.Module, input: Tensor) -> Tensor:
-        """In a pass. What its code has set for itself holds there alone."""
-        with torch.inference_mode(inference), torch.no_grad(), contextlib.ExitStack() as own:
-            for kind, enabled in casts.items():
-                if torch.is_autocast_enabled(kind) != enabled:
-                    own.enter_context(torch.autocast(kind, enabled=enabled))
-            outputs: Tensor = here.switch((module, input))
-        return outputs
+    def hand_over(module: nn.Module, input: Tensor) -> Tensor:
+        """Runs inside a pass, in place of a module's forward; the driver gives the output.
 
-    with contextlib.ExitStack() as back:
+        Grad, inference and autocast modes that the pass has entered must not leak into the driver
+        or other passes.
+        """
+        with (
+            torch.inference_mode(inference_mode),
+            torch.no_grad(),
+            contextlib.ExitStack() as modes_of_driver,
+        ):
+            for device, enabled in autocast_enabled.items():
+                if torch.is_autocast_enabled(device) != enabled:
+                    modes_of_driver.enter_context(torch.autocast(device, enabled=enabled))
+            output: Tensor = driver.switch((module, input))
+        return output
+
+    with contextlib.ExitStack() as cleanup:
         for module in modules:
-            back.callback(vars(module).pop, "forward")
-            module.forward = partial(ask, module)
-        started = [greenlet(forward) for forward in passes]
-        for each in started:
-            back.callback(each.throw)  # ends it where it is
-        # The module that it calls, and its input; what it gives, at the end.
-        calls: list[Any] = [each.switch() for each in started]
-        while not all(each.dead for each in started):
-            if any(each.dead for each in started) or len({module for module, _ in calls}) > 1:
-                raise ModelError("the model calls its layers in another order for other images")
-            outputs = answer(calls[0][0], [input for _, input in calls])
-            calls = [each.switch(output) for each, output in zip(started, outputs, strict=True)]
+            cleanup.callback(vars(module).pop, "forward")
+            module.forward = partial(hand_over, module)
+        running: list[Any] = []
+        calls: list[Any] = []  # of each pass: (module, input), or its result once it has ended
+        for forward in passes:
+            each = greenlet(forward)
+            cleanup.callback(each.throw)  # ends a pass that waits inside the model's code
+            running.append(each)
+            calls.append(each.switch())
+        while True:
+            ended = [each.dead for each in running]
+            if all(ended):
+                return
+            if any(ended):
+                raise ModelError(ORDERS_DIFFER)
+            called_modules, inputs = zip(*calls, strict=True)
+            if len(set(called_modules)) > 1:
+                raise ModelError(ORDERS_DIFFER)
+            outputs = step_all(called_modules[0], list(inputs))
+            for index, (each, output) in enumerate(zip(running, outputs, strict=True)):
+                calls[index] = each.switch(output)

@@ -19,13 +19,21 @@ class ComparisonError(DclsConvertError):
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The value, or the tensors in its tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    tensors: list[Tensor] = []
     if isinstance(value, CONTAINERS):
-        return [tensor for part in _entries(value).values() for tensor in tensors_in(part)]
-    return [value] if isinstance(value, Tensor) else []
+        for part in _entries(value).values():
+            tensors += tensors_in(part)
+    return tensors
 
 
 def relative_error(outputs: Any, others: Any) -> float:
-    """max |a - b| / max |a|, of the worst tensor; inf where a is 0. ComparisonError for what cannot be compared."""
+    """max |a - b| / max |a| of the worst pair of tensors; inf where a is 0 and b is not.
+
+    Raises:
+        ComparisonError: The outputs cannot be compared.
+    """
     errors = list(_errors("output", outputs, others))
     if not errors:
         raise ComparisonError(f"there is no tensor to compare in {_described(outputs)}")
@@ -33,67 +41,124 @@ def relative_error(outputs: Any, others: Any) -> float:
 
 
 def check_equal(outputs: Any, others: Any, *, bound: float, what: str) -> float:
-    """`relative_error`, within the bound; else a ComparisonError that begins with `what`."""
+    """Return the `relative_error` of outputs if it is within the bound.
+
+    Raises:
+        ComparisonError: It is not, or they cannot be compared. The message begins with `what`.
+    """
     try:
         error = relative_error(outputs, others)
     except ComparisonError as problem:
         raise ComparisonError(f"{what}: {problem}") from problem
     if error > bound:
-        raise ComparisonError(f"{what}: the outputs' relative error is {error:.1e}, allowed is {bound:.0e}")
+        raise ComparisonError(
+            f"{what}: the outputs' relative error is {error:.1e}, allowed is {bound:.0e}"
+        )
     return error
 
 
 def relative_distance(outputs: Any, others: Any) -> float | None:
-    """|a - b| / |a| over all floating tensors together, Euclidean norms; None for other shapes, or where a is 0."""
-    ours, theirs = ([t.double() for t in tensors_in(side) if t.is_floating_point()] for side in (outputs, others))
+    """|a - b| / |a| over all floating tensors together, in Euclidean norms.
+
+    None where the shapes differ, where a is 0, and where the result is not finite.
+    """
+    ours = _floating_tensors(outputs)
+    theirs = _floating_tensors(others)
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         return None
-    left = sum(float((a - b).square().sum()) for a, b in zip(ours, theirs, strict=True))
-    whole = sum(float(a.square().sum()) for a in ours)
-    return math.sqrt(left / whole) if whole and math.isfinite(left / whole) else None
+    difference = 0.0  # squared norms
+    whole = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        difference += float((a - b).square().sum())
+        whole += float(a.square().sum())
+    if not whole or not math.isfinite(difference / whole):
+        return None
+    return math.sqrt(difference / whole)
+
+
+def _floating_tensors(outputs: Any) -> list[Tensor]:
+    """The floating tensors of outputs, in float64."""
+    return [tensor.double() for tensor in tensors_in(outputs) if tensor.is_floating_point()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """How close outputs for images are to others; None what is not defined for them."""
+    """How close a new network's outputs for images are to the old one's.
 
-    same_top1: float | None  # share of images whose largest class score (N, classes) is that of the same class
-    kl: float | None  # mean over images of KL(old || new) of the softmax of the class scores, in nats
-    output_error: float | None  # |new - old| / |old|, as `relative_distance`
+    None where a number is not defined for these outputs.
+    """
+
+    # Share of images for which both networks give the largest score (N, classes) to one class.
+    same_top1: float | None
+    # Mean over images of KL(old || new) of the softmax of the class scores, in nats.
+    kl: float | None
+    output_error: float | None  # |new - old| / |old|, see `relative_distance`
 
 
 def agreement(outputs: Any, others: Any) -> Agreement:
-    """Of the old network's outputs with those of the new one."""
-    top1 = kl = None
+    """Compare the old network's outputs with the new one's (`others`)."""
+    same_top1: float | None = None
+    kl: float | None = None
     pairs = list(zip(tensors_in(outputs), tensors_in(others), strict=True))
-    if pairs and all(one.dim() == 2 and one.shape[1] > 1 for one, _ in pairs):
-        old, new = (torch.cat(side).double() for side in zip(*pairs, strict=True))
-        top1 = float((old.argmax(1) == new.argmax(1)).double().mean())
-        one, other = old.log_softmax(1), new.log_softmax(1)
-        kl = max(0.0, float(nn.functional.kl_div(other, one, reduction="batchmean", log_target=True)))
-    return Agreement(same_top1=top1, kl=kl, output_error=relative_distance(outputs, others))
+    if pairs and all(old.dim() == 2 and old.shape[1] > 1 for old, _ in pairs):
+        old_tensors, new_tensors = zip(*pairs, strict=True)
+        old_scores = torch.cat(old_tensors).double()  # (N, classes)
+        new_scores = torch.cat(new_tensors).double()
+        same_class = old_scores.argmax(1) == new_scores.argmax(1)
+        same_top1 = float(same_class.double().mean())
+        divergence = nn.functional.kl_div(
+            new_scores.log_softmax(1),
+            old_scores.log_softmax(1),
+            reduction="batchmean",
+            log_target=True,
+        )
+        kl = max(0.0, float(divergence))  # rounding can make it slightly negative
+    output_error = relative_distance(outputs, others)
+    return Agreement(same_top1=same_top1, kl=kl, output_error=output_error)
 
 
 def _errors(place: str, value: Any, other: Any) -> Iterator[float]:
     """The error of each tensor, at its place, such as "output['logits'][0]"."""
-    alike = type(value) is type(other)
+    same_type = type(value) is type(other)
     if isinstance(value, Tensor) and isinstance(other, Tensor):
-        if value.shape != other.shape:
-            raise ComparisonError(f"{place} has shape {tuple(value.shape)} and {tuple(other.shape)}")
-        a, b = (t.detach().cpu().to(torch.complex128 if t.is_complex() else torch.float64) for t in (value, other))
-        if not (a.isfinite().all() and b.isfinite().all()):
-            raise ComparisonError(f"{place} has values that are not finite (NaN or infinite)")
-        difference, scale = (float(t.abs().max()) if t.numel() else 0.0 for t in (a - b, a))
-        yield difference / scale if scale else math.inf if difference else 0.0
-    elif isinstance(value, CONTAINERS) and alike and _entries(value).keys() == _entries(other).keys():
+        yield _tensor_error(place, value, other)
+    elif isinstance(value, CONTAINERS):
+        if not same_type or _entries(value).keys() != _entries(other).keys():
+            raise ComparisonError(f"{place} is {_described(value)} and {_described(other)}")
         for key, part in _entries(value).items():
             yield from _errors(f"{place}[{key!r}]", part, _entries(other)[key])
-    elif isinstance(value, CONTAINERS) or not alike or value != other:
+    elif not same_type or value != other:
         raise ComparisonError(f"{place} is {_described(value)} and {_described(other)}")
 
 
+def _tensor_error(place: str, value: Tensor, other: Tensor) -> float:
+    """max |a - b| / max |a| of two tensors; inf where a is 0 and b is not."""
+    if value.shape != other.shape:
+        raise ComparisonError(f"{place} has shape {tuple(value.shape)} and {tuple(other.shape)}")
+    a = _in_double_precision(value)
+    b = _in_double_precision(other)
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise ComparisonError(f"{place} has values that are not finite (NaN or infinite)")
+    if not a.numel():
+        return 0.0
+    difference = float((a - b).abs().max())
+    scale = float(a.abs().max())
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale else math.inf
+
+
+def _in_double_precision(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, in complex128 or float64."""
+    if tensor.is_complex():
+        return tensor.detach().cpu().to(torch.complex128)
+    return tensor.detach().cpu().to(torch.float64)
+
+
 def _entries(container: Any) -> dict[Any, Any]:
-    return dict(container if isinstance(container, dict) else enumerate(container))
+    if isinstance(container, dict):
+        return container
+    return dict(enumerate(container))
 
 
 def _described(value: object) -> str:

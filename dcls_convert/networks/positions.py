@@ -1,4 +1,7 @@
-"""The positions and sigmas of a model, found through the layers that use them: names alone do not tell."""
+"""The positions and sigmas of a model.
+
+They are found through the layers that use them: a parameter's name does not say what it is.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -9,16 +12,19 @@ from torch import Tensor, fx, nn
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.ties import POSITION_PARAMETERS
 
-# Where DDP and DataParallel, EMA copies, `torch.compile` and FSDP1 keep the model that they wrap.
+# Attributes in which wrappers keep their model: "module" of DDP, DataParallel and EMA copies, then
+# those of `torch.compile` and FSDP1.
 WRAPPED_AT = ("module", "_orig_mod", "_fsdp_wrapped_module")
-HOOK = "no_weight_decay"  # the method that timm asks for the names of parameters
+# Method of a model that timm's optimizers call for the names of parameters without weight decay.
+NO_WEIGHT_DECAY = "no_weight_decay"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PositionParameter:
     """One positions or sigma tensor of a model, used by a tie group or by one layer."""
 
-    name: str  # in `named_parameters`; below its first layer where the tensor is registered outside the model
+    # As in `named_parameters`; for a tensor registered outside the model: first layer's name, kind.
+    name: str
     kind: str  # "positions" or "sigma"
     tensor: Tensor  # (A, *C, E); the parameter itself
     layers: dict[str, DclsConvNd]  # by name, in the model's order
@@ -31,40 +37,59 @@ class PositionParameter:
 
 
 def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParameter, ...]:
-    """Every positions and sigma tensor of the model once, or those of some kinds alone, in the order of the layers."""
+    """Every positions and sigma tensor of the model once, in the order of the layers.
+
+    `kinds` ("positions", "sigma") restricts them.
+    """
+    wanted_kinds = kinds or POSITION_PARAMETERS
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[int, PositionParameter] = {}
+    found: dict[int, PositionParameter] = {}  # by the id of the tensor
     for layer_name, layer in model.named_modules():
-        for kind in (kinds or POSITION_PARAMETERS) if isinstance(layer, DclsConvNd) else ():
-            if (tensor := getattr(layer, kind)) is not None:
+        if not isinstance(layer, DclsConvNd):
+            continue
+        for kind in wanted_kinds:
+            tensor = getattr(layer, kind)
+            if tensor is None:
+                continue
+            if id(tensor) not in found:
                 name = names.get(id(tensor), f"{layer_name}.{kind}".lstrip("."))
-                one = PositionParameter(name=name, kind=kind, tensor=tensor, layers={})
-                found.setdefault(id(tensor), one).layers[layer_name] = layer
+                found[id(tensor)] = PositionParameter(
+                    name=name, kind=kind, tensor=tensor, layers={}
+                )
+            found[id(tensor)].layers[layer_name] = layer
     return tuple(found.values())
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside wrappers that only call it: DDP, `torch.compile`, EMA copies, FSDP1."""
-    while len(inside := list(model.named_children())) == 1 and not list(model.parameters(recurse=False)):
-        ((name, inner),) = inside
+    while True:
+        children = list(model.named_children())
+        if len(children) != 1 or list(model.parameters(recurse=False)):
+            return model
+        name, inner = children[0]
         if name not in WRAPPED_AT:
-            break
+            return model
         model = inner
-    return model
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A parameter, gathered where FSDP2 spreads it over ranks; differentiable. All ranks must call it."""
-    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    """The whole parameter, gathered if FSDP2 spreads it over ranks; differentiable.
+
+    Under FSDP2, all ranks must call it.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    gathered: Tensor = tensor.full_tensor()
     return gathered
 
 
 def clamp_positions_(model: nn.Module) -> None:
-    """Bring all positions back into their windows, and sigmas above their least.
+    """Bring all positions back into their windows, and sigmas above their minimum.
 
-    The layers do so themselves whenever they are used in training, and when they are saved. Call this after every step
-    to follow the paper to the letter, so that positions are inside at any time; and under FSDP2, where the layers clamp
-    the gathered copies of their parameters only.
+    The layers do so themselves whenever they are used in training, and when they are saved. Call
+    this after every step to follow the paper to the letter, so that positions are inside at any
+    time. Call it also under FSDP2, where the layers clamp only the gathered copies of their
+    parameters.
     """
     for layer in model.modules():
         if isinstance(layer, DclsConvNd):
@@ -74,27 +99,36 @@ def clamp_positions_(model: nn.Module) -> None:
 def no_weight_decay(model: nn.Module) -> set[str]:
     """The names of all positions and sigmas in `model.named_parameters()`.
 
-    Weight decay would draw the elements to the centre of the kernel (paper, section 3 "Weight decay"), and sigmas to
-    zero. The method `no_weight_decay()` of a converted model, which timm asks, names them too.
+    Weight decay would draw the elements to the centre of the kernel (paper, section 3 "Weight
+    decay"), and sigmas to zero. The method `no_weight_decay()` of a converted model, which timm
+    calls, names them too.
     """
-    own = {id(one.tensor) for one in position_parameters(model)}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in own}
+    tensors = {id(parameter.tensor) for parameter in position_parameters(model)}
+    names: set[str] = set()
+    for name, parameter in model.named_parameters():
+        if id(parameter) in tensors:
+            names.add(name)
+    return names
 
 
 def spare_from_decay_(model: nn.Module) -> None:
-    """Let `model.no_weight_decay()` name positions and sigmas too, so that timm's optimizers do not decay them."""
-    if not isinstance(model, fx.GraphModule):  # whose copies and pickles keep no attributes of this kind
-        vars(model)[HOOK] = partial(_spared_from_decay, model)
+    """Let `model.no_weight_decay()` name positions and sigmas too.
+
+    timm's optimizers then do not decay them.
+    """
+    # Copies and pickles of a GraphModule lose an attribute of this kind.
+    if not isinstance(model, fx.GraphModule):
+        vars(model)[NO_WEIGHT_DECAY] = partial(_spared_from_decay, model)
 
 
 def drop_spare_from_decay_(model: nn.Module) -> None:
     """Undo `spare_from_decay_`, in all of the model."""
     for module in model.modules():
-        if getattr(vars(module).get(HOOK), "func", None) is _spared_from_decay:
-            del vars(module)[HOOK]
+        if getattr(vars(module).get(NO_WEIGHT_DECAY), "func", None) is _spared_from_decay:
+            del vars(module)[NO_WEIGHT_DECAY]
 
 
 def _spared_from_decay(model: nn.Module) -> set[str]:
-    """`no_weight_decay` of one model: what the model's class says, and its positions and sigmas."""
-    own: Any = getattr(type(model), HOOK, lambda _: ())
-    return {*own(model), *no_weight_decay(model)}
+    """`no_weight_decay` of one model: the names from its class, and its positions and sigmas."""
+    names_of_class: Any = getattr(type(model), NO_WEIGHT_DECAY, lambda _: ())
+    return {*names_of_class(model), *no_weight_decay(model)}

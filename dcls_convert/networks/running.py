@@ -1,4 +1,4 @@
-"""Run or change a network that belongs to somebody else, and leave it and the process as they were."""
+"""Run or change a network that belongs to somebody else, and restore the process's settings."""
 
 import contextlib
 import io
@@ -12,101 +12,140 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-AUTOCASTING = ("cpu", "cuda", "xpu", "mps")  # the types of device for which torch has autocast
-CPU_PRODUCTS = ("mkldnn.matmul", "mkldnn.conv")  # what has an `fp32_precision` of its own in torch.backends
+AUTOCASTING = ("cpu", "cuda", "xpu", "mps")  # types of device for which torch has autocast
+# Parts of torch.backends that have an `fp32_precision` of their own.
+CPU_PRODUCTS = ("mkldnn.matmul", "mkldnn.conv")
 CUDA_PRODUCTS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 
-Part = TypeVar("Part")
-Result = TypeVar("Result")
-_POOL: ContextVar[ThreadPoolExecutor | None] = ContextVar("pool", default=None)  # of `in_parallel`
+_Part = TypeVar("_Part")
+_Result = TypeVar("_Result")
+# Threads of the innermost `reproducible`, for `in_parallel`.
+_POOL: ContextVar[ThreadPoolExecutor | None] = ContextVar("pool", default=None)
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, every module is in eval mode and nothing is recorded for gradients; afterwards each has its own mode."""
-    modes = {module: module.training for module in model.modules()}
+    """Inside, every module is in eval mode and no gradients are recorded.
+
+    Afterwards each module has its own mode again.
+    """
+    training_modes = {module: module.training for module in model.modules()}
     try:
-        for module in modes:
-            module.training = False  # `eval` may be the model's own
+        for module in training_modes:
+            module.training = False  # not `eval()`, which the model's class may override
         with torch.no_grad():
             yield
     finally:
-        for module, training in modes.items():
+        for module, training in training_modes.items():
             module.training = training
 
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Inside, what is float32 is computed in float32: no autocast, and no products in TF32 or bfloat16."""
+    """Inside, float32 is computed in float32: no autocast, no products in TF32 or bfloat16."""
     backends: Any = torch.backends
-    with contextlib.ExitStack() as back:
+    with contextlib.ExitStack() as restore:
         for device in AUTOCASTING:
             if torch.is_autocast_enabled(device):
-                back.enter_context(torch.autocast(device, enabled=False))
-        parts = CPU_PRODUCTS if hasattr(backends.mkldnn, "matmul") else ()
-        # Whether torch's newer interface, of 2.9, is in use. Both together make torch.compile fail; and what the older
-        # one turns off would inherit from the newer.
-        newer = any(getattr(part, "fp32_precision", "none") != "none" for part in (backends, backends.cudnn))
-        try:
-            precision, in_cudnn = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
-        except RuntimeError:
-            newer = True
-        if newer:
-            parts, precision, in_cudnn = (*parts, *CUDA_PRODUCTS), "highest", False
-        for part in (attrgetter(name)(backends) for name in parts):
-            back.callback(setattr, part, "fp32_precision", part.fp32_precision)
-            part.fp32_precision = "ieee"
-        if precision != "highest":
-            back.callback(torch.set_float32_matmul_precision, precision)  # and the CPU's, which go back after it
-            torch.set_float32_matmul_precision("highest")
-        if in_cudnn:
-            back.callback(setattr, backends.cudnn, "allow_tf32", True)
-            backends.cudnn.allow_tf32 = False
+                restore.enter_context(torch.autocast(device, enabled=False))
+        product_names: tuple[str, ...] = ()
+        if hasattr(backends.mkldnn, "matmul"):
+            product_names += CPU_PRODUCTS
+        older_settings = _older_precision_settings()
+        if older_settings is None:
+            product_names += CUDA_PRODUCTS
+        for name in product_names:
+            product = attrgetter(name)(backends)
+            restore.callback(setattr, product, "fp32_precision", product.fp32_precision)
+            product.fp32_precision = "ieee"
+        if older_settings is not None:
+            matmul_precision, cudnn_tf32 = older_settings
+            if matmul_precision != "highest":
+                # Restoring it also changes the settings of the CPU's products, which are restored
+                # after it.
+                restore.callback(torch.set_float32_matmul_precision, matmul_precision)
+                torch.set_float32_matmul_precision("highest")
+            if cudnn_tf32:
+                restore.callback(setattr, backends.cudnn, "allow_tf32", True)
+                backends.cudnn.allow_tf32 = False
         yield
+
+
+def _older_precision_settings() -> tuple[str, bool] | None:
+    """Precision of float32 matrix products and TF32 in cuDNN, by torch's older interface.
+
+    None where its newer interface (torch 2.9, `fp32_precision`) is in use. The two must not be
+    mixed: torch.compile fails then, and settings of the older would be taken over by the newer.
+    """
+    backends: Any = torch.backends
+    for part in (backends, backends.cudnn):
+        if getattr(part, "fp32_precision", "none") != "none":
+            return None
+    try:
+        return torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+    except RuntimeError:  # torch refuses to read older settings after newer ones were made
+        return None
 
 
 @contextlib.contextmanager
 def reproducible() -> Iterator[None]:
-    """Inside, float32 has full precision and torch one thread: sums do not depend on the number of threads."""
-    threads, pool = torch.get_num_threads(), _POOL.get()
-    with contextlib.ExitStack() as back:
-        back.enter_context(full_precision())
-        back.callback(torch.set_num_threads, threads)
+    """Inside, float32 has full precision and torch uses one thread.
+
+    So sums do not depend on the number of threads. `in_parallel` then works in threads of its own.
+    """
+    threads = torch.get_num_threads()
+    with contextlib.ExitStack() as restore:
+        restore.enter_context(full_precision())
+        restore.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)
-        if pool is None and threads > 1:
+        if _POOL.get() is None and threads > 1:
             pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-            back.enter_context(pool)
-            back.callback(_POOL.reset, _POOL.set(pool))
+            restore.enter_context(pool)
+            restore.callback(_POOL.reset, _POOL.set(pool))
         yield
 
 
-def in_parallel(work: Callable[[Part], Result], parts: Sequence[Part], device: torch.device) -> list[Result]:
-    """`work` of each part, in their order, without gradients; on the CPU, in several threads inside `reproducible`."""
-    pool, inference = _POOL.get(), torch.is_inference_mode_enabled()
+def in_parallel(
+    work: Callable[[_Part], _Result], parts: Sequence[_Part], device: torch.device
+) -> list[_Result]:
+    """The results of `work` for each part, in the order of the parts; without gradients.
 
-    def alone(part: Part) -> Result:
-        with torch.inference_mode(inference), torch.no_grad():
+    Inside `reproducible`, parts on the CPU are worked on in several threads.
+    """
+    pool = _POOL.get()
+    inference_mode = torch.is_inference_mode_enabled()
+
+    def work_without_gradients(part: _Part) -> _Result:
+        with torch.inference_mode(inference_mode), torch.no_grad():  # modes are of a thread
             return work(part)
 
     if pool is None or device.type != "cpu" or len(parts) < 2:
-        return list(map(alone, parts))
-    return list(pool.map(alone, parts))
+        return [work_without_gradients(part) for part in parts]
+    return list(pool.map(work_without_gradients, parts))
 
 
 def run(model: nn.Module, batch: Tensor) -> Any:
-    """The outputs for a batch, on the model's device and in its dtype."""
-    example = next((tensor for tensor in model.parameters() if tensor.is_floating_point()), batch)
+    """The outputs for a batch, which is moved to the model's device and dtype."""
+    fractions = (tensor for tensor in model.parameters() if tensor.is_floating_point())
+    example = next(fractions, batch)
     return model(batch.to(example.device, example.dtype))
 
 
 @contextlib.contextmanager
 def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> Iterator[None]:
-    """If the block fails, every module has its parameters, children, attributes and the `values` of before."""
-    # The registries (parameters, children, hooks) are refilled: they stay the same objects.
-    before = [
-        (vars(module), dict(vars(module)), [(own, dict(own)) for own in vars(module).values() if isinstance(own, dict)])
-        for module in model.modules()
-    ]
+    """If the block fails, the model is restored, and so are the `values`.
+
+    Every module gets back its parameters, children, hooks and attributes. The contents of tensors
+    are restored only for `values`.
+    """
+    # Each dictionary is refilled, never replaced: handles of hooks refer to the dictionaries.
+    saved: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # a dictionary, and its contents
+    for module in model.modules():
+        attributes = vars(module)
+        saved.append((attributes, dict(attributes)))
+        for registry in attributes.values():  # of parameters, children, hooks
+            if isinstance(registry, dict):
+                saved.append((registry, dict(registry)))
     copies = [tensor.detach().clone() for tensor in values]
     try:
         yield
@@ -114,29 +153,38 @@ def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> 
         with torch.no_grad():
             for tensor, copy in zip(values, copies, strict=True):
                 tensor.copy_(copy)
-        for now, attributes, registries in before:
-            for own, contents in [(now, attributes), *registries]:
-                own.clear()
-                own.update(contents)
+        for dictionary, contents in saved:
+            dictionary.clear()
+            dictionary.update(contents)
         raise
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """No warnings and nothing printed from inside the block. Errors go through."""
-    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()) as unread:
-        with contextlib.redirect_stderr(unread):
-            yield
+    """Inside, no warning is shown and nothing is printed. Errors go through."""
+    unread = io.StringIO()
+    with (
+        warnings.catch_warnings(action="ignore"),
+        contextlib.redirect_stdout(unread),
+        contextlib.redirect_stderr(unread),
+    ):
+        yield
 
 
 @contextlib.contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Inside, torch's generators start at `seed`; they get their old states back. None leaves them alone."""
-    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = list(range(torch.cuda.device_count())) if in_use else []
+    """Inside, torch's generators start at `seed`; afterwards they have their old states again.
+
+    With None, they are left alone.
+    """
+    devices: list[int] = []
+    cuda_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if cuda_in_use:
+        devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices=devices, enabled=seed is not None):
-        # torch.manual_seed would also reseed devices whose state nobody keeps.
-        for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)):
-            if seed is not None:
-                generator.manual_seed(seed)
+        if seed is not None:
+            # torch.manual_seed would also reseed devices whose state is not saved here.
+            torch.default_generator.manual_seed(seed)
+            for index in devices:
+                torch.cuda.default_generators[index].manual_seed(seed)
         yield

@@ -1,10 +1,9 @@
-"""A model's convolutions as plain values, with the stage of each, and what the model costs before conversion."""
+"""A model's convolutions as plain values, each with its stage, and the model's cost as it is."""
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -12,7 +11,7 @@ from ..depthwise.geometry import Padding, size_text
 from ..errors import PlanError, one_line
 from ..layers.conv_classes import AnyConv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
-from .stages import find_stages, output_stride
+from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
 
 IMAGE_CHANNELS = 3  # where no input size is known
@@ -20,7 +19,10 @@ IMAGE_CHANNELS = 3  # where no input size is known
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OldConv:
-    """A convolution of the model, as its site and the plan of its layer state it. Axes in the order of tensor.shape."""
+    """A convolution of the model: what its site and the plan of its layer both state.
+
+    Axes are in the order of tensor.shape.
+    """
 
     names: tuple[str, ...]  # every qualified name of the object, the first is canonical
     stage: str | None  # "stages.2"; None where the model has no stages, or outside them
@@ -31,24 +33,30 @@ class OldConv:
     bias: bool
     kernel_size: tuple[int, ...]
     dilation: tuple[int, ...]
-    output_positions: int | None  # spatial positions of all calls for one image; None where not known
+    # Spatial positions of all calls for one image; None where not known.
+    output_positions: int | None
 
     @property
     def name(self) -> str:
+        """The canonical name, by which plans and reports call the convolution."""
         return self.names[0]
 
     @property
     def dims(self) -> int:
+        """Number of spatial axes."""
         return len(self.kernel_size)
 
     @property
     def dense_weights(self) -> int:
+        """Number of weights of the old kernel."""
         return math.prod([self.out_channels, self.in_channels // self.groups, *self.kernel_size])
 
     def macs(self, size: Sequence[int]) -> int | None:
-        """Multiply-accumulates for one image, with a kernel of that size."""
+        """Multiply-accumulates for one image, with a kernel of that size; None where not known."""
+        if self.output_positions is None:
+            return None
         weights = self.out_channels * (self.in_channels // self.groups) * math.prod(size)
-        return None if self.output_positions is None else self.output_positions * weights
+        return self.output_positions * weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +68,8 @@ class ConvSite(OldConv):
     stride: tuple[int, ...]
     padding: Padding
     padding_mode: str
-    output_size: tuple[int, ...] | None  # of the first call, at the stated input size; None where not known
+    # Of the first call, at the stated input size; None where not known.
+    output_size: tuple[int, ...] | None
     input_extent: tuple[int, ...] | None  # smallest spatial input of any call; None where not known
 
 
@@ -97,105 +106,208 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
 
     Args:
         model: Left as it is. Its weights may be on any device, meta included.
-        input_size: (channels, *spatial) of one input, or only the spatial sizes where there are 3 channels; without it,
-            the size that a timm model states. One forward pass on the meta device gives output sizes and MACs; where
-            the model does not run there, they are None.
+        input_size: (channels, *spatial) of one input, or only the spatial sizes where there are 3
+            channels; without it, the size that a timm model states. One forward pass on the meta
+            device gives output sizes and MACs; where the model does not run there, they are None.
 
     Raises:
-        PlanError: `input_size` is not positive integers for as many dimensions as the convolutions have, or the model
-            has DCLS layers already, or is compiled.
+        PlanError: `input_size` is not positive integers for as many dimensions as the convolutions
+            have, or the model has DCLS layers already, or is compiled.
     """
-    if hasattr(model, "_orig_mod"):
-        raise PlanError("the model is compiled; convert it before torch.compile")
-    converted = sum(isinstance(module, DclsConvNd) for module in model.modules())
-    if converted:
-        raise PlanError(f"the model is converted already: it has {converted} DCLS layers")
-    names_of: dict[AnyConv, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, AnyConv):
-            names_of.setdefault(module, []).append(name)
-    size = _input_size(model, input_size, max((len(conv.kernel_size) for conv in names_of), default=2))
-    traced, note = None, "no input size is known; state one" if size is None else None
-    if size is not None:
-        try:
-            traced = trace(model, size)
-        except Exception as error:  # any model code may run here; without a trace, the model can still be converted
-            note = f"the model does not run on the meta device at {size}: {one_line(error)[:200]}"
+    _check_not_compiled_or_converted(model)
+    names_of = _convs_with_names(model)
+    dims = max((len(conv.kernel_size) for conv in names_of), default=2)
+    size = _input_size(model, input_size, dims)
+    traced, macs_note = _try_trace(model, size)
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
-    seen, image = (traced.calls, traced.input_size[1:]) if traced else ({}, ())
-    strides = {
-        name: output_stride(image, calls.sizes[0])
-        for name, calls in seen.items()
-        if len(calls.sizes[0]) == len(image) and min(calls.sizes[0]) > 0  # with all of the image's axes
-    }
-    stages_from, stage_of, in_stem = find_stages(model, strides, spatial)
-    holders: dict[int, list[str]] = {}  # id of a parameter -> the modules that hold it
-    for name, module in model.named_modules():
-        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            holders.setdefault(id(parameter), []).append(name)
+    stages_from, stage_of, in_stem = find_stages(model, _output_strides(traced), spatial)
+    image_channels = size[0] if size is not None else IMAGE_CHANNELS
+    holders = _modules_by_parameter(model)
     sites: list[ConvSite] = []
     skipped: list[Skipped] = []
     for conv, names in names_of.items():
+        name = names[0]
         reason = why_not_replaceable(conv)
-        if reason is None and len(sharing := holders[id(conv.weight)]) > 1:
-            reason = f"its weight is shared with {' and '.join(sharing)}"
-        if reason is None:
-            calls = seen.get(names[0])
-            takes_image = calls.takes_image if calls else traced is None and not sites
-            stem = in_stem(names[0]) or (takes_image and conv.in_channels == (size[0] if size else IMAGE_CHANNELS))
-            never = 0 if traced else None  # output positions of what is not called
-            sites.append(_site(conv, names, calls, never, stage=stage_of(names[0]), stem=stem))
-        else:
-            skipped.append(Skipped(name=names[0], type=type(conv).__name__, reason=reason))
+        if reason is None and len(holders[id(conv.weight)]) > 1:
+            reason = f"its weight is shared with {' and '.join(holders[id(conv.weight)])}"
+        if reason is not None:
+            skipped.append(Skipped(name=name, type=type(conv).__name__, reason=reason))
+            continue
+        calls: Calls | None = None
+        takes_image = not sites  # without a trace, the first convolution
+        if traced is not None:
+            calls = traced.calls.get(name)
+            takes_image = calls is not None and calls.takes_image
+        stem = in_stem(name) or (takes_image and conv.in_channels == image_channels)
+        site = _site(
+            conv, names, calls, is_traced=traced is not None, stage=stage_of(name), stem=stem
+        )
+        sites.append(site)
     return ModelConvs(
         sites=tuple(sites),
         skipped=tuple(skipped),
-        params=sum(p.numel() for p in model.parameters() if not isinstance(p, nn.parameter.UninitializedParameter)),
-        macs=sum(traced.flops[""].values()) // 2 if traced else None,  # two operations are one multiply-accumulate
+        params=_parameter_count(model),
+        macs=_macs(traced),
         input_size=size,
-        macs_note=note,
+        macs_note=macs_note,
         stages_from=stages_from,
         trace=traced,
     )
 
 
+def _check_not_compiled_or_converted(model: nn.Module) -> None:
+    """Refuse (PlanError) a model that is compiled, or has DCLS layers."""
+    if hasattr(model, "_orig_mod"):
+        raise PlanError("the model is compiled; convert it before torch.compile")
+    converted = sum(isinstance(module, DclsConvNd) for module in model.modules())
+    if converted:
+        raise PlanError(f"the model is converted already: it has {converted} DCLS layers")
+
+
+def _convs_with_names(model: nn.Module) -> dict[AnyConv, list[str]]:
+    """Every convolution object of the model, with all its qualified names."""
+    names_of: dict[AnyConv, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, AnyConv):
+            names_of.setdefault(module, []).append(name)
+    return names_of
+
+
+def _modules_by_parameter(model: nn.Module) -> dict[int, list[str]]:
+    """Id of a parameter -> names of the modules that hold it."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append(name)
+    return holders
+
+
+def _try_trace(
+    model: nn.Module, size: tuple[int, ...] | None
+) -> tuple[Trace, None] | tuple[None, str]:
+    """The trace of a model; without one, the reason."""
+    if size is None:
+        return None, "no input size is known; state one"
+    try:
+        return trace(model, size), None
+    except Exception as error:  # any model code may run here; the model can still be converted
+        reason = one_line(error)[:200]
+        return None, f"the model does not run on the meta device at {size}: {reason}"
+
+
+def _output_strides(traced: Trace | None) -> dict[str, OutputStride]:
+    """Output stride of each convolution whose output has all axes of the image; by its name."""
+    strides: dict[str, OutputStride] = {}
+    if traced is not None:
+        image = traced.input_size[1:]
+        for name, calls in traced.calls.items():
+            first_size = calls.sizes[0]
+            if len(first_size) == len(image) and min(first_size) > 0:
+                strides[name] = output_stride(image, first_size)
+    return strides
+
+
+def _parameter_count(model: nn.Module) -> int:
+    """Number of parameters, without those of lazy layers, which have no size yet."""
+    count = 0
+    for parameter in model.parameters():
+        if not isinstance(parameter, nn.parameter.UninitializedParameter):
+            count += parameter.numel()
+    return count
+
+
+def _macs(traced: Trace | None) -> int | None:
+    """Multiply-accumulates of the whole model, each of which is two operations."""
+    if traced is None:
+        return None
+    return sum(traced.flops[""].values()) // 2
+
+
 def _site(
-    conv: AnyConv, names: Sequence[str], calls: Calls | None, never: int | None, *, stage: str | None, stem: bool
+    conv: AnyConv,
+    names: Sequence[str],
+    calls: Calls | None,
+    *,
+    is_traced: bool,
+    stage: str | None,
+    stem: bool,
 ) -> ConvSite:
-    depthwise = conv.groups == conv.in_channels and conv.groups > 1
-    own: dict[str, Any] = {name: tuple(getattr(conv, name)) for name in ("kernel_size", "stride", "dilation")}
-    own |= {name: getattr(conv, name) for name in ("in_channels", "out_channels", "groups", "padding_mode")}
+    output_size: tuple[int, ...] | None = None
+    input_extent: tuple[int, ...] | None = None
+    output_positions: int | None = None
+    if calls is not None:
+        output_size = calls.sizes[0]
+        input_extent = calls.input_extent
+        output_positions = calls.output_positions
+    elif is_traced:
+        output_positions = 0  # the convolution is never called
     return ConvSite(
-        **own,
         names=tuple(names),
         type=type(conv).__name__,
-        kind="depthwise" if depthwise else "grouped" if conv.groups > 1 else "dense",
+        kind=_kind(conv),
         stage=stage,
         stem=stem,
-        padding=padding_of(conv),
+        in_channels=conv.in_channels,
+        out_channels=conv.out_channels,
+        groups=conv.groups,
         bias=conv.bias is not None,
-        output_size=calls.sizes[0] if calls else None,
-        input_extent=calls.input_extent if calls else None,
-        output_positions=calls.output_positions if calls else never,
+        kernel_size=tuple(conv.kernel_size),
+        stride=tuple(conv.stride),
+        dilation=tuple(conv.dilation),
+        padding=padding_of(conv),
+        padding_mode=conv.padding_mode,
+        output_size=output_size,
+        input_extent=input_extent,
+        output_positions=output_positions,
     )
+
+
+def _kind(conv: AnyConv) -> str:
+    if conv.groups == 1:
+        return "dense"
+    if conv.groups == conv.in_channels:
+        return "depthwise"
+    return "grouped"
 
 
 def kinds_of_convs(convs: ModelConvs) -> Counter[str]:
     """How many convolutions there are of each kind: "depthwise 7x7", "dense 3x3 in the stem"."""
-    kinds = Counter(f"{site.kind} {size_text(site.kernel_size)}" + " in the stem" * site.stem for site in convs.sites)
-    return kinds + Counter(f"{skip.type} ({skip.reason})" for skip in convs.skipped)
+    kinds: Counter[str] = Counter()
+    for site in convs.sites:
+        kind = f"{site.kind} {size_text(site.kernel_size)}"
+        if site.stem:
+            kind += " in the stem"
+        kinds[kind] += 1
+    for skip in convs.skipped:
+        kinds[f"{skip.type} ({skip.reason})"] += 1
+    return kinds
 
 
 def _input_size(model: nn.Module, asked: Sequence[int] | None, dims: int) -> tuple[int, ...] | None:
     """(channels, *spatial): as asked for, or as a timm model states it."""
     if asked is None:
-        config = getattr(model, "pretrained_cfg", None)
-        stated = config.get("input_size") if isinstance(config, Mapping) else None
-        channels = getattr(model, "_model_args", {}).get("in_chans")  # as timm was asked; its config still says 3
-        return (channels or stated[0], *stated[1:]) if stated else None
+        return _stated_input_size(model)
     sides = asked if isinstance(asked, Sequence) else ()
     if not 2 <= len(sides) <= 4 or any(not isinstance(side, int) or side < 1 for side in sides):
-        raise PlanError(f"input size {asked!r} must be channels and spatial sizes, such as (3, 224, 224)")
+        raise PlanError(
+            f"input size {asked!r} must be channels and spatial sizes, such as (3, 224, 224)"
+        )
     if len(asked) not in (dims, dims + 1):
-        raise PlanError(f"input size {size_text(asked)} must be channels and {dims} sides, the model is {dims}-D")
-    return tuple(asked) if len(asked) > dims else (IMAGE_CHANNELS, *asked)
+        raise PlanError(
+            f"input size {size_text(asked)} must be channels and {dims} sides, "
+            f"the model is {dims}-D"
+        )
+    if len(asked) == dims:
+        return (IMAGE_CHANNELS, *asked)
+    return tuple(asked)
+
+
+def _stated_input_size(model: nn.Module) -> tuple[int, ...] | None:
+    """(channels, *spatial) from timm's config of a model; None where there is none."""
+    config = getattr(model, "pretrained_cfg", None)
+    if not isinstance(config, Mapping) or not config.get("input_size"):
+        return None
+    channels, *sides = config["input_size"]
+    # With `in_chans`, timm builds the model for other channels, but its config still says 3.
+    stated_channels = getattr(model, "_model_args", {}).get("in_chans")
+    return (stated_channels or channels, *sides)

@@ -1,4 +1,7 @@
-"""Build a model from a name such as "timm:convnext_tiny", and say which run no code, open no file, use no network."""
+"""Build a model from a name such as "timm:convnext_tiny".
+
+Names of timm and torchvision run no code of the user's, open no file and use no network.
+"""
 
 import contextlib
 import importlib
@@ -28,65 +31,109 @@ from .running import seeded
 
 REGISTRIES = ("timm", "torchvision")
 FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself loads these
-LIBRARIES = (*REGISTRIES, *FOREIGN_SOURCES)  # whose code builds the model; all others are the user's own
-TIMM_ARCHITECTURE = "dcls_convert"  # our entry in timm's registry; it rebuilds converted models and cannot be converted
+# Sources whose models are built by a library's code; all others run code of the user's.
+LIBRARIES = (*REGISTRIES, *FOREIGN_SOURCES)
+# Our entry in timm's registry. It rebuilds converted models and cannot be converted itself.
+TIMM_ARCHITECTURE = "dcls_convert"
 WEIGHTS_SUFFIXES = (".pth", ".pt", ".safetensors", ".bin", ".ckpt", ".tar")
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet's classifiers; for models that state no size
 USUAL_CLASSES = 1000
 VIDEO_FRAMES = 16  # frames of a clip, for torchvision's video models
-MOST_ARGUMENT = 1_000_000  # of an integer; factories make lists of as many values before they make any module
-NOT_LISTED = ("num_classes", "in_chans")  # one layer each, which costs nothing on meta
-MOST_MODULES = 4_000  # of a registry's network, by its arguments; timm's largest has 1,800
+# Largest integer argument: factories make lists of that length before they make any module.
+MOST_ARGUMENT = 1_000_000
+# Exempt from MOST_ARGUMENT: they size a single layer, and a meta tensor costs nothing.
+UNBOUNDED_ARGUMENTS = ("num_classes", "in_chans")
+MOST_MODULES = 4_000  # modules of a library's model; timm's largest has 1,800
 INSTALL_HINT = "install matching versions together: pip install --upgrade torch torchvision timm"
-# An argument whose name holds one of these words can make a factory open a file or reach the network.
+# An argument whose name holds one of these words can make a factory open a file or reach the
+# network.
 REFUSED_WORDS = frozenset(
-    "cache cfg checkpoint config dir file filename folder hub overlay pretrained root source url weights".split()
+    {
+        "cache",
+        "cfg",
+        "checkpoint",
+        "config",
+        "dir",
+        "file",
+        "filename",
+        "folder",
+        "hub",
+        "overlay",
+        "pretrained",
+        "root",
+        "source",
+        "url",
+        "weights",
+    }
 )
 REFUSED_CHARACTERS = frozenset("/\\:")  # of paths and urls
-FILLING = {getattr(torch.Tensor, f"{name}_") for name in "uniform normal erfinv mul add clamp fill zero".split()}
+# Methods with which factories fill new weights. `_MetaWeights` skips them on meta tensors.
+FILLING_METHODS = {
+    torch.Tensor.uniform_,
+    torch.Tensor.normal_,
+    torch.Tensor.erfinv_,
+    torch.Tensor.mul_,
+    torch.Tensor.add_,
+    torch.Tensor.clamp_,
+    torch.Tensor.fill_,
+    torch.Tensor.zero_,
+}
 
 
-class _EndlessError(ModelError):
-    """A network has too many modules, however it is built."""
+class _TooManyModulesError(ModelError):
+    """The arguments ask for too many modules; building on another device would not help."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
     """How to build a model again."""
 
-    # "timm:convnext_tiny", "torchvision:resnet50", "hf-hub:repo", "local-dir:folder" or "package.module:factory"
+    # "timm:convnext_tiny", "torchvision:resnet50", "hf-hub:repo", "local-dir:folder" or
+    # "package.module:factory"
     name: str
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments for the factory
 
     @property
     def kind(self) -> str:
+        """What stands before the colon: "timm", "hf-hub", or a module of the user's."""
         return self.name.partition(":")[0]
 
 
 def check_source(source: ModelSource) -> None:
-    """Refuse (ModelError) all but models of timm and torchvision by exact names, with arguments that are harmless."""
+    """Check that building the source runs no foreign code, opens no file and uses no network.
+
+    Raises:
+        ModelError: The name is not in the registry of timm or torchvision, or an argument is not
+            a harmless plain value.
+    """
     kind, _, name = source.name.partition(":")
     if kind not in REGISTRIES or not _is_registered(kind, name):
         raise ModelError(
-            f"{shown(source.name)}: is not the name of a model of timm or torchvision. To run code of your own for it, "
-            "pass model=... or trust_code=True (--trust-code)"
+            f"{shown(source.name)}: is not the name of a model of timm or torchvision. "
+            "To run code of your own for it, pass model=... or trust_code=True (--trust-code)"
         )
-    _check_value(source.args, shown(source.name))
+    _check_argument(source.args, shown(source.name))
 
 
-def _check_value(value: Any, where: str) -> None:
+def _check_argument(value: Any, where: str) -> None:
+    """Refuse (ModelError) a value that is not plain, or could name a file; also inside lists."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if not isinstance(name, str) or REFUSED_WORDS & set(name.lower().split("_")):
-                raise ModelError(f"{where}: argument {shown(name)} is not allowed: it could name a file, url or config")
-            if name not in NOT_LISTED or not isinstance(inner, int):
-                _check_value(inner, f"{where}: argument {shown(name)}")
+                raise ModelError(
+                    f"{where}: argument {shown(name)} is not allowed: "
+                    "it could name a file, url or config"
+                )
+            if name not in UNBOUNDED_ARGUMENTS or not isinstance(inner, int):
+                _check_argument(inner, f"{where}: argument {shown(name)}")
     elif isinstance(value, list | tuple):
         for entry in value:
-            _check_value(entry, where)
+            _check_argument(entry, where)
     elif isinstance(value, str):
         if REFUSED_CHARACTERS & set(value):
-            raise ModelError(f"{where}: {shown(value)!r} is not allowed: it could be a path or a url")
+            raise ModelError(
+                f"{where}: {shown(value)!r} is not allowed: it could be a path or a url"
+            )
     elif isinstance(value, int) and value > MOST_ARGUMENT:
         raise ModelError(f"{where} is {shown(value)}; {MOST_ARGUMENT:,} is the most")
     elif value is not None and not isinstance(value, bool | int | float):
@@ -96,7 +143,8 @@ def _check_value(value: Any, where: str) -> None:
 def _is_registered(kind: str, name: str) -> bool:
     if kind == "torchvision":
         return name in _models_of(kind)
-    return name != TIMM_ARCHITECTURE and bool(_import("timm").is_model(name.partition(".")[0]))
+    architecture = name.partition(".")[0]  # before the tag of the weights
+    return name != TIMM_ARCHITECTURE and bool(_import("timm").is_model(architecture))
 
 
 def _models_of(kind: str) -> list[str]:
@@ -106,15 +154,29 @@ def _models_of(kind: str) -> list[str]:
 
 def registry_names() -> list[str]:
     """Every model of both registries: "timm:..." and then "torchvision:...", each sorted."""
-    return [f"{kind}:{name}" for kind in REGISTRIES for name in sorted(_models_of(kind))]
+    names: list[str] = []
+    for kind in REGISTRIES:
+        names += [f"{kind}:{name}" for name in sorted(_models_of(kind))]
+    return names
 
 
 def resolve_model(
-    name: str, *, num_classes: int | None = None, in_chans: int | None = None, pretrained: bool = False
+    name: str,
+    *,
+    num_classes: int | None = None,
+    in_chans: int | None = None,
+    pretrained: bool = False,
 ) -> ModelSource:
-    """What a MODEL of the command line means: timm first, then torchvision; ModelError for no model, or its options."""
-    stated = {"num_classes": num_classes, "in_chans": in_chans}
-    args = {key: value for key, value in stated.items() if value is not None}
+    """Find what a MODEL of the command line means; a bare name is looked up in timm first.
+
+    Raises:
+        ModelError: There is no such model, or it does not take one of the options.
+    """
+    args: dict[str, Any] = {}
+    if num_classes is not None:
+        args["num_classes"] = num_classes
+    if in_chans is not None:
+        args["in_chans"] = in_chans
     prefix, colon, rest = name.partition(":")
     if (colon and not rest) or not name.strip():
         raise ModelError(f"model {name!r} has no name")
@@ -123,35 +185,62 @@ def resolve_model(
         raise ModelError(f"{name}: name the module, not its file: {module}:{rest}")
     if colon and prefix not in REGISTRIES:
         if pretrained and prefix not in FOREIGN_SOURCES:
-            raise ModelError(f"{name}: --pretrained is for timm and torchvision; let the factory load, or --checkpoint")
+            raise ModelError(
+                f"{name}: --pretrained is for timm and torchvision; "
+                "let the factory load, or --checkpoint"
+            )
         return ModelSource(name=name, args=args)
-    bare, kinds = (rest, (prefix,)) if colon else (name, REGISTRIES)
-    kind = next((kind for kind in kinds if _is_registered(kind, bare)), None)
+    bare_name = name
+    kinds: tuple[str, ...] = REGISTRIES
+    if colon:
+        bare_name = rest
+        kinds = (prefix,)
+    kind = next((kind for kind in kinds if _is_registered(kind, bare_name)), None)
     if kind is None:
-        _check_mistaken(name)
-        known = [other for kind in kinds for other in _models_of(kind)]
-        raise ModelError(f"no model {name!r}{did_you_mean(bare, known, 3)}")
-    source = ModelSource(name=f"{kind}:{bare}", args=args)
-    architecture, dot, tag = bare.partition(".")
-    if kind == "timm" and dot:
-        tags = [known.partition(".")[2] for known in _import("timm").list_pretrained(f"{architecture}.*")]
-        if tag not in tags:
-            raise ModelError(f"timm:{architecture} has no weights tagged {tag!r}; tags: {', '.join(tags) or 'none'}")
-    elif kind == "torchvision" and in_chans is not None:
-        raise ModelError(f"{source.name} has a fixed number of input channels; --in-chans is for timm")
+        _explain_wrong_model(name)
+        known: list[str] = []
+        for registry in kinds:
+            known += _models_of(registry)
+        raise ModelError(f"no model {name!r}{did_you_mean(bare_name, known, 3)}")
+    if kind == "timm":
+        _check_timm_tag(bare_name)
+    source = ModelSource(name=f"{kind}:{bare_name}", args=args)
+    if kind == "torchvision" and in_chans is not None:
+        raise ModelError(
+            f"{source.name} has a fixed number of input channels; --in-chans is for timm"
+        )
     return source
 
 
-def _check_mistaken(name: str) -> None:
-    """Refuse (ModelError) what is no name of a model, with what it is and how it is to be given."""
+def _check_timm_tag(name: str) -> None:
+    """Refuse (ModelError) "architecture.tag" where timm has no weights with this tag."""
+    architecture, dot, tag = name.partition(".")
+    if not dot:
+        return
+    tagged_names = _import("timm").list_pretrained(f"{architecture}.*")
+    tags = [tagged.partition(".")[2] for tagged in tagged_names]
+    if tag not in tags:
+        raise ModelError(
+            f"timm:{architecture} has no weights tagged {tag!r}; tags: {', '.join(tags) or 'none'}"
+        )
+
+
+def _explain_wrong_model(name: str) -> None:
+    """Raise a ModelError that says what `name` is instead of a model, and how to pass it.
+
+    It may be a folder, a weights file or a name on the hub. For any other name, nothing is raised.
+    """
     path = Path(name)
     if (path / "config.json").is_file():
         raise ModelError(
-            f"{name}: is a folder, not a model's name. If dcls-convert wrote it, inspect, verify, fold and diff take "
-            f"it, and dcls_convert.load_converted loads it; another one of timm's is local-dir:{name}"
+            f"{name}: is a folder, not a model's name. If dcls-convert wrote it, inspect, verify, "
+            "fold and diff take it, and dcls_convert.load_converted loads it; "
+            f"another one of timm's is local-dir:{name}"
         )
     if path.suffix in WEIGHTS_SUFFIXES:
-        raise ModelError(f"{name}: is a file of weights; name the model, and give --checkpoint {name}")
+        raise ModelError(
+            f"{name}: is a file of weights; name the model, and give --checkpoint {name}"
+        )
     if "/" in name:
         raise ModelError(f"no model {name!r}; one of the hub is hf-hub:{name}")
 
@@ -165,94 +254,147 @@ def build_model(
     offline: bool = False,
     trust_code: bool = False,
 ) -> nn.Module:
-    """Build the model, in the mode (training or eval) that its factory leaves it in; DclsConvertError where it cannot.
+    """Build the model, in the mode (training or eval) in which its factory leaves it.
 
-    On "meta", at least the weights are there, or else all is on the CPU. Without a seed, global generators are used.
+    Args:
+        source: What to build.
+        pretrained: Load the library's pretrained weights.
+        device: "cpu" or "meta". "meta" puts at least the parameters on meta; a model that cannot
+            be built so is built on the CPU.
+        seed: Of the random initialisation; None uses the global generators.
+        offline: Download nothing; a model of the hub must be in the local cache.
+        trust_code: Build sources that `check_source` refuses.
+
+    Raises:
+        DclsConvertError: The source is not trusted, or the model cannot be built.
     """
     if not trust_code:
         check_source(source)
     if source.kind == "hf-hub":
         _check_hub(source.name, offline=offline)
     if source.kind == "local-dir":
-        path = Path(source.name.partition(":")[2]) / "config.json"
-        if not isinstance(read_json(path, f"{source.name}: {path}").get("architecture"), str):
-            raise ModelError(f"{source.name}: {path} names no architecture; it is not a config of timm")
+        _check_local_folder(source.name)
     with seeded(seed), warnings.catch_warnings(action="ignore"):
-        # All on meta; or where the factory calculates with tensors, the weights alone.
-        ways = (torch.device("meta"), contextlib.nullcontext()) if device == "meta" and not pretrained else ()
-        for way in ways:
-            try:
-                with way, _MetaWeights():
-                    return _build(source, pretrained=False)
-            except _EndlessError:
-                raise
-            except ModelError:  # if not due to the way of building, it is repeated, and reported, on the CPU
-                pass
-        with seeded(seed):
+        if device == "meta" and not pretrained:
+            meta = _build_on_meta(source)
+            if meta is not None:
+                return meta
+        with seeded(seed):  # attempts on meta may have drawn random numbers
             model = _build(source, pretrained=pretrained)
-    if not _new_parameters_are_on_meta() and any(parameter.is_meta for parameter in model.parameters()):
-        raise ModelError(f"{source.name}: was built on the meta device, without weights; build it on the CPU")
+    has_meta_parameters = any(parameter.is_meta for parameter in model.parameters())
+    if has_meta_parameters and not _new_parameters_are_on_meta():
+        raise ModelError(
+            f"{source.name}: was built on the meta device, without weights; build it on the CPU"
+        )
     return model
 
 
+def _check_local_folder(name: str) -> None:
+    """Refuse (ModelError) a folder whose config names no architecture of timm's."""
+    path = Path(name.partition(":")[2]) / "config.json"
+    if not isinstance(read_json(path, f"{name}: {path}").get("architecture"), str):
+        raise ModelError(f"{name}: {path} names no architecture; it is not a config of timm")
+
+
+def _build_on_meta(source: ModelSource) -> nn.Module | None:
+    """Build the model with its parameters on meta; None where the factory cannot do this."""
+    # First everything on meta. A factory that calculates with tensors needs real ones: then the
+    # parameters alone.
+    meta_strategies = (torch.device("meta"), contextlib.nullcontext())
+    for strategy in meta_strategies:
+        try:
+            with strategy, _MetaWeights():
+                return _build(source, pretrained=False)
+        except _TooManyModulesError:
+            raise
+        except ModelError:
+            continue  # an error that is not due to meta occurs again on the CPU, and is reported
+    return None
+
+
 def _new_parameters_are_on_meta() -> bool:
-    """Whether the caller is inside `torch.device("meta")` or accelerate's `init_empty_weights()`."""
+    """Whether the caller uses `torch.device("meta")` or accelerate's `init_empty_weights()`."""
     return nn.PReLU().weight.is_meta  # a module that draws no random numbers
 
 
 def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
-    kind, _, name = source.name.partition(":")
-    count = itertools.count(1)
-
-    def refuse_endless(*_: object) -> None:
-        """A depth of a million, for example."""
-        if next(count) > MOST_MODULES:
-            raise _EndlessError(f"{source.name}: its arguments ask for more than {MOST_MODULES:,} modules")
-
-    bound = register_module_module_registration_hook(refuse_endless) if kind in LIBRARIES else contextlib.nullcontext()
     try:
-        with bound, _without_retries() if pretrained or kind in FOREIGN_SOURCES else contextlib.nullcontext():
-            if kind == "torchvision":
-                models, args = _import("torchvision.models"), source.args
-                if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
-                    args = {**args, "weights_backbone": None}  # torchvision downloads a backbone by default
-                if pretrained and "num_classes" in args:  # torchvision refuses it
-                    model = _with_another_head(
-                        models.get_model(name, weights="DEFAULT"), models.get_model(name, **args)
-                    )
-                else:
-                    model = models.get_model(name, weights="DEFAULT" if pretrained else None, **args)
-            elif kind == "timm" or kind in FOREIGN_SOURCES:
-                target = name if kind == "timm" else source.name
-                model = _import("timm").create_model(target, pretrained=pretrained, **source.args)
-            else:
-                model = _build_own(source)
+        model = _run_factory(source, pretrained=pretrained)
     except DclsConvertError:
         raise
     except SystemExit as error:
         problem = f"its factory leaves the program (SystemExit {one_line(error)[:200]})"
         raise ModelError(f"{source.name}: {problem}") from error
-    except Exception as error:  # what timm, torchvision, the hub or the user's factory raise has no common base
-        if pretrained and type(error).__name__ in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
-            raise ModelError(f"{source.name}: cannot download its pretrained weights; are you online?") from error
+    except Exception as error:  # timm, torchvision, the hub and the user's code share no base
+        kind_of_error = type(error).__name__
+        offline_errors = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
+        if pretrained and kind_of_error in offline_errors:
+            raise ModelError(
+                f"{source.name}: cannot download its pretrained weights; are you online?"
+            ) from error
         what = "its pretrained weights cannot be loaded" if pretrained else "cannot be built"
-        raise ModelError(f"{source.name}: {what}: {type(error).__name__}: {one_line(error)[:300]}") from error
+        raise ModelError(
+            f"{source.name}: {what}: {kind_of_error}: {one_line(error)[:300]}"
+        ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"{source.name}: gives a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
-def _with_another_head(pretrained: nn.Module, model: nn.Module) -> nn.Module:
-    """The model with the other one's weights but for its classifier, which starts afresh as timm's do."""
-    own = shapes_of(model)
-    state = {name: tensor for name, tensor in pretrained.state_dict().items() if own.get(name) == tensor.shape}
-    model.load_state_dict(state, strict=False)
-    if hasattr(pretrained, "transform_input"):  # of Inceptions, as their weights need it
-        model.transform_input = pretrained.transform_input
+def _run_factory(source: ModelSource, *, pretrained: bool) -> Any:
+    """Call what builds the model, with a limit on a library's number of modules."""
+    kind, _, name = source.name.partition(":")
+    module_numbers = itertools.count(1)
+
+    def count_module(*_: object) -> None:
+        if next(module_numbers) > MOST_MODULES:  # for example a depth of a million
+            raise _TooManyModulesError(
+                f"{source.name}: its arguments ask for more than {MOST_MODULES:,} modules"
+            )
+
+    with contextlib.ExitStack() as contexts:
+        if kind in LIBRARIES:
+            contexts.enter_context(register_module_module_registration_hook(count_module))
+        if pretrained or kind in FOREIGN_SOURCES:
+            contexts.enter_context(_offline_if_unreachable())
+        if kind == "torchvision":
+            return _build_torchvision(name, source.args, pretrained=pretrained)
+        if kind in LIBRARIES:
+            name_for_timm = name if kind == "timm" else source.name
+            timm = _import("timm")
+            return timm.create_model(name_for_timm, pretrained=pretrained, **source.args)
+        return _build_own(source)
+
+
+def _build_torchvision(name: str, args: dict[str, Any], *, pretrained: bool) -> nn.Module:
+    models = _import("torchvision.models")
+    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
+        args = {**args, "weights_backbone": None}  # by default, a backbone is downloaded
+    model: nn.Module
+    if pretrained and "num_classes" in args:  # torchvision refuses the two together
+        with_weights = models.get_model(name, weights="DEFAULT")
+        model = models.get_model(name, **args)
+        _copy_all_but_the_head_(with_weights, model)
+    else:
+        model = models.get_model(name, weights="DEFAULT" if pretrained else None, **args)
     return model
 
 
+def _copy_all_but_the_head_(pretrained: nn.Module, model: nn.Module) -> None:
+    """Give `model` all pretrained tensors that have its shapes; a head of other shape stays new."""
+    shapes = shapes_of(model)
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in pretrained.state_dict().items():
+        if shapes.get(name) == tensor.shape:
+            state[name] = tensor
+    model.load_state_dict(state, strict=False)
+    # Pretrained Inceptions were trained on inputs that the model itself normalises again.
+    if hasattr(pretrained, "transform_input"):
+        model.transform_input = pretrained.transform_input
+
+
 def _build_own(source: ModelSource) -> Any:
+    """Import the user's module, the current folder included, and call its factory."""
     module_name, _, attribute = source.name.partition(":")
     here = os.getcwd()
     sys.path.insert(0, here)
@@ -272,14 +414,15 @@ def _build_own(source: ModelSource) -> Any:
 
 
 @contextlib.contextmanager
-def _without_retries() -> Iterator[None]:
-    """Where the hub's name is not known to the network, its client looks into its cache alone, and does not try again.
+def _offline_if_unreachable() -> Iterator[None]:
+    """Inside, huggingface_hub is in offline mode if DNS cannot resolve the hub's name.
 
-    Behind a proxy, that knows the name.
+    Otherwise it would retry for a minute. A proxy resolves names itself, so nothing is checked
+    behind one.
     """
     from huggingface_hub import constants
 
-    before: bool = constants.HF_HUB_OFFLINE
+    offline_before: bool = constants.HF_HUB_OFFLINE
     try:
         if not urllib.request.getproxies():
             socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, None)
@@ -288,40 +431,57 @@ def _without_retries() -> Iterator[None]:
     try:
         yield
     finally:
-        constants.HF_HUB_OFFLINE = before
+        constants.HF_HUB_OFFLINE = offline_before
 
 
-@_without_retries()
+@_offline_if_unreachable()
 def _check_hub(name: str, *, offline: bool) -> None:
-    """Fetch a repository's config, or find it in the cache. timm would too, but is called again for other devices."""
+    """Check (ModelError) that a repository of the hub has a config, or that the cache holds it.
+
+    timm would fetch the config too, but it is called once for each device that is tried.
+    """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-    timm, repository = _import("timm"), name.partition(":")[2]
-    id_, _, revision = repository.partition("@")
+    timm = _import("timm")
+    repository = name.partition(":")[2]
+    repository_id, _, revision = repository.partition("@")
     try:
         if not offline:
             timm.models.load_model_config_from_hf(repository)
-        elif not isinstance(try_to_load_from_cache(id_, "config.json", revision=revision or None), str):
-            raise ModelError(f"{name}: its config is not in the local cache, and a dry run downloads nothing")
+            return
+        cached = try_to_load_from_cache(repository_id, "config.json", revision=revision or None)
     except DclsConvertError:
         raise
-    except Exception as error:  # the hub's, of its HTTP client, or of a config that is no JSON
-        # The hub's client gives the reason for a file that it lacks as a cause.
-        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
-        problem = f"{type(cause).__name__}: {one_line(cause)[:300]}"
-        if isinstance(cause, RepositoryNotFoundError):
+    except Exception as error:  # of the hub, of its HTTP client, or of a config that is not JSON
+        # For a missing file, huggingface_hub keeps the reason as the cause.
+        reason: BaseException = error
+        if isinstance(error, LocalEntryNotFoundError) and error.__cause__:
+            reason = error.__cause__
+        problem = f"{type(reason).__name__}: {one_line(reason)[:300]}"
+        if isinstance(reason, RepositoryNotFoundError):
             problem = (
-                f"{constants.ENDPOINT} has no such repository, or it is private and there is no token for it (HF_TOKEN)"
+                f"{constants.ENDPOINT} has no such repository, "
+                "or it is private and there is no token for it (HF_TOKEN)"
             )
         raise ModelError(f"{name}: cannot be built: {problem}") from error
+    if not isinstance(cached, str):
+        raise ModelError(
+            f"{name}: its config is not in the local cache, and a dry run downloads nothing"
+        )
 
 
 class _MetaWeights(TorchFunctionMode):
-    """`torch.empty`, which makes weights, gives meta tensors, never filled; what a factory calculates is real."""
+    """Makes `torch.empty` give meta tensors, and skips filling them.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func in FILLING and args[0].is_meta:  # torch would calculate shapes in Python, operation by operation
+    Factories make their weights with `torch.empty`; tensors that they calculate with stay real.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Without this, torch would calculate shapes in Python, one operation after another.
+        if func in FILLING_METHODS and args[0].is_meta:
             return args[0]
         kwargs = kwargs or {}
         if func is torch.empty and kwargs.get("device") is None:
@@ -330,48 +490,75 @@ class _MetaWeights(TorchFunctionMode):
 
 
 def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
-    """(channels, *spatial); None for timm's models, which state it themselves, and the user's own in 1-D and 3-D."""
-    if source.kind == "timm" or source.kind in FOREIGN_SOURCES or getattr(model, "pretrained_cfg", None):
+    """The input size (channels, *spatial) for a model that does not carry it, as timm's do.
+
+    None for timm's models, and for the user's own in 1-D and 3-D, whose usual size is not known.
+    """
+    is_timm = source.kind == "timm" or source.kind in FOREIGN_SOURCES
+    if is_timm or getattr(model, "pretrained_cfg", None):
         return None
     if source.kind == "torchvision":
-        models, name = _import("torchvision.models"), source.name.partition(":")[2]
-        family = models.get_model_builder(name).__module__.removeprefix(models.__name__ + ".").partition(".")[0]
-        if family == "detection":  # these scale their images: take the size that they scale to
-            scaling: Any = model.transform
-            return (3, *(scaling.fixed_size or (scaling.min_size[-1],) * 2))
-        if isinstance(side := getattr(model, "image_size", None), int):  # transformers are built for one size
-            return (3, side, side)
-        weights = getattr(models.get_model_weights(name), "DEFAULT", None)  # they are not downloaded
-        transforms = weights.transforms() if weights is not None else None
-        stated = getattr(transforms, "crop_size", None) or getattr(transforms, "resize_size", None)
-        if not stated:
-            return USUAL_INPUT_SIZE
-        frames = (VIDEO_FRAMES,) if family == "video" else ()
-        return (3, *frames, *(stated * 2)[:2])  # one number stands for both sides
-    convs = [module for module in model.modules() if isinstance(module, AnyConv) and module.in_channels]
-    usual, *sides = USUAL_INPUT_SIZE
-    if max((len(conv.kernel_size) for conv in convs), default=len(sides)) != len(sides):
+        return _torchvision_input_size(source.name.partition(":")[2], model)
+    usual_channels, *sides = USUAL_INPUT_SIZE
+    channels: list[int] = []
+    dims = len(sides)
+    convs = [module for module in model.modules() if isinstance(module, AnyConv)]
+    convs = [conv for conv in convs if conv.in_channels]  # a lazy convolution has none yet
+    if convs:
+        channels = [conv.in_channels for conv in convs]
+        dims = max(len(conv.kernel_size) for conv in convs)
+    if dims != len(sides):
         return None
-    channels = [conv.in_channels for conv in convs]
-    return (usual if usual in channels or not channels else channels[0], *sides)
+    if usual_channels in channels or not channels:
+        return USUAL_INPUT_SIZE
+    return (channels[0], *sides)
+
+
+def _torchvision_input_size(name: str, model: nn.Module) -> tuple[int, ...]:
+    """(channels, *spatial) of the images that torchvision's transforms make for this model."""
+    models = _import("torchvision.models")
+    module_name = models.get_model_builder(name).__module__
+    family = module_name.removeprefix(models.__name__ + ".").partition(".")[0]
+    if family == "detection":  # these models scale their images themselves
+        scaling: Any = model.transform
+        return (3, *(scaling.fixed_size or (scaling.min_size[-1],) * 2))
+    side = getattr(model, "image_size", None)
+    if isinstance(side, int):  # vision transformers are built for one size
+        return (3, side, side)
+    weights = getattr(models.get_model_weights(name), "DEFAULT", None)  # without a download
+    transforms = weights.transforms() if weights is not None else None
+    size = getattr(transforms, "crop_size", None) or getattr(transforms, "resize_size", None)
+    if not size:
+        return USUAL_INPUT_SIZE
+    sides = (size[0], size[-1])  # a single number is for both
+    if family == "video":
+        return (3, VIDEO_FRAMES, *sides)
+    return (3, *sides)
 
 
 def known_source(model: nn.Module) -> ModelSource | None:
-    """How timm or torchvision builds a model with these names and shapes, if `check_source` allows it; or None."""
-    config, arguments = getattr(model, "pretrained_cfg", None), getattr(model, "_model_args", None)
+    """Find out from which registry, name and arguments a model was built.
+
+    None where no registry builds a model of these names and shapes, or `check_source` refuses it.
+    """
+    config = getattr(model, "pretrained_cfg", None)
+    stored_args = getattr(model, "_model_args", None)
     architecture = config.get("architecture") if isinstance(config, dict) else None
-    if not isinstance(architecture, str) or not isinstance(arguments, dict):
-        return _of_torchvision(model)
-    args, classes = dict(arguments), getattr(model, "num_classes", None)  # of a head that may be another one by now
+    if not isinstance(architecture, str) or not isinstance(stored_args, dict):
+        return _torchvision_source(model)
+    args = dict(stored_args)
+    classes = getattr(model, "num_classes", None)  # the head may have been replaced since
     if isinstance(config, dict) and classes not in (None, config.get("num_classes")):
         args["num_classes"] = classes
     source = ModelSource(name=f"timm:{architecture}", args=args)
     try:
         check_source(source)
-        built = build_model(source, device="meta")
+        rebuilt = build_model(source, device="meta")
     except ModelError:
         return None
-    return source if shapes_of(built) == shapes_of(model) else None
+    if shapes_of(rebuilt) != shapes_of(model):
+        return None
+    return source
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
@@ -379,19 +566,24 @@ def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
-def _of_torchvision(model: nn.Module) -> ModelSource | None:
-    """The model of torchvision's registry that is built of the same modules, with the same settings."""
-    if not type(model).__module__.startswith("torchvision.models."):
+def _torchvision_source(model: nn.Module) -> ModelSource | None:
+    """The model of torchvision's registry that has the same modules with the same settings."""
+    model_module = type(model).__module__
+    if not model_module.startswith("torchvision.models."):
         return None
-    models, same = _import("torchvision.models"), repr(model)
-    heads = [module.out_features for module in model.modules() if isinstance(module, nn.Linear)]
-    args = {"num_classes": heads[-1]} if heads and heads[-1] != USUAL_CLASSES else {}
+    models = _import("torchvision.models")
+    args: dict[str, Any] = {}
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if linears and linears[-1].out_features != USUAL_CLASSES:
+        args["num_classes"] = linears[-1].out_features
+    structure = repr(model)
     for name in models.list_models():
-        if models.get_model_builder(name).__module__ == type(model).__module__:
-            source = ModelSource(name=f"torchvision:{name}", args=args)
-            with contextlib.suppress(ModelError):
-                if repr(build_model(source, device="meta")) == same:
-                    return source
+        if models.get_model_builder(name).__module__ != model_module:
+            continue
+        source = ModelSource(name=f"torchvision:{name}", args=args)
+        with contextlib.suppress(ModelError):
+            if repr(build_model(source, device="meta")) == structure:
+                return source
     return None
 
 
@@ -401,4 +593,6 @@ def _import(name: str) -> ModuleType:
         with warnings.catch_warnings(action="ignore"):
             return importlib.import_module(name)
     except (ImportError, RuntimeError, AttributeError, OSError) as error:
-        raise ModelError(f"{name} cannot be imported: {one_line(error)[:200]}; {INSTALL_HINT}") from error
+        raise ModelError(
+            f"{name} cannot be imported: {one_line(error)[:200]}; {INSTALL_HINT}"
+        ) from error

@@ -1,16 +1,20 @@
-"""The stage of each convolution, as timm names it or the model's structure shows it; each works at one resolution."""
+"""The stage of each convolution: as timm names it, or as the model's structure shows it.
+
+A stage is a part of the network that works at one resolution.
+"""
 
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from itertools import accumulate, takewhile
+from functools import partial
 
 from torch import nn
 
 from ..depthwise.geometry import size_text
 
-# The deepest stems have this many spatial convolutions. A "stem" with more is a backbone (hybrids of ResNet and ViT).
+# The deepest stems have this many spatial convolutions. A "stem" with more is a backbone (hybrid
+# of ResNet and ViT).
 MOST_STEM_CONVS = 8
 MOST_STRIDES_OF_A_STAGE = 2  # its own, and that of its input
 
@@ -20,114 +24,205 @@ OutputStride = tuple[int, ...]  # input cells for one output cell, per axis
 def find_stages(
     model: nn.Module, strides: Mapping[str, OutputStride], spatial: Set[str]
 ) -> tuple[str, Callable[[str], str | None], Callable[[str], bool]]:
-    """How the stages were found, a module's stage, and whether it is in the stem; the latter by its qualified name."""
-    # Only `spatial` convolutions name stages: a 1x1 before a strided one still works at the previous resolution.
+    """Find the stages of a model.
+
+    Args:
+        model: The model, before conversion.
+        strides: Output stride of each convolution, by its name; empty if the model is not traced.
+        spatial: Names of the convolutions with a kernel larger than 1. They alone name stages: a
+            1x1 before a strided convolution still works at the previous resolution.
+
+    Returns:
+        How the stages were found, and two functions of a module's qualified name: its stage, and
+        whether it is in the stem.
+    """
     blocks, stems = _timm_patterns(model)
-    if sum(any(stem.match(name + ".") for stem in stems) for name in spatial) > MOST_STEM_CONVS:
-        stems = []
-
-    def in_stem(name: str) -> bool:
-        return any(stem.match(name + ".") for stem in stems)
-
-    def stage_by_timm(name: str) -> str | None:
-        matches = (block.match(name + ".") for block in blocks)
-        return next((match.group(0).rstrip(".") for match in matches if match and match.groups()), None)
-
+    in_stem = partial(_matches_any, stems)
+    if sum(map(in_stem, spatial)) > MOST_STEM_CONVS:
+        in_stem = partial(_matches_any, [])
     if blocks:
-        return "timm's group_matcher", stage_by_timm, in_stem
+        return "timm's group_matcher", partial(_stage_by_timm, blocks), in_stem
     if strides:
         outside = {name: stride for name, stride in strides.items() if not in_stem(name)}
         stages = _stages_from_structure(outside, spatial)
         return "output stride and module path", stages.get, in_stem
     parent = common_parent(spatial)
-    depth = len(parent.split(".")) if parent else 0
+    common_depth = 0
+    if parent:
+        common_depth = parent.count(".") + 1
+    return "module path", partial(_stage_by_path, common_depth), in_stem
 
-    def stage_by_path(name: str) -> str | None:
-        """The number of a module that holds all convolutions, and does not count its children, is a version."""
-        parts = name.split(".")
-        numbered = [index for index, part in enumerate(parts[:-1], start=1) if part[-1:].isdigit()]
-        counts = {index for index in numbered if parts[index - 1].isdigit() or parts[index].isdigit()}
-        first = [index for index in numbered if index > depth or index in counts] or numbered
-        return ".".join(parts[: next(iter(first), 0)]) or None
 
-    return "module path", stage_by_path, in_stem
+def _matches_any(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
+    return any(pattern.match(name + ".") for pattern in patterns)
+
+
+def _stage_by_timm(blocks: Sequence[re.Pattern[str]], name: str) -> str | None:
+    for block in blocks:
+        match = block.match(name + ".")
+        if match and match.groups():
+            return match.group(0).rstrip(".")
+    return None
+
+
+def _stage_by_path(common_depth: int, name: str) -> str | None:
+    """The path of a module up to its first part that ends in a digit.
+
+    In the modules that hold all convolutions (the first `common_depth` parts), such a number is a
+    version ("net3") and is skipped, unless it counts modules ("features.0"). If there is no other
+    number, the first version is taken.
+    """
+    parts = name.split(".")
+    up_to_version: str | None = None
+    for length, part in enumerate(parts[:-1], start=1):
+        if not part[-1:].isdigit():
+            continue
+        path = ".".join(parts[:length])
+        counts = part.isdigit() or parts[length].isdigit()
+        if counts or length > common_depth:
+            return path
+        if up_to_version is None:
+            up_to_version = path
+    return up_to_version
 
 
 def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> OutputStride:
-    """Input cells for one output cell on each axis, rounded to a power of two: borders turn 8 into 8.5."""
-    ratios = (entered / left for entered, left in zip(input_size, output_size, strict=True))
-    return tuple(2 ** max(0, round(math.log2(ratio))) for ratio in ratios)
+    """Input cells for one output cell on each axis, rounded to a power of two.
+
+    Convolutions without padding lose cells at the borders: the ratio may be 8.5 for a stride of 8.
+    """
+    strides: list[int] = []
+    for input_side, output_side in zip(input_size, output_size, strict=True):
+        exponent = round(math.log2(input_side / output_side))
+        strides.append(2 ** max(0, exponent))
+    return tuple(strides)
 
 
 def common_parent(names: Iterable[str]) -> str:
     """The lowest module that holds all of these modules."""
-    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, levels))
+    parents = [name.split(".")[:-1] for name in names]
+    shared: list[str] = []
+    for parts in zip(*parents, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
 
 
 def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
-    """Patterns of the stages, none where the model names only blocks, and patterns of the stem."""
+    """Patterns of the stages and of the stem, from timm's `group_matcher`.
+
+    There are none for stages where the model groups its blocks alone.
+    """
     blocks: list[re.Pattern[str]] = []
     stems: list[re.Pattern[str]] = []
     try:
-        coarse, fine = model.group_matcher(coarse=True), model.group_matcher(coarse=False)  # type: ignore[operator]
+        coarse = model.group_matcher(coarse=True)  # type: ignore[operator]
+        fine = model.group_matcher(coarse=False)  # type: ignore[operator]
         for group, specs in coarse.items():
-            for spec in [specs] if isinstance(specs, str) else specs:
-                pattern, ordinal = (spec, None) if isinstance(spec, str) else spec
-                if ordinal is None:  # in timm's convention, a pattern with a number is for the head
-                    (stems if group.startswith("stem") else blocks).append(re.compile(pattern))
+            if isinstance(specs, str):
+                specs = [specs]
+            for spec in specs:
+                if isinstance(spec, str):
+                    pattern = spec
+                else:
+                    pattern, number = spec
+                    if number is not None:  # in timm's convention, this is the head
+                        continue
+                patterns = stems if group.startswith("stem") else blocks
+                patterns.append(re.compile(pattern))
     except Exception:  # the model's own code; without a usable matcher, the structure decides
         return [], []
-    return ([] if coarse == fine else blocks), stems
+    if coarse == fine:
+        return [], stems
+    return blocks, stems
 
 
-def _stages_from_structure(strides: Mapping[str, OutputStride], spatial: Set[str]) -> dict[str, str]:
-    """Containers with numbers in their names ("layer1"); where they only count ("features.0"), children by stride."""
+def _stages_from_structure(
+    strides: Mapping[str, OutputStride], spatial: Set[str]
+) -> dict[str, str]:
+    """Convolution -> stage.
+
+    A stage is a module with a number in its name ("layer1"). Where modules are only counted
+    ("features.0"), the children of a container with the same output stride are a stage.
+    """
     stages: dict[str, str] = {}
+    # By container and output stride: the convolutions in its counted children.
     counted: dict[tuple[str, OutputStride], list[str]] = {}
     versions = _versions(strides)
     for name, stride in strides.items():
-        container, counts = _container(name, versions)
-        if container is not None and counts:
+        container, is_counted = _container(name, versions)
+        if container is None:
+            continue
+        if is_counted:
             counted.setdefault((container, stride), []).append(name)
-        elif container is not None:
-            stages[name] = container
-    children: dict[tuple[str, OutputStride], set[str]] = {}  # such as "features.3" for ("features", (8, 8))
-    for key, names in counted.items():
-        depth = key[0].count(".") + 2 if key[0] else 1
-        if named := {".".join(name.split(".")[:depth]) for name in names if name in spatial}:
-            children[key] = named
-    uses = Counter(child for named in children.values() for child in named)
-    for (container, stride), named in children.items():
-        names, child = counted[container, stride], next(iter(named))
-        if len(named) == 1 and uses[child] == 1 and child not in names:
-            stage = child
         else:
-            stage = f"{container}/stride{size_text(stride if len(set(stride)) > 1 else stride[:1])}".lstrip("/")
-        stages |= dict.fromkeys(names, stage)
+            stages[name] = container
+    # By the same keys: the children that hold spatial convolutions, such as "features.3" for
+    # ("features", (8, 8)).
+    children: dict[tuple[str, OutputStride], set[str]] = {}
+    for (container, stride), names in counted.items():
+        depth_of_child = container.count(".") + 2 if container else 1
+        for name in names:
+            if name in spatial:
+                child = ".".join(name.split(".")[:depth_of_child])
+                children.setdefault((container, stride), set()).add(child)
+    strides_of_child: Counter[str] = Counter()
+    for children_of_stride in children.values():
+        strides_of_child.update(children_of_stride)
+    for (container, stride), children_of_stride in children.items():
+        names = counted[container, stride]
+        stage = _stride_stage(container, stride)
+        if len(children_of_stride) == 1:
+            (child,) = children_of_stride
+            if strides_of_child[child] == 1 and child not in names:
+                stage = child
+        for name in names:
+            stages[name] = stage
     return stages
 
 
+def _stride_stage(container: str, stride: OutputStride) -> str:
+    """The name of a stage that is no single module: "features/stride8"."""
+    if len(set(stride)) == 1:
+        stride = stride[:1]
+    return f"{container}/stride{size_text(stride)}".lstrip("/")
+
+
 def _versions(strides: Mapping[str, OutputStride]) -> set[str]:
-    """Modules whose number is a version ("convnextv2"): of three output strides and more, and not one of a series."""
-    inside: dict[str, set[OutputStride]] = {}
+    """Modules whose number is a version ("convnextv2").
+
+    They have convolutions of three or more output strides, and are not one of a series of modules.
+    """
+    strides_inside: dict[str, set[OutputStride]] = {}
     for name, stride in strides.items():
-        for path in accumulate(name.split(".")[:-1], "{}.{}".format):
-            inside.setdefault(path, set()).add(stride)
-    # "net.layer12" -> "net.layer#", the same for all modules of a series
-    series = {path: re.sub(r"\d+(?=[^.]*$)", "#", path) for path in inside}
+        parts = name.split(".")
+        for length in range(1, len(parts)):
+            path = ".".join(parts[:length])
+            strides_inside.setdefault(path, set()).add(stride)
+    # "net.layer12" -> "net.layer#", which is the same for all modules of a series.
+    series = {path: re.sub(r"\d+(?=[^.]*$)", "#", path) for path in strides_inside}
     members = Counter(series.values())
-    return {path for path in inside if len(inside[path]) > MOST_STRIDES_OF_A_STAGE and members[series[path]] == 1}
+    versions: set[str] = set()
+    for path, inside in strides_inside.items():
+        if len(inside) > MOST_STRIDES_OF_A_STAGE and members[series[path]] == 1:
+            versions.add(path)
+    return versions
 
 
 def _container(name: str, versions: Set[str]) -> tuple[str | None, bool]:
-    """The outermost module with a number in its name, or that counts its children, and whether it is the latter."""
+    """The outermost module that has a number in its name, or that counts its children.
+
+    The second value says whether it counts them. (None, False) if there is no such module.
+    """
     parts = name.split(".")
     for index, part in enumerate(parts):
-        if ".".join(parts[: index + 1]) in versions:
+        path = ".".join(parts[: index + 1])
+        if path in versions:
             continue
         if part.isdigit():
             return ".".join(parts[:index]), True
-        if index + 1 < len(parts) and any(character.isdigit() for character in part):
-            return ".".join(parts[: index + 1]), False
+        is_module = index + 1 < len(parts)
+        if is_module and any(character.isdigit() for character in part):
+            return path, False
     return None, False

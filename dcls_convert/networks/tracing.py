@@ -1,4 +1,4 @@
-"""What a model's convolutions see, and what it costs: a meta copy of it is run, never the model itself."""
+"""What a model's convolutions see, and what it costs: found on a meta copy, never by running it."""
 
 import contextlib
 import copy
@@ -18,8 +18,10 @@ from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..options import INTERPOLATIONS
 from .outputs import tensors_in
 
-ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")  # of torchvision: all their convolutions are in backbone and head
-Windows = Mapping[str, tuple[Sequence[int], Sequence[int]]]  # name of a convolution -> (dilated size, dense axes)
+# Detectors of torchvision that have all their convolutions in backbone and head.
+ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
+# Name of a convolution -> (dilated size, dense axes).
+Windows = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 
 
 @dataclass(slots=True)
@@ -29,7 +31,8 @@ class Calls:
     sizes: list[tuple[int, ...]]  # spatial output size of each call
     input_extent: tuple[int, ...]  # smallest spatial input of any call
     output_positions: int = 0  # spatial positions of all calls, for one image
-    takes_image: bool = False  # whether its input was the image itself, or no convolution was called before it
+    # Whether its input was the image itself, or no convolution was called before it.
+    takes_image: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +42,16 @@ class Trace:
     input_size: tuple[int, ...]  # of the image: channels, *spatial
     calls: dict[str, Calls]  # by the first qualified name of the convolution
     shapes: list[tuple[int, ...]]  # of the tensors that the model returned
-    flops: dict[str, dict[str, int]]  # module name ("" is the model) -> operator -> floating-point operations
+    # Module name ("" is the model) -> operator -> floating-point operations.
+    flops: dict[str, dict[str, int]]
     meta: nn.Module  # the meta copy that ran
 
 
 def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
-    """Send an image (channels, *spatial) through a meta copy in eval mode. Raises what the model's own code does."""
+    """Send an image (channels, *spatial) through a meta copy in eval mode.
+
+    Raises what the model's own code raises.
+    """
     try:
         return _trace(meta_copy(model), input_size)
     except Exception:
@@ -61,90 +68,137 @@ def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
         shapes = _run(meta, input_size, calls)
     prefix = type(meta).__name__ + "."
     counts = counter.get_flop_counts()
-    counts[prefix] = counts.pop("Global", {})
-    flops = {
-        path.removeprefix(prefix): {str(operator).rpartition(".")[2]: int(count) for operator, count in own.items()}
-        for path, own in counts.items()
-    }
+    counts[prefix] = counts.pop("Global", {})  # so that the prefix is removed from all names alike
+    flops: dict[str, dict[str, int]] = {}
+    for path, counts_of_module in counts.items():
+        by_operator: dict[str, int] = {}
+        for operator, count in counts_of_module.items():
+            operator_name = str(operator).rpartition(".")[2]
+            by_operator[operator_name] = int(count)
+        flops[path.removeprefix(prefix)] = by_operator
     return Trace(input_size=tuple(input_size), calls=calls, shapes=shapes, flops=flops, meta=meta)
 
 
 def check_same_shapes(before: Trace | None, windows: Windows) -> None:
-    """Refuse (PlanError) windows that would change an output size: a model may pad outside its convolutions."""
+    """Check that windows change no output size.
+
+    They do where a model pads outside its convolutions. Without a trace, nothing is checked.
+
+    Raises:
+        PlanError: The size of an output changes, or the model does not run.
+    """
     if before is None:
         return
     calls: dict[str, Calls] = {}
     shapes: list[tuple[int, ...]] = []
-    failure = None
-    layers: dict[nn.Module, Any] = {}  # one for a convolution of several names; their kernels are not constructed
+    failure: Exception | None = None
     try:
-        meta = copy.deepcopy(before.meta)
-        for name, (window, dense_axes) in windows.items():
-            conv: Any = before.meta.get_submodule(name)
-            if conv not in layers:
-                layers[conv] = DCLS_LAYERS[len(window)].like(conv, 1, window, INTERPOLATIONS[0], dense_axes)
-                kernel_size = (*conv.weight.shape[:2], *window)
-                layers[conv].kernel = functools.partial(Tensor.new_empty, conv.weight, kernel_size)
-            meta.set_submodule(name, layers[conv])
-        shapes = _run(meta, before.input_size, calls)
+        converted = _with_windows(before.meta, windows)
+        shapes = _run(converted, before.input_size, calls)
     except Exception as error:  # any model code may run here
         failure = error
-    sizes = [(name, old.sizes, calls[name].sizes) for name, old in before.calls.items() if name in calls]
-    for name, olds, news in [*sizes, ("", before.shapes, shapes)]:
-        for old, new in zip(olds, news, strict=False):
-            if old != new:
-                what = f"{shown(name)}: its output" if name else "the model's output"
-                raise PlanError(
-                    f"{what} would be {size_text(new)} instead of {size_text(old)}: the model pads outside its "
-                    "convolutions by an amount that it takes from their kernel size, so larger windows do not fit it"
-                )
+    # After a failure, an output size that changed before it is the better explanation.
+    for name, old_calls in before.calls.items():
+        if name in calls:
+            _check_sizes(f"{shown(name)}: its output", old_calls.sizes, calls[name].sizes)
+    _check_sizes("the model's output", before.shapes, shapes)
     if failure is not None:
-        raise PlanError(f"with these windows, the model would not run any more: {one_line(failure)[:200]}")
+        raise PlanError(
+            f"with these windows, the model would not run any more: {one_line(failure)[:200]}"
+        )
 
 
-def _run(meta: nn.Module, input_size: Sequence[int], calls: dict[str, Calls]) -> list[tuple[int, ...]]:
-    """The shapes of a meta copy's outputs for one image; `calls` gets what each convolution sees, up to an error."""
+def _with_windows(meta: nn.Module, windows: Windows) -> nn.Module:
+    """A copy of a meta model with DCLS layers; their kernels are of the right size, but empty."""
+    converted = copy.deepcopy(meta)
+    layers: dict[nn.Module, Any] = {}  # one for a convolution of several names
+    for name, (window, dense_axes) in windows.items():
+        conv: Any = meta.get_submodule(name)
+        if conv not in layers:
+            layer_class = DCLS_LAYERS[len(window)]
+            layer: Any = layer_class.like(conv, 1, window, INTERPOLATIONS[0], dense_axes)
+            kernel_shape = (*conv.weight.shape[:2], *window)
+            # Constructing the kernel on meta would take longer, for the same shape.
+            layer.kernel = functools.partial(Tensor.new_empty, conv.weight, kernel_shape)
+            layers[conv] = layer
+        converted.set_submodule(name, layers[conv])
+    return converted
+
+
+def _check_sizes(
+    what: str, old_sizes: Sequence[tuple[int, ...]], new_sizes: Sequence[tuple[int, ...]]
+) -> None:
+    """Refuse (PlanError) sizes that differ, and ignore calls that only one of the models made."""
+    for old, new in zip(old_sizes, new_sizes, strict=False):
+        if old != new:
+            raise PlanError(
+                f"{what} would be {size_text(new)} instead of {size_text(old)}: "
+                "the model pads outside its convolutions by an amount that it takes from their "
+                "kernel size, so larger windows do not fit it"
+            )
+
+
+def _run(
+    meta: nn.Module, input_size: Sequence[int], calls: dict[str, Calls]
+) -> list[tuple[int, ...]]:
+    """Run a meta copy with one image, and return the shapes of its outputs.
+
+    What each convolution sees is added to `calls`, also up to an error.
+    """
     image = torch.empty(1, *input_size, dtype=image_dtype(meta), device="meta")
     names = {module: name for name, module in meta.named_modules()}
 
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        entering = args[0] if args else kwargs["input"]
+    def record(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        input = args[0] if args else kwargs["input"]
         dims = len(module.kernel_size)  # type: ignore[arg-type]
-        size, extent = tuple(output.shape[-dims:]), tuple(entering.shape[-dims:])
-        first = not calls
-        seen = calls.setdefault(names[module], Calls([], extent))
-        seen.sizes.append(size)
-        seen.input_extent = tuple(map(min, seen.input_extent, extent))
+        output_size = tuple(output.shape[-dims:])
+        input_extent = tuple(input.shape[-dims:])
+        is_first = not calls
+        conv_calls = calls.setdefault(names[module], Calls([], input_extent))
+        conv_calls.sizes.append(output_size)
+        conv_calls.input_extent = tuple(map(min, conv_calls.input_extent, input_extent))
         batch = output.shape[0] if output.dim() == dims + 2 else 1
-        seen.output_positions += batch * math.prod(size)
-        seen.takes_image = seen.takes_image or first or entering is image
+        conv_calls.output_positions += batch * math.prod(output_size)
+        if is_first or input is image:
+            conv_calls.takes_image = True
 
     with contextlib.ExitStack() as hooks, torch.no_grad(), torch.device("meta"):
         for module in names:
             if isinstance(module, AnyConv | DclsConvNd):
                 hooks.enter_context(module.register_forward_hook(record, with_kwargs=True))
-        return [tuple(tensor.shape) for tensor in tensors_in(_outputs(meta, image))]
+        outputs = tensors_in(_outputs(meta, image))
+    return [tuple(tensor.shape) for tensor in outputs]
 
 
 def _outputs(model: nn.Module, image: Tensor) -> object:
-    """What a model gives for one image (1, C, *spatial); some models of torchvision do not take a batch of images."""
+    """What a model gives for one image (1, C, *spatial).
+
+    Some models of torchvision do not take a batch of images.
+    """
     for base in type(model).__mro__:
         family = base.__module__.partition("torchvision.models.")[2]
         if family == "optical_flow.raft":
             return model(image, image)  # flow is from one image to the next
-        if family.startswith("detection."):
-            if base.__name__ == "GeneralizedRCNN":
-                raise ValueError(f"what a {type(model).__name__} computes depends on how many regions it finds")
-            if base.__name__ in ONE_STAGE_DETECTORS:
-                # Up to the end of its head: the rest, without MACs, sorts boxes by their values.
-                with model.get_submodule("head").register_forward_hook(_stop), contextlib.suppress(_HeadIsDone):
-                    model([image[0]])
-                return None
+        if not family.startswith("detection."):
+            continue
+        if base.__name__ == "GeneralizedRCNN":
+            raise ValueError(
+                f"what a {type(model).__name__} computes depends on how many regions it finds"
+            )
+        if base.__name__ in ONE_STAGE_DETECTORS:
+            # Stop after the head: what follows has no MACs, and sorts boxes by their values, which
+            # a meta copy does not have.
+            hook = model.get_submodule("head").register_forward_hook(_stop)
+            with hook, contextlib.suppress(_HeadIsDone):
+                model([image[0]])
+            return None
     return model(image)
 
 
 class _HeadIsDone(Exception):
-    """Not an error: nothing behind the head is looked at."""
+    """Ends a forward pass after the head; not an error."""
 
 
 def _stop(*_: object) -> None:
@@ -152,16 +206,23 @@ def _stop(*_: object) -> None:
 
 
 def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
-    """A copy in eval mode on meta, without hooks; `real_attributes` keeps plain tensors, which YOLO's models read."""
-    memo: dict[int, Any] = {}
+    """A copy in eval mode on meta, without hooks.
+
+    `real_attributes` copies tensors in plain attributes as they are: YOLO's models read them.
+    """
+    memo: dict[int, Any] = {}  # of copy.deepcopy: id of a tensor -> its copy
     for module in model.modules():
-        # copy.deepcopy refuses those that are computed from parameters (weight_norm, pruning).
-        attributes = () if real_attributes else vars(module).values()
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False), *attributes]:
-            if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+        candidates: list[Any] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not real_attributes:
+            # copy.deepcopy refuses tensors computed from parameters (weight_norm, pruning).
+            candidates += vars(module).values()
+        for tensor in candidates:
+            if not isinstance(tensor, Tensor) or id(tensor) in memo:
+                continue
+            empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=False)
+            memo[id(tensor)] = empty
     meta: nn.Module = copy.deepcopy(model, memo).eval()
     for module in meta.modules():
         vars(module).get("_forward_hooks", {}).clear()
@@ -169,6 +230,12 @@ def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
 
 
 def image_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of the first convolution: in a model of several dtypes, the image meets it first."""
-    convs = [m.weight for m in model.modules() if isinstance(m, AnyConv | DclsConvNd)]
-    return next((weight.dtype for weight in [*convs, *model.parameters()] if weight.is_floating_point()), torch.float32)
+    """The dtype of images for a model: that of its first convolution, or of its first parameter.
+
+    In a model of several dtypes, the image meets the first convolution first.
+    """
+    convs = [module for module in model.modules() if isinstance(module, AnyConv | DclsConvNd)]
+    for weight in [*(conv.weight for conv in convs), *model.parameters()]:
+        if weight.is_floating_point():
+            return weight.dtype
+    return torch.float32

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.ties import names_in_use, release_owner_
+from ..layers.ties import release_owner_, shared_parameter_names
 from ..networks.positions import drop_spare_from_decay_
 from ..networks.running import unchanged_on_failure
 
@@ -59,7 +59,7 @@ def _drop_tied_parameters_(layer: DclsConvNd) -> None:
     owner = layer._owner
     if owner is None:
         return
-    in_use = names_in_use(owner)
+    in_use = shared_parameter_names(owner)
     for name in layer._owner_names.values():
         if name not in in_use:
             owner._parameters.pop(name, None)

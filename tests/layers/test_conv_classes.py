@@ -196,7 +196,7 @@ def test_advice_is_given_where_it_helps_alone(registered):
 
 
 @pytest.mark.parametrize(
-    ("cls", "reason"), [(nn.Linear, "no subclass"), (type("Named", (nn.Conv2d,), {}), "has the forward of Conv2d")]
+    ("cls", "reason"), [(nn.Linear, "not a subclass"), (type("Named", (nn.Conv2d,), {}), "has the forward of Conv2d")]
 )
 def test_what_cannot_or_need_not_be_registered_is_refused(cls, reason):
     with pytest.raises(TypeError, match=reason):
