@@ -1,4 +1,5 @@
-"""Scope "error": how many elements each tie group gets, so that the summed error of all layers is the least."""
+"""Scope "error": how many elements each tie group gets, so that the summed error of all layers is
+the least."""
 
 import contextlib
 import itertools
@@ -38,29 +39,42 @@ def counts_by_error(
     calibration: Calibration | None,
     notify: Notify,
 ) -> tuple[LayerCounts, CalibrationStatistics | None]:
-    """The counts by which the layers' relative errors have the least sum, within the budget of the whole model.
+    """The counts by which the layers' relative errors have the least sum, within the budget of the
+    whole model.
 
-    With images, errors of outputs count instead of those of kernels; what the model has seen in them comes with the
-    counts. Counts that rules state stay. PlanError: the model has no values.
+    With images, errors of outputs count instead of those of kernels; what the model has seen in
+    them comes with the counts. Counts that rules state stay. PlanError: the model has no values.
     """
-    plans = [make_plan(convs, replace(options, scope="model"))]  # whatever it refuses, has no counts
+    plans = [
+        make_plan(convs, replace(options, scope="model"))
+    ]  # whatever it refuses, has no counts
     for scope in ("stage", "layer"):
         with contextlib.suppress(PlanError):  # a unit too small for one element: no candidate
             plans.append(make_plan(convs, replace(options, scope=scope)))
     groups = make_layers(model, plans[0])
     if any(conv.weight.is_meta for group in groups for conv in group.convs):
-        raise PlanError(f"scope {ERROR!r} measures what the kernels lose, and the model is on the meta device")
+        raise PlanError(
+            f"scope {ERROR!r} measures what the kernels lose, and the model is on the meta device"
+        )
     seen = None if calibration is None else measure_inputs(model, groups, calibration, notify)
     count_of = [{layer.name: layer.kernel_count for layer in plan.layers} for plan in plans]
     limit, shares, counts = sum(unit.limit for unit in plans[0].budget), [], dict(count_of[0])
     rules = parse_rules(plans[0].rules_text)
-    stated = {rules.label(index) for index, rule in enumerate(rules.rules) if rule.kernel_count not in (None, AUTO)}
+    stated = {
+        rules.label(index)
+        for index, rule in enumerate(rules.rules)
+        if rule.kernel_count not in (None, AUTO)
+    }
     free = [group for group in groups if group.plans[0].rule not in stated]
     for number, group in enumerate(free):
         notify(f"measuring errors of {group.title}, {number + 1} of {len(free)}", number, len(free))
         roots = None if seen is None else seen.roots(group)
-        shares.append(_share(group, {counts[group.plans[0].name] for counts in count_of}, roots, seed))
-    limit -= sum(_cost(group) * group.plans[0].kernel_count for group in groups if group not in free)
+        shares.append(
+            _share(group, {counts[group.plans[0].name] for counts in count_of}, roots, seed)
+        )
+    limit -= sum(
+        _cost(group) * group.plans[0].kernel_count for group in groups if group not in free
+    )
     for group, count in zip(free, least_error(shares, limit) if free else (), strict=True):
         counts |= {layer.name: count for layer in group.plans}
     return LayerCounts(source=f"scope {ERROR}", counts=counts, solved=True), seen
@@ -93,10 +107,14 @@ def _cost(group: LayerGroup) -> int:
     return group.plans[0].lines * (len(group.plans) + group.plans[0].coordinates)
 
 
-def some_lines(kernels: Sequence[Tensor], roots: Tensor | None, groups: int) -> tuple[list[Tensor], Tensor | None]:
-    """Kernels (O, I, *K) of every n-th channel, and the roots (groups * I, S, S) of these; MOST_LINES, or a few more.
+def some_lines(
+    kernels: Sequence[Tensor], roots: Tensor | None, groups: int
+) -> tuple[list[Tensor], Tensor | None]:
+    """Kernels (O, I, *K) of every n-th channel, and the roots (groups * I, S, S) of these;
+    MOST_LINES, or a few more.
 
-    Outputs of a group are left out first, then inputs, then groups, so that as many of the latter as may be are seen.
+    Outputs of a group are left out first, then inputs, then groups, so that as many of the latter
+    as may be are seen.
     """
     grouped = [torch.unflatten(kernel, 0, (groups, -1)) for kernel in kernels]
     left, nth = math.prod(grouped[0].shape[:3]), [1, 1, 1]
@@ -105,14 +123,18 @@ def some_lines(kernels: Sequence[Tensor], roots: Tensor | None, groups: int) -> 
         left //= nth[axis]
     every = [slice(None, None, step) for step in nth]
     some = [kernel[every[0], every[1], every[2]].flatten(0, 1) for kernel in grouped]
-    return some, None if roots is None else torch.unflatten(roots, 0, (groups, -1))[every[0], every[2]].flatten(0, 1)
+    return some, None if roots is None else torch.unflatten(roots, 0, (groups, -1))[
+        every[0], every[2]
+    ].flatten(0, 1)
 
 
 def least_error(shares: Sequence[Share], limit: int) -> list[int]:
-    """A count of at least 1 for each group, for the least sum of errors within a limit of parameters.
+    """A count of at least 1 for each group, for the least sum of errors within a limit of
+    parameters.
 
-    Between the counts at which errors are measured, they are taken for linear. What is chosen is measured, and the
-    choice made again, until all that is chosen was measured. So the result is no worse than any choice among `tried`.
+    Between the counts at which errors are measured, they are taken for linear. What is chosen is
+    measured, and the choice made again, until all that is chosen was measured. So the result is no
+    worse than any choice among `tried`.
     """
     measured: list[dict[int, float]] = []
     for share in shares:
@@ -121,7 +143,9 @@ def least_error(shares: Sequence[Share], limit: int) -> list[int]:
         measured.append({count: share.error(count) for count in first | set(share.tried)})
     while True:
         chosen = allocate([share.cost for share in shares], [*map(_between, measured)], limit)
-        new = [trio for trio in zip(measured, shares, chosen, strict=True) if trio[2] not in trio[0]]
+        new = [
+            trio for trio in zip(measured, shares, chosen, strict=True) if trio[2] not in trio[0]
+        ]
         if not new:
             return chosen
         for known, share, count in new:
@@ -139,15 +163,19 @@ def _between(known: Mapping[int, float]) -> dict[int, float]:
 
 
 def allocate(costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit: int) -> list[int]:
-    """For each group the count of those in `errors` with the least sum of errors, within a limit of parameters.
+    """For each group the count of those in `errors` with the least sum of errors, within a limit of
+    parameters.
 
-    Exact for every form of the errors, by dynamic programming over the parameters spent. Of equal sums, the one with
-    fewer parameters. Where the limit has more than 2 million units, each group's costs are rounded up to coarser ones:
-    the result then keeps the limit, but a better one may exist.
+    Exact for every form of the errors, by dynamic programming over the parameters spent. Of equal
+    sums, the one with fewer parameters. Where the limit has more than 2 million units, each group's
+    costs are rounded up to coarser ones: the result then keeps the limit, but a better one may
+    exist.
     """
     unit = max(math.gcd(*costs), -(-limit // MOST_UNITS))
     units = limit // unit
-    best = torch.zeros(units + 1, dtype=torch.float64)  # least sum of the groups so far, for at most so many units
+    best = torch.zeros(
+        units + 1, dtype=torch.float64
+    )  # least sum of the groups so far, for at most so many units
     picks = []
     for cost, known in zip(costs, errors, strict=True):
         counts = sorted(known)
