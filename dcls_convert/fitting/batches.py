@@ -1,6 +1,7 @@
 """Algebra of many small matrices at once, (N, P, Q): a matrix for each line.
 
-Lines innermost in memory are the fastest for tiny matrices. All functions take and keep either layout.
+Lines innermost in memory are the fastest for tiny matrices. All functions take and keep either
+layout.
 """
 
 import functools
@@ -42,11 +43,16 @@ def product(one: Tensor, two: Tensor) -> Tensor:
 
 def last_summed(tensor: Tensor) -> Tensor:
     """(N, ..., K) -> (N, ...)."""
-    return functools.reduce(operator.add, tensor.unbind(-1)) if _is_innermost(tensor) else tensor.sum(-1)
+    return (
+        functools.reduce(operator.add, tensor.unbind(-1))
+        if _is_innermost(tensor)
+        else tensor.sum(-1)
+    )
 
 
 def solved(matrix: Tensor, right: Tensor) -> Tensor:
-    """Positive definite (N, P, P), (N, P, Q) -> (N, P, Q), by Gauss-Jordan elimination: LAPACK goes line by line."""
+    """Positive definite (N, P, P), (N, P, Q) -> (N, P, Q), by Gauss-Jordan elimination: LAPACK goes
+    line by line."""
     rows = joined([matrix, right], 2)
     (_eliminate_ if _is_innermost(rows) else _eliminate_blocks_)(rows)
     return rows[:, :, matrix.shape[2] :]
