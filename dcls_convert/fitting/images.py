@@ -20,9 +20,9 @@ from ..progress import Notify, silent
 
 MOST_IMAGES = 80  # of a folder
 CORNER = 0.75  # sides of a crop, as a share of the image's sides
-# Every fifth image of a folder is held out: it is not fitted to, and shows what the conversion did
+# One image of a folder in so many is held out: not fitted to, it shows what the conversion did
 # to the outputs.
-HELD_OUT = 5
+HELD_OUT_EVERY = 5
 BATCH = 8  # images
 # Formats that are read, whatever a file's name says. Pillow reads more, but runs PostScript as a
 # program.
@@ -161,13 +161,13 @@ def _read_folder(
     size = _size_of_files(plan.input_size)
     normalisation = _normalisation_of(model, size[0], mean, std)
     image_of_path = read_images(folder, normalisation, size, note)
-    first_held_out = HELD_OUT - 1
-    if len(image_of_path) < HELD_OUT:  # of few images, the second one is held out
+    first_held_out = HELD_OUT_EVERY - 1
+    if len(image_of_path) < HELD_OUT_EVERY:  # of few images, the second one is held out
         first_held_out = 1
     fitted: list[Tensor] = []
     held_out: list[Tensor] = []
     for index, (path, image) in enumerate(image_of_path.items()):
-        if index % HELD_OUT != first_held_out:
+        if index % HELD_OUT_EVERY != first_held_out:
             fitted.append(image)
             continue
         held_out.append(image)
