@@ -1,11 +1,13 @@
-"""The cells in which a kernel is fitted: the old kernel's extent, and how an element spreads in it.
+"""The box in which a kernel is fitted: the old kernel's extent, and how an element spreads in it.
 
-Axes: L layers, O output channels, I input channels per group, D cells of the dense axes, K cells of the old kernel
-along the learnt axes, E elements, A learnt axes. A line is one kernel along the learnt axes, of N = O * I * D; a box
-has S cells.
+A kernel line is one kernel along the learnt axes, for one output and one input channel and one cell
+of the dense axes. Places count cells from the first cell of the box.
+
+Axes: L layers, O output channels, I input channels per group, D cells of the dense axes,
+N = O * I * D kernel lines, K cells of the old kernel along the learnt axes, S cells of the box,
+E elements, A learnt axes.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -17,11 +19,14 @@ from ..depthwise.geometry import extent, grid_positions
 from ..layers.elements import cells_last, largest_elements
 from ..layers.interpolation import find_interpolation, learnt_axes
 
-SPREAD_MARGIN = 3  # cells: six sigma of a Gaussian element as it starts
+SPREAD_MARGIN = 3  # cells; six times the initial sigma of a Gaussian element
 
 
 class Box:
-    """An old kernel's extent along the learnt axes, with a margin where elements spread beyond their neighbours."""
+    """An old kernel's extent along the learnt axes, and a margin where elements spread widely.
+
+    The attributes `kernel_size`, `grids`, `sides` and `origin` have one entry for each learnt axis.
+    """
 
     def __init__(
         self,
@@ -31,40 +36,74 @@ class Box:
         interpolation: str,
         dense_axes: Sequence[int] = (),
     ) -> None:
-        self.dilation, self.size, self.interpolation, self.dense_axes = dilation, size, interpolation, dense_axes
+        self.dilation = dilation
+        self.size = size
+        self.interpolation = interpolation
+        self.dense_axes = dense_axes
         self.axes = learnt_axes(len(size), dense_axes)
-        old, spacing, window = ([values[axis] for axis in self.axes] for values in (kernel_size, dilation, size))
         method = find_interpolation(interpolation)
-        # How an element spreads along an axis, and the derivative by its place: (N, E), side -> (N, E, side) each.
+        # How elements spread along an axis, and the derivative of this by their places:
+        # (N, E), side -> (N, E, side) each.
         self.profile = method.footprint
-        self.kernel_size = tuple(old)  # along the learnt axes, as all that follows
-        # Where the old cells lie, from the window's centre.
-        self.grids = list(map(grid_positions, old, spacing, window))
-        extents = list(map(extent, old, spacing))
-        most = 0 if method.exact_on_cells else SPREAD_MARGIN
-        margins = [min(most, (side - inner) // 2) for side, inner in zip(window, extents, strict=True)]
-        self.sides = tuple(side + 2 * margin for side, margin in zip(extents, margins, strict=True))  # in cells
-        # Of the first cell, from the window's centre.
-        self.origin = tuple(grid[0] - margin for grid, margin in zip(self.grids, margins, strict=True))
+        most_margin = 0 if method.exact_on_cells else SPREAD_MARGIN
+        kernel_sizes = []
+        grids = []
+        sides = []
+        origin = []
+        for axis in self.axes:
+            grid = grid_positions(kernel_size[axis], dilation[axis], size[axis])
+            old_extent = extent(kernel_size[axis], dilation[axis])
+            margin = min(most_margin, (size[axis] - old_extent) // 2)
+            kernel_sizes.append(kernel_size[axis])
+            grids.append(grid)
+            sides.append(old_extent + 2 * margin)
+            origin.append(grid[0] - margin)
+        self.kernel_size = tuple(kernel_sizes)
+        self.grids = grids  # positions of the old cells, from the window's centre
+        self.sides = tuple(sides)  # in cells
+        self.origin = tuple(origin)  # position of the first cell, from the window's centre
 
     def largest(
-        self, kernels: Sequence[Tensor], kernel_count: int, *, effective: Sequence[Tensor] | None = None
+        self,
+        kernels: Sequence[Tensor],
+        kernel_count: int,
+        *,
+        effective: Sequence[Tensor] | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        """As `largest_elements`."""
-        kept = {"dilation": self.dilation, "size": self.size, "dense_axes": self.dense_axes}
-        return largest_elements(kernels, kernel_count=kernel_count, effective=effective, **kept)
+        """The cells of kernels (O, I, *kernel size) with the most energy over the layers.
+
+        Args:
+            kernels: Of each layer.
+            kernel_count: Elements in each kernel.
+            effective: The kernels as they are convolved, if they differ; their energy decides.
+
+        Returns:
+            Weights (O, I, *D, E) of each layer, and the positions (A, O, I, *D, E).
+        """
+        return largest_elements(
+            kernels,
+            kernel_count=kernel_count,
+            dilation=self.dilation,
+            size=self.size,
+            dense_axes=self.dense_axes,
+            effective=effective,
+        )
 
     def cells(self) -> Tensor:
-        """(K, A): where the cells of the old kernel lie in the box."""
-        return torch.tensor(list(itertools.product(*self.grids))) - torch.tensor(self.origin)
+        """The places of the old kernel's cells: (K, A)."""
+        positions = torch.tensor(list(itertools.product(*self.grids)))
+        return positions - torch.tensor(self.origin)
 
     def flat_cells(self) -> Tensor:
-        """(K,): which of the box's S cells they are."""
+        """The indices of the old kernel's cells among the S cells of the box: (K,)."""
         strides = [math.prod(self.sides[axis + 1 :]) for axis in range(len(self.sides))]
         return (self.cells() * torch.tensor(strides)).sum(1)
 
     def lines_of(self, kernel: Tensor) -> Tensor:
-        """(O, I, *kernel size) -> (N, S), zero where the old kernel has no cell; at least in float32."""
+        """The lines (N, S) of a kernel (O, I, *kernel size), in float32 at least.
+
+        They are zero where the old kernel has no cell.
+        """
         values = cells_last(kernel, self.axes).flatten(0, -2)  # (N, K)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
         boxed = values.new_zeros(len(values), math.prod(self.sides))
@@ -72,15 +111,25 @@ class Box:
         return boxed
 
     def footprint(self, places: Tensor) -> Tensor:
-        """(N, E, A) -> (N, E, S)."""
-        return spread([self.profile(places[..., axis], side)[0] for axis, side in enumerate(self.sides)])
+        """How elements at places (N, E, A) spread over the cells of the box: (N, E, S)."""
+        profiles = []
+        for axis, side in enumerate(self.sides):
+            profile, _ = self.profile(places[..., axis], side)
+            profiles.append(profile)
+        return spread(profiles)
 
     def places_of(self, positions: Tensor) -> Tensor:
-        """(A, O, I, *D, E) from the window's centre -> (N, E, A), from the first cell of the box."""
+        """The places (N, E, A) of elements at positions (A, O, I, *D, E)."""
         places = positions.flatten(1, -2).movedim(0, -1)
         return places - places.new_tensor(self.origin)
 
 
 def spread(profiles: Sequence[Tensor]) -> Tensor:
-    """How elements spread over a box, from their profiles along its axes: (N, E, side) each -> (N, E, S)."""
-    return functools.reduce(lambda flat, other: (flat.unsqueeze(-1) * other.unsqueeze(-2)).flatten(-2), profiles)
+    """How elements spread over a box, given how they spread along each of its axes.
+
+    (N, E, side) each -> (N, E, S).
+    """
+    footprint = profiles[0]
+    for profile in profiles[1:]:
+        footprint = (footprint.unsqueeze(-1) * profile.unsqueeze(-2)).flatten(-2)
+    return footprint

@@ -1,4 +1,7 @@
-"""Scope "error": how many elements each tie group gets, so that the summed error of all layers is the least."""
+"""Scope "error": a kernel count for each tie group, so that the layers' errors have the least sum.
+
+A kernel line is one kernel along the learnt axes, for one output and one input channel.
+"""
 
 import contextlib
 import itertools
@@ -13,7 +16,7 @@ from ..errors import PlanError
 from ..networks.running import reproducible
 from ..networks.sites import ModelConvs
 from ..options import AUTO, ERROR, PlanOptions
-from ..planning.plan import LayerCounts
+from ..planning.plan import ConversionPlan, LayerCounts
 from ..planning.planner import make_plan
 from ..planning.rules import parse_rules
 from ..progress import Notify
@@ -22,10 +25,11 @@ from .groups import LayerGroup, make_layers
 from .images import Calibration
 from .warm_start import fit_elements, relative_errors
 
-MOST_UNITS = 1 << 21  # of parameters; a larger budget is counted in coarser ones
-FIRST_LOOKS = 6  # counts at which the error of a group is measured first
-ALL_LOOKED_AT = 9  # up to so many counts, all are measured
-MOST_LINES = 128  # of a group, by which its errors are measured
+# Units in which the parameters of a budget are counted; a larger budget takes coarser units.
+MOST_UNITS = 1 << 21
+FIRST_COUNTS = 6  # counts at which the error of a group is measured before the first choice
+MEASURE_ALL = 9  # a group with at most so many possible counts is measured at all of them
+MOST_LINES = 128  # kernel lines by which the error of a group is measured, about
 
 
 @reproducible()
@@ -38,135 +42,253 @@ def counts_by_error(
     calibration: Calibration | None,
     notify: Notify,
 ) -> tuple[LayerCounts, CalibrationStatistics | None]:
-    """The counts by which the layers' relative errors have the least sum, within the budget of the whole model.
+    """Kernel counts with the least sum of the layers' relative errors, within the model's budget.
 
-    With images, errors of outputs count instead of those of kernels; what the model has seen in them comes with the
-    counts. Counts that rules state stay. PlanError: the model has no values.
+    With images, the errors are those of outputs, else those of kernels. Counts that rules state are
+    kept. Returns the counts and the statistics of the images, None without images.
+
+    Raises:
+        PlanError: The model has no values, or one element in each kernel is over the budget.
     """
-    plans = [make_plan(convs, replace(options, scope="model"))]  # whatever it refuses, has no counts
+    plans = _plans_of_other_scopes(convs, options)
+    model_plan = plans[0]
+    groups = make_layers(model, model_plan)
+    _check_values(groups)
+    statistics = None
+    if calibration is not None:
+        statistics = measure_inputs(model, groups, calibration, notify)
+    stated_rules = _rules_with_counts(model_plan)
+    limit = sum(unit.limit for unit in model_plan.budget)
+    free_groups: list[LayerGroup] = []
+    for group in groups:
+        if group.plans[0].rule in stated_rules:
+            limit -= _cost(group) * group.plans[0].kernel_count
+        else:
+            free_groups.append(group)
+    group_errors: list[GroupErrors] = []
+    for number, group in enumerate(free_groups):
+        progress = f"{number + 1} of {len(free_groups)}"
+        notify(f"measuring errors of {group.title}, {progress}", number, len(free_groups))
+        roots = None if statistics is None else statistics.roots(group)
+        group_errors.append(_group_errors(group, _planned_counts(group, plans), roots, seed))
+    counts = {layer.name: layer.kernel_count for layer in model_plan.layers}
+    if free_groups:
+        chosen = least_error(group_errors, limit)
+        for group, count in zip(free_groups, chosen, strict=True):
+            for layer in group.plans:
+                counts[layer.name] = count
+    return LayerCounts(source=f"scope {ERROR}", counts=counts, solved=True), statistics
+
+
+def _plans_of_other_scopes(convs: ModelConvs, options: PlanOptions) -> list[ConversionPlan]:
+    """The plans of the scopes "model", "stage" and "layer"; the first one is always there."""
+    # If one count for the whole model does not fit the budget, nothing does: let its PlanError
+    # through.
+    plans = [make_plan(convs, replace(options, scope="model"))]
     for scope in ("stage", "layer"):
         with contextlib.suppress(PlanError):  # a unit too small for one element: no candidate
             plans.append(make_plan(convs, replace(options, scope=scope)))
-    groups = make_layers(model, plans[0])
-    if any(conv.weight.is_meta for group in groups for conv in group.convs):
-        raise PlanError(f"scope {ERROR!r} measures what the kernels lose, and the model is on the meta device")
-    seen = None if calibration is None else measure_inputs(model, groups, calibration, notify)
-    count_of = [{layer.name: layer.kernel_count for layer in plan.layers} for plan in plans]
-    limit, shares, counts = sum(unit.limit for unit in plans[0].budget), [], dict(count_of[0])
-    rules = parse_rules(plans[0].rules_text)
-    stated = {rules.label(index) for index, rule in enumerate(rules.rules) if rule.kernel_count not in (None, AUTO)}
-    free = [group for group in groups if group.plans[0].rule not in stated]
-    for number, group in enumerate(free):
-        notify(f"measuring errors of {group.title}, {number + 1} of {len(free)}", number, len(free))
-        roots = None if seen is None else seen.roots(group)
-        shares.append(_share(group, {counts[group.plans[0].name] for counts in count_of}, roots, seed))
-    limit -= sum(_cost(group) * group.plans[0].kernel_count for group in groups if group not in free)
-    for group, count in zip(free, least_error(shares, limit) if free else (), strict=True):
-        counts |= {layer.name: count for layer in group.plans}
-    return LayerCounts(source=f"scope {ERROR}", counts=counts, solved=True), seen
+    return plans
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """One tie group that takes its share of the budget."""
+def _check_values(groups: Sequence[LayerGroup]) -> None:
+    for group in groups:
+        for conv in group.convs:
+            if conv.weight.is_meta:
+                raise PlanError(
+                    f"scope {ERROR!r} measures what the kernels lose, and the model is on the meta "
+                    "device"
+                )
 
-    cost: int  # parameters of one more element, in all its layers
-    most: int  # elements that it can use
-    tried: Collection[int]  # counts that must be considered, as other rules would take them
-    error: Callable[[int], float]  # measured for a count
+
+def _rules_with_counts(plan: ConversionPlan) -> set[str]:
+    """Labels of the rules that state a kernel count."""
+    rules = parse_rules(plan.rules_text)
+    labels = set()
+    for index, rule in enumerate(rules.rules):
+        if rule.kernel_count not in (None, AUTO):
+            labels.add(rules.label(index))
+    return labels
 
 
-def _share(group: LayerGroup, tried: set[int], roots: Tensor | None, seed: int) -> Share:
-    first, box = group.plans[0], group.box
-    kernels, roots = some_lines(group.effective_kernels(), roots, first.groups)
-
-    def error(count: int) -> float:
-        elements = fit_elements(kernels, box, kernel_count=count, roots=roots, seed=seed)
-        return sum(relative_errors(kernels, *elements, box, roots=roots))
-
-    most = first.dense_weights // first.lines
-    return Share(cost=_cost(group), most=max(most, *tried), tried=tried, error=error)
+def _planned_counts(group: LayerGroup, plans: Sequence[ConversionPlan]) -> set[int]:
+    """The counts that the plans give to the group."""
+    name = group.plans[0].name
+    counts = set()
+    for plan in plans:
+        for layer in plan.layers:
+            if layer.name == name:
+                counts.add(layer.kernel_count)
+    return counts
 
 
 def _cost(group: LayerGroup) -> int:
-    """Parameters of one more element, in all layers."""
-    return group.plans[0].lines * (len(group.plans) + group.plans[0].coordinates)
+    """Parameters of one more element in each kernel, in all layers."""
+    first = group.plans[0]
+    return first.lines * (len(group.plans) + first.coordinates)
 
 
-def some_lines(kernels: Sequence[Tensor], roots: Tensor | None, groups: int) -> tuple[list[Tensor], Tensor | None]:
-    """Kernels (O, I, *K) of every n-th channel, and the roots (groups * I, S, S) of these; MOST_LINES, or a few more.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupErrors:
+    """The error of one tie group for each kernel count, and what a count costs."""
 
-    Outputs of a group are left out first, then inputs, then groups, so that as many of the latter as may be are seen.
+    cost: int  # parameters of one more element in each kernel, in all layers
+    most: int  # the largest count that the group can use
+    always_measured: Collection[int]  # the result is no worse than with any of these counts
+    error: Callable[[int], float]  # measures the error for a count
+
+
+def _group_errors(
+    group: LayerGroup, planned_counts: Collection[int], roots: Tensor | None, seed: int
+) -> GroupErrors:
+    first = group.plans[0]
+    box = group.box
+    kernels, sampled_roots = sample_lines(group.effective_kernels(), roots, first.groups)
+
+    def error(count: int) -> float:
+        weights, positions = fit_elements(
+            kernels, box, kernel_count=count, roots=sampled_roots, seed=seed
+        )
+        return sum(relative_errors(kernels, weights, positions, box, roots=sampled_roots))
+
+    cells = first.dense_weights // first.lines
+    return GroupErrors(
+        cost=_cost(group),
+        most=max(cells, *planned_counts),
+        always_measured=planned_counts,
+        error=error,
+    )
+
+
+def sample_lines(
+    kernels: Sequence[Tensor], roots: Tensor | None, groups: int
+) -> tuple[list[Tensor], Tensor | None]:
+    """Kernels (O, I, *K) of every n-th channel, and the roots of their input channels.
+
+    MOST_LINES channel pairs are kept, or a few more. Thin out output channels first, then inputs,
+    then groups, so that as many groups as possible stay.
+
+    Args:
+        kernels: (O, I, *K) of each layer.
+        roots: (groups * I, S, S), one for each input channel.
+        groups: Of the convolution.
     """
     grouped = [torch.unflatten(kernel, 0, (groups, -1)) for kernel in kernels]
-    left, nth = math.prod(grouped[0].shape[:3]), [1, 1, 1]
-    for axis in (1, 2, 0):
-        nth[axis] = max(1, min(grouped[0].shape[axis], left // MOST_LINES))
-        left //= nth[axis]
-    every = [slice(None, None, step) for step in nth]
-    some = [kernel[every[0], every[1], every[2]].flatten(0, 1) for kernel in grouped]
-    return some, None if roots is None else torch.unflatten(roots, 0, (groups, -1))[every[0], every[2]].flatten(0, 1)
+    group_axis, output_axis, input_axis = range(3)  # of each grouped kernel
+    sizes = grouped[0].shape[:3]
+    lines = math.prod(sizes)
+    steps = [1, 1, 1]
+    for axis in (output_axis, input_axis, group_axis):
+        steps[axis] = max(1, min(sizes[axis], lines // MOST_LINES))
+        lines //= steps[axis]
+    every_group = slice(None, None, steps[group_axis])
+    every_output = slice(None, None, steps[output_axis])
+    every_input = slice(None, None, steps[input_axis])
+    sampled = []
+    for kernel in grouped:
+        sampled.append(kernel[every_group, every_output, every_input].flatten(0, 1))
+    if roots is None:
+        return sampled, None
+    grouped_roots = torch.unflatten(roots, 0, (groups, -1))
+    return sampled, grouped_roots[every_group, every_input].flatten(0, 1)
 
 
-def least_error(shares: Sequence[Share], limit: int) -> list[int]:
-    """A count of at least 1 for each group, for the least sum of errors within a limit of parameters.
+def least_error(groups: Sequence[GroupErrors], limit: int) -> list[int]:
+    """A count of at least 1 for each group, with the least sum of errors within `limit` parameters.
 
-    Between the counts at which errors are measured, they are taken for linear. What is chosen is measured, and the
-    choice made again, until all that is chosen was measured. So the result is no worse than any choice among `tried`.
+    Errors are measured at a few counts and interpolated between them. The chosen counts are then
+    measured too, and the choice is repeated until all chosen counts are measured. The result is
+    therefore no worse than any choice among the counts of `always_measured`.
     """
+    costs = [group.cost for group in groups]
     measured: list[dict[int, float]] = []
-    for share in shares:
-        looks = FIRST_LOOKS if share.most > ALL_LOOKED_AT else share.most
-        first = {1 + round((share.most - 1) * step / max(looks - 1, 1)) for step in range(looks)}
-        measured.append({count: share.error(count) for count in first | set(share.tried)})
+    for group in groups:
+        counts = _first_counts(group.most) | set(group.always_measured)
+        measured.append({count: group.error(count) for count in counts})
     while True:
-        chosen = allocate([share.cost for share in shares], [*map(_between, measured)], limit)
-        new = [trio for trio in zip(measured, shares, chosen, strict=True) if trio[2] not in trio[0]]
-        if not new:
+        interpolated = [_interpolate(errors) for errors in measured]
+        chosen = allocate(costs, interpolated, limit)
+        all_measured = True
+        for errors, group, count in zip(measured, groups, chosen, strict=True):
+            if count not in errors:
+                errors[count] = group.error(count)
+                all_measured = False
+        if all_measured:
             return chosen
-        for known, share, count in new:
-            known[count] = share.error(count)
 
 
-def _between(known: Mapping[int, float]) -> dict[int, float]:
-    """The error for every count; linear between those that are known."""
-    errors = dict(known)
-    for low, high in itertools.pairwise(sorted(known)):
+def _first_counts(most: int) -> set[int]:
+    """Evenly spaced counts from 1 to the largest; all of them if they are few."""
+    if most <= MEASURE_ALL:
+        return set(range(1, most + 1))
+    counts = set()
+    for step in range(FIRST_COUNTS):
+        counts.add(1 + round((most - 1) * step / (FIRST_COUNTS - 1)))
+    return counts
+
+
+def _interpolate(measured: Mapping[int, float]) -> dict[int, float]:
+    """The error for every count, linear between the measured ones."""
+    errors = dict(measured)
+    for low, high in itertools.pairwise(sorted(measured)):
         for count in range(low + 1, high):
-            part = (count - low) / (high - low)
-            errors[count] = (1 - part) * known[low] + part * known[high]
+            fraction = (count - low) / (high - low)
+            errors[count] = (1 - fraction) * measured[low] + fraction * measured[high]
     return errors
 
 
 def allocate(costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit: int) -> list[int]:
-    """For each group the count of those in `errors` with the least sum of errors, within a limit of parameters.
+    """For each group, the count among `errors` with the least sum of errors, within a limit.
 
-    Exact for every form of the errors, by dynamic programming over the parameters spent. Of equal sums, the one with
-    fewer parameters. Where the limit has more than 2 million units, each group's costs are rounded up to coarser ones:
-    the result then keeps the limit, but a better one may exist.
+    Exact for any errors, by dynamic programming over the parameters spent: a multiple-choice
+    knapsack. Of equal sums, the one with fewer parameters. If the limit has more than MOST_UNITS
+    units, each group's costs are rounded up to coarser units: the result then stays within the
+    limit, but a better one may exist.
+
+    Args:
+        costs: Parameters of one more element, for each group.
+        errors: The error by count, for each group.
+        limit: Parameters of all groups together.
     """
-    unit = max(math.gcd(*costs), -(-limit // MOST_UNITS))
+    unit = max(math.gcd(*costs), _round_up(limit, MOST_UNITS))
     units = limit // unit
-    best = torch.zeros(units + 1, dtype=torch.float64)  # least sum of the groups so far, for at most so many units
-    picks = []
-    for cost, known in zip(costs, errors, strict=True):
-        counts = sorted(known)
-        least = torch.full_like(best, torch.inf)
-        pick = torch.zeros(units + 1, dtype=torch.int16)
-        for index, count in enumerate(counts):
-            spent = -(-cost * count // unit)
-            if spent > units:
-                break
-            sums = best[: units + 1 - spent] + known[count]
-            better = sums < least[spent:]
-            least[spent:] = torch.where(better, sums, least[spent:])
-            pick[spent:][better] = index
-        best = least
-        picks.append((cost, counts, pick))
-    assert best[-1].isfinite(), "the planner has refused what admits no element for each group"
-    left = int((best == best[-1]).nonzero()[0])
+    # Least sum of errors of the groups so far, by the units that they may spend.
+    least_sum = torch.zeros(units + 1, dtype=torch.float64)
+    picks_of_groups = []
+    for cost, error_of_count in zip(costs, errors, strict=True):
+        least_sum, picks = _add_group(least_sum, cost, error_of_count, unit)
+        picks_of_groups.append(picks)
+    assert least_sum[-1].isfinite(), "the planner has refused what admits no element for each group"
+    # From the last group back to the first, along the picks that led to the least sum.
+    units_left = int((least_sum == least_sum[-1]).nonzero()[0])
     chosen = []
-    for cost, counts, pick in reversed(picks):
-        chosen.append(counts[int(pick[left])])
-        left -= -(-cost * chosen[-1] // unit)
-    return chosen[::-1]
+    for cost, error_of_count, picks in reversed(
+        list(zip(costs, errors, picks_of_groups, strict=True))
+    ):
+        count = sorted(error_of_count)[int(picks[units_left])]
+        chosen.append(count)
+        units_left -= _round_up(cost * count, unit)
+    chosen.reverse()
+    return chosen
+
+
+def _add_group(
+    least_sum: Tensor, cost: int, error_of_count: Mapping[int, float], unit: int
+) -> tuple[Tensor, Tensor]:
+    """The least sums with one more group, and which of its sorted counts each sum takes."""
+    with_group = torch.full_like(least_sum, torch.inf)
+    picks = torch.zeros(len(least_sum), dtype=torch.int16)
+    for index, count in enumerate(sorted(error_of_count)):
+        spent = _round_up(cost * count, unit)
+        if spent >= len(least_sum):
+            break
+        sums = least_sum[: len(least_sum) - spent] + error_of_count[count]
+        better = sums < with_group[spent:]
+        with_group[spent:] = torch.where(better, sums, with_group[spent:])
+        picks[spent:][better] = index
+    return with_group, picks
+
+
+def _round_up(amount: int, unit: int) -> int:
+    """So many whole units hold the amount."""
+    return (amount + unit - 1) // unit

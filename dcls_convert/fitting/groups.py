@@ -1,5 +1,6 @@
-"""The layers of a plan, made for a model and not in it yet, in the groups that share their positions."""
+"""The new layers of a plan, in the groups that share positions, before they are in the model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from .boxes import Box
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerGroup:
-    """New layers that share their positions (or one that is alone), and the convolutions that they will replace."""
+    """New layers that share positions, or one layer alone, and the convolutions to replace."""
 
     plans: tuple[LayerPlan, ...]
     convs: tuple[Conv, ...]
@@ -26,76 +27,146 @@ class LayerGroup:
         return self.plans[0].stage or self.plans[0].name
 
     def effective_kernels(self) -> list[Tensor]:
-        """What the old convolutions convolve, (O, I, *kernel size) each."""
-        pairs = zip(self.convs, self.layers, strict=True)
-        return [layer.form.effective_weight(conv, conv.weight.detach()) for conv, layer in pairs]
+        """The kernels with which the old convolutions convolve, (O, I, *kernel size) each.
+
+        They differ from the weights where a convolution standardises these.
+        """
+        kernels = []
+        for conv, layer in zip(self.convs, self.layers, strict=True):
+            kernels.append(layer.form.effective_weight(conv, conv.weight.detach()))
+        return kernels
 
     @property
     def box(self) -> Box:
         first = self.plans[0]
-        return Box(first.kernel_size, first.dilation, first.dilated_size, first.interpolation, first.dense_axes)
+        return Box(
+            first.kernel_size,
+            first.dilation,
+            first.dilated_size,
+            first.interpolation,
+            first.dense_axes,
+        )
 
     def kernel_errors(self) -> dict[str, float]:
-        """|new - old| / |old| for the kernels of each layer, as they are convolved; nothing on the meta device."""
-        effective, first = self.effective_kernels(), self.plans[0]
-        if effective[0].is_meta:
+        """|new - old| / |old| of each layer's kernels, as they are convolved, by the layer's name.
+
+        Empty on the meta device.
+        """
+        old_kernels = self.effective_kernels()
+        if old_kernels[0].is_meta:
             return {}
-        shapes = zip(first.extents, first.dilated_size, first.dilation, strict=True)
-        middle = [slice((size - old) // 2, (size + old) // 2, step) for old, size, step in shapes]
+        first = self.plans[0]
+        old_cells = []  # where the old kernel's cells lie in the window, along each axis
+        for extent, size, spacing in zip(
+            first.extents, first.dilated_size, first.dilation, strict=True
+        ):
+            old_cells.append(slice((size - extent) // 2, (size + extent) // 2, spacing))
         errors = {}
-        for plan, old, layer in zip(self.plans, effective, self.layers, strict=True):
-            left = layer.kernel().to(torch.promote_types(old.dtype, torch.float32))
-            left[:, :, *middle] -= old
+        for plan, old, layer in zip(self.plans, old_kernels, self.layers, strict=True):
+            difference = layer.kernel().to(torch.promote_types(old.dtype, torch.float32))
+            difference[:, :, *old_cells] -= old
             norm = float(old.float().norm())
-            errors[plan.name] = float(left.norm()) / norm if norm else 0.0
+            error = 0.0
+            if norm != 0:
+                error = float(difference.norm()) / norm
+            errors[plan.name] = error
         return errors
 
 
 def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...]:
-    """All layers of the plan, without values and not in the model yet. PlanError: as `place_layers_`."""
+    """All new layers of the plan, without values, and not in the model yet.
+
+    Raises:
+        PlanError: The model does not have the plan's convolutions, or one of them cannot be
+            replaced, or layers of a torch.fx graph would share positions.
+    """
     convs = {layer.name: _find_conv(model, layer) for layer in plan.layers}
-    graphs = [f"{name}.".lstrip(".") for name, module in model.named_modules() if isinstance(module, fx.GraphModule)]
-    for tie in plan.tie_groups:
-        if any(f"{tie.owner}.".startswith(graph) for graph in graphs):
-            problem = "a graph of torch.fx, whose copies would lose the positions that layers share"
-            raise PlanError(f"{tie.owner or 'the model'} is in {problem}; convert before tracing, or with tie='none'")
-    members: dict[str, list[LayerPlan]] = {}
-    for layer in plan.layers:
-        members.setdefault(layer.tie_group or f"\0{layer.name}", []).append(layer)
+    _check_graphs(model, plan)
+    plans_of_groups: dict[str, list[LayerPlan]] = {}
+    for layer_plan in plan.layers:
+        alone = f"\0{layer_plan.name}"  # no tie group has such a name
+        plans_of_groups.setdefault(layer_plan.tie_group or alone, []).append(layer_plan)
     groups = []
-    for plans in members.values():
-        layers = [
-            DCLS_LAYERS[len(layer.dilated_size)].like(
-                convs[layer.name], layer.kernel_count, layer.dilated_size, layer.interpolation, layer.dense_axes
+    for plans in plans_of_groups.values():
+        old_convs = []
+        layers = []
+        for layer_plan in plans:
+            conv = convs[layer_plan.name]
+            old_convs.append(conv)
+            layers.append(_make_layer(layer_plan, conv))
+        _share_parameters_(layers, plans[0].shared_parameters)
+        tie = None
+        if plans[0].tie_group is not None:
+            tie = plan.group(plans[0].tie_group)
+        groups.append(
+            LayerGroup(
+                plans=tuple(plans),
+                convs=tuple(old_convs),
+                layers=tuple(layers),
+                tie=tie,
             )
-            for layer in plans
-        ]
-        for name in plans[0].shared_parameters:
-            shared = getattr(layers[0], name)
-            shared.requires_grad = any(getattr(layer, name).requires_grad for layer in layers)
-            for other in layers[1:]:
-                setattr(other, name, shared)
-        owned = None if plans[0].tie_group is None else plan.group(plans[0].tie_group)
-        old = tuple(convs[layer.name] for layer in plans)
-        groups.append(LayerGroup(plans=tuple(plans), convs=old, layers=tuple(layers), tie=owned))
+        )
     return tuple(groups)
 
 
+def _check_graphs(model: nn.Module, plan: ConversionPlan) -> None:
+    """PlanError: positions would be shared inside a graph of torch.fx."""
+    graphs = []
+    for name, module in model.named_modules():
+        if isinstance(module, fx.GraphModule):
+            graphs.append(f"{name}.".lstrip("."))  # "" for the model itself
+    for tie in plan.tie_groups:
+        if f"{tie.owner}.".startswith(tuple(graphs)):
+            problem = "a graph of torch.fx, whose copies would lose the positions that layers share"
+            raise PlanError(
+                f"{tie.owner or 'the model'} is in {problem}; convert before tracing, or with "
+                f"tie='none'"
+            )
+
+
+def _make_layer(plan: LayerPlan, conv: Conv) -> DclsConvNd:
+    layer_class = DCLS_LAYERS[len(plan.dilated_size)]
+    return layer_class.like(
+        conv, plan.kernel_count, plan.dilated_size, plan.interpolation, plan.dense_axes
+    )
+
+
+def _share_parameters_(layers: Sequence[DclsConvNd], names: Sequence[str]) -> None:
+    """Give all layers the first one's parameters of these names; trainable if any of them was."""
+    for name in names:
+        shared = getattr(layers[0], name)
+        shared.requires_grad = any(getattr(layer, name).requires_grad for layer in layers)
+        for other in layers[1:]:
+            setattr(other, name, shared)
+
+
 def _find_conv(model: nn.Module, layer: LayerPlan) -> Conv:
-    """The convolution of the plan, if it is found under all its names and can be replaced without loss."""
+    """The convolution of a layer's plan.
+
+    PlanError: it is not found under all its names, cannot be replaced without loss, or differs from
+    the plan.
+    """
     try:
-        conv, *others = [model.get_submodule(name) for name in layer.names]
+        conv, *aliases = [model.get_submodule(name) for name in layer.names]
     except AttributeError as error:
         raise PlanError(f"{layer.name}: the plan is for another model: {error}") from error
     if not isinstance(conv, CONV_CLASSES[len(layer.kernel_size)]) or not layer.name:
-        raise PlanError(f"{layer.name}: is a {type(conv).__name__}, where the plan has a convolution")
-    if any(other is not conv for other in others):
-        raise PlanError(f"{layer.name}: the plan has it also at {', '.join(layer.names[1:])}; the model has not")
+        raise PlanError(
+            f"{layer.name}: is a {type(conv).__name__}, where the plan has a convolution"
+        )
+    if any(alias is not conv for alias in aliases):
+        raise PlanError(
+            f"{layer.name}: the plan has it also at {', '.join(layer.names[1:])}; the model has not"
+        )
     if reason := why_not_replaceable(conv):
         raise PlanError(f"{layer.name}: {reason}")
     for name in ("in_channels", "out_channels", "groups", "kernel_size", "dilation"):
         if getattr(conv, name) != getattr(layer, name):
-            raise PlanError(f"{layer.name}: {name} is {getattr(conv, name)}, the plan has {getattr(layer, name)}")
-    if (conv.bias is not None) != layer.bias:
-        raise PlanError(f"{layer.name}: has {'a' if conv.bias is not None else 'no'} bias, unlike the plan")
+            raise PlanError(
+                f"{layer.name}: {name} is {getattr(conv, name)}, "
+                f"the plan has {getattr(layer, name)}"
+            )
+    has_bias = conv.bias is not None
+    if has_bias != layer.bias:
+        raise PlanError(f"{layer.name}: has {'a' if has_bias else 'no'} bias, unlike the plan")
     return conv

@@ -1,9 +1,12 @@
-"""Positions that the layers of a tie group share, and weights for each layer, with kernels close to given ones.
+"""Positions that a tie group shares, and weights for each layer, for kernels close to given ones.
 
-For given positions, the weights are linear least squares. The positions are refined by Levenberg-Marquardt steps:
-variable projection, doi:10.1137/0710036, with Kaufman's Jacobian, doi:10.1007/BF01932995. A line is one kernel.
+For given positions, the weights are linear least squares. The positions are refined by
+Levenberg-Marquardt steps on the residual that the best weights leave: variable projection,
+doi:10.1137/0710036, with Kaufman's Jacobian, doi:10.1007/BF01932995.
 
-Axes: N lines, L layers, E elements, A axes, S cells of the box, flat.
+A kernel line is one kernel along the learnt axes, for one output and one input channel.
+
+Axes: N kernel lines, L layers, E elements, A axes, S cells of the box, flat.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,162 +20,248 @@ from ..networks.running import in_parallel
 from .batches import joined, last_summed, like, lines_innermost, product, solved
 from .boxes import Box, spread
 
-# Share of the energy of an element in the middle of a cell; bounds the weights of elements that nearly coincide.
+# Share of the energy of an element in the middle of a cell; bounds the weights of elements that
+# nearly coincide.
 RIDGE = 1e-3
 LONGEST_STEP = 0.5  # cells; the footprint changes its form from cell to cell
-STEPS_BETWEEN_LOOKS = 8  # after each look, lines that no longer gain are left alone
+STEPS_BETWEEN_LOOKS = 8  # after each look, only lines whose cost still falls are refined further
 LEAST_GAIN = 1e-2  # of the cost of a line, between two looks
 MOST_LOOKS = 6
-MOST_LOOKS_WITH_ROOTS = 2  # for outputs: the weights are then solved for again
-DAMPING_AT_START, DAMPING_DOWN, DAMPING_UP = 0.1, 1 / 3, 4.0
-CONJUGATE_GRADIENTS = 6  # for a step; the exact step is no better, since the model of the cost is not exact
-LINES_INNERMOST = 24  # rows of a line's matrices; with more, a product of them is worth a call of its own
+MOST_LOOKS_WITH_ROOTS = 2  # fewer suffice for outputs: calibration solves for the weights again
+INITIAL_DAMPING = 0.1
+DAMPING_AFTER_GAIN = 1 / 3  # factor
+DAMPING_AFTER_FAILURE = 4.0  # factor
+LEAST_DAMPING = 1e-6
+MOST_DAMPING = 1e6
+# For a step; the exact minimum of the quadratic model is no better, since the model is not exact.
+CONJUGATE_GRADIENT_STEPS = 6
+# Rows of a line's matrices up to which lines are innermost in memory. A product of larger matrices
+# is worth a call of its own.
+LINES_INNERMOST = 24
 FLOATS_IN_CACHE = 1_000_000  # of matrices, for the lines that a processor works on at once
-TINY = 1e-30  # instead of a divisor of zero
+TINY = 1e-30  # replaces a divisor of zero
 
 
 class _State(NamedTuple):
-    """Where lines stand."""
+    """Places of elements, with the best weights and the quadratic model of the cost there."""
 
     places: Tensor  # (N, E, A), in cells of the box
     weights: Tensor  # (N, L, E)
-    cost: Tensor  # (N,): squares of what is left, and the ridge's
-    downhill: Tensor  # (N, A, E): minus half the derivative of the cost by the places
-    curvature: Tensor  # (N, A * E, A * E): half its second derivative, where the residual is linear in the places
+    cost: Tensor  # (N,): squared residual, plus the ridge's penalty
+    descent: Tensor  # (N, A, E): minus half the gradient of the cost by the places
+    # (N, A * E, A * E): half the second derivative of the cost, by Gauss-Newton.
+    curvature: Tensor
 
     def better_of(self, other: "_State") -> "_State":
-        gains = other.cost < self.cost
-        pairs = zip(self, other, strict=True)
-        return _State(*(torch.where(gains.reshape(-1, *[1] * (old.dim() - 1)), new, old) for old, new in pairs))
+        """For each line, the state with the smaller cost; of equal costs, this one."""
+        improved = other.cost < self.cost  # (N,)
+        chosen = []
+        for mine, theirs in zip(self, other, strict=True):
+            by_line = improved.reshape(-1, *[1] * (mine.dim() - 1))
+            chosen.append(torch.where(by_line, theirs, mine))
+        return _State(*chosen)
 
 
 @torch.no_grad()
 def fit_lines(
     targets: Tensor, starts: Sequence[Tensor], box: Box, *, roots: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Places (N, E, A) in the box, and weights (N, L, E), whose kernels are close to the targets (N, L, S), of order 1.
+    """Places (N, E, A) in the box, and weights (N, L, E), whose kernels are close to the targets.
 
-    Each line goes on from the start that is soon the best for it. With roots (N, S, S), errors e count as e @ root.
+    After each look, each line drops the worse half of its starts, until one is left.
+
+    Args:
+        targets: (N, L, S), of order 1.
+        starts: Places (N, E, A) to start from.
+        box: In which the kernels are fitted.
+        roots: (N, S, S). With them, an error e of a line counts as |e @ root|^2, else as |e|^2.
     """
     if roots is not None:
-        seen = (targets @ roots).flatten(1).norm(dim=1)
-        roots = roots / torch.where(seen > 0, seen, 1.0)[:, None, None]
-    run = _Run(_problem(targets, box, roots), torch.cat(list(starts)))
-    alive = torch.arange(len(run.places), device=targets.device).reshape(len(starts), -1)  # starts of each line
+        norms = (targets @ roots).flatten(1).norm(dim=1)
+        roots = roots / torch.where(norms > 0, norms, 1.0)[:, None, None]
+    run = _Run(_make_problem(targets, box, roots), torch.cat(list(starts)))
+    lines = torch.arange(len(run.places), device=targets.device)
+    remaining = lines.reshape(len(starts), -1)  # (starts, N): line numbers of the run
     looks = MOST_LOOKS if roots is None else MOST_LOOKS_WITH_ROOTS
-    while len(alive) > 1:  # after each look, each line goes on with the better half
-        run.go_on_(alive.flatten(), 1)
-        alive, looks = alive.gather(0, run.cost[alive].argsort(dim=0, stable=True)[: (len(alive) + 1) // 2]), looks - 1
-    run.go_on_(alive[0], looks)
-    return run.places[alive[0]], run.weights[alive[0]]
+    while len(remaining) > 1:
+        run.refine_(remaining.flatten(), 1)
+        looks -= 1
+        order = run.cost[remaining].argsort(dim=0, stable=True)
+        kept = (len(remaining) + 1) // 2
+        remaining = remaining.gather(0, order[:kept])
+    best = remaining[0]
+    run.refine_(best, looks)
+    return run.places[best], run.weights[best]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Problem:
+    """The kernels to be approximated, and how errors count."""
+
     box: Box
-    targets: Tensor  # with roots, these times them
-    roots: Tensor | None
-    ridge: Tensor  # (N, 1): in proportion to what an element in the middle of a cell is worth
+    targets: Tensor  # (N, L, S); with roots, multiplied by them
+    roots: Tensor | None  # (N, S, S)
+    ridge: Tensor  # (N, 1): in proportion to the energy of an element in the middle of a cell
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> "_Problem":
-        roots = None if self.roots is None else change(self.roots)
-        return replace(self, targets=change(self.targets), roots=roots, ridge=change(self.ridge))
+    def map(self, change: Callable[[Tensor], Tensor]) -> "_Problem":
+        """The same problem with each tensor changed: some lines, or another layout."""
+        return replace(
+            self,
+            targets=change(self.targets),
+            roots=None if self.roots is None else change(self.roots),
+            ridge=change(self.ridge),
+        )
 
-    def at(self, places: Tensor) -> _State:
-        """The best weights there, and what they leave."""
+    def solve(self, places: Tensor) -> _State:
+        """The best weights for these places, and the quadratic model of the cost around them."""
         elements, axes = places.shape[1:]
-        targets, ridge = self.targets, self.ridge
-        profiles = [self.box.profile(places[..., axis], side) for axis, side in enumerate(self.box.sides)]
-        values, along = ([like(places, part) for part in parts] for parts in zip(*profiles, strict=True))
-        sloping = [spread([*values[:axis], slope, *values[axis + 1 :]]) for axis, slope in enumerate(along)]
-        footprint, slopes = spread(values), joined(sloping, 1)  # (N, E, S), (N, A * E, S)
-        if self.roots is not None:
-            footprint, slopes = product(footprint, self.roots), product(slopes, self.roots)
+        ridge = self.ridge
+        footprint, slopes = self._footprint_and_slopes(places)  # (N, E, S), (N, A * E, S)
         normal = product(footprint, footprint.mT)
         normal.diagonal(dim1=1, dim2=2).add_(ridge)
-        inverse = solved(normal, footprint)  # (N, E, S): its product with a target is the weights
-        weights = product(targets, inverse.mT)  # (N, L, E)
-        left = targets - product(weights, footprint)
-        cost = left.square().flatten(1).sum(1) + ridge[:, 0] * weights.square().flatten(1).sum(1)
-        by_axis = slopes.reshape(-1, axes, *footprint.shape[1:])  # (N, A, E, S)
-        downhill = last_summed(by_axis * product(weights.mT, left).unsqueeze(1))
-        uncompensated = slopes - product(product(slopes, inverse.mT), footprint)  # by the weights
-        curvature = product(uncompensated, slopes.mT)
-        together = product(weights.mT, weights)  # (N, E, E)
+        # The pseudo-inverse of the footprint: its product with a target is the weights.
+        pseudo_inverse = solved(normal, footprint)  # (N, E, S)
+        weights = product(self.targets, pseudo_inverse.mT)  # (N, L, E)
+        residual = self.targets - product(weights, footprint)  # (N, L, S)
+        squared_residual = residual.square().flatten(1).sum(1)
+        penalty = ridge[:, 0] * weights.square().flatten(1).sum(1)
+        cost = squared_residual + penalty
+        slopes_by_axis = slopes.reshape(-1, axes, *footprint.shape[1:])  # (N, A, E, S)
+        back_projected = product(weights.mT, residual).unsqueeze(1)  # (N, 1, E, S)
+        descent = last_summed(slopes_by_axis * back_projected)
+        # Kaufman's Jacobian: the part of the slopes for which no change of the weights makes up.
+        projected = slopes - product(product(slopes, pseudo_inverse.mT), footprint)
+        curvature = product(projected, slopes.mT)
+        weight_products = product(weights.mT, weights)  # (N, E, E)
         for rows in torch.split(curvature, elements, 1):
             for block in torch.split(rows, elements, 2):
-                block *= together
-        return _State(places, weights, torch.where(cost.isfinite(), cost, torch.inf), downhill, curvature)
+                block *= weight_products
+        return _State(
+            places=places,
+            weights=weights,
+            cost=torch.where(cost.isfinite(), cost, torch.inf),
+            descent=descent,
+            curvature=curvature,
+        )
+
+    def _footprint_and_slopes(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """The footprint (N, E, S), and its derivatives by the places (N, A * E, S).
+
+        The derivatives come axis by axis. With roots, both are multiplied by them.
+        """
+        profiles = []
+        profile_slopes = []
+        for axis, side in enumerate(self.box.sides):
+            profile, slope = self.box.profile(places[..., axis], side)
+            profiles.append(like(places, profile))
+            profile_slopes.append(like(places, slope))
+        slopes_by_axis = []
+        for axis, slope in enumerate(profile_slopes):
+            slopes_by_axis.append(spread([*profiles[:axis], slope, *profiles[axis + 1 :]]))
+        footprint = spread(profiles)
+        slopes = joined(slopes_by_axis, 1)
+        if self.roots is None:
+            return footprint, slopes
+        return product(footprint, self.roots), product(slopes, self.roots)
 
 
-def _problem(targets: Tensor, box: Box, roots: Tensor | None) -> _Problem:
+def _make_problem(targets: Tensor, box: Box, roots: Tensor | None) -> _Problem:
     ridge = torch.full_like(targets[:, :1, 0], RIDGE)
     if roots is not None:
-        targets, ridge = targets @ roots, ridge * roots.square().sum(-1).mean(-1, keepdim=True).clamp(min=1e-12)
+        targets = targets @ roots
+        cell_energy = roots.square().sum(-1).mean(-1, keepdim=True)  # (N, 1)
+        ridge = ridge * cell_energy.clamp(min=1e-12)
     return _Problem(box=box, targets=targets, roots=roots, ridge=ridge)
 
 
 class _Run:
-    """Levenberg-Marquardt steps on many lines at once; each has its own damping and keeps only steps that gain.
+    """Levenberg-Marquardt on many lines at once, each with its own damping.
 
-    The problem's lines stand one behind the other, once for each start.
+    A line keeps a step only if its cost falls.
+
+    With several starts, the run has each line of the problem once for each start: line i of start s
+    has the number s * N + i.
     """
 
     def __init__(self, problem: _Problem, start: Tensor) -> None:
         self.problem = problem
-        self.last = start.new_tensor([side - 1 for side in problem.box.sides])  # made once: copies to a GPU are slow
-        self.places = self.inside(start)  # (N, E, A)
-        self.weights = start.new_zeros(len(start), problem.targets.shape[1], start.shape[1])  # (N, L, E)
+        last_cells = [side - 1 for side in problem.box.sides]
+        self.last_cells = start.new_tensor(last_cells)  # made once: copies to a GPU are slow
+        self.places = self.inside(start)  # (starts * N, E, A), as all that follow
+        layers = problem.targets.shape[1]
+        self.weights = start.new_zeros(len(start), layers, start.shape[1])
         self.cost = start.new_full((len(start),), torch.inf)
-        self.damping = start.new_full((len(start),), DAMPING_AT_START)
+        self.damping = start.new_full((len(start),), INITIAL_DAMPING)
 
     def inside(self, places: Tensor) -> Tensor:
-        return places.clamp(min=0).minimum(self.last)
+        """The places, moved into the box."""
+        return places.clamp(min=0).minimum(self.last_cells)
 
-    def go_on_(self, lines: Tensor, looks: int) -> None:
-        moving, at_once = self.places[0].numel(), len(lines)
+    def refine_(self, lines: Tensor, looks: int) -> None:
+        """Refine these lines, until their costs no longer fall or so many looks are done."""
+        lines_at_once = len(lines)
         if lines.device.type == "cpu":
-            at_once = max(1, FLOATS_IN_CACHE // (moving * (moving + 2 * self.problem.targets.shape[2])))
+            coordinates = self.places[0].numel()
+            cells = self.problem.targets.shape[2]
+            floats_of_line = coordinates * (coordinates + 2 * cells)
+            lines_at_once = max(1, FLOATS_IN_CACHE // floats_of_line)
         for _ in range(looks):
-            lines = lines[torch.cat(in_parallel(self._step_, torch.split(lines, at_once), lines.device))]
+            parts = torch.split(lines, lines_at_once)
+            still_gaining = in_parallel(self._refine_part_, parts, lines.device)
+            lines = lines[torch.cat(still_gaining)]
             if not len(lines):
                 break
 
-    def _step_(self, lines: Tensor) -> Tensor:
-        """Whether each of these lines still gains."""
-        targets = lines % len(self.problem.targets)
-        problem = self.problem.changed(lambda tensor: tensor[targets])
-        places, damping = self.places[lines], self.damping[lines]
-        inner = problem.targets.shape[2] if problem.roots is not None else 0  # of products with roots
-        if max(places[0].numel(), inner) <= LINES_INNERMOST:
-            problem, places = problem.changed(lines_innermost), lines_innermost(places)
-        state = problem.at(places)
-        before = state.cost
+    def _refine_part_(self, lines: Tensor) -> Tensor:
+        """Take the steps between two looks. Returns which of these lines still gain: (lines,)."""
+        line_of_problem = lines % len(self.problem.targets)
+        problem = self.problem.map(lambda tensor: tensor[line_of_problem])
+        places = self.places[lines]
+        damping = self.damping[lines]
+        rows = places[0].numel()
+        if problem.roots is not None:
+            rows = max(rows, problem.targets.shape[2])
+        if rows <= LINES_INNERMOST:
+            problem = problem.map(lines_innermost)
+            places = lines_innermost(places)
+        state = problem.solve(places)
+        first_cost = state.cost
         for _ in range(STEPS_BETWEEN_LOOKS):
-            tried = problem.at(self.inside(state.places + _step(state, damping)))
-            damping = damping * torch.where(tried.cost < state.cost, DAMPING_DOWN, DAMPING_UP)
-            damping, state = damping.clamp(1e-6, 1e6), state.better_of(tried)
-        self.places[lines], self.weights[lines] = state.places, state.weights
-        self.cost[lines], self.damping[lines] = state.cost, damping
-        return state.cost < before * (1 - LEAST_GAIN)
+            trial = problem.solve(self.inside(state.places + _step(state, damping)))
+            improved = trial.cost < state.cost
+            damping = damping * torch.where(improved, DAMPING_AFTER_GAIN, DAMPING_AFTER_FAILURE)
+            damping = damping.clamp(LEAST_DAMPING, MOST_DAMPING)
+            state = state.better_of(trial)
+        self.places[lines] = state.places
+        self.weights[lines] = state.weights
+        self.cost[lines] = state.cost
+        self.damping[lines] = damping
+        return state.cost < first_cost * (1 - LEAST_GAIN)
 
 
 def _step(state: _State, damping: Tensor) -> Tensor:
-    """(N, E, A) to the least of the damped quadratic model, nearly: conjugate gradients, diagonally preconditioned."""
-    diagonal = state.curvature.diagonal(dim1=1, dim2=2)
+    """The step (N, E, A) that nearly minimises the damped quadratic model of the cost.
+
+    Conjugate gradients with the diagonal as preconditioner, in the letters of Shewchuk (1994), B3,
+    for (curvature + added) x = descent.
+    """
+    diagonal = state.curvature.diagonal(dim1=1, dim2=2)  # (N, A * E)
     floor = 1e-3 * diagonal.mean(dim=1, keepdim=True) + 1e-12
-    more = damping[:, None] * (diagonal + floor) + 1e-9
-    share = 1 / (diagonal + more)
-    left = state.downhill.flatten(1)
-    ahead = share * left
-    size = (left * ahead).sum(1, keepdim=True)
-    step = torch.zeros_like(left)
-    for _ in range(CONJUGATE_GRADIENTS):
-        pulled = more * ahead + product(ahead[:, None], state.curvature)[:, 0]
-        rate = size / (ahead * pulled).sum(1, keepdim=True).clamp(min=TINY)
-        step, left = step + rate * ahead, left - rate * pulled
-        preconditioned = share * left
-        size, old = (left * preconditioned).sum(1, keepdim=True), size
-        ahead = preconditioned + size / old.clamp(min=TINY) * ahead
-    step = step.reshape(state.downhill.shape).mT
+    added = damping[:, None] * (diagonal + floor) + 1e-9
+    inverse_diagonal = 1 / (diagonal + added)
+    r = state.descent.flatten(1)  # (N, A * E)
+    d = inverse_diagonal * r
+    rz = (r * d).sum(1, keepdim=True)
+    x = torch.zeros_like(r)
+    for _ in range(CONJUGATE_GRADIENT_STEPS):
+        q = added * d + product(d[:, None], state.curvature)[:, 0]
+        alpha = rz / (d * q).sum(1, keepdim=True).clamp(min=TINY)
+        x = x + alpha * d
+        r = r - alpha * q
+        z = inverse_diagonal * r
+        rz_before = rz
+        rz = (r * z).sum(1, keepdim=True)
+        beta = rz / rz_before.clamp(min=TINY)
+        d = z + beta * d
+    step = x.reshape(state.descent.shape).mT
     return step.nan_to_num(nan=0, posinf=0, neginf=0).clamp(-LONGEST_STEP, LONGEST_STEP)

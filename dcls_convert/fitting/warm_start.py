@@ -1,6 +1,7 @@
-"""Elements for a tie group from its trained dense kernels, so that the constructed kernels are close to them.
+"""Elements for a tie group from its trained dense kernels, for constructed kernels close to them.
 
-Axes as in `boxes`.
+Axes as in `boxes.py`: N kernel lines, L layers, E elements, A learnt axes, S cells of the box, K
+cells of the old kernel.
 """
 
 import math
@@ -14,14 +15,25 @@ from ..layers.interpolation import find_interpolation
 from .boxes import Box
 from .least_squares import fit_lines
 
-STARTS = 4  # the last one beside merged cells, the others beside the largest ones
-# With roots, for outputs. Where an output channel sums several lines, solving for their weights together makes up for
-# most of what more starts would gain.
-STARTS_ALONE, STARTS_TOGETHER = 6, 2
+# The last start is beside merged cells, the others are beside the largest cells.
+STARTS = 4
+# With roots, where an output channel has one line.
+STARTS_ALONE = 6
+# With roots, where an output channel sums several lines: solving for their weights together makes
+# up for most of what more starts would gain.
+STARTS_TOGETHER = 2
 JITTER = 0.3  # cells; at a cell's middle the cost has a kink, where a step models it badly
 FLOATS_AT_ONCE = 60_000_000  # of memory for the lines that are fitted together
 
-Metric = Callable[[Tensor], Tensor]  # indices of lines -> (lines, S, S), by which their errors are multiplied
+# Indices of lines -> (lines, S, S), by which the errors of these lines are multiplied.
+Metric = Callable[[Tensor], Tensor]
+
+
+class _Elements(NamedTuple):
+    """Elements of a tie group, line by line."""
+
+    places: Tensor  # (N, E, A), in cells of the box
+    weights: Tensor  # (N, L, E)
 
 
 def fit_elements(
@@ -32,39 +44,74 @@ def fit_elements(
     roots: Tensor | None = None,
     seed: int = 0,
 ) -> tuple[list[Tensor], Tensor]:
-    """Elements whose constructed kernels have the least squared distance to the old ones, summed over the group.
+    """Elements whose constructed kernels have the least squared distance to the old ones.
 
-    Arguments and result as of `largest_elements`, than which no layer is farther. Positions stay where the old kernel
-    was. With roots (in_channels, S, S), an error e of a line that sees that channel counts as the squares of e @ root.
+    The distances are summed over the layers of the group. No layer is farther from its old kernel
+    than with the largest cells (`Box.largest`). Positions stay where the old kernel was.
+
+    Args:
+        kernels: (O, I, *kernel size) of each layer.
+        box: In which the kernels are fitted.
+        kernel_count: Elements in each kernel.
+        roots: (in_channels, S, S). With them, an error e of a line counts as |e @ root|^2, with the
+            root of the line's input channel; else as |e|^2.
+        seed: Of the starting positions.
+
+    Returns:
+        Weights (O, I, *D, E) of each layer, and the positions (A, O, I, *D, E).
     """
     largest, grid = box.largest(kernels, kernel_count)
-    exact = kernel_count >= len(box.cells()) and find_interpolation(box.interpolation).exact_on_cells
+    one_for_each_cell = kernel_count >= len(box.cells())
+    exact = one_for_each_cell and find_interpolation(box.interpolation).exact_on_cells
     if exact or kernels[0].is_meta:
         return largest, grid
-    lines = torch.stack([box.lines_of(kernel) for kernel in kernels], dim=1)  # (N, L, S)
-    scale = lines.abs().amax(dim=(1, 2), keepdim=True)
-    scale = torch.where(scale > 0, scale, 1.0)  # of each line, so that squares neither vanish nor overflow
+    lines = _lines_of(kernels, box)
+    # Each line is scaled to values of order 1, so that squares neither vanish nor overflow.
+    scale = lines.abs().amax(dim=(1, 2), keepdim=True)  # (N, 1, 1)
+    scale = torch.where(scale > 0, scale, 1.0)
     lines = lines / scale
     metric = _metric(roots, kernels[0], len(lines))
-    fallback = _Elements(box.places_of(grid.to(lines)), _stacked(largest, lines) / scale)
-    fitted = _Elements(*map(torch.empty_like, fallback))
-    # Drawn on the CPU and for all lines, so that a seed means the same on every device, however lines are split.
-    generator = torch.Generator().manual_seed(seed)
-    starts = STARTS if roots is None else STARTS_ALONE if len(lines) == len(kernels[0]) else STARTS_TOGETHER
-    noise = JITTER * torch.randn(starts, *fallback.places.shape, generator=generator, device="cpu")
-    for chunk in _chunks(fallback, box):
-        cells = fallback.places[chunk]
-        bases = [cells] * (starts - 1) + [_merged_neighbours(lines[chunk], cells, box)]
-        beside = noise[:, chunk.to(noise.device)].to(cells)
-        first = [base + moved for base, moved in zip(bases, beside, strict=True)]
-        seen = None if metric is None else metric(chunk)
-        fitted.places[chunk], fitted.weights[chunk] = fit_lines(lines[chunk], first, box, roots=seen)
+    fallback = _Elements(
+        places=box.places_of(grid.to(lines)),
+        weights=_weights_by_line(largest, lines) / scale,
+    )
+    if roots is None:
+        starts = STARTS
+    elif len(lines) == len(kernels[0]):
+        starts = STARTS_ALONE
+    else:
+        starts = STARTS_TOGETHER
+    fitted = _fit(lines, fallback, box, metric, starts, seed)
     best = _no_layer_worse(lines, fitted, fallback, box, metric, scale)
-    positions = (best.places + lines.new_tensor(box.origin)).movedim(-1, 0).reshape(grid.shape).to(grid)
-    weights = [
-        weight.reshape(old.shape).to(old) for weight, old in zip((best.weights * scale).unbind(1), largest, strict=True)
-    ]
+    from_centre = best.places + lines.new_tensor(box.origin)
+    positions = from_centre.movedim(-1, 0).reshape(grid.shape).to(grid)
+    unscaled = (best.weights * scale).unbind(1)  # (N, E) of each layer
+    weights = []
+    for weight, old in zip(unscaled, largest, strict=True):
+        weights.append(weight.reshape(old.shape).to(old))
     return weights, positions
+
+
+def _fit(
+    lines: Tensor, cells: _Elements, box: Box, metric: Metric | None, starts: int, seed: int
+) -> _Elements:
+    """The best elements for lines (N, L, S), from several starts beside the largest cells."""
+    # Drawn on the CPU and for all lines, so that a seed means the same on every device, however
+    # lines are split.
+    generator = torch.Generator().manual_seed(seed)
+    noise = JITTER * torch.randn(starts, *cells.places.shape, generator=generator, device="cpu")
+    fitted = _Elements(torch.empty_like(cells.places), torch.empty_like(cells.weights))
+    for chunk in _chunks(cells, box):
+        largest = cells.places[chunk]
+        bases = [largest] * (starts - 1)
+        bases.append(_merged_neighbours(lines[chunk], largest, box))
+        jitter = noise[:, chunk.to(noise.device)].to(largest)
+        places = [base + jitter[start] for start, base in enumerate(bases)]
+        roots = None if metric is None else metric(chunk)
+        fitted.places[chunk], fitted.weights[chunk] = fit_lines(
+            lines[chunk], places, box, roots=roots
+        )
+    return fitted
 
 
 def fit_seed(generator: torch.Generator) -> int:
@@ -73,109 +120,189 @@ def fit_seed(generator: torch.Generator) -> int:
 
 
 def relative_errors(
-    kernels: Sequence[Tensor], weights: Sequence[Tensor], positions: Tensor, box: Box, *, roots: Tensor | None = None
+    kernels: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    positions: Tensor,
+    box: Box,
+    *,
+    roots: Tensor | None = None,
 ) -> list[float]:
-    """|new - old| / |old| of each layer's kernels, or with `roots` of what they give; arguments as `fit_elements`."""
-    lines = torch.stack([box.lines_of(kernel) for kernel in kernels], dim=1)  # (N, L, S)
+    """|new - old| / |old| of each layer's kernels; with `roots`, of the outputs that they give.
+
+    Args:
+        kernels: The old ones (O, I, *kernel size) of each layer.
+        weights: (O, I, *D, E) of each layer.
+        positions: (A, O, I, *D, E), from the window's centre.
+        box: In which the kernels are fitted.
+        roots: (in_channels, S, S), as in `fit_elements`.
+    """
+    lines = _lines_of(kernels, box)
     metric = _metric(roots, kernels[0], len(lines))
-    places, ours = box.places_of(positions.to(lines)), _stacked(weights, lines)
-    left, whole = (
-        _errors(lines, _Elements(places, part), box, metric).sum(0) for part in (ours, torch.zeros_like(ours))
-    )
-    return [math.sqrt(part / of) if of else 0.0 for part, of in zip(left.tolist(), whole.tolist(), strict=True)]
+    places = box.places_of(positions.to(lines))
+    new_weights = _weights_by_line(weights, lines)
+    new = _Elements(places, new_weights)
+    nothing = _Elements(places, torch.zeros_like(new_weights))
+    errors = _squared_errors(lines, new, box, metric).sum(0).tolist()  # of each layer
+    norms = _squared_errors(lines, nothing, box, metric).sum(0).tolist()
+    relative = []
+    for error, norm in zip(errors, norms, strict=True):
+        relative.append(math.sqrt(error / norm) if norm else 0.0)
+    return relative
 
 
-def _stacked(weights: Sequence[Tensor], lines: Tensor) -> Tensor:  # each layer's (O, I, *D, E) -> (N, L, E)
+def _lines_of(kernels: Sequence[Tensor], box: Box) -> Tensor:
+    """The kernels of all layers in the box, line by line: (N, L, S)."""
+    return torch.stack([box.lines_of(kernel) for kernel in kernels], dim=1)
+
+
+def _weights_by_line(weights: Sequence[Tensor], lines: Tensor) -> Tensor:
+    """Each layer's (O, I, *D, E) -> (N, L, E), in the dtype of `lines`."""
     return torch.stack([weight.flatten(0, -2) for weight in weights], dim=1).to(lines)
 
 
-class _Elements(NamedTuple):
-    places: Tensor  # (N, E, A), in cells of the box
-    weights: Tensor  # (N, L, E)
-
-
 def _metric(roots: Tensor | None, kernel: Tensor, lines: int) -> Metric | None:
+    """The roots (in_channels, S, S) by the indices of lines."""
     if roots is None:
         return None
-    out_channels, per_group = kernel.shape[:2]
-    groups = len(roots) // per_group
-    group = torch.arange(out_channels, device=kernel.device) // (out_channels // groups)
-    channels = (group[:, None] * per_group + torch.arange(per_group, device=kernel.device)).flatten()
+    device = kernel.device
+    out_channels, inputs_per_group = kernel.shape[:2]
+    groups = len(roots) // inputs_per_group
+    outputs_per_group = out_channels // groups
+    group = torch.arange(out_channels, device=device) // outputs_per_group
+    input_in_group = torch.arange(inputs_per_group, device=device)
+    channels = (group[:, None] * inputs_per_group + input_in_group).flatten()
     # Cells of dense axes are lines of their own, and see the same channel.
-    channels = channels.repeat_interleave(lines // len(channels))
-    roots = roots.to(kernel.device, torch.promote_types(kernel.dtype, torch.float32))
+    channels = channels.repeat_interleave(lines // len(channels))  # (N,)
+    roots = roots.to(device, torch.promote_types(kernel.dtype, torch.float32))
     return lambda chosen: roots[channels[chosen]]
 
 
 def _chunks(elements: _Elements, box: Box) -> Sequence[Tensor]:
-    """Indices of lines that are fitted together."""
-    (lines, count, axes), layers = elements.places.shape, elements.weights.shape[1]
-    moving, cells = count * axes, math.prod(box.sides)
-    floats = 3 * moving * cells + 4 * moving**2 + 4 * layers * cells + cells**2
+    """Indices of lines that are fitted together; few enough for the memory."""
+    lines, count, axes = elements.places.shape
+    layers = elements.weights.shape[1]
+    coordinates = count * axes
+    cells = math.prod(box.sides)
+    floats = 3 * coordinates * cells + 4 * coordinates**2 + 4 * layers * cells + cells**2
+    lines_at_once = max(1, FLOATS_AT_ONCE // (3 * floats))
     indices = torch.arange(lines, device=elements.places.device)
-    return torch.split(indices, max(1, FLOATS_AT_ONCE // (3 * floats)))
+    return torch.split(indices, lines_at_once)
 
 
 def _merged_neighbours(lines: Tensor, grid: Tensor, box: Box) -> Tensor:
-    """(N, E, A): cells that go together cheaply are one element between them, greedily, until as many are left.
+    """Places (N, E, A) to start from, with one element between two cells where that loses little.
 
-    Two neighbours, with weights u and v over the layers, are one element as far as the matrix (u, v) has rank one; the
-    smaller singular value is lost. The grid as it is where cells are not neighbours, or elements suffice.
+    Pairs of cells are merged greedily, the cheapest first, until as many cells and merged pairs
+    are left as there are elements. The grid is returned as it is where no cells are neighbours, or
+    there is an element for each cell.
+
+    Args:
+        lines: (N, L, S).
+        grid: Places (N, E, A) of the largest cells.
+        box: In which the kernels are fitted.
     """
-    cells, count = box.cells().to(lines.device), grid.shape[1]  # (K, A)
-    apart = (cells[:, None] - cells[None]).abs()
-    pairs = ((apart.sum(-1) == 1) & (apart.amax(-1) == 1)).triu().nonzero()  # (P, 2)
+    cells = box.cells().to(lines.device)  # (K, A)
+    count = grid.shape[1]
     surplus = len(cells) - count
+    pairs = _neighbours(cells)  # (P, 2)
     if not len(pairs) or surplus <= 0:
         return grid
     values = lines[..., box.flat_cells().to(lines.device)]  # (N, L, K)
-    one, two = values[..., pairs[:, 0]], values[..., pairs[:, 1]]
-    first, second, both = one.square().sum(1), two.square().sum(1), (one * two).sum(1)  # (N, P)
-    lost = (first + second) / 2 - (((first - second) / 2).square() + both.square()).sqrt()
-    lost = torch.where(both > 0, lost, torch.minimum(first, second))
-    angle = 0.5 * torch.atan2(2 * both, first - second)
-    share = angle.sin().abs() / (angle.sin().abs() + angle.cos().abs())  # of the second cell
-    share = torch.where(both > 0, share, (second > first).to(share))
-    free = values.new_ones(values.shape[0], len(cells), dtype=torch.bool)
-    merged = values.new_zeros(values.shape[0], len(pairs), dtype=torch.bool)
-    rows, left = torch.arange(len(lines), device=lines.device), torch.full((len(lines),), surplus, device=lines.device)
-    for pair in lost.argsort(dim=1, stable=True).T:
-        ends = pairs[pair]  # (N, 2)
-        takes = free[rows, ends[:, 0]] & free[rows, ends[:, 1]] & (left > 0)
-        free[rows, ends[:, 0]] &= ~takes
-        free[rows, ends[:, 1]] &= ~takes
-        merged[rows, pair] |= takes
-        left = left - takes.to(left)
-    between = cells[pairs[:, 0]] + share.unsqueeze(-1) * (cells[pairs[:, 1]] - cells[pairs[:, 0]])  # (N, P, A)
-    singles = torch.where(free, values.square().sum(1), -1.0)  # (N, K): the largest of the rest stay
-    rank = torch.cat([torch.where(merged, torch.inf, -1.0), singles], dim=1)
+    loss, share = _merging_losses(values[..., pairs[:, 0]], values[..., pairs[:, 1]])
+    merged, single = _merge_greedily(loss, pairs, len(cells), surplus)
+    first_cells = cells[pairs[:, 0]]
+    second_cells = cells[pairs[:, 1]]
+    between = first_cells + share.unsqueeze(-1) * (second_cells - first_cells)  # (N, P, A)
+    # All merged pairs, then the largest of the single cells.
+    energy = torch.where(single, values.square().sum(1), -1.0)  # (N, K)
+    rank = torch.cat([torch.where(merged, torch.inf, -1.0), energy], dim=1)  # (N, P + K)
     candidates = torch.cat([between, cells.to(between).expand(len(lines), -1, -1)], dim=1)
-    chosen = rank.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
+    order = rank.argsort(dim=1, descending=True, stable=True)
+    chosen = order[:, :count].sort(dim=1).values
     return candidates.gather(1, chosen.unsqueeze(-1).expand(-1, -1, candidates.shape[-1]))
 
 
+def _neighbours(cells: Tensor) -> Tensor:
+    """Indices (P, 2) of the cells that are one step apart along one axis."""
+    apart = (cells[:, None] - cells[None]).abs()  # (K, K, A)
+    adjacent = (apart.sum(-1) == 1) & (apart.amax(-1) == 1)
+    return adjacent.triu().nonzero()
+
+
+def _merging_losses(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """What each pair of cells loses as one element, and the second cell's share of it: (N, P) each.
+
+    Let u and v be the weights of two cells over the layers: (N, L, P) each. One element can stand
+    for both as far as the matrix (u, v) has rank one: its smaller singular value is lost, and the
+    larger one's vector gives the shares. If u'v <= 0, the smaller cell is lost.
+    """
+    uu = first.square().sum(1)  # (N, P), as all that follow
+    vv = second.square().sum(1)
+    uv = (first * second).sum(1)
+    smaller_eigenvalue = (uu + vv) / 2 - (((uu - vv) / 2).square() + uv.square()).sqrt()
+    loss = torch.where(uv > 0, smaller_eigenvalue, torch.minimum(uu, vv))
+    angle = 0.5 * torch.atan2(2 * uv, uu - vv)  # of the larger singular value's vector
+    share = angle.sin().abs() / (angle.sin().abs() + angle.cos().abs())
+    share = torch.where(uv > 0, share, (vv > uu).to(share))
+    return loss, share
+
+
+def _merge_greedily(loss: Tensor, pairs: Tensor, cells: int, surplus: int) -> tuple[Tensor, Tensor]:
+    """In each line, merge the pairs with the least loss, so many at most, no cell twice.
+
+    Returns which pairs are merged (N, P), and which cells are in no merged pair (N, K).
+    """
+    lines = torch.arange(len(loss), device=loss.device)
+    single = loss.new_ones(len(loss), cells, dtype=torch.bool)
+    merged = torch.zeros_like(loss, dtype=torch.bool)
+    merges_left = torch.full((len(loss),), surplus, device=loss.device)
+    for pair in loss.argsort(dim=1, stable=True).T:  # (N,): the next pair of each line
+        first = pairs[pair, 0]
+        second = pairs[pair, 1]
+        merges = single[lines, first] & single[lines, second] & (merges_left > 0)
+        single[lines, first] &= ~merges
+        single[lines, second] &= ~merges
+        merged[lines, pair] |= merges
+        merges_left = merges_left - merges.to(merges_left)
+    return merged, single
+
+
 def _no_layer_worse(
-    lines: Tensor, fitted: _Elements, fallback: _Elements, box: Box, metric: Metric | None, scale: Tensor
+    lines: Tensor,
+    fitted: _Elements,
+    fallback: _Elements,
+    box: Box,
+    metric: Metric | None,
+    scale: Tensor,
 ) -> _Elements:
-    """The fit, with the fallback for some lines, so that no layer as a whole is worse: one of small weights can be."""
-    worth = scale.flatten(1).double().square()  # (N, 1)
-    errors, others = (worth * _errors(lines, elements, box, metric) for elements in (fitted, fallback))  # (N, L)
-    leave = ~errors.isfinite().all(dim=1)
+    """The fit, with the fallback for some lines, so that no layer as a whole is worse.
+
+    The fit minimises the sum over layers, where a layer of small weights can lose.
+    """
+    squared_scale = scale.flatten(1).double().square()  # (N, 1)
+    fitted_errors = squared_scale * _squared_errors(lines, fitted, box, metric)  # (N, L)
+    fallback_errors = squared_scale * _squared_errors(lines, fallback, box, metric)
+    falls_back = ~fitted_errors.isfinite().all(dim=1)  # (N,)
     for _ in range(lines.shape[1]):
-        gain = torch.where(leave[:, None], 0.0, others - errors)
-        worse = gain.sum(0) < 0  # (L,)
-        if not worse.any():
+        gain = torch.where(falls_back[:, None], 0.0, fallback_errors - fitted_errors)
+        worse_layers = gain.sum(0) < 0  # (L,)
+        if not worse_layers.any():
             break
-        leave |= (gain < 0)[:, worse].any(dim=1)
-    return _Elements(*(torch.where(leave[:, None, None], *pair) for pair in zip(fallback, fitted, strict=True)))
+        falls_back |= (gain < 0)[:, worse_layers].any(dim=1)
+    by_line = falls_back[:, None, None]
+    return _Elements(
+        places=torch.where(by_line, fallback.places, fitted.places),
+        weights=torch.where(by_line, fallback.weights, fitted.weights),
+    )
 
 
-def _errors(lines: Tensor, elements: _Elements, box: Box, metric: Metric | None) -> Tensor:
-    """(N, L): squared distances, in float64."""
-    parts = []
+def _squared_errors(lines: Tensor, elements: _Elements, box: Box, metric: Metric | None) -> Tensor:
+    """Squared distance between the constructed kernel and the line: (N, L), in float64."""
+    errors = []
     for chunk in _chunks(elements, box):
-        error = (lines[chunk] - elements.weights[chunk] @ box.footprint(elements.places[chunk])).double()
+        constructed = elements.weights[chunk] @ box.footprint(elements.places[chunk])
+        error = (lines[chunk] - constructed).double()
         if metric is not None:
             error = error @ metric(chunk).double()
-        parts.append(error.square().sum(-1))
-    return torch.cat(parts)
+        errors.append(error.square().sum(-1))
+    return torch.cat(errors)

@@ -11,7 +11,7 @@ from torch import nn
 
 from dcls_convert import DclsConvertError, convert_, find_convs, plan_conversion
 from dcls_convert.fitting import counts as module
-from dcls_convert.fitting.counts import Share, allocate, least_error, some_lines
+from dcls_convert.fitting.counts import GroupErrors, allocate, least_error, sample_lines
 from dcls_convert.planning.rules import parse_rules
 
 from ..conftest import many_examples
@@ -54,18 +54,23 @@ def test_coarse_units_keep_the_limit(monkeypatch):
 @many_examples
 @given(GROUPS, st.data())
 def test_no_counts_that_were_tried_are_better(groups, data):
-    """Though most errors are taken for linear between the measured ones, and here they jump."""
+    """Although most errors are interpolated between the measured ones, and here they jump."""
     tried = [data.draw(st.sampled_from(sorted(known))) for _, known in groups]
     costs = [cost for cost, _ in groups]
     limit = spent(costs, tried)
-    shares = [
-        Share(cost=cost, most=max(known) + 35, tried={count}, error=lambda count, known=known: known.get(count, 0.3))
+    group_errors = [
+        GroupErrors(
+            cost=cost,
+            most=max(known) + 35,
+            always_measured={count},
+            error=lambda count, known=known: known.get(count, 0.3),
+        )
         for (cost, known), count in zip(groups, tried, strict=True)
     ]
-    chosen = least_error(shares, limit)
+    chosen = least_error(group_errors, limit)
     assert spent(costs, chosen) <= limit
-    total = sum(share.error(count) for share, count in zip(shares, chosen, strict=True))
-    assert total <= sum(share.error(count) for share, count in zip(shares, tried, strict=True)) + 1e-12
+    total = sum(group.error(count) for group, count in zip(group_errors, chosen, strict=True))
+    assert total <= sum(group.error(count) for group, count in zip(group_errors, tried, strict=True)) + 1e-12
 
 
 # In a model.
@@ -168,7 +173,7 @@ def test_some_lines_go_with_the_roots_of_their_input_channels(data):
     groups, inputs, outputs = (data.draw(st.integers(1, 40)) for _ in range(3))
     channels = torch.arange(groups * inputs)
     kernels = channels.reshape(groups, 1, inputs, 1).expand(-1, outputs, -1, -1).flatten(0, 1)  # (O, I, 1)
-    (some,), roots = some_lines([kernels], channels.reshape(-1, 1, 1), groups)
+    (some,), roots = sample_lines([kernels], channels.reshape(-1, 1, 1), groups)
     left = groups * inputs * outputs
     assert min(left, module.MOST_LINES) <= some[..., 0].numel() < max(left + 1, 4 * module.MOST_LINES)
     per_group = some.shape[1]

@@ -14,7 +14,7 @@ from dcls_convert import DclsConv2d, convert_
 from dcls_convert.depthwise.geometry import grid_positions
 from dcls_convert.fitting.batches import lines_innermost
 from dcls_convert.fitting.boxes import Box
-from dcls_convert.fitting.least_squares import _problem, _step
+from dcls_convert.fitting.least_squares import _make_problem, _step
 from dcls_convert.fitting.warm_start import fit_elements
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.interpolation import find_interpolation
@@ -167,16 +167,16 @@ def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
     torch.manual_seed(0)
     box = Box((5, 5), (1, 1), (9, 9), "bilinear")
     roots = torch.randn(1, 25, 25).double() / 5 if rooted else None
-    problem = _problem(torch.randn(1, 3, 25).double(), box, roots)
+    problem = _make_problem(torch.randn(1, 3, 25).double(), box, roots)
     places = torch.rand(1, 6, 2).double() * 3.9
-    state = problem.at(places)
+    state = problem.solve(places)
     gradient = torch.zeros(12, dtype=torch.double)
     for index in range(12):
         moved = places.clone()
         moved.view(-1)[index] += 1e-6
-        gradient[index] = (problem.at(moved).cost - state.cost)[0] / 1e-6
-    torch.testing.assert_close(-2 * state.downhill.mT.flatten(), gradient, rtol=1e-3, atol=1e-3)
-    for name, value in problem.changed(lines_innermost).at(lines_innermost(places))._asdict().items():
+        gradient[index] = (problem.solve(moved).cost - state.cost)[0] / 1e-6
+    torch.testing.assert_close(-2 * state.descent.mT.flatten(), gradient, rtol=1e-3, atol=1e-3)
+    for name, value in problem.map(lines_innermost).solve(lines_innermost(places))._asdict().items():
         torch.testing.assert_close(value, getattr(state, name), msg=lambda text, name=name: f"{name}: {text}")
     step = _step(state, torch.full((1,), 1e6, dtype=torch.double)).flatten()  # so damped that it is steepest descent
     assert float(step @ gradient) < 0
