@@ -22,7 +22,7 @@ def main(names: list[str]) -> None:
             model = timm.create_model(name)
             plan = plan_conversion(find_convs(model), dilated_size=int(size))
             start = time.perf_counter()
-            errors = apply_plan_(model, plan, init=init)
+            errors = apply_plan_(model, plan, init=init).kernel
             seconds = time.perf_counter() - start
             means[init] = sum(errors.values()) / len(errors)
             print(f"{name} {size}: {init:7} {seconds:6.1f} s, mean relative kernel error {means[init]:.3f}")

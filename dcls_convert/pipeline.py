@@ -32,7 +32,7 @@ from .planning.planner import make_plan
 from .progress import SECONDS_UNSEEN, Notify, is_watched, show_progress, silent
 from .reports.report import ConversionReport, Outcome, measure_report, predict_report
 from .surgery.authors import RELEASED_VERSION, AuthorsWeights, element_state, sort_weights, start_from_authors_
-from .surgery.start import apply_plan_
+from .surgery.start import LayerErrors, apply_plan_
 
 MANY_LINES = 300_000  # kernels; a core fits some 13,000 a second
 
@@ -196,7 +196,7 @@ class Job:
             held_out = [] if images is None else images.held_out
             before = _answers(model, plan, [*held_out, *map(_shifted, held_out)]) if compared else None
             kept: list[str] = []
-            errors: dict[str, float] = {}
+            errors = LayerErrors(kernel={}, output={})
             if elements is not None:
                 kept = start_from_authors_(
                     model, plan, elements, version=self.authors_version, new_classifier=self.new_classifier
@@ -221,17 +221,18 @@ class Job:
             after = _answers(model, plan, held_out) if compared else None
         self._say_kept(kept)
         if before is None or after is None:
-            return Conversion(model=model, report=report.with_fit_errors(errors))
+            return Conversion(model=model, report=report.with_errors(errors.kernel, errors.output))
         (random, answers), (new_random, new) = before, after
         old, shifted = answers[: len(held_out)], answers[len(held_out) :]
         outcome = Outcome(
-            kernel_error=sum(errors.values()) / len(errors) if errors else None,
+            kernel_error=sum(errors.kernel.values()) / len(errors.kernel) if errors.kernel else None,
             images=sum(map(len, held_out)),
             **taken_from(agreement(old, new), Outcome),
             shifted=agreement(old, shifted) if held_out else None,
         )
         moved = None if random is None else relative_distance(random, new_random)
-        return Conversion(model=model, report=report.with_fit_errors(errors, outcome), moved=moved)
+        report = report.with_errors(errors.kernel, errors.output, outcome)
+        return Conversion(model=model, report=report, moved=moved)
 
     def _say_kept(self, names: Sequence[str]) -> None:
         for name in names:

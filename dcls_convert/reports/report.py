@@ -74,7 +74,8 @@ class LayerReport:
     position_params: int
     macs_before: int | None
     macs_after: int | None
-    fit_error: float | None = None  # relative kernel error of a warm start
+    fit_error: float | None = None  # relative error of the kernel that a start gave
+    output_error: float | None = None  # relative error of the outputs, on a calibration's images
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,13 +156,18 @@ class ConversionReport(Record):
         """Whether plain convolutions stand in the layers' places."""
         return self.plan.folded
 
-    def with_fit_errors(
-        self, errors: Mapping[str, float], outcome: Outcome | None = None
+    def with_errors(
+        self,
+        kernel_errors: Mapping[str, float],
+        output_errors: Mapping[str, float],
+        outcome: Outcome | None = None,
     ) -> "ConversionReport":
-        """The report with the relative kernel errors that `apply_plan_` gave, by layer name."""
+        """The report with the relative errors that `apply_plan_` gave, by layer name."""
         layers = []
         for layer in self.layers:
-            layers.append(replace(layer, fit_error=errors.get(layer.name)))
+            of_kernel = kernel_errors.get(layer.name)
+            of_outputs = output_errors.get(layer.name)
+            layers.append(replace(layer, fit_error=of_kernel, output_error=of_outputs))
         return replace(self, layers=tuple(layers), outcome=outcome)
 
     def to_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ learnt axes.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,17 @@ from ..progress import Notify, silent
 from .place import put_layers_
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerErrors:
+    """What a start left, by the layer's name."""
+
+    # |new - old| / |old| of the constructed kernels; empty for "random" and on the meta device.
+    kernel: dict[str, float]
+    # |new - old| / |old| of the outputs at the sampled places of a calibration's images, given the
+    # input from the layers that are converted already; empty without a calibration.
+    output: dict[str, float]
+
+
 @torch.no_grad()
 @reproducible()
 def apply_plan_(
@@ -40,7 +52,7 @@ def apply_plan_(
     calibration: Images | Calibration | CalibrationStatistics | None = None,
     note: Notify = silent,
     notify: Notify = silent,
-) -> dict[str, float]:
+) -> LayerErrors:
     """Replace every convolution of the plan by its DCLS layer, with values from the old kernels.
 
     Args:
@@ -57,8 +69,7 @@ def apply_plan_(
         notify: Called with which layers are next.
 
     Returns:
-        The relative error of each constructed kernel, |new - old| / |old|, by the layer's name;
-        empty for "random" and on the meta device.
+        The relative errors of the kernels, and with a calibration of the outputs.
 
     Raises:
         DclsConvertError: The model is not the one that was planned for, or does not take the
@@ -71,7 +82,7 @@ def apply_plan_(
         generator = torch.Generator().manual_seed(0)
     seed = fit_seed(generator)
     calibrated: list[CalibratedLayer] = []
-    errors: dict[str, float] = {}
+    kernel_errors: dict[str, float] = {}
     if init == "random":
         for group in groups:
             _fill_randomly_(group, positions, generator)
@@ -84,7 +95,7 @@ def apply_plan_(
             calibrated = fit_to_outputs_(model, groups, calibration, notify)
             _note_shifted_means(calibrated, note)
         for group in groups:
-            errors |= group.kernel_errors()
+            kernel_errors |= group.kernel_errors()
 
     # Biases and running means of the model, which take the mean shifts of the new layers.
     shifted: list[Tensor] = []
@@ -96,7 +107,11 @@ def apply_plan_(
         for layer in calibrated:
             if layer.shifted is not None:
                 layer.shifted.add_(layer.change.to(layer.shifted))
-    return errors
+    output_errors: dict[str, float] = {}
+    for layer in calibrated:
+        if layer.output_error is not None:
+            output_errors[layer.name] = layer.output_error
+    return LayerErrors(kernel=kernel_errors, output=output_errors)
 
 
 def _check_start(plan: ConversionPlan, init: Init, positions: Positions) -> None:

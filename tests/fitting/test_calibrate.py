@@ -85,6 +85,33 @@ def test_every_channel_has_its_mean_again(options, tie):
             assert torch.equal(one.weight, other.weight)
 
 
+def outputs_by_layer(model, plan, images):
+    outputs = {}
+    with torch.no_grad(), contextlib.ExitStack() as hooks:
+        for layer in plan.layers:
+            module = model.get_submodule(layer.name)
+            keep = partial(lambda name, *call: outputs.update({name: call[-1]}), layer.name)
+            hooks.callback(module.register_forward_hook(keep).remove)
+        model(images)
+    return outputs
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_the_output_error_of_each_layer_is_what_its_outputs_lost():
+    model, images = network(bias=True, norm=False), photos(6)
+    plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60)
+    old = outputs_by_layer(model, plan, images)
+    settings = CalibrationSettings(places_per_image=10**6)
+    groups, calibration = make_layers(model, plan), calibrate(model, plan, images)
+    statistics = measure_inputs(model, groups, calibration, silent, settings)
+    errors = apply_plan_(model, plan, calibration=statistics)
+    new = outputs_by_layer(model, plan, images)
+    assert errors.output.keys() == errors.kernel.keys() == old.keys()
+    for name, error in errors.output.items():
+        lost = float((new[name] - old[name]).norm() / old[name].norm())
+        assert error == pytest.approx(lost, rel=1e-3)
+
+
 def test_layers_with_nowhere_to_put_their_means_are_named():
     model, notes = network(norm=False), []
     plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60)
