@@ -43,7 +43,10 @@ class StageRow:
     @property
     def kernels(self) -> str:
         """ "7x7 → 17x17"."""
-        olds, news = ({getattr(layer, size) for layer in self.layers} for size in ("kernel_size", "dilated_size"))
+        olds, news = (
+            {getattr(layer, size) for layer in self.layers}
+            for size in ("kernel_size", "dilated_size")
+        )
         return f"{span(olds, size_text)} → {span(news, size_text)}"
 
     @property
@@ -68,8 +71,13 @@ class StageRow:
         return sum(errors) / len(errors) if errors else None
 
     def _total(self, unit: str) -> Change:
-        before, after = ([getattr(layer, f"{unit}_{when}") for layer in self.layers] for when in ("before", "after"))
-        return Change() if None in (*before, *after) else Change(before=sum(before), after=sum(after))
+        before, after = (
+            [getattr(layer, f"{unit}_{when}") for layer in self.layers]
+            for when in ("before", "after")
+        )
+        return (
+            Change() if None in (*before, *after) else Change(before=sum(before), after=sum(after))
+        )
 
 
 def stage_rows(layers: Iterable[LayerReport]) -> list[StageRow]:
@@ -98,8 +106,13 @@ def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType
     params, layers = report.params, StageRow(layers=report.layers)
     slower = 100 * report.macs.delta / (report.macs.before or 1) if report.macs.delta else 0.0
     # Colours repeat what the numbers and words say.
-    bad, so_so = report.budget.slack < 0 or slower > COSTLY, (params.delta or 0) > 0 or slower > MOST_SLOWER
-    style = "bold red" if bad else "bold yellow" if so_so else "bold green" if params.delta else "bold"
+    bad, so_so = (
+        report.budget.slack < 0 or slower > COSTLY,
+        (params.delta or 0) > 0 or slower > MOST_SLOWER,
+    )
+    style = (
+        "bold red" if bad else "bold yellow" if so_so else "bold green" if params.delta else "bold"
+    )
     verdict = f"{arrow(params)} parameters ({percent(params)})"
     if report.macs.delta is not None:
         verdict += f", {short_arrow(report.macs)} MACs ({percent(report.macs, 1)})"
@@ -112,7 +125,11 @@ def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType
     if slower > COSTLY:
         sizes = f"cheaper sizes: dcls-convert sweep {printable(short)}"
         parts.append(Text(f"{1 + slower / 100:.1f} times the MACs; {sizes}", style="yellow"))
-    same = [layer for layer in report.layers if math.prod(layer.kernel_size) == math.prod(layer.dilated_size)]
+    same = [
+        layer
+        for layer in report.layers
+        if math.prod(layer.kernel_size) == math.prod(layer.dilated_size)
+    ]
     if fewer := [layer for layer in same if layer.kernel_count < math.prod(layer.kernel_size)]:
         few = f"No larger window, and fewer weights, for {counted(len(fewer), 'layer')} of {len(report.layers)}"
         parts.append(Text(f"{few}; a rule can skip such", style="yellow"))
@@ -124,12 +141,21 @@ def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType
 
     def layer_params(row: StageRow) -> str:
         (layer,) = row.layers
-        return arrow(row.params) + ("*" if layer.tie_group is not None and layer.position_params > 0 else " ")
+        return arrow(row.params) + (
+            "*" if layer.tie_group is not None and layer.position_params > 0 else " "
+        )
 
     rows = [StageRow(name=layer.name, layers=(layer,)) for layer in report.layers]
-    parts.append(_costs_table([Column("Layer", lambda row: row.name), *COLUMNS[2:]], rows, layer_params))
+    parts.append(
+        _costs_table([Column("Layer", lambda row: row.name), *COLUMNS[2:]], rows, layer_params)
+    )
     if any(layer.tie_group for layer in report.layers):
-        parts.append(Text("* with the positions that the next layers of its tie group share", style="dim italic"))
+        parts.append(
+            Text(
+                "* with the positions that the next layers of its tie group share",
+                style="dim italic",
+            )
+        )
     parts += [Text(), _totals(report), Text(), *map(indented, _sentences(report))]
     if report.skipped:
         kinds = Counter((skip.type, skip.reason) for skip in report.skipped).most_common()
@@ -167,7 +193,10 @@ def _totals(report: ConversionReport) -> Table[tuple[str, Change]]:
     rows = [
         ("Parameters", report.params),
         ("  replaced layers", StageRow(layers=report.layers).params),
-        ("  everything else", Change(before=report.params_untouched, after=report.params_untouched)),
+        (
+            "  everything else",
+            Change(before=report.params_untouched, after=report.params_untouched),
+        ),
         ("MACs", report.macs),
     ]
     columns: list[Column[tuple[str, Change]]] = [
@@ -191,7 +220,10 @@ def _budget(report: ConversionReport) -> str:
 
 
 def _sentences(report: ConversionReport) -> list[str]:
-    weights, plain = report.params.weights, all(layer.interpolation == "bilinear" for layer in report.layers)
+    weights, plain = (
+        report.params.weights,
+        all(layer.interpolation == "bilinear" for layer in report.layers),
+    )
     if report.folded:
         kernels = f"Folded into plain convolutions: {weights:,} weights, one for every cell of the windows"
     else:
@@ -203,7 +235,9 @@ def _sentences(report: ConversionReport) -> list[str]:
     else:
         held = (report.params.delta or 0) <= 0
         rise = f"MACs rise {'although parameters do not' if held else 'with the window'}"
-        lines.append(f"{rise}: every window cell is multiplied, empty or not.{FOLDING_SENTENCE * (not report.folded)}")
+        lines.append(
+            f"{rise}: every window cell is multiplied, empty or not.{FOLDING_SENTENCE * (not report.folded)}"
+        )
     return [printable(line) for line in [*lines, *outcome_sentences(report)]]
 
 
@@ -216,7 +250,10 @@ def outcome_sentences(report: ConversionReport) -> list[str]:
     if not outcome.images:
         better = " --calibrate FOLDER, with some images, would keep the outputs closer."
         return [kernels + better * (outcome.kernel_error >= SMALL_ERROR)]
-    lines = [kernels, f"Images held out, with corners of large ones: {_agreement(outcome, outcome.images)}."]
+    lines = [
+        kernels,
+        f"Images held out, with corners of large ones: {_agreement(outcome, outcome.images)}.",
+    ]
     if outcome.shifted is not None:
         shifted = _agreement(outcome.shifted, outcome.images)
         lines.append(f"As a yardstick, the original with each image moved by one pixel: {shifted}.")
@@ -238,8 +275,17 @@ def _agreement(found: Outcome | Agreement, images: int) -> str:
 def next_steps(job: Job, done: Conversion, output: Path) -> list[str | Text]:
     """Lines for the terminal, below the report."""
     code = filled(training_code(done.report.model, trained=job.trained), output).splitlines()
-    near = NEAR_THE_CENTRE if job.elements is None and job.how == "random" and job.positions == "normal" else ()
-    lines: list[str | Text] = ["", f"Wrote {output}, from {_start(job)}.", *near, Text("Fine-tune it:\n", style="bold")]
+    near = (
+        NEAR_THE_CENTRE
+        if job.elements is None and job.how == "random" and job.positions == "normal"
+        else ()
+    )
+    lines: list[str | Text] = [
+        "",
+        f"Wrote {output}, from {_start(job)}.",
+        *near,
+        Text("Fine-tune it:\n", style="bold"),
+    ]
     lines += [f"    {line}" if line else "" for line in code]
     outcome = done.report.outcome
     if outcome:
@@ -254,7 +300,9 @@ def _start(job: Job) -> str:
     if job.elements is not None:
         return "the authors' elements and positions; it gives the outputs of their network"
     if job.how == EXACT:
-        source = "the trained weights" if job.trained else f"random initialisation (seed {job.seed})"
+        source = (
+            "the trained weights" if job.trained else f"random initialisation (seed {job.seed})"
+        )
         return f"{source}; every old cell is an element at its place, so that the outputs are the old ones"
     if not job.trained:
         return f"random initialisation (seed {job.seed}); --pretrained or --checkpoint load weights"
