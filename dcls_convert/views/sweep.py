@@ -28,7 +28,12 @@ PAPER = (
 )
 MARKERS = "o^Dvs*"
 MACS = "MACs"
-STYLE = {"figure.dpi": 150, "legend.fontsize": 8, "legend.framealpha": 1, "legend.edgecolor": "none"}
+STYLE = {
+    "figure.dpi": 150,
+    "legend.fontsize": 8,
+    "legend.framealpha": 1,
+    "legend.edgecolor": "none",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +46,14 @@ class SweepView:
         sweep, (keys, costs, measured) = self.sweep, _columns(self.sweep)
         table = functools.partial(Table, style=lambda row: _sign(sweep, row)[1])
         tables = [table([*keys, *costs, *measured], sweep.rows)]
-        rows = [row for row in sweep.rows if any(column.value(row) is not None for column in measured)]
+        rows = [
+            row for row in sweep.rows if any(column.value(row) is not None for column in measured)
+        ]
         if rows and tables[0].surplus(console, options) > 0:
             tables = [table([*keys, *costs], sweep.rows), table([*keys, *measured], rows)]
-        yield title(sweep.model, f", input {size_text(sweep.input_size)}" if sweep.input_size else "")
+        yield title(
+            sweep.model, f", input {size_text(sweep.input_size)}" if sweep.input_size else ""
+        )
         for each in tables:
             yield Text()
             yield each
@@ -60,7 +69,9 @@ def _sign(sweep: Sweep, row: SweepRow) -> tuple[str, str]:
     return (DOMINATED, "dim") if row.dominated else ("", "")
 
 
-def _columns(sweep: Sweep) -> tuple[list[Column[SweepRow]], list[Column[SweepRow]], list[Column[SweepRow]]]:
+def _columns(
+    sweep: Sweep,
+) -> tuple[list[Column[SweepRow]], list[Column[SweepRow]], list[Column[SweepRow]]]:
     """What names a row, what it costs, and what was measured of it."""
     rows, original = sweep.rows, sweep.rows[0]
     macs, macs_unit = in_one_unit(row.macs for row in rows)
@@ -73,7 +84,12 @@ def _columns(sweep: Sweep) -> tuple[list[Column[SweepRow]], list[Column[SweepRow
 
     keys: list[Column[SweepRow]] = [
         Column("  Window", lambda row: f"{_sign(sweep, row)[0]:1} {row.window}"),
-        Column("Count", lambda row: span(row.kernel_counts) or str((row.asked and row.asked.kernel_count) or "")),
+        Column(
+            "Count",
+            lambda row: (
+                span(row.kernel_counts) or str((row.asked and row.asked.kernel_count) or "")
+            ),
+        ),
         Column("Budget", lambda row: row.asked and row.asked.budget, "{:g} %".format),
         Column("Layers", lambda row: row.layers or None if several else None),
     ]
@@ -101,15 +117,21 @@ def _time(timing: Timing) -> str:
 
 def _notes(sweep: Sweep) -> Iterator[RenderableType]:
     rows, choice, timing = sweep.rows, sweep.choice, sweep.timing
-    for reason in dict.fromkeys(f"{WITHOUT} {row.window} {row.status}: {row.reason}" for row in rows if row.reason):
+    for reason in dict.fromkeys(
+        f"{WITHOUT} {row.window} {row.status}: {row.reason}" for row in rows if row.reason
+    ):
         yield indented(reason, "yellow")
     if any(row.dominated for row in rows):
         done = [row for row in rows if row.status == "done"]
-        timed, fitted = (all(getattr(row, name) is not None for row in done) for name in ("step_ms", "kernel_error"))
+        timed, fitted = (
+            all(getattr(row, name) is not None for row in done)
+            for name in ("step_ms", "kernel_error")
+        )
         error = f"error of {'outputs' if all(row.images for row in done) else 'kernels'}"
         compared = f"{'times' if timed else 'MACs'} and {error if fitted else 'number of elements'}"
         yield indented(
-            f"{DOMINATED} another row is as good in window, parameters, {compared}, and better in one.", "dim"
+            f"{DOMINATED} another row is as good in window, parameters, {compared}, and better in one.",
+            "dim",
         )
     yield indented("Fold: the model's weights when folded.")
     if sweep.macs_note:
@@ -122,14 +144,25 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
             f"{timing.torch}. Step: forward, backward, SGD."
         )
         steps = [row.step_ms for row in rows if row.step_ms]
-        widest = max((100 * (step.third_quartile - step.first_quartile) / step.median for step in steps), default=0)
+        widest = max(
+            (100 * (step.third_quartile - step.first_quartile) / step.median for step in steps),
+            default=0,
+        )
         if widest > sweep.slower:
-            yield indented(f"Equal runs differ by {widest:.0f} %: measure longer (--seconds), on an idle machine.")
+            yield indented(
+                f"Equal runs differ by {widest:.0f} %: measure longer (--seconds), on an idle machine."
+            )
     images = next((row.images for row in rows if row.images is not None), None)
     if images is not None:
-        compared = f"{counted(images, 'image')} held out of the calibration" if images else "random images"
-        top1 = " Top-1: share of them with the same class as before." * any(row.same_top1 is not None for row in rows)
-        yield indented(f"Kernels: mean relative error. Outputs: relative error for {compared}.{top1}")
+        compared = (
+            f"{counted(images, 'image')} held out of the calibration" if images else "random images"
+        )
+        top1 = " Top-1: share of them with the same class as before." * any(
+            row.same_top1 is not None for row in rows
+        )
+        yield indented(
+            f"Kernels: mean relative error. Outputs: relative error for {compared}.{top1}"
+        )
     if sweep.interrupted:
         yield indented("Interrupted: rows or measurements are missing.", "bold yellow")
     if choice.row is None:
@@ -137,14 +170,38 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
         return
     yield indented(PAPER)
     taken = rows[choice.row]
-    yield indented(f"{TAKEN} Take {taken.window} with {span(taken.kernel_counts)} elements: {choice.why}.", "bold")
+    yield indented(
+        f"{TAKEN} Take {taken.window} with {span(taken.kernel_counts)} elements: {choice.why}.",
+        "bold",
+    )
 
 
 def sweep_csv(sweep: Sweep) -> str:
     """A line for each row; a value that is not known is empty."""
-    times = (f"{part}.{field.name}" for part in ("forward_ms", "step_ms") for field in fields(Timing))
-    paths = ["window", "asked.kernel_count", "asked.budget", "status", "layers", "kernel_counts", "elements", "params"]
-    paths += ["macs", "folded_bytes", *times, "kernel_error", "images", "output_error", "same_top1", "kl", "dominated"]
+    times = (
+        f"{part}.{field.name}" for part in ("forward_ms", "step_ms") for field in fields(Timing)
+    )
+    paths = [
+        "window",
+        "asked.kernel_count",
+        "asked.budget",
+        "status",
+        "layers",
+        "kernel_counts",
+        "elements",
+        "params",
+    ]
+    paths += [
+        "macs",
+        "folded_bytes",
+        *times,
+        "kernel_error",
+        "images",
+        "output_error",
+        "same_top1",
+        "kl",
+        "dominated",
+    ]
     paths += ["reason", "command"]
     taken: Column[SweepRow] = Column("taken", lambda row: _sign(sweep, row)[0] == TAKEN)
     return Table([*map(field_column, paths), taken], sweep.rows).csv()
@@ -162,24 +219,38 @@ def _picture(sweep: Sweep) -> "Figure":
     figure = new_figure(6.4, 4.2)
     axes = figure.add_subplot()
     points = [row for row in sweep.rows if row.status == "done" and cost(row) is not None]
-    series: dict[str, list[SweepRow]] = {}  # rows with the same count or budget, in the order of their windows
-    labels: dict[tuple[float, float], str] = {}  # at each place, the window, and the counts of the rows that are there
+    series: dict[
+        str, list[SweepRow]
+    ] = {}  # rows with the same count or budget, in the order of their windows
+    labels: dict[
+        tuple[float, float], str
+    ] = {}  # at each place, the window, and the counts of the rows that are there
     for row in points:
         assert row.asked is not None
         count, budget = row.asked.kernel_count, row.asked.budget
-        name = f"{count} elements" if count else f"budget {DEFAULT_BUDGET if budget is None else budget:g} %"
+        name = (
+            f"{count} elements"
+            if count
+            else f"budget {DEFAULT_BUDGET if budget is None else budget:g} %"
+        )
         series.setdefault(name, []).append(row)
         place, counts = (cost(row), gain(row)), span(row.kernel_counts)
-        labels[place] = f"{labels[place]}, {counts}" if place in labels else f"{row.window}: {counts}"
+        labels[place] = (
+            f"{labels[place]}, {counts}" if place in labels else f"{row.window}: {counts}"
+        )
     for (name, members), marker in zip(series.items(), itertools.cycle(MARKERS)):
-        (line,) = axes.plot([*map(cost, members)], [*map(gain, members)], "-", linewidth=1, zorder=1)
+        (line,) = axes.plot(
+            [*map(cost, members)], [*map(gain, members)], "-", linewidth=1, zorder=1
+        )
         look: dict[str, Any] = {"marker": marker, "color": line.get_color(), "linestyle": "none"}
         for row in members:
             axes.plot(cost(row), gain(row), fillstyle="none" if row.dominated else "full", **look)
         axes.plot([], [], label=name, **look)
     if sweep.choice.row is not None:
         taken = sweep.rows[sweep.choice.row]
-        axes.plot(cost(taken), gain(taken), "ks", fillstyle="none", markersize=12, label="recommended")
+        axes.plot(
+            cost(taken), gain(taken), "ks", fillstyle="none", markersize=12, label="recommended"
+        )
     if any(row.dominated for row in points):
         axes.plot([], [], "o", color="0.4", fillstyle="none", label="dominated")
     for place, text in labels.items():
@@ -205,7 +276,9 @@ def _axes(sweep: Sweep) -> tuple[tuple[Value, str], tuple[Value, str]]:
     """What to draw, and its name, along each axis."""
     done = [row for row in sweep.rows if row.status == "done"]
     x: tuple[Value, str] = (
-        (step_ms, "training step, ms") if all(row.step_ms for row in done) else (attrgetter("macs"), MACS)
+        (step_ms, "training step, ms")
+        if all(row.step_ms for row in done)
+        else (attrgetter("macs"), MACS)
     )
     if all(row.images for row in done):
         return x, (attrgetter("output_error"), "relative error of outputs")
