@@ -9,7 +9,20 @@ from ..options import AUTO, ERROR, EXACT, AuthorsVersion, Init, PlanOptions, Pos
 from ..output import check_output
 from ..progress import silent
 from . import console
-from .arguments import MOST_SEED, OUTPUT, WHAT, WHERE, Force, Json, Network, Quiet, number, option, refuse, with_records
+from .arguments import (
+    MOST_SEED,
+    OUTPUT,
+    WHAT,
+    WHERE,
+    Force,
+    Json,
+    Network,
+    Quiet,
+    number,
+    option,
+    refuse,
+    with_records,
+)
 from .completion import complete_files
 
 if TYPE_CHECKING:
@@ -21,56 +34,85 @@ INIT_HELP = (
     "random; fit: closest to the old kernels; largest: at their largest cells; exact: at all cells, for the same "
     "outputs at more parameters; auto: fit for trained weights, else random."
 )
-POSITIONS_HELP = (
-    "Random positions: normal, N(0, 0.5 cells); kernel and uniform, spread over the old kernel or the window."
+POSITIONS_HELP = "Random positions: normal, N(0, 0.5 cells); kernel and uniform, spread over the old kernel or the window."
+HTML_HELP = (
+    "Add a page of pictures to the checkpoint, and positions to its model card (extra plot)."
 )
-HTML_HELP = "Add a page of pictures to the checkpoint, and positions to its model card (extra plot)."
 VERSION = option(
-    WHERE, "Version of the authors' layers in a checkpoint of theirs without SIG.", show_default="v0, as released"
+    WHERE,
+    "Version of the authors' layers in a checkpoint of theirs without SIG.",
+    show_default="v0, as released",
 )
 CHECKPOINT = option(
-    OUTPUT, "Checkpoint to write.", "--output", "-o", metavar="FOLDER", show_default="./MODEL-dclsSIZE[-INIT]"
+    OUTPUT,
+    "Checkpoint to write.",
+    "--output",
+    "-o",
+    metavar="FOLDER",
+    show_default="./MODEL-dclsSIZE[-INIT]",
 )
-DEVICE = option(WHERE, "Fit and compare on this device, such as cuda.", metavar="NAME", show_default="cpu")
-VERBOSE = option(OUTPUT, "Report every layer and why; -vv: name all others.", "--verbose", "-v", count=True)
+DEVICE = option(
+    WHERE, "Fit and compare on this device, such as cuda.", metavar="NAME", show_default="cpu"
+)
+VERBOSE = option(
+    OUTPUT, "Report every layer and why; -vv: name all others.", "--verbose", "-v", count=True
+)
 
 
 @with_records
 def convert(
     network: Network,
-    plan: Annotated[Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER", autocompletion=complete_files)] = None,
+    plan: Annotated[
+        Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER", autocompletion=complete_files)
+    ] = None,
     init: Annotated[Init, option(WHERE, INIT_HELP)] = "auto",
     positions: Annotated[Positions, option(WHERE, POSITIONS_HELP)] = "normal",
     authors_version: Annotated[AuthorsVersion | None, VERSION] = None,
     device: Annotated[str | None, DEVICE] = None,
-    seed: Annotated[int, number(int, 0, MOST_SEED, WHERE, "Seed of all random values.", metavar="N")] = 0,
+    seed: Annotated[
+        int, number(int, 0, MOST_SEED, WHERE, "Seed of all random values.", metavar="N")
+    ] = 0,
     output: Annotated[Path | None, CHECKPOINT] = None,
     html: Annotated[bool, option(OUTPUT, HTML_HELP, "--html")] = False,
     force: Force = False,
-    dry_run: Annotated[bool, option(OUTPUT, "Report only: no weights, no download.", "--dry-run")] = False,
+    dry_run: Annotated[
+        bool, option(OUTPUT, "Report only: no weights, no download.", "--dry-run")
+    ] = False,
     json_: Json = False,
     verbose: Annotated[int, VERBOSE] = 0,
     quiet: Quiet = False,
 ) -> None:
     """Replace a model's convolutions, report, and write a checkpoint."""
-    trained, calibrated, by_error = network.trained, network.calibrate is not None, network.options.scope == ERROR
+    trained, calibrated, by_error = (
+        network.trained,
+        network.calibrate is not None,
+        network.options.scope == ERROR,
+    )
     planned = network.options != PlanOptions() or network.input_size is not None
     written = {"--force": force, "--output": output, "--html": html, "--calibrate": calibrated}
     fits, keeps = init in (AUTO, "fit"), init != "random" and (trained or init == EXACT)
     refuse(
         {
-            **{f"{name} has no effect with --dry-run": dry_run and idle for name, idle in written.items()},
+            **{
+                f"{name} has no effect with --dry-run": dry_run and idle
+                for name, idle in written.items()
+            },
             "--scope error measures what kernels lose; --dry-run reads none": dry_run and by_error,
             "--quiet and --verbose exclude each other": quiet and verbose > 0,
-            "--json and --verbose exclude each other; the JSON has every layer": json_ and verbose > 0,
+            "--json and --verbose exclude each other; the JSON has every layer": json_
+            and verbose > 0,
             "--quiet with --dry-run would print nothing": quiet and dry_run and not json_,
-            f"--init {init} needs trained kernels: --pretrained or --checkpoint": init in ("largest", "fit")
+            f"--init {init} needs trained kernels: --pretrained or --checkpoint": init
+            in ("largest", "fit")
             and not trained,
-            "--calibrate is for --init fit, with --pretrained or --checkpoint": calibrated and not (trained and fits),
+            "--calibrate is for --init fit, with --pretrained or --checkpoint": calibrated
+            and not (trained and fits),
             "--positions is for random positions, --init auto or exact keeps those of old kernels; "
             "use --init random": positions != "normal" and keeps,
-            "--authors-version describes the file of --checkpoint": authors_version and network.checkpoint is None,
-            "--plan carries out a plan as it is: leave the options that make one": plan is not None and planned,
+            "--authors-version describes the file of --checkpoint": authors_version
+            and network.checkpoint is None,
+            "--plan carries out a plan as it is: leave the options that make one": plan is not None
+            and planned,
             "--scope error is for --init fit": by_error and not fits,
         }
     )
@@ -95,7 +137,9 @@ def convert(
             notify=notify,
             note=silent if quiet else console.note,
         )
-        if output is None and plan is None and not dry_run and (calibrated or by_error):  # before minutes of measuring
+        if (
+            output is None and plan is None and not dry_run and (calibrated or by_error)
+        ):  # before minutes of measuring
             sketch = job.plan(replace(network.options, scope="model"))
             check_output(_default_output(job, sketch), force=force, foreign=_not_of_a_checkpoint)
         conversion_plan = job.plan() if plan is None else job.plan_again(read_plan(plan))
@@ -113,12 +157,16 @@ def convert(
 
 
 def _not_of_a_checkpoint(path: Path) -> str | None:
-    from ..checkpoints.folder import not_of_a_checkpoint  # imports torch; needed only where something is replaced
+    from ..checkpoints.folder import (
+        not_of_a_checkpoint,
+    )  # imports torch; needed only where something is replaced
 
     return not_of_a_checkpoint(path)
 
 
-def _carry_out(job: "Job", plan: "ConversionPlan", output: Path, *, force: bool, html: bool) -> "Conversion":
+def _carry_out(
+    job: "Job", plan: "ConversionPlan", output: Path, *, force: bool, html: bool
+) -> "Conversion":
     """Convert, and write the checkpoint."""
     from ..checkpoints.save import save_converted
     from ..views.plot import picture_files
@@ -127,7 +175,9 @@ def _carry_out(job: "Job", plan: "ConversionPlan", output: Path, *, force: bool,
     done = job.convert(plan)
     job.notify(f"writing {output}")
     if html and not can_plot():
-        job.note(f"{PLOT_LIBRARY} is missing, so the model card has no picture: pip install {PLOT_LIBRARY}")
+        job.note(
+            f"{PLOT_LIBRARY} is missing, so the model card has no picture: pip install {PLOT_LIBRARY}"
+        )
     save_converted(
         done.model.eval().cpu(),
         plan,
@@ -144,8 +194,14 @@ def _default_output(job: "Job", plan: "ConversionPlan") -> Path:
     """convnext_tiny-dcls17 or -dcls17x9, -dcls where the plan has several sizes; -dcls17-fit where kernels are kept."""
     from ..depthwise.geometry import size_text
 
-    sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes} or {plan.layers[0].dilated_size}
-    size = "" if len(sizes) > 1 else next(size_text(size) if len(set(size)) > 1 else str(size[0]) for size in sizes)
+    sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes} or {
+        plan.layers[0].dilated_size
+    }
+    size = (
+        ""
+        if len(sizes) > 1
+        else next(size_text(size) if len(set(size)) > 1 else str(size[0]) for size in sizes)
+    )
     how = "" if job.how == "random" or job.elements is not None else f"-{job.how}"
     assert job.source is not None
     return Path(f"{Path(job.source.name.rpartition(':')[2]).name}-dcls{size}{how}")
