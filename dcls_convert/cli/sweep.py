@@ -15,7 +15,19 @@ from ..options import AUTO, MOST_COUNT, MOST_SIDE, MOST_SLOWER, PlanOptions
 from ..output import check_output, new_file, not_a_file
 from ..planning.budget import LEAST_PERCENT, MOST_PERCENT
 from . import console
-from .arguments import HOW_MANY, OUTPUT, Csv, Force, Json, Network, number, option, parse_size, refuse, with_records
+from .arguments import (
+    HOW_MANY,
+    OUTPUT,
+    Csv,
+    Force,
+    Json,
+    Network,
+    number,
+    option,
+    parse_size,
+    refuse,
+    with_records,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +41,9 @@ CPU_BATCH, GPU_BATCH = 1, 32
 SECONDS = 60
 
 
-def list_option(parse: Callable[[str], Any], what: str, help: str, *, metavar: str, step: int = 1) -> Any:
+def list_option(
+    parse: Callable[[str], Any], what: str, help: str, *, metavar: str, step: int = 1
+) -> Any:
     """An option for a list: "7..11,17" -> [7, 9, 11, 17] for a step of 2, "7..11..4" -> [7, 11]."""
 
     def parse_list(text: str) -> list[Any]:
@@ -47,7 +61,9 @@ def list_option(parse: Callable[[str], Any], what: str, help: str, *, metavar: s
                     if last < first:
                         raise typer.BadParameter(f"'{part}' runs backwards; give {last}..{first}")
                     if len(numbers) > MOST_ROWS:
-                        raise typer.BadParameter(f"'{part}' has {len(numbers):,} values; {MOST_ROWS:,} are allowed")
+                        raise typer.BadParameter(
+                            f"'{part}' has {len(numbers):,} values; {MOST_ROWS:,} are allowed"
+                        )
                     values |= dict.fromkeys(numbers)
                 case _:
                     raise typer.BadParameter(f"'{shown(part)}' is not a list of {what}")
@@ -82,7 +98,13 @@ BUDGETS = list_option(
     metavar="P,P",
 )
 BATCH = number(
-    int, 1, MOST_BATCH, TIMES, "Images.", metavar="N", show_default=f"{CPU_BATCH} on the CPU, else {GPU_BATCH}"
+    int,
+    1,
+    MOST_BATCH,
+    TIMES,
+    "Images.",
+    metavar="N",
+    show_default=f"{CPU_BATCH} on the CPU, else {GPU_BATCH}",
 )
 SECONDS_HELP = "For all measurements together; three rounds at least."
 TIME = number(int, 1, MOST_SECONDS, TIMES, SECONDS_HELP, metavar="N", show_default=str(SECONDS))
@@ -99,7 +121,8 @@ def sweep(
     budgets: Annotated[Any, BUDGETS] = None,
     time: Annotated[bool, option(TIMES, TIME_HELP, "--time")] = False,
     device: Annotated[
-        str | None, option(TIMES, "As torch names it: cuda, cuda:1.", metavar="NAME", show_default="cpu")
+        str | None,
+        option(TIMES, "As torch names it: cuda, cuda:1.", metavar="NAME", show_default="cpu"),
     ] = None,
     batch_size: Annotated[int | None, BATCH] = None,
     amp: Annotated[bool, option(TIMES, "In bfloat16 autocast.", "--amp")] = False,
@@ -107,7 +130,9 @@ def sweep(
     slower: Annotated[
         float, number(float, 0, MOST_PERCENT, OUTPUT, SLOWER_HELP, unit="%", metavar="PERCENT")
     ] = MOST_SLOWER,
-    picture: Annotated[Path | None, option(OUTPUT, PICTURE_HELP, metavar="FILE.png|svg|pdf")] = None,
+    picture: Annotated[
+        Path | None, option(OUTPUT, PICTURE_HELP, metavar="FILE.png|svg|pdf")
+    ] = None,
     force: Force = False,
     json_: Json = False,
     csv: Csv = False,
@@ -116,7 +141,10 @@ def sweep(
 
     A row each; the last line is the command of the recommended size.
     """
-    rows, scoped = len(sizes or [None]) * len(counts or budgets or [None]), network.options.scope != AUTO
+    rows, scoped = (
+        len(sizes or [None]) * len(counts or budgets or [None]),
+        network.options.scope != AUTO,
+    )
     untrained = network.calibrate is not None and not network.trained
     idle = {"--device": device, "--batch-size": batch_size, "--amp": amp, "--seconds": seconds}
     refuse(
@@ -142,11 +170,15 @@ def sweep(
         timing = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
         job = network.job(notify=notify, note=console.note)
         asked = combinations(sizes or usual_sizes(job), counts, budgets)
-        sweep = make_sweep(job, asked, functools.partial(_command, network), timing=timing, slower=slower)
+        sweep = make_sweep(
+            job, asked, functools.partial(_command, network), timing=timing, slower=slower
+        )
     if json_ or csv:
         console.write(sweep.to_json() if json_ else sweep_csv(sweep))
     else:
-        taken = [] if sweep.choice.row is None else ["", f"    {sweep.rows[sweep.choice.row].command}"]
+        taken = (
+            [] if sweep.choice.row is None else ["", f"    {sweep.rows[sweep.choice.row].command}"]
+        )
         console.show(SweepView(sweep), *[f" {choice}" for choice in choices()], wide=True)
         console.show(*taken)
     if picture is not None:
@@ -183,11 +215,19 @@ def _timing(
 def _command(network: Network, asked: "Asked") -> str:
     """The command that converts as a row."""
     budget = None if asked.budget is None else f"{asked.budget:.12g}%"
-    values = stated(network) | {"dilated_size": asked.size, "kernel_count": asked.kernel_count, "budget": budget}
+    values = stated(network) | {
+        "dilated_size": asked.size,
+        "kernel_count": asked.kernel_count,
+        "budget": budget,
+    }
     words = ["dcls-convert", network.model]
     for name, value in (values | stated(network.options)).items():
         if value is not None:
-            text = "x".join(map(str, value)) if isinstance(value, tuple) else str(getattr(value, "source", value))
+            text = (
+                "x".join(map(str, value))
+                if isinstance(value, tuple)
+                else str(getattr(value, "source", value))
+            )
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
     return shlex.join(words)
 
@@ -195,4 +235,8 @@ def _command(network: Network, asked: "Asked") -> str:
 def stated(record: Network | PlanOptions) -> dict[str, Any]:
     """The options that are not as they would be anyway."""
     values = ((field.name, getattr(record, field.name), field.default) for field in fields(record))
-    return {name: value for name, value, usual in values if value != usual and name not in ("model", "options")}
+    return {
+        name: value
+        for name, value, usual in values
+        if value != usual and name not in ("model", "options")
+    }
