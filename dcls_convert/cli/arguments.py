@@ -45,13 +45,23 @@ MOST_SEED = 2**63 - 1  # of torch.Generator
 
 def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
     """An option in one of the groups of --help; a flag needs its name, or it would get a --no- form."""
-    if isinstance(usual := settings.get("show_default"), str):  # which typer would write in brackets of both kinds
+    if isinstance(
+        usual := settings.get("show_default"), str
+    ):  # which typer would write in brackets of both kinds
         help, settings["show_default"] = f"{help} \\[default: {usual}]", False
     return typer.Option(*names, rich_help_panel=panel, help=help, **settings)
 
 
 def number(
-    kind: type[Any], least: Any, most: int, panel: str, help: str, *, word: str = "", unit: str = "", **settings: Any
+    kind: type[Any],
+    least: Any,
+    most: int,
+    panel: str,
+    help: str,
+    *,
+    word: str = "",
+    unit: str = "",
+    **settings: Any,
 ) -> Any:
     """An option for a number in plain digits, or one word: int() and float() also take `1_000`, ` 17 ` and `nan`."""
     digits = r"[0-9]{1,19}" if kind is int else r"[0-9]{1,19}(\.[0-9]{1,19})?"
@@ -71,7 +81,11 @@ def number(
 
 def _sides(text: str, counts: range, what: str) -> tuple[int, ...]:
     """ "17x9" -> (17, 9)."""
-    sides = tuple(map(int, re.split("[xX]", text))) if re.fullmatch(r"[0-9]{1,4}([xX][0-9]{1,4})*", text) else ()
+    sides = (
+        tuple(map(int, re.split("[xX]", text)))
+        if re.fullmatch(r"[0-9]{1,4}([xX][0-9]{1,4})*", text)
+        else ()
+    )
     if len(sides) not in counts or 0 in sides:
         raise typer.BadParameter(f"'{shown(text)}' is not {what}")
     return sides
@@ -97,7 +111,9 @@ def parse_input_size(text: str) -> tuple[int, ...]:
 def parse_numbers(text: str) -> tuple[float, ...]:
     """ "0.5,0.4,0.3" -> (0.5, 0.4, 0.3)."""
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?(,[0-9]{1,9}(\.[0-9]{1,9})?)*", text):
-        raise typer.BadParameter(f"'{shown(text)}' is not a list of numbers such as 0.485,0.456,0.406")
+        raise typer.BadParameter(
+            f"'{shown(text)}' is not a list of numbers such as 0.485,0.456,0.406"
+        )
     return tuple(map(float, text.split(",")))
 
 
@@ -110,7 +126,9 @@ class PlainHelp:
         for parameter in parameters:
             if getattr(parameter, "is_flag", False) or getattr(parameter, "count", False):
                 parameter.metavar = ""
-            elif getattr(parameter, "metavar", "") is None and (choices := parameter.display_type_rich(ctx)):
+            elif getattr(parameter, "metavar", "") is None and (
+                choices := parameter.display_type_rich(ctx)
+            ):
                 words, (help, *usual) = choices.strip("<>").split("|"), parameter.help.split(" \\[")
                 parameter.metavar = "|".join(words) if len(choices) <= LONGEST_CHOICES else "NAME"
                 if parameter.metavar == "NAME" and not all(word in help for word in words):
@@ -141,10 +159,19 @@ class CommandGroup(PlainHelp, TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
-        if args and DEFAULT in self.commands and args[0] not in own and args[0] not in self.commands:
-            near = difflib.get_close_matches(args[0], self.commands, 1, 0.8)  # no model's name is as near
+        if (
+            args
+            and DEFAULT in self.commands
+            and args[0] not in own
+            and args[0] not in self.commands
+        ):
+            near = difflib.get_close_matches(
+                args[0], self.commands, 1, 0.8
+            )  # no model's name is as near
             if near and not args[0].startswith("-"):
-                raise DclsConvertError(f"there is no command {args[0]!r} (did you mean {near[0]!r}?)")
+                raise DclsConvertError(
+                    f"there is no command {args[0]!r} (did you mean {near[0]!r}?)"
+                )
             args = [DEFAULT, *args]
         return super().parse_args(ctx, args or ["--help"])
 
@@ -154,12 +181,16 @@ class CommandGroup(PlainHelp, TyperGroup):
         if incomplete and (default := self.commands.get(DEFAULT)):
             part: Any = default if incomplete.startswith("-") else default.params[0]
             known = {item.value for item in items}
-            items += [item for item in part.shell_complete(ctx, incomplete) if item.value not in known]
+            items += [
+                item for item in part.shell_complete(ctx, incomplete) if item.value not in known
+            ]
         return items
 
 
 def argument(metavar: str, help: str, complete: Callable[[str], list[str]], **settings: Any) -> Any:
-    return typer.Argument(metavar=metavar, help=help, autocompletion=complete, show_default=False, **settings)
+    return typer.Argument(
+        metavar=metavar, help=help, autocompletion=complete, show_default=False, **settings
+    )
 
 
 def checkpoint_argument(metavar: str, help: str) -> Any:
@@ -177,7 +208,9 @@ InputSize = Annotated[Any, image_size(OUTPUT, SIZE_OF_IMAGES_HELP)]
 Json = Annotated[bool, option(OUTPUT, "Print one JSON object.", "--json")]
 Csv = Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")]
 Force = Annotated[bool, option(OUTPUT, "Replace what an earlier run wrote.", "--force")]
-Quiet = Annotated[bool, option(OUTPUT, "No progress and no report, only the output's name.", "--quiet", "-q")]
+Quiet = Annotated[
+    bool, option(OUTPUT, "No progress and no report, only the output's name.", "--quiet", "-q")
+]
 TRUST = "Import and run the code of your own that the checkpoint names as its model. Never for folders of others."
 TrustCode = Annotated[bool, typer.Option("--trust-code", help=TRUST)]
 
@@ -197,19 +230,32 @@ SIZE_HELP = (
     f"{MOST_SLOWER:g} % to the MACs."
 )
 BUDGET_HELP = "Parameters for the new kernels, in percent of the weights that they replace."
-RULES_HELP = "Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones where there are none."
+RULES_HELP = (
+    "Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones where there are none."
+)
 HOW_HELP = "How an element spreads over the cells."
 STRICT_HELP = "Fail where a layer cannot take the size, instead of skipping it."
 PLANNING: dict[str, Any] = {
-    "dilated_size": Annotated[Any, option(HOW_MANY, SIZE_HELP, metavar="N|HxW|auto", parser=parse_size_or_auto)],
-    "kernel_count": Annotated[Any, number(int, 1, MOST_COUNT, HOW_MANY, COUNT_HELP, word=AUTO, metavar=f"N|{AUTO}")],
-    "rules": Annotated[str, option(WHAT, RULES_HELP, metavar="FILE|NAME|auto", autocompletion=complete_rules)],
+    "dilated_size": Annotated[
+        Any, option(HOW_MANY, SIZE_HELP, metavar="N|HxW|auto", parser=parse_size_or_auto)
+    ],
+    "kernel_count": Annotated[
+        Any, number(int, 1, MOST_COUNT, HOW_MANY, COUNT_HELP, word=AUTO, metavar=f"N|{AUTO}")
+    ],
+    "rules": Annotated[
+        str, option(WHAT, RULES_HELP, metavar="FILE|NAME|auto", autocompletion=complete_rules)
+    ],
     "scope": Annotated[Scope, option(HOW_MANY, SCOPE_HELP)],
     "tie": Annotated[Tie, option(HOW_MANY, "Which layers share their positions.")],
     "budget": Annotated[
-        float, number(float, LEAST_PERCENT, MOST_PERCENT, HOW_MANY, BUDGET_HELP, unit="%", metavar="PERCENT")
+        float,
+        number(
+            float, LEAST_PERCENT, MOST_PERCENT, HOW_MANY, BUDGET_HELP, unit="%", metavar="PERCENT"
+        ),
     ],
-    "interpolation": Annotated[Interpolation | None, option(HOW_MANY, HOW_HELP, show_default=INTERPOLATIONS[0])],
+    "interpolation": Annotated[
+        Interpolation | None, option(HOW_MANY, HOW_HELP, show_default=INTERPOLATIONS[0])
+    ],
     "strict": Annotated[bool, option(WHAT, STRICT_HELP, "--strict")],
 }
 
@@ -224,7 +270,9 @@ class Network:
     num_classes: Annotated[
         int | None, number(int, 0, MOST_COUNT, WHAT, "Classes of the model's head.", metavar="N")
     ] = None
-    in_chans: Annotated[int | None, number(int, 1, MOST_COUNT, WHAT, "Input channels.", metavar="N")] = None
+    in_chans: Annotated[
+        int | None, number(int, 1, MOST_COUNT, WHAT, "Input channels.", metavar="N")
+    ] = None
     options: PlanOptions = field(default_factory=PlanOptions)
     calibrate: Annotated[Path | None, option(WHERE, IMAGES_HELP, metavar="FOLDER")] = None
     mean: Annotated[Any, option(WHERE, MEAN_HELP, metavar="M,M,M", parser=parse_numbers)] = None
@@ -241,9 +289,11 @@ class Network:
         normalised = self.mean is not None or self.std is not None
         refuse(
             {
-                "--pretrained and --checkpoint exclude each other": self.pretrained and self.checkpoint is not None,
+                "--pretrained and --checkpoint exclude each other": self.pretrained
+                and self.checkpoint is not None,
                 "--scope error needs trained kernels: --pretrained or --checkpoint": untrained,
-                "--mean and --std are for the images of --calibrate": normalised and self.calibrate is None,
+                "--mean and --std are for the images of --calibrate": normalised
+                and self.calibrate is None,
                 "--mean and --std belong together": (self.mean is None) != (self.std is None),
             }
         )
@@ -259,7 +309,9 @@ class Network:
 
         classes, chans = self.num_classes, self.in_chans
         return Job(
-            source=resolve_model(self.model, num_classes=classes, in_chans=chans, pretrained=self.pretrained),
+            source=resolve_model(
+                self.model, num_classes=classes, in_chans=chans, pretrained=self.pretrained
+            ),
             pretrained=self.pretrained,
             weights=self.checkpoint,
             options=self.options,
@@ -273,9 +325,17 @@ class Network:
 
 def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> Callable[..., None]:
     """Give a command the fields of `Network` and `PlanOptions` as arguments; those in `but` keep defaults."""
-    planning = [each.replace(annotation=PLANNING[each.name]) for each in PLAN_PARAMETERS if each.name not in but]
+    planning = [
+        each.replace(annotation=PLANNING[each.name])
+        for each in PLAN_PARAMETERS
+        if each.name not in but
+    ]
     of_network = inspect.signature(Network, eval_str=True).parameters
-    network = [each for name, own in of_network.items() for each in (planning if name == "options" else [own])]
+    network = [
+        each
+        for name, own in of_network.items()
+        for each in (planning if name == "options" else [own])
+    ]
     records: dict[Any, list[inspect.Parameter]] = {PlanOptions: planning, Network: network}
     own = inspect.signature(command, eval_str=True).parameters
     parameters = [
@@ -299,8 +359,13 @@ def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> C
 def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
     """Read the rules; refuse an option that another one makes idle."""
     options = PlanOptions(**values)
-    if options.kernel_count != AUTO and (options.scope, options.budget) != (PlanOptions().scope, DEFAULT_BUDGET):
-        raise DclsConvertError("--kernel-count states the count, so --budget and --scope would have no effect")
+    if options.kernel_count != AUTO and (options.scope, options.budget) != (
+        PlanOptions().scope,
+        DEFAULT_BUDGET,
+    ):
+        raise DclsConvertError(
+            "--kernel-count states the count, so --budget and --scope would have no effect"
+        )
     if options.rules != AUTO:
         from ..planning.rules import load_rules
 
