@@ -23,7 +23,7 @@ from .counts import arrow, exact, percent, short_count
 from .elements import LayerKernels, PositionPicture, kernel_pictures, position_pictures
 from .history import HistoryPicture, read_history
 from .receptive_field import FieldOptions, FieldPictures, field_pictures
-from .report import StageRow, stage_rows
+from .report import LayerTotals, stage_rows
 
 TEMPLATE = Path(__file__).with_name("page.html")
 COSTS = {"params": "Parameters", "macs": "MACs for one image"}  # of a stage
@@ -176,7 +176,7 @@ def _fields(seen: FieldPictures) -> dict[str, Any]:
     return {"notes": seen.notes, "decades": seen.decades, "maps": maps}
 
 
-def _bars(stages: Sequence[StageRow], cost: str, unit: str) -> dict[str, Any] | None:
+def _bars(stages: Sequence[LayerTotals], cost: str, unit: str) -> dict[str, Any] | None:
     """A cost of each stage, where it is known of all."""
     rows = []
     for stage in stages:
