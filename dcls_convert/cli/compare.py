@@ -25,14 +25,18 @@ DATA, TRAINING, RUNNING = "Images", "Training", "How to run"
 PACKAGES = ("accelerate", "scipy")  # of the extra `train`
 PAGE = "comparison.html"
 EPOCHS, BATCH, SEEDS = 30, 64, 3
-START: Positions = "uniform"  # from the paper's, elements hardly leave the centre in trainings that compare
+START: Positions = (
+    "uniform"  # from the paper's, elements hardly leave the centre in trainings that compare
+)
 MOST = 10**6
 SECONDS_A_LINE = 60.0  # of progress, where stderr is no terminal
 DATA_HELP = "A folder for each class, or train and validation (or val) with these; with --dataset, where that lies."
 DATASET_HELP = "A data set by timm's name: torch/cifar10, hfds/cifar10."
 MINUTES_HELP = "For all runs together; decides the epochs, the same for all."
 ABLATE_HELP = "Train with frozen positions, and with dense kernels of the window's size, too."
-POSITIONS_HELP = "Where they start, from scratch: normal, kernel or uniform, or several: normal,kernel."
+POSITIONS_HELP = (
+    "Where they start, from scratch: normal, kernel or uniform, or several: normal,kernel."
+)
 OUTPUT_HELP = "Where runs lie; a second call goes on with those that are missing."
 HTML_HELP = "Add a page with the curves of all runs, and positions moving."
 ONLY_HELP = "Every N-th run, from the I-th on, for job arrays; all other calls use the same folder."
@@ -57,7 +61,9 @@ def _count(help: str, panel: str, **settings: Any) -> Any:
     return number(int, 1, MOST, panel, help, metavar="N", **settings)
 
 
-POSITION_RATE = number(float, 0, 1000, TRAINING, "Learning rate of positions, times that of weights.", metavar="X")
+POSITION_RATE = number(
+    float, 0, 1000, TRAINING, "Learning rate of positions, times that of weights.", metavar="X"
+)
 STARTS = option(WHERE, POSITIONS_HELP, metavar="P,P", parser=_starts, show_default=START)
 
 
@@ -69,24 +75,43 @@ def compare(
     sizes: Annotated[Any, SIZES] = None,
     positions: Annotated[Any, STARTS] = None,
     ablate: Annotated[bool, option(WHAT, ABLATE_HELP, "--ablate")] = False,
-    epochs: Annotated[int | None, _count("Of each run.", TRAINING, show_default=str(EPOCHS))] = None,
+    epochs: Annotated[
+        int | None, _count("Of each run.", TRAINING, show_default=str(EPOCHS))
+    ] = None,
     minutes: Annotated[int | None, _count(MINUTES_HELP, TRAINING)] = None,
-    seeds: Annotated[int, _count("Runs of each network; three are the least that answer.", TRAINING)] = SEEDS,
+    seeds: Annotated[
+        int, _count("Runs of each network; three are the least that answer.", TRAINING)
+    ] = SEEDS,
     batch_size: Annotated[int, _count("Images of an update, in each process.", TRAINING)] = BATCH,
     lr: Annotated[
         float | None,
-        number(float, 0, 1000, TRAINING, "Learning rate.", metavar="X", show_default="by batch size and weights"),
+        number(
+            float,
+            0,
+            1000,
+            TRAINING,
+            "Learning rate.",
+            metavar="X",
+            show_default="by batch size and weights",
+        ),
     ] = None,
     position_lr_scale: Annotated[float, POSITION_RATE] = POSITION_LR_SCALE,
     augmentation: Annotated[Augmentation, option(TRAINING, "Of images to train on.")] = "light",
     amp: Annotated[bool, option(RUNNING, "In bfloat16 autocast.", "--amp")] = False,
     device: Annotated[
-        str | None, option(RUNNING, "As torch names it.", metavar="NAME", show_default="the first accelerator")
+        str | None,
+        option(RUNNING, "As torch names it.", metavar="NAME", show_default="the first accelerator"),
     ] = None,
-    workers: Annotated[int, number(int, 0, 1024, RUNNING, "Processes that load images.", metavar="N")] = 0,
-    fsdp: Annotated[bool, option(RUNNING, "Shard over the processes of accelerate launch (FSDP2).", "--fsdp")] = False,
+    workers: Annotated[
+        int, number(int, 0, 1024, RUNNING, "Processes that load images.", metavar="N")
+    ] = 0,
+    fsdp: Annotated[
+        bool, option(RUNNING, "Shard over the processes of accelerate launch (FSDP2).", "--fsdp")
+    ] = False,
     only: Annotated[Any, option(RUNNING, ONLY_HELP, metavar="I/N", parser=_part)] = None,
-    output: Annotated[Path, option(OUTPUT, OUTPUT_HELP, "--output", "-o", metavar="FOLDER")] = Path("comparison"),
+    output: Annotated[Path, option(OUTPUT, OUTPUT_HELP, "--output", "-o", metavar="FOLDER")] = Path(
+        "comparison"
+    ),
     html: Annotated[bool, option(OUTPUT, HTML_HELP, "--html")] = False,
     json_: Json = False,
 ) -> None:
@@ -100,13 +125,16 @@ def compare(
             f"compare needs packages: pip install {' '.join(missing)}": missing,
             "--data FOLDER or --dataset NAME says what to learn": data is None and not dataset,
             "--epochs and --minutes exclude each other": epochs is not None and minutes is not None,
-            "--positions is for random starts; trained kernels state their own": positions and network.trained,
+            "--positions is for random starts; trained kernels state their own": positions
+            and network.trained,
             f"output {output}: is not a folder": output.exists() and not output.is_dir(),
         }
     )
     network.check()
     first = os.environ.get("RANK", "0") == "0"  # of the processes of accelerate launch or torchrun
-    with console.steps(network.model, "reading the images", quiet=not first, every=SECONDS_A_LINE) as notify:
+    with console.steps(
+        network.model, "reading the images", quiet=not first, every=SECONDS_A_LINE
+    ) as notify:
         from ..compare.arms import make_arms
         from ..compare.comparison import carry_out, settle, usual_lr, with_epochs
         from ..tuning.recipe import Recipe
@@ -115,7 +143,11 @@ def compare(
 
         accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
         usual = usual_lr(batch_size * accelerator.num_processes, trained=network.trained)
-        recipe = Recipe(batch_size=batch_size, lr=usual if lr is None else lr, position_lr_scale=position_lr_scale)
+        recipe = Recipe(
+            batch_size=batch_size,
+            lr=usual if lr is None else lr,
+            position_lr_scale=position_lr_scale,
+        )
         note = console.note if first else silent
         trainer = _trainer(network, data, dataset, recipe, augmentation, output, accelerator, note)
         trainer.settings = with_epochs(trainer.settings, epochs or EPOCHS)
@@ -125,7 +157,11 @@ def compare(
         arms = make_arms(sizes or [None], starts, ablate=ablate)
         every, part = range(seeds), only or (1, 1)
         work = settle(trainer, arms, every, minutes=minutes, only=part, notify=notify)
-        for line in work_lines(work, trainer.settings, str(accelerator.device)) if first and work.runs else ():
+        for line in (
+            work_lines(work, trainer.settings, str(accelerator.device))
+            if first and work.runs
+            else ()
+        ):
             console.note(line)
         comparison = carry_out(trainer, work, arms, every, notify)
         if html and first:
@@ -156,15 +192,24 @@ def _trainer(
 
     images = open_images(data, dataset, classes=network.num_classes, note=note)
     if network.num_classes not in (None, len(images.classes)):
-        raise DclsConvertError(f"--num-classes {network.num_classes}: the images have {len(images.classes)} classes")
+        raise DclsConvertError(
+            f"--num-classes {network.num_classes}: the images have {len(images.classes)} classes"
+        )
     network = replace(network, num_classes=len(images.classes))
     job = network.job(note=note)
     assert job.source is not None
     settings = Settings(
         model=job.source.name,
         model_args=dict(job.source.args),
-        weights="pretrained" if network.pretrained else network.checkpoint.name if network.checkpoint else "random",
-        planning={name: str(getattr(value, "source", value)) for name, value in stated(network.options).items()},
+        weights="pretrained"
+        if network.pretrained
+        else network.checkpoint.name
+        if network.checkpoint
+        else "random",
+        planning={
+            name: str(getattr(value, "source", value))
+            for name, value in stated(network.options).items()
+        },
         data=dataset or str(data),
         classes=len(images.classes),
         train_images=len(images.train),
@@ -172,6 +217,8 @@ def _trainer(
         input_size=None if network.input_size is None else tuple(network.input_size),
         augmentation=augmentation,
         recipe=recipe,
-        mixed_precision=accelerator.mixed_precision if accelerator.mixed_precision != "no" else None,
+        mixed_precision=accelerator.mixed_precision
+        if accelerator.mixed_precision != "no"
+        else None,
     )
     return Trainer(job=job, data=images, settings=settings, folder=output, accelerator=accelerator)
