@@ -15,20 +15,26 @@ PICTURE_HELP = "Draw one figure into a .png, .svg or .pdf (extra plot)."
 HISTORY = option(PICTURES, "What a PositionTracker wrote in training.", metavar="positions.jsonl")
 FIELD = "for the effective receptive field"
 IMAGES = option(PICTURES, f"Images {FIELD}.", metavar="FOLDER", show_default="seeded noise")
-ORIGINAL = option(PICTURES, "Weights of the network before conversion, to compare with.", metavar="FILE")
+ORIGINAL = option(
+    PICTURES, "Weights of the network before conversion, to compare with.", metavar="FILE"
+)
 
 
 def inspect(
     checkpoint: Checkpoint,
     json_: Json = False,
-    plan: Annotated[bool, option(OUTPUT, "Print the checkpoint's plan as JSON instead.", "--plan")] = False,
+    plan: Annotated[
+        bool, option(OUTPUT, "Print the checkpoint's plan as JSON instead.", "--plan")
+    ] = False,
     html: Annotated[Path | None, option(PICTURES, HTML_HELP, metavar="FILE")] = None,
     picture: Annotated[Path | None, option(PICTURES, PICTURE_HELP, metavar="FILE")] = None,
     figure: Annotated[FigureName, option(PICTURES, "Which one --picture draws.")] = "positions",
     history: Annotated[Path | None, HISTORY] = None,
     images: Annotated[Path | None, IMAGES] = None,
     original: Annotated[Path | None, ORIGINAL] = None,
-    input_size: Annotated[Any, image_size(PICTURES, f"Image size {FIELD}; the paper's is 3x1024x1024.")] = None,
+    input_size: Annotated[
+        Any, image_size(PICTURES, f"Image size {FIELD}; the paper's is 3x1024x1024.")
+    ] = None,
     force: Force = False,
     trust_code: TrustCode = False,
 ) -> None:
@@ -43,7 +49,8 @@ def inspect(
             "--force replaces the file of --html or --picture": force and not outputs,
             "--figure says what --picture draws": figure != "positions" and picture is None,
             "--figure history needs --history": figure == "history" and history is None,
-            "--history is for --html, or --picture with --figure history": history and "history" not in drawn,
+            "--history is for --html, or --picture with --figure history": history
+            and "history" not in drawn,
             of_field: (images or original or input_size) and "receptive-field" not in drawn,
         }
     )
@@ -66,13 +73,21 @@ def inspect(
             from ..views.plot import draw
             from ..views.receptive_field import FieldOptions
 
-            fields = FieldOptions(images, original, input_size) if "receptive-field" in drawn else None
-            pictures = pictures_of_folder(checkpoint, fields, history, notify, console.note, trust_code=trust_code)
+            fields = (
+                FieldOptions(images, original, input_size) if "receptive-field" in drawn else None
+            )
+            pictures = pictures_of_folder(
+                checkpoint, fields, history, notify, console.note, trust_code=trust_code
+            )
             inspection = pictures.inspection
             notify("writing")
             for path in outputs:
                 with new_file(path, force=force) as partial:
-                    content = page(pictures).encode() if path is html else draw(pictures, figure, path.suffix)
+                    content = (
+                        page(pictures).encode()
+                        if path is html
+                        else draw(pictures, figure, path.suffix)
+                    )
                     partial.write_bytes(content)
         elif not plan:
             inspection = inspect_folder(checkpoint)
