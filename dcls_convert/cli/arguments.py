@@ -285,17 +285,21 @@ class Network:
 
     def check(self) -> None:
         """Refuse two sources of weights, what needs one where there is none, and files that are not there."""
-        untrained = self.options.scope == ERROR and not self.trained
+        two_sources = self.pretrained and self.checkpoint is not None
+        by_error = self.options.scope == ERROR
         normalised = self.mean is not None or self.std is not None
+        half_normalised = (self.mean is None) != (self.std is None)
         refuse(
-            {
-                "--pretrained and --checkpoint exclude each other": self.pretrained
-                and self.checkpoint is not None,
-                "--scope error needs trained kernels: --pretrained or --checkpoint": untrained,
-                "--mean and --std are for the images of --calibrate": normalised
-                and self.calibrate is None,
-                "--mean and --std belong together": (self.mean is None) != (self.std is None),
-            }
+            (two_sources, "--pretrained and --checkpoint exclude each other"),
+            (
+                by_error and not self.trained,
+                "--scope error needs trained kernels: --pretrained or --checkpoint",
+            ),
+            (
+                normalised and self.calibrate is None,
+                "--mean and --std are for the images of --calibrate",
+            ),
+            (half_normalised, "--mean and --std belong together"),
         )
         if self.checkpoint is not None:
             check_weights_file(self.checkpoint)
@@ -373,8 +377,8 @@ def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
     return options
 
 
-def refuse(conflicts: Mapping[str, object]) -> None:
-    """Raise the first message whose conflict there is."""
-    for message, conflict in conflicts.items():
-        if conflict:
+def refuse(*conflicts: tuple[object, str]) -> None:
+    """Raise the message of the first condition that holds."""
+    for condition, message in conflicts:
+        if condition:
             raise DclsConvertError(message)

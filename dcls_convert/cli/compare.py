@@ -120,15 +120,16 @@ def compare(
     All share weights that are not converted, images and their order, by seed. The answer has intervals over seeds.
     """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    two_lengths = epochs is not None and minutes is not None
     refuse(
-        {
-            f"compare needs packages: pip install {' '.join(missing)}": missing,
-            "--data FOLDER or --dataset NAME says what to learn": data is None and not dataset,
-            "--epochs and --minutes exclude each other": epochs is not None and minutes is not None,
-            "--positions is for random starts; trained kernels state their own": positions
-            and network.trained,
-            f"output {output}: is not a folder": output.exists() and not output.is_dir(),
-        }
+        (missing, f"compare needs packages: pip install {' '.join(missing)}"),
+        (data is None and not dataset, "--data FOLDER or --dataset NAME says what to learn"),
+        (two_lengths, "--epochs and --minutes exclude each other"),
+        (
+            positions and network.trained,
+            "--positions is for random starts; trained kernels state their own",
+        ),
+        (output.exists() and not output.is_dir(), f"output {output}: is not a folder"),
     )
     network.check()
     first = os.environ.get("RANK", "0") == "0"  # of the processes of accelerate launch or torchrun

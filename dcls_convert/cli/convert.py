@@ -31,10 +31,14 @@ if TYPE_CHECKING:
 
 PLAN_HELP = "Carry out the plan of a checkpoint, on other weights of the same model."
 INIT_HELP = (
-    "random; fit: closest to the old kernels; largest: at their largest cells; exact: at all cells, for the same "
-    "outputs at more parameters; auto: fit for trained weights, else random."
+    "random; fit: closest to the old kernels; largest: at their largest cells; "
+    "exact: at all cells, for the same outputs at more parameters; "
+    "auto: fit for trained weights, else random."
 )
-POSITIONS_HELP = "Random positions: normal, N(0, 0.5 cells); kernel and uniform, spread over the old kernel or the window."
+POSITIONS_HELP = (
+    "Random positions: normal, N(0, 0.5 cells); kernel and uniform, "
+    "spread over the old kernel or the window."
+)
 HTML_HELP = (
     "Add a page of pictures to the checkpoint, and positions to its model card (extra plot)."
 )
@@ -83,38 +87,53 @@ def convert(
     quiet: Quiet = False,
 ) -> None:
     """Replace a model's convolutions, report, and write a checkpoint."""
-    trained, calibrated, by_error = (
-        network.trained,
-        network.calibrate is not None,
-        network.options.scope == ERROR,
-    )
+    trained = network.trained
+    calibrated = network.calibrate is not None
+    by_error = network.options.scope == ERROR
     planned = network.options != PlanOptions() or network.input_size is not None
-    written = {"--force": force, "--output": output, "--html": html, "--calibrate": calibrated}
-    fits, keeps = init in (AUTO, "fit"), init != "random" and (trained or init == EXACT)
+    may_fit = init in (AUTO, "fit")
+    keeps_kernels = init != "random" and (trained or init == EXACT)
+    needs_a_run = {
+        "--force": force,
+        "--output": output,
+        "--html": html,
+        "--calibrate": calibrated,
+    }
+    for name, value in needs_a_run.items():
+        refuse((dry_run and value, f"{name} has no effect with --dry-run"))
     refuse(
-        {
-            **{
-                f"{name} has no effect with --dry-run": dry_run and idle
-                for name, idle in written.items()
-            },
-            "--scope error measures what kernels lose; --dry-run reads none": dry_run and by_error,
-            "--quiet and --verbose exclude each other": quiet and verbose > 0,
-            "--json and --verbose exclude each other; the JSON has every layer": json_
-            and verbose > 0,
-            "--quiet with --dry-run would print nothing": quiet and dry_run and not json_,
-            f"--init {init} needs trained kernels: --pretrained or --checkpoint": init
-            in ("largest", "fit")
-            and not trained,
-            "--calibrate is for --init fit, with --pretrained or --checkpoint": calibrated
-            and not (trained and fits),
+        (
+            dry_run and by_error,
+            "--scope error measures what kernels lose; --dry-run reads none",
+        ),
+        (quiet and verbose > 0, "--quiet and --verbose exclude each other"),
+        (
+            json_ and verbose > 0,
+            "--json and --verbose exclude each other; the JSON has every layer",
+        ),
+        (quiet and dry_run and not json_, "--quiet with --dry-run would print nothing"),
+        (
+            init in ("largest", "fit") and not trained,
+            f"--init {init} needs trained kernels: --pretrained or --checkpoint",
+        ),
+        (
+            calibrated and not (trained and may_fit),
+            "--calibrate is for --init fit, with --pretrained or --checkpoint",
+        ),
+        (
+            positions != "normal" and keeps_kernels,
             "--positions is for random positions, --init auto or exact keeps those of old kernels; "
-            "use --init random": positions != "normal" and keeps,
-            "--authors-version describes the file of --checkpoint": authors_version
-            and network.checkpoint is None,
-            "--plan carries out a plan as it is: leave the options that make one": plan is not None
-            and planned,
-            "--scope error is for --init fit": by_error and not fits,
-        }
+            "use --init random",
+        ),
+        (
+            authors_version and network.checkpoint is None,
+            "--authors-version describes the file of --checkpoint",
+        ),
+        (
+            plan is not None and planned,
+            "--plan carries out a plan as it is: omit the options that make one",
+        ),
+        (by_error and not may_fit, "--scope error is for --init fit"),
     )
     network.check()
     if output is not None:
@@ -137,17 +156,20 @@ def convert(
             notify=notify,
             note=silent if quiet else console.note,
         )
-        if (
-            output is None and plan is None and not dry_run and (calibrated or by_error)
-        ):  # before minutes of measuring
-            sketch = job.plan(replace(network.options, scope="model"))
-            check_output(_default_output(job, sketch), force=force, foreign=_not_of_a_checkpoint)
+        measures_first = calibrated or by_error
+        if output is None and plan is None and not dry_run and measures_first:
+            # Only to know the default folder before minutes of measuring.
+            plan_for_name = job.plan(replace(network.options, scope="model"))
+            default_output = _default_output(job, plan_for_name)
+            check_output(default_output, force=force, foreign=_not_of_a_checkpoint)
         conversion_plan = job.plan() if plan is None else job.plan_again(read_plan(plan))
-        report, steps = predict_report(conversion_plan), []
+        report = predict_report(conversion_plan)
+        steps = []
         if not dry_run:
             output = output or _default_output(job, conversion_plan)
             done = _carry_out(job, conversion_plan, output, force=force, html=html)
-            report, steps = replace(done.report, output=str(output)), next_steps(job, done, output)
+            report = replace(done.report, output=str(output))
+            steps = next_steps(job, done, output)
     if json_:
         console.write(report.to_json())
     elif quiet:
@@ -157,9 +179,8 @@ def convert(
 
 
 def _not_of_a_checkpoint(path: Path) -> str | None:
-    from ..checkpoints.folder import (
-        not_of_a_checkpoint,
-    )  # imports torch; needed only where something is replaced
+    # Imports torch, so it is imported only if the output exists already.
+    from ..checkpoints.folder import not_of_a_checkpoint
 
     return not_of_a_checkpoint(path)
 
@@ -176,32 +197,46 @@ def _carry_out(
     job.notify(f"writing {output}")
     if html and not can_plot():
         job.note(
-            f"{PLOT_LIBRARY} is missing, so the model card has no picture: pip install {PLOT_LIBRARY}"
+            f"{PLOT_LIBRARY} is missing, so the model card has no picture: "
+            f"pip install {PLOT_LIBRARY}"
         )
+    pictures = picture_files(done.model, plan, output) if html else None
+    # The job may have loaded the weights into its meta model; then it is none any more.
+    meta = None if job.meta is done.model else job.meta
     save_converted(
         done.model.eval().cpu(),
         plan,
         output,
         report=done.report,
         force=force,
-        pictures=picture_files(done.model, plan, output) if html else None,
-        meta=None if job.meta is done.model else job.meta,
+        pictures=pictures,
+        meta=meta,
     )
     return done
 
 
 def _default_output(job: "Job", plan: "ConversionPlan") -> Path:
-    """convnext_tiny-dcls17 or -dcls17x9, -dcls where the plan has several sizes; -dcls17-fit where kernels are kept."""
+    """The default folder: the model's name with the window's size and the initialisation.
+
+    convnext_tiny-dcls17 or -dcls17x9; -dcls if the plan has several sizes; -dcls17-fit if
+    elements are not random.
+    """
+    sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes}
+    if not sizes:
+        sizes = {plan.layers[0].dilated_size}
+    size = _short_size(*sizes) if len(sizes) == 1 else ""
+    init = ""
+    if job.how != "random" and job.elements is None:
+        init = f"-{job.how}"
+    assert job.source is not None
+    _, _, name = job.source.name.rpartition(":")
+    return Path(f"{Path(name).name}-dcls{size}{init}")
+
+
+def _short_size(size: tuple[int, ...]) -> str:
+    """ "17" for (17, 17), "17x9" for (17, 9)."""
     from ..depthwise.geometry import size_text
 
-    sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes} or {
-        plan.layers[0].dilated_size
-    }
-    size = (
-        ""
-        if len(sizes) > 1
-        else next(size_text(size) if len(set(size)) > 1 else str(size[0]) for size in sizes)
-    )
-    how = "" if job.how == "random" or job.elements is not None else f"-{job.how}"
-    assert job.source is not None
-    return Path(f"{Path(job.source.name.rpartition(':')[2]).name}-dcls{size}{how}")
+    if len(set(size)) == 1:
+        return str(size[0])
+    return size_text(size)

@@ -47,7 +47,7 @@ def models(
     csv: Csv = False,
 ) -> None:
     """Show what would convert, over the timm and torchvision registries. No weights, no download."""
-    refuse({"--json and --csv exclude each other": json_ and csv})
+    refuse((json_ and csv, "--json and --csv exclude each other"))
     with console.steps("models", every=SECONDS_A_LINE) as notify:
         from ..compare.survey import chosen_rows, names_matching, survey_models
         from ..planning.planner import check_overruled

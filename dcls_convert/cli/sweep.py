@@ -141,23 +141,25 @@ def sweep(
 
     A row each; the last line is the command of the recommended size.
     """
-    rows, scoped = (
-        len(sizes or [None]) * len(counts or budgets or [None]),
-        network.options.scope != AUTO,
-    )
+    rows = len(sizes or [None]) * len(counts or budgets or [None])
+    scoped = network.options.scope != AUTO
     untrained = network.calibrate is not None and not network.trained
-    idle = {"--device": device, "--batch-size": batch_size, "--amp": amp, "--seconds": seconds}
+    needs_time = {
+        "--device": device,
+        "--batch-size": batch_size,
+        "--amp": amp,
+        "--seconds": seconds,
+    }
     refuse(
-        {
-            "--json and --csv exclude each other": json_ and csv,
-            "--counts and --budgets exclude each other": counts is not None and budgets is not None,
-            "--counts states the counts, so --scope would have no effect": counts and scoped,
-            "--calibrate needs trained kernels: --pretrained or --checkpoint": untrained,
-            "--force replaces the file of --picture": force and picture is None,
-            f"{rows:,} rows are asked for; {MOST_ROWS:,} are allowed": rows > MOST_ROWS,
-            **{f"{name} is for --time": bool(value) and not time for name, value in idle.items()},
-        }
+        (json_ and csv, "--json and --csv exclude each other"),
+        (counts is not None and budgets is not None, "--counts and --budgets exclude each other"),
+        (counts and scoped, "--counts states the counts, so --scope would have no effect"),
+        (untrained, "--calibrate needs trained kernels: --pretrained or --checkpoint"),
+        (force and picture is None, "--force replaces the file of --picture"),
+        (rows > MOST_ROWS, f"{rows:,} rows are asked for; {MOST_ROWS:,} are allowed"),
     )
+    for name, value in needs_time.items():
+        refuse((value and not time, f"{name} is for --time"))
     network.check()
     if picture is not None:
         check_picture(picture, "--picture")
@@ -188,7 +190,8 @@ def sweep(
     if sweep.interrupted:
         raise KeyboardInterrupt
     if not any(row.status == "done" for row in sweep.rows):
-        raise PlanError(f"no row is done; of the first: {sweep.rows[1].reason}")
+        reason = sweep.rows[1].reason
+        raise PlanError(f"no combination could be planned; the first failed with: {reason}")
 
 
 def _timing(
