@@ -19,7 +19,9 @@ from ..layers.position_statistics import BORDER_MARGIN, bins, outside_share
 from ..planning.plan import ConversionPlan, LayerPlan
 
 AXES = ("depth", "row", "column")  # the last ones, for fewer dimensions
-FINE = 3  # bins in a cell along each axis; odd, so that an element on a cell is in the middle of a bin
+FINE = (
+    3  # bins in a cell along each axis; odd, so that an element on a cell is in the middle of a bin
+)
 MOST_BINS = 150_000  # of all heat maps together; above, a bin is a cell
 MOST_KERNELS = 32  # shown of a layer
 MOST_NUMBERS = 1_200_000  # cells and coordinates of all shown kernels together
@@ -35,14 +37,20 @@ class PositionPicture:
     bins_per_cell: int
     heat: Tensor  # elements in each bin of the last two learnt axes, of which the first is 1 where there is one alone
     histograms: tuple[tuple[int, ...], ...]  # elements in each bin along each learnt axis
-    extents: tuple[tuple[int, ...], ...]  # cells of the old kernels along the learnt axes, in the middle of the window
+    extents: tuple[
+        tuple[int, ...], ...
+    ]  # cells of the old kernels along the learnt axes, in the middle of the window
     outside: float  # share of the elements outside the largest of the old kernels
-    even_share: float  # of elements spread evenly, that within the border's margin of the window's limit
+    even_share: (
+        float  # of elements spread evenly, that within the border's margin of the window's limit
+    )
 
 
 def heat_map(positions: Tensor, size: Sequence[int], per_cell: int) -> Tensor:
     """Elements in each bin of the last two learnt axes, of one row where there is one alone; positions (A, ..., E)."""
-    along = [bins(axis.flatten(), side, per_cell) for axis, side in zip(positions, size, strict=True)]
+    along = [
+        bins(axis.flatten(), side, per_cell) for axis, side in zip(positions, size, strict=True)
+    ]
     rows, columns = [1, *(side * per_cell for side in size)][-2:]
     row, column = [torch.zeros_like(along[0]), *along][-2:]
     return torch.bincount(row * columns + column, minlength=rows * columns).reshape(rows, columns)
@@ -56,10 +64,17 @@ def position_pictures(
     cells = sum(math.prod(place.learnt_size[-2:]) for place in sets)
     per_cell = FINE if cells * FINE**2 <= MOST_BINS else 1
     for place, row in zip(sets, inspection.positions, strict=True):
-        dims, size, positions = len(row.dilated_size), place.learnt_size, state[place.parameters["positions"]]
+        dims, size, positions = (
+            len(row.dilated_size),
+            place.learnt_size,
+            state[place.parameters["positions"]],
+        )
         learnt = learnt_axes(dims, row.dense_axes)
         olds = [tuple(old.extents[axis] for axis in learnt) for old in place.layers]
-        histograms = (heat_map(axis[None], [side], per_cell) for axis, side in zip(positions, size, strict=True))
+        histograms = (
+            heat_map(axis[None], [side], per_cell)
+            for axis, side in zip(positions, size, strict=True)
+        )
         picture = PositionPicture(
             row=row,
             axes=tuple(AXES[axis - dims] for axis in learnt),
@@ -69,7 +84,8 @@ def position_pictures(
             histograms=tuple(tuple(histogram[0].tolist()) for histogram in histograms),
             extents=tuple(dict.fromkeys(olds)),
             outside=outside_share(positions, [max(sides) for sides in zip(*olds, strict=True)]),
-            even_share=1 - math.prod(max(0.0, 1 - 2 * BORDER_MARGIN / (side - 1)) for side in size if side > 1),
+            even_share=1
+            - math.prod(max(0.0, 1 - 2 * BORDER_MARGIN / (side - 1)) for side in size if side > 1),
         )
         pictures.append(picture)
     return tuple(pictures)
@@ -94,7 +110,10 @@ def kernel_pictures(
 ) -> tuple[LayerKernels, ...]:
     """The kernels of each layer, with the weights that the rebuilt model standardises; without a model, as stored."""
     sets = {layer.name: place for place in position_sets(plan) for layer in place.layers}
-    numbers = sum(math.prod(layer.dilated_size) + 3 * math.prod(layer.position_shape[3:]) for layer in plan.layers)
+    numbers = sum(
+        math.prod(layer.dilated_size) + 3 * math.prod(layer.position_shape[3:])
+        for layer in plan.layers
+    )
     most = max(1, min(MOST_KERNELS, MOST_NUMBERS // max(numbers, 1)))
     pictures = []
     for layer in plan.layers:
@@ -107,7 +126,9 @@ def kernel_pictures(
         else:
             stored = tuple(state[name].shape) if name in state else "missing"
             raise CheckpointError(f"{name} is {stored}, the plan has {shape}")
-        shared = {kind: state[name].float().cpu() for kind, name in sets[layer.name].parameters.items()}
+        shared = {
+            kind: state[name].float().cpu() for kind, name in sets[layer.name].parameters.items()
+        }
         pictures.append(_strongest(layer, weight.float().cpu(), most=most, **shared))
     return tuple(pictures)
 
@@ -136,9 +157,15 @@ def _strongest(
     return LayerKernels(
         name=layer.name,
         total=len(energies),
-        energy_share=float(energies[chosen].sum() / energies.sum()) if float(energies.sum()) > 0 else 1.0,
+        energy_share=float(energies[chosen].sum() / energies.sum())
+        if float(energies.sum()) > 0
+        else 1.0,
         channels=tuple((channel // inputs, channel % inputs) for channel in chosen.tolist()),
-        cells=shown.unsqueeze(1) if shown.dim() == 2 else shown.sum(1) if shown.dim() == 4 else shown,
+        cells=shown.unsqueeze(1)
+        if shown.dim() == 2
+        else shown.sum(1)
+        if shown.dim() == 4
+        else shown,
         positions=torch.stack([axis.flatten(1) for axis in axes[-2:]], -1),
         weights=weights.flatten(1),
     )
