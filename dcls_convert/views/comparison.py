@@ -34,7 +34,9 @@ def comparison_view(comparison: Comparison) -> Group:
 
 
 def _top1(arm: ArmResult) -> str:
-    return f"{arm.top1:.2f}" + ("" if arm.top1_deviation is None else f" ± {arm.top1_deviation:.2f}")
+    return f"{arm.top1:.2f}" + (
+        "" if arm.top1_deviation is None else f" ± {arm.top1_deviation:.2f}"
+    )
 
 
 def _bounds(interval: Interval) -> str:
@@ -64,7 +66,9 @@ DIFFERENCES = "Differences are to the network as it is, with 95 % intervals over
 def work_lines(work: Work, settings: Settings, device: str) -> list[str]:
     """What will be done, how long it will take, and by which recipe."""
     per_run = f"{counted(settings.recipe.epochs, 'epoch')} of {counted(work.updates, 'update')}"
-    what = f"{counted(len(work.runs), 'run')} of {per_run} on {device}: about {duration(work.seconds)}"
+    what = (
+        f"{counted(len(work.runs), 'run')} of {per_run} on {device}: about {duration(work.seconds)}"
+    )
     data = f"{settings.train_images:,} images to train on, {settings.test_images:,} to test with"
     return [what, f"{data}, {settings.classes:,} classes", recipe_line(settings)]
 
@@ -93,7 +97,9 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
     """The page of all runs; of each converted network, its first run's positions move in it."""
     settings, runs = comparison.settings, comparison.runs
     labels, seeds = [arm.label for arm in comparison.arms], sorted({run.seed for run in runs})
-    inks = [labels.index(run.arm.label) + 8 * seeds.index(run.seed) for run in runs]  # colours and dashes
+    inks = [
+        labels.index(run.arm.label) + 8 * seeds.index(run.seed) for run in runs
+    ]  # colours and dashes
     charts = [
         {"title": "Top-1 accuracy", "unit": "%", "lines": [run.top1 for run in runs]},
         {"title": "Training loss", "unit": "nats", "lines": [run.loss for run in runs]},
@@ -104,9 +110,21 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
         run = next(run for run in runs if run.arm.label == arm.label)
         track = folder / RUNS / f"{run.arm.file_name}-seed{run.seed}" / TRACK
         if run.moved is not None and track.exists():
-            histories.append({"title": f"Positions of {arm.label}, seed {run.seed}", **asdict(read_history(track))})
-    facts = {"Epochs": settings.recipe.epochs, "Seeds": len(seeds), "Images to train on": exact(settings.train_images)}
-    facts |= {"Images to test with": exact(settings.test_images), "Classes": exact(settings.classes)}
+            histories.append(
+                {
+                    "title": f"Positions of {arm.label}, seed {run.seed}",
+                    **asdict(read_history(track)),
+                }
+            )
+    facts = {
+        "Epochs": settings.recipe.epochs,
+        "Seeds": len(seeds),
+        "Images to train on": exact(settings.train_images),
+    }
+    facts |= {
+        "Images to test with": exact(settings.test_images),
+        "Classes": exact(settings.classes),
+    }
     content = {
         "title": f"{settings.model}: does DCLS help?",
         "subtitle": recipe_line(settings),
