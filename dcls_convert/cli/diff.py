@@ -30,7 +30,9 @@ def diff(
         differences = [*plans[0].diff(plans[1])]
         for name in ("params", "macs"):
             one, two = (getattr(predict_report(plan), name).after for plan in plans)
-            differences += [Difference(what=f"{name} after conversion", one=one, other=two)] * (one != two)
+            differences += [Difference(what=f"{name} after conversion", one=one, other=two)] * (
+                one != two
+            )
         # What the files hold, not what folders state of them: one may be damaged.
         one, two = (tensors_hash(read_tensors(folder / WEIGHTS)) for folder in (checkpoint, other))
     if json_:
@@ -44,10 +46,16 @@ def diff(
 def _line(difference: "Difference") -> str:
     """ "dilated_size: 9x9 → 11x11 in 9 layers: stages.0.blocks.0.conv_dw (8 more like it)"."""
     what, names = difference.what, difference.layers
-    where = shown(names[0]) + (f" ({len(names) - 1:,} more like it)" if len(names) > 1 else "") if names else ""
+    where = (
+        shown(names[0]) + (f" ({len(names) - 1:,} more like it)" if len(names) > 1 else "")
+        if names
+        else ""
+    )
     if what == "layers":
         return f"{counted(len(names), 'layer')} only in the {'first' if difference.one else 'second'}: {where}"
-    changed = "differ" if what == "rules_text" else f"{_text(difference.one)} → {_text(difference.other)}"
+    changed = (
+        "differ" if what == "rules_text" else f"{_text(difference.one)} → {_text(difference.other)}"
+    )
     return f"{what}: {changed}" + (f" in {counted(len(names), 'layer')}: {where}" if names else "")
 
 
