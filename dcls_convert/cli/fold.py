@@ -12,7 +12,9 @@ from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, number
 if TYPE_CHECKING:
     from ..export.folding import Folded
 
-FORMAT_HELP = "timm: a folder, which timm loads by itself where its architecture allows. onnx, pt2: one file."
+FORMAT_HELP = (
+    "timm: a folder, which timm loads by itself where its architecture allows. onnx, pt2: one file."
+)
 OPSET_HELP = f"Opset of the ONNX model, from {OPSETS[0]} to {OPSETS[-1]}."
 MODEL_HELP = (
     "The unconverted network, for a checkpoint of your own model that does not name it: package.module:factory, which "
@@ -34,7 +36,15 @@ def fold(
     checkpoint: Checkpoint,
     format: Annotated[FoldFormat, option(OUTPUT, FORMAT_HELP)] = "timm",
     output: Annotated[
-        Path | None, option(OUTPUT, "Folder or file to write.", "--output", "-o", metavar="PATH", show_default=OUTPUTS)
+        Path | None,
+        option(
+            OUTPUT,
+            "Folder or file to write.",
+            "--output",
+            "-o",
+            metavar="PATH",
+            show_default=OUTPUTS,
+        ),
     ] = None,
     opset: Annotated[int | None, OPSET] = None,
     model: Annotated[str | None, option(OUTPUT, MODEL_HELP, metavar="MODEL")] = None,
@@ -86,7 +96,9 @@ def _lines(folded: "Folded") -> list[str]:
             what += f" of opset {folded.opset}"
         what += f" for images of {size_text(folded.input_size)}"
         what += f", {'any number at a time' if folded.batch is None else several}"
-    grown = f" → {folded.params_after:,}, since kernels are now stored with all cells of their windows"
+    grown = (
+        f" → {folded.params_after:,}, since kernels are now stored with all cells of their windows"
+    )
     return [
         f"Folded {counted(folded.layers, 'layer')} of {folded.checkpoint}; parameters {folded.params_before:,}"
         f"{grown if folded.params_after != folded.params_before else ', as before: it was folded already'}.",
