@@ -38,9 +38,7 @@ def inspect(
     force: Force = False,
     trust_code: TrustCode = False,
 ) -> None:
-    """Show where a checkpoint's elements are: at the window's border, overlapping, how far
-    from the centre.
-    """
+    """Show where a checkpoint's elements are: at the window's border, overlapping, how far from the centre."""
     outputs = [path for path in (html, picture) if path is not None]
     drawn: tuple[str, ...] = ()
     if html is not None:
