@@ -35,23 +35,33 @@ def write(folding: Folding) -> Folded:
     try:
         kernel_args = find_kernel_args(model, plan)
         stock = (plan.model or "").partition(":")[2].partition(".")[0]  # in timm's registry
-        config = {**timm_config(model, plan), "architecture": stock, "model_args": {**plan.model_args, **kernel_args}}
+        config = {
+            **timm_config(model, plan),
+            "architecture": stock,
+            "model_args": {**plan.model_args, **kernel_args},
+        }
         if kernel_args:
             stock += f" with {', '.join(f'{name}={value}' for name, value in kernel_args.items())}"
         folding.notify(f"writing {output}")
-        card = model_card(report, LOAD_BY_TIMM, f"timm builds its own {stock}; no other package is needed.")
+        card = model_card(
+            report, LOAD_BY_TIMM, f"timm builds its own {stock}; no other package is needed."
+        )
         with new_folder(output, force=folding.force, foreign=not_of_a_checkpoint) as partial:
             write_files(model, plan, partial, config, {CARD: card})
             with weights_in_file_alone(model, partial / WEIGHTS):
                 # What timm loads is run, since equal shapes do not mean equal outputs.
                 what, source = f"timm's {stock}", ModelSource(name=f"local-dir:{partial}")
-                loaded = build_model(source, pretrained=True, trust_code=True).eval()  # one of timm's own architectures
+                loaded = build_model(
+                    source, pretrained=True, trust_code=True
+                ).eval()  # one of timm's own architectures
                 outputs = run_model(loaded, [images.float() for images in folding.images], what)
                 error = check_equal(folding.outputs, outputs, bound=FOLDING_BOUND, what=what)
         return folding.record("stock timm", error, LOAD_BY_TIMM, kernel_args=kernel_args)
     except (ModelError, ComparisonError) as reason:
         if folding.plan.folded:
-            raise DclsConvertError(f"{folding.folded.checkpoint} is folded already, and {reason}") from reason
+            raise DclsConvertError(
+                f"{folding.folded.checkpoint} is folded already, and {reason}"
+            ) from reason
         folding.notify(f"writing {output}, a checkpoint of this program")
         save_converted(model, plan, output, report=report, force=folding.force)
         return folding.record("dcls", 0.0, loading_code(plan.model), note=str(reason))
@@ -63,7 +73,9 @@ def weights_in_file_alone(model: nn.Module, path: Path) -> Iterator[None]:
     if alias_names(model):
         yield
         return
-    model.load_state_dict({name: tensor.to("meta") for name, tensor in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: tensor.to("meta") for name, tensor in model.state_dict().items()}, assign=True
+    )
     try:
         yield
     except (ModelError, ComparisonError):
@@ -84,12 +96,16 @@ def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
         args = {**plan.model_args, **kernel_args}
         # Where the architecture does not take this argument, or not this value, the next one may do.
         with contextlib.suppress(DclsConvertError):
-            if shapes_of(build_model(ModelSource(name=f"timm:{name}", args=args), device="meta")) == shapes_of(model):
+            if shapes_of(
+                build_model(ModelSource(name=f"timm:{name}", args=args), device="meta")
+            ) == shapes_of(model):
                 return kernel_args
     if not arguments:
         raise ModelError(f"timm's {name} has no argument for the size of its kernels")
     tried = ", ".join(arguments)
-    raise ModelError(f"timm's {name} cannot be built with these kernels: no value of {tried} gives them")
+    raise ModelError(
+        f"timm's {name} cannot be built with these kernels: no value of {tried} gives them"
+    )
 
 
 def _values(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:
@@ -101,7 +117,9 @@ def _values(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:
     for site in find_convs(base, plan.input_size).sites:
         if site.stage is not None:
             converted.setdefault(site.stage, set()).update(windows.get(site.name, ()))
-            kept.setdefault(site.stage, set()).update(site.kernel_size if site.kind == "depthwise" else ())
+            kept.setdefault(site.stage, set()).update(
+                site.kernel_size if site.kind == "depthwise" else ()
+            )
     sizes = [converted[stage] or kept[stage] for stage in converted]
     if all(len(of_stage) == 1 for of_stage in sizes):
         yield [min(of_stage) for of_stage in sizes]
