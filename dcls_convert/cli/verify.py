@@ -28,6 +28,5 @@ def verify(checkpoint: Checkpoint, trust_code: TrustCode = False, json_: Json = 
                 )
             )
     if not verification.ok:
-        raise CheckpointError(
-            f"{checkpoint}: {counted(sum(check.ok is False for check in verification.checks), 'problem')} found"
-        )
+        problems = sum(check.ok is False for check in verification.checks)
+        raise CheckpointError(f"{checkpoint}: {counted(problems, 'problem')} found")
