@@ -42,7 +42,10 @@ def saved(figure: Callable[[], "Figure"], suffix: str, **style: Any) -> bytes:
     import matplotlib
 
     file, settings = io.BytesIO(), cast(Any, {"svg.hashsalt": HASH_SALT} | style)
-    with warnings.catch_warnings(action="ignore"), matplotlib.rc_context(settings):  # characters that the font lacks
+    with (
+        warnings.catch_warnings(action="ignore"),
+        matplotlib.rc_context(settings),
+    ):  # characters that the font lacks
         metadata = UNDATED.get(suffix.lower())
         figure().savefig(file, format=suffix[1:].lower(), metadata=metadata, bbox_inches="tight")
     return file.getvalue()
@@ -71,19 +74,25 @@ def _positions(pictures: Pictures) -> "Figure":
     columns = min(len(chosen), MOST_COLUMNS)
     rows = -(-len(chosen) // columns)
     figure = new_figure(columns * INCH, 2 * rows * INCH)
-    for picture, part in zip(chosen, figure.subfigures(rows, columns, squeeze=False).flat, strict=False):
+    for picture, part in zip(
+        chosen, figure.subfigures(rows, columns, squeeze=False).flat, strict=False
+    ):
         heat, histograms = part.subplots(2)
         extent = left, right, bottom, top = _extent((1, *picture.size))
         heat.imshow(picture.heat, extent=extent, cmap="Blues", norm=PowerNorm(0.5, vmin=0))
         for old in picture.extents:
             high, wide = (1, *old)[-2:]
             corner = ((left + right - wide) / 2, (top + bottom - high) / 2)
-            heat.add_patch(Rectangle(corner, wide, high, edgecolor="C1", fill=False, linestyle="--"))
+            heat.add_patch(
+                Rectangle(corner, wide, high, edgecolor="C1", fill=False, linestyle="--")
+            )
         heat.set_title(shown(picture.row.name, 34))
         for name, counts, side in zip(picture.axes, picture.histograms, picture.size, strict=True):
             low = position_limits(side)[0] - 0.5
             edges = [low + place / picture.bins_per_cell for place in range(len(counts) + 1)]
-            histograms.stairs(counts, edges, label=name, linestyle="-" if name == picture.axes[-1] else "--")
+            histograms.stairs(
+                counts, edges, label=name, linestyle="-" if name == picture.axes[-1] else "--"
+            )
         histograms.set(xlabel="cells from the centre", ylabel="elements in a bin")
         histograms.legend()
     _explain(figure, pictures, "dashed: the old kernel; darker: more elements")
@@ -115,11 +124,17 @@ def _kernels(pictures: Pictures) -> "Figure":
         panels = part.subplots(1, KERNELS)
         for index, panel in enumerate(panels):
             panel.set(xticks=[], yticks=[], frame_on=index < layer.total)
-        for panel, cells, places, weights in zip(panels, layer.cells, layer.positions, layer.weights, strict=False):
+        for panel, cells, places, weights in zip(
+            panels, layer.cells, layer.positions, layer.weights, strict=False
+        ):
             most = float(cells.abs().max()) or 1.0
-            panel.imshow(cells, extent=_extent(tuple(cells.shape)), cmap="RdBu", vmin=-most, vmax=most)
+            panel.imshow(
+                cells, extent=_extent(tuple(cells.shape)), cmap="RdBu", vmin=-most, vmax=most
+            )
             faces = ["black" if weight > 0 else "none" for weight in weights]
-            panel.scatter(places[:, 1], places[:, 0], s=3, c=faces, edgecolors="black", linewidths=0.4)
+            panel.scatter(
+                places[:, 1], places[:, 0], s=3, c=faces, edgecolors="black", linewidths=0.4
+            )
     scale = "blue cells are positive, red ones negative, each kernel on its own scale"
     _explain(figure, pictures, f"{scale}; dots are elements, filled where positive")
     return figure
@@ -130,12 +145,16 @@ def _fields(pictures: Pictures) -> "Figure":
     seen = pictures.fields
     if seen is None or not seen.fields:
         reasons = [str(pictures.raw_weights)] if seen is None else seen.notes
-        raise DclsConvertError(f"there is no effective receptive field to draw: {'; '.join(reasons)}")
+        raise DclsConvertError(
+            f"there is no effective receptive field to draw: {'; '.join(reasons)}"
+        )
     figure = new_figure(3.2 * len(seen.fields), 3.6)
     axes = figure.subplots(1, len(seen.fields), squeeze=False)
     for panel, field in zip(axes.flat, seen.fields, strict=True):
         extent = (0, field.size[1], field.size[0], 0)
-        drawn = panel.imshow(field.logs, interpolation="nearest", vmin=-seen.decades, vmax=0, extent=extent)
+        drawn = panel.imshow(
+            field.logs, interpolation="nearest", vmin=-seen.decades, vmax=0, extent=extent
+        )
         panel.set(title=_wrapped(f"{field.title}: {field.what}"), xlabel=_wrapped(field.sentence))
     figure.colorbar(drawn, ax=axes, shrink=0.8, label="log10 of mean |gradient|, largest = 0")
     return figure
@@ -150,7 +169,11 @@ def _history(pictures: Pictures) -> "Figure":
     history = pictures.history
     if history is None:
         raise DclsConvertError("--figure history needs --history positions.jsonl")
-    labels = {"speed": "speed (cells per step)", "spread": "spread (cells)", "border": "share at the border"}
+    labels = {
+        "speed": "speed (cells per step)",
+        "spread": "spread (cells)",
+        "border": "share at the border",
+    }
     figure = new_figure(3.2 * len(labels), 2.6)
     axes = figure.subplots(1, len(labels))
     for panel, (name, label) in zip(axes, labels.items(), strict=True):
