@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 
 TIMES = "Times"
 MOST_ROWS = 1000
-MOST_SECONDS, MOST_BATCH = 86_400, 65_536
-CPU_BATCH, GPU_BATCH = 1, 32
+MOST_SECONDS = 86_400
+MOST_BATCH = 65_536
+CPU_BATCH = 1
+GPU_BATCH = 32
 SECONDS = 60
 
 
@@ -73,15 +75,18 @@ def list_option(
 
 
 def _window(text: str) -> int | tuple[int, ...]:
-    """As `parse_size`, but 17 for "17x17"."""
+    """ "17" and "17x17" -> 17, "17x9" -> (17, 9)."""
     size = parse_size(text)
-    return size[0] if isinstance(size, tuple) and len(set(size)) == 1 else size
+    if isinstance(size, tuple) and len(set(size)) == 1:
+        return size[0]
+    return size
 
 
 SIZES = list_option(
     _window,
     f"sizes from 1 to {MOST_SIDE}: 7..23 (every other), 7..23..4 (every fourth), 7,9,13, or 17x9",
-    "Windows: 7..23 tries every other size, as an odd kernel needs an odd window; 7..23..4 every fourth.",
+    "Windows: 7..23 tries every other size, as an odd kernel needs an odd window; "
+    "7..23..4 every fourth.",
     metavar="A..B|N,N",
     step=2,  # the window and the old kernel must both be odd or both be even
 )
@@ -108,7 +113,10 @@ BATCH = number(
 )
 SECONDS_HELP = "For all measurements together; three rounds at least."
 TIME = number(int, 1, MOST_SECONDS, TIMES, SECONDS_HELP, metavar="N", show_default=str(SECONDS))
-SLOWER_HELP = "Cost that the recommended size may add, in percent: to the training step with --time, else to the MACs."
+SLOWER_HELP = (
+    "Cost that the recommended size may add, in percent: to the training step with --time, "
+    "else to the MACs."
+)
 TIME_HELP = "Measure a forward pass and a training step of every row and of the original, in turn."
 PICTURE_HELP = "Draw cost and gain; needs matplotlib, the extra plot."
 
@@ -216,30 +224,29 @@ def _timing(
 
 
 def _command(network: Network, asked: "Asked") -> str:
-    """The command that converts as a row."""
-    budget = None if asked.budget is None else f"{asked.budget:.12g}%"
-    values = stated(network) | {
-        "dilated_size": asked.size,
-        "kernel_count": asked.kernel_count,
-        "budget": budget,
-    }
+    """The command that converts as a row of the sweep does."""
+    values = stated(network)
+    values["dilated_size"] = asked.size
+    values["kernel_count"] = asked.kernel_count
+    values["budget"] = None if asked.budget is None else f"{asked.budget:.12g}%"
+    values |= stated(network.options)
     words = ["dcls-convert", network.model]
-    for name, value in (values | stated(network.options)).items():
-        if value is not None:
-            text = (
-                "x".join(map(str, value))
-                if isinstance(value, tuple)
-                else str(getattr(value, "source", value))
-            )
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
+    for name, value in values.items():
+        if value is None:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, tuple):
+            words.append("x".join(map(str, value)))
+        elif value is not True:
+            words.append(str(getattr(value, "source", value)))
     return shlex.join(words)
 
 
 def stated(record: Network | PlanOptions) -> dict[str, Any]:
-    """The options that are not as they would be anyway."""
-    values = ((field.name, getattr(record, field.name), field.default) for field in fields(record))
-    return {
-        name: value
-        for name, value, usual in values
-        if value != usual and name not in ("model", "options")
-    }
+    """The options that differ from their defaults."""
+    values = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.name not in ("model", "options") and value != field.default:
+            values[field.name] = value
+    return values
