@@ -1,4 +1,4 @@
-"""The pictures as static files for a paper, drawn by matplotlib (extra `plot`), which is imported when it is used."""
+"""Static pictures for a paper, drawn by matplotlib (extra `plot`), which is imported late."""
 
 import io
 import itertools
@@ -33,29 +33,36 @@ HASH_SALT = "dcls-convert"  # without one, the names inside an SVG are random
 
 
 def draw(pictures: Pictures, figure: FigureName, suffix: str) -> bytes:
-    """A figure as a file, in the format of the suffix; DclsConvertError says why there is nothing to draw."""
+    """A figure as a file, in the format of the suffix.
+
+    DclsConvertError says why there is nothing to draw.
+    """
     return saved(lambda: FIGURES[figure](pictures), suffix, **STYLE)
 
 
 def saved(figure: Callable[[], "Figure"], suffix: str, **style: Any) -> bytes:
-    """A figure, drawn with these settings of matplotlib, as a file that is the same on every day."""
+    """A figure as a file without dates, drawn with these settings of matplotlib."""
     import matplotlib
 
-    file, settings = io.BytesIO(), cast(Any, {"svg.hashsalt": HASH_SALT} | style)
-    with (
-        warnings.catch_warnings(action="ignore"),
-        matplotlib.rc_context(settings),
-    ):  # characters that the font lacks
+    file = io.BytesIO()
+    settings = cast(Any, {"svg.hashsalt": HASH_SALT} | style)
+    # matplotlib warns of characters that the font lacks.
+    with warnings.catch_warnings(action="ignore"), matplotlib.rc_context(settings):
         metadata = UNDATED.get(suffix.lower())
         figure().savefig(file, format=suffix[1:].lower(), metadata=metadata, bbox_inches="tight")
     return file.getvalue()
 
 
 def picture_files(model: nn.Module, plan: ConversionPlan, folder: str | Path) -> dict[str, bytes]:
-    """Names and contents for `save_converted(pictures=...)`: the page, and with matplotlib the positions."""
+    """Names and contents of files for `save_converted(pictures=...)`.
+
+    The page, and the positions if matplotlib is installed.
+    """
     pictures = pictures_of_model(model, plan, Path(folder))
     files = {PAGE: page(pictures).encode()}
-    return files | {PICTURE: draw(pictures, "positions", ".png")} if can_plot() else files
+    if can_plot():
+        files[PICTURE] = draw(pictures, "positions", ".png")
+    return files
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -72,7 +79,7 @@ def _positions(pictures: Pictures) -> "Figure":
 
     chosen = pictures.positions[:MOST_PANELS]
     columns = min(len(chosen), MOST_COLUMNS)
-    rows = -(-len(chosen) // columns)
+    rows = math.ceil(len(chosen) / columns)
     figure = new_figure(columns * INCH, 2 * rows * INCH)
     for picture, part in zip(
         chosen, figure.subfigures(rows, columns, squeeze=False).flat, strict=False
@@ -107,13 +114,16 @@ def _explain(figure: "Figure", pictures: Pictures, legend: str) -> None:
 
 
 def _extent(size: tuple[int, ...]) -> tuple[float, float, float, float]:
-    """Left, right, bottom and top of a window, of its rows and columns, in cells from the centre."""
+    """Left, right, bottom and top of a window (..., rows, columns), in cells from the centre."""
     (top, bottom), (left, right) = (position_limits(side) for side in size[-2:])
     return left - 0.5, right + 0.5, bottom + 0.5, top - 0.5
 
 
 def _kernels(pictures: Pictures) -> "Figure":
-    """Kernels of the first layer of each positions tensor; elements are dots, filled where they are positive."""
+    """Kernels of the first layer of each positions tensor.
+
+    Elements are dots, which are filled if their weight is positive.
+    """
     first = [picture.row.layers[0] for picture in pictures.positions][:MOST_PANELS]
     layers = {layer.name: layer for layer in pictures.kernels}
     figure = new_figure(1.15 * KERNELS, 1.3 * len(first))
@@ -142,18 +152,18 @@ def _kernels(pictures: Pictures) -> "Figure":
 
 def _fields(pictures: Pictures) -> "Figure":
     """The effective receptive fields on one logarithmic scale."""
-    seen = pictures.fields
-    if seen is None or not seen.fields:
-        reasons = [str(pictures.raw_weights)] if seen is None else seen.notes
+    fields = pictures.fields
+    if fields is None or not fields.fields:
+        reasons = [str(pictures.raw_weights)] if fields is None else fields.notes
         raise DclsConvertError(
             f"there is no effective receptive field to draw: {'; '.join(reasons)}"
         )
-    figure = new_figure(3.2 * len(seen.fields), 3.6)
-    axes = figure.subplots(1, len(seen.fields), squeeze=False)
-    for panel, field in zip(axes.flat, seen.fields, strict=True):
+    figure = new_figure(3.2 * len(fields.fields), 3.6)
+    axes = figure.subplots(1, len(fields.fields), squeeze=False)
+    for panel, field in zip(axes.flat, fields.fields, strict=True):
         extent = (0, field.size[1], field.size[0], 0)
         drawn = panel.imshow(
-            field.logs, interpolation="nearest", vmin=-seen.decades, vmax=0, extent=extent
+            field.logs, interpolation="nearest", vmin=-fields.decades, vmax=0, extent=extent
         )
         panel.set(title=_wrapped(f"{field.title}: {field.what}"), xlabel=_wrapped(field.sentence))
     figure.colorbar(drawn, ax=axes, shrink=0.8, label="log10 of mean |gradient|, largest = 0")
