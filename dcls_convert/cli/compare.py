@@ -21,16 +21,22 @@ from .sweep import SIZES, stated
 if TYPE_CHECKING:
     from ..compare.runs import Trainer
 
-DATA, TRAINING, RUNNING = "Images", "Training", "How to run"
+DATA = "Images"
+TRAINING = "Training"
+RUNNING = "How to run"
 PACKAGES = ("accelerate", "scipy")  # of the extra `train`
 PAGE = "comparison.html"
-EPOCHS, BATCH, SEEDS = 30, 64, 3
-START: Positions = (
-    "uniform"  # from the paper's, elements hardly leave the centre in trainings that compare
-)
+EPOCHS = 30
+BATCH = 64
+SEEDS = 3
+# From the paper's start, elements hardly leave the centre in trainings as short as these.
+START: Positions = "uniform"
 MOST = 10**6
 SECONDS_A_LINE = 60.0  # of progress, where stderr is no terminal
-DATA_HELP = "A folder for each class, or train and validation (or val) with these; with --dataset, where that lies."
+DATA_HELP = (
+    "A folder for each class, or train and validation (or val) with these; "
+    "with --dataset, where that lies."
+)
 DATASET_HELP = "A data set by timm's name: torch/cifar10, hfds/cifar10."
 MINUTES_HELP = "For all runs together; decides the epochs, the same for all."
 ABLATE_HELP = "Train with frozen positions, and with dense kernels of the window's size, too."
@@ -152,27 +158,27 @@ def compare(
         note = console.note if first else silent
         trainer = _trainer(network, data, dataset, recipe, augmentation, output, accelerator, note)
         trainer.settings = with_epochs(trainer.settings, epochs or EPOCHS)
-        trainer.workers, trainer.fsdp = workers, fsdp
+        trainer.workers = workers
+        trainer.fsdp = fsdp
         trainer.job.notify = notify
         starts = positions or ["normal" if network.trained else START]
         arms = make_arms(sizes or [None], starts, ablate=ablate)
-        every, part = range(seeds), only or (1, 1)
-        work = settle(trainer, arms, every, minutes=minutes, only=part, notify=notify)
-        for line in (
-            work_lines(work, trainer.settings, str(accelerator.device))
-            if first and work.runs
-            else ()
-        ):
-            console.note(line)
-        comparison = carry_out(trainer, work, arms, every, notify)
+        all_seeds = range(seeds)
+        part = only or (1, 1)
+        work = settle(trainer, arms, all_seeds, minutes=minutes, only=part, notify=notify)
+        if first and work.runs:
+            for line in work_lines(work, trainer.settings, str(accelerator.device)):
+                console.note(line)
+        comparison = carry_out(trainer, work, arms, all_seeds, notify)
         if html and first:
             with new_file(output / PAGE, force=True) as partial:
                 partial.write_text(comparison_page(comparison, output))
-    if first:
-        if json_:
-            console.write(comparison.to_json())
-        else:
-            console.show(comparison_view(comparison), *[f" Wrote {output / PAGE}."] * html)
+    if first and json_:
+        console.write(comparison.to_json())
+    elif first and html:
+        console.show(comparison_view(comparison), f" Wrote {output / PAGE}.")
+    elif first:
+        console.show(comparison_view(comparison))
     if comparison.interrupted:
         raise KeyboardInterrupt
 
@@ -197,20 +203,25 @@ def _trainer(
             f"--num-classes {network.num_classes}: the images have {len(images.classes)} classes"
         )
     network = replace(network, num_classes=len(images.classes))
+    weights = "random"
+    if network.pretrained:
+        weights = "pretrained"
+    elif network.checkpoint is not None:
+        weights = network.checkpoint.name
+    planning = {
+        name: str(getattr(value, "source", value))
+        for name, value in stated(network.options).items()
+    }
+    mixed_precision = accelerator.mixed_precision
+    if mixed_precision == "no":
+        mixed_precision = None
     job = network.job(note=note)
     assert job.source is not None
     settings = Settings(
         model=job.source.name,
         model_args=dict(job.source.args),
-        weights="pretrained"
-        if network.pretrained
-        else network.checkpoint.name
-        if network.checkpoint
-        else "random",
-        planning={
-            name: str(getattr(value, "source", value))
-            for name, value in stated(network.options).items()
-        },
+        weights=weights,
+        planning=planning,
         data=dataset or str(data),
         classes=len(images.classes),
         train_images=len(images.train),
@@ -218,8 +229,6 @@ def _trainer(
         input_size=None if network.input_size is None else tuple(network.input_size),
         augmentation=augmentation,
         recipe=recipe,
-        mixed_precision=accelerator.mixed_precision
-        if accelerator.mixed_precision != "no"
-        else None,
+        mixed_precision=mixed_precision,
     )
     return Trainer(job=job, data=images, settings=settings, folder=output, accelerator=accelerator)
