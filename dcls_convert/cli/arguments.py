@@ -1,4 +1,4 @@
-"""What the commands' arguments have in common: their types, groups for --help, and the records that hold them."""
+"""Arguments that commands share: types, groups for --help, and the records that hold them."""
 
 import difflib
 import functools
@@ -37,26 +37,46 @@ if TYPE_CHECKING:
     from ..pipeline import Job
 
 # Groups of options in --help.
-WHAT, HOW_MANY, WHERE, OUTPUT = "What to convert", "How many elements", "Where they start", "Output"
+WHAT = "What to convert"
+HOW_MANY = "How many elements"
+WHERE = "Where they start"
+OUTPUT = "Output"
 
-DEFAULT = "convert"  # command
-LONGEST_CHOICES = 24  # characters of <words|to|choose|from> in --help, which breaks longer ones
+DEFAULT = "convert"  # the command that is run if none is named
+LONGEST_CHOICES = 24  # characters of <words|to|choose|from>; --help would break longer ones
 MOST_SEED = 2**63 - 1  # of torch.Generator
 
 
 def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
-    """An option in one of the groups of --help; a flag needs its name, or it would get a --no- form."""
-    if isinstance(usual := settings.get("show_default"), str):  # which typer would write in brackets of both kinds
-        help, settings["show_default"] = f"{help} \\[default: {usual}]", False
+    """An option in one of the groups of --help; without a name, a flag would get a --no- form."""
+    usual = settings.get("show_default")
+    if isinstance(usual, str):
+        # typer would write such a default in two kinds of brackets.
+        help = f"{help} \\[default: {usual}]"
+        settings["show_default"] = False
     return typer.Option(*names, rich_help_panel=panel, help=help, **settings)
 
 
 def number(
-    kind: type[Any], least: Any, most: int, panel: str, help: str, *, word: str = "", unit: str = "", **settings: Any
+    kind: type[Any],
+    least: Any,
+    most: int,
+    panel: str,
+    help: str,
+    *,
+    word: str = "",
+    unit: str = "",
+    **settings: Any,
 ) -> Any:
-    """An option for a number in plain digits, or one word: int() and float() also take `1_000`, ` 17 ` and `nan`."""
+    """An option for a number in plain digits, or for one word.
+
+    int() and float() alone would also accept `1_000`, ` 17 ` and `nan`.
+    """
     digits = r"[0-9]{1,19}" if kind is int else r"[0-9]{1,19}(\.[0-9]{1,19})?"
-    allowed = f"{'an integer' if kind is int else 'a number'} from {least} to {most}{word and f', or {word}'}"
+    noun = "an integer" if kind is int else "a number"
+    allowed = f"{noun} from {least} to {most}"
+    if word:
+        allowed += f", or {word}"
 
     def parse(text: Any) -> Any:
         if word and text == word:
@@ -72,7 +92,9 @@ def number(
 
 def _sides(text: str, counts: range, what: str) -> tuple[int, ...]:
     """ "17x9" -> (17, 9)."""
-    sides = tuple(map(int, re.split("[xX]", text))) if re.fullmatch(r"[0-9]{1,4}([xX][0-9]{1,4})*", text) else ()
+    sides: tuple[int, ...] = ()
+    if re.fullmatch(r"[0-9]{1,4}([xX][0-9]{1,4})*", text):
+        sides = tuple(int(side) for side in re.split("[xX]", text))
     if len(sides) not in counts or 0 in sides:
         raise typer.BadParameter(f"'{shown(text)}' is not {what}")
     return sides
@@ -98,35 +120,51 @@ def parse_input_size(text: str) -> tuple[int, ...]:
 def parse_numbers(text: str) -> tuple[float, ...]:
     """ "0.5,0.4,0.3" -> (0.5, 0.4, 0.3)."""
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?(,[0-9]{1,9}(\.[0-9]{1,9})?)*", text):
-        raise typer.BadParameter(f"'{shown(text)}' is not a list of numbers such as 0.485,0.456,0.406")
+        raise typer.BadParameter(
+            f"'{shown(text)}' is not a list of numbers such as 0.485,0.456,0.406"
+        )
     return tuple(map(float, text.split(",")))
 
 
 class PlainHelp:
-    """Help that tells names of arguments and words to choose from, without types and brackets."""
+    """Help that shows arguments' names and the words to choose from, without types and brackets."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """As typer's, with --help."""
+        """The parameters, --help included, with plain names."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             if getattr(parameter, "is_flag", False) or getattr(parameter, "count", False):
                 parameter.metavar = ""
-            elif getattr(parameter, "metavar", "") is None and (choices := parameter.display_type_rich(ctx)):
-                words, (help, *usual) = choices.strip("<>").split("|"), parameter.help.split(" \\[")
-                parameter.metavar = "|".join(words) if len(choices) <= LONGEST_CHOICES else "NAME"
-                if parameter.metavar == "NAME" and not all(word in help for word in words):
-                    parameter.help = " \\[".join([f"{help} One of {', '.join(words)}.", *usual])
+            elif getattr(parameter, "metavar", "") is None:
+                choices = parameter.display_type_rich(ctx)  # "<words|to|choose|from>", or ""
+                if choices:
+                    _name_choices(parameter, choices)
         return parameters
 
     def get_help_option(self, ctx: Any) -> Any:
-        """As in typer, but False by default: typer imports pydantic to validate None, which doubles the time."""
+        """The --help option, with the default False.
+
+        typer's default is None; to validate it, typer imports pydantic, which doubles the time.
+        """
         option = super().get_help_option(ctx)  # type: ignore[misc]
         option.default = False
         return option
 
 
+def _name_choices(parameter: Any, choices: str) -> None:
+    """Show the words to choose from in the parameter's name; in its help, if they are long."""
+    words = choices.strip("<>").split("|")
+    if len(choices) <= LONGEST_CHOICES:
+        parameter.metavar = "|".join(words)
+        return
+    parameter.metavar = "NAME"
+    help, bracket, default = parameter.help.partition(" \\[")
+    if not all(word in help for word in words):
+        parameter.help = f"{help} One of {', '.join(words)}.{bracket}{default}"
+
+
 class Command(PlainHelp, TyperCommand):
-    """A command whose arguments have names alone, too."""
+    """A command whose arguments, too, are shown by name alone."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -138,29 +176,39 @@ class Command(PlainHelp, TyperCommand):
 
 
 class CommandGroup(PlainHelp, TyperGroup):
-    """Commands, of which `convert` is the default where there is one. Called alone, the group shows its help."""
+    """Commands; `convert`, if it is among them, is the default. Without arguments, shows help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
-        if args and DEFAULT in self.commands and args[0] not in own and args[0] not in self.commands:
-            near = difflib.get_close_matches(args[0], self.commands, 1, 0.8)  # no model's name is as near
-            if near and not args[0].startswith("-"):
-                raise DclsConvertError(f"there is no command {args[0]!r} (did you mean {near[0]!r}?)")
+        own_options = {option for parameter in self.get_params(ctx) for option in parameter.opts}
+        first = args[0] if args else "--help"
+        named = first in own_options or first in self.commands
+        if args and DEFAULT in self.commands and not named:
+            # With a cutoff of 0.8, no registered model's name is this close to a command.
+            near = difflib.get_close_matches(first, self.commands, 1, 0.8)
+            if near and not first.startswith("-"):
+                raise DclsConvertError(f"there is no command {first!r} (did you mean {near[0]!r}?)")
             args = [DEFAULT, *args]
         return super().parse_args(ctx, args or ["--help"])
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Commands and options, and those of the default command; names of models are many, so not for nothing."""
+        """Commands and options, and those of the default command.
+
+        Model names are listed only once something is typed: there are thousands.
+        """
         items = super().shell_complete(ctx, incomplete)
-        if incomplete and (default := self.commands.get(DEFAULT)):
+        default = self.commands.get(DEFAULT)
+        if incomplete and default is not None:
             part: Any = default if incomplete.startswith("-") else default.params[0]
             known = {item.value for item in items}
-            items += [item for item in part.shell_complete(ctx, incomplete) if item.value not in known]
+            more = part.shell_complete(ctx, incomplete)
+            items += [item for item in more if item.value not in known]
         return items
 
 
 def argument(metavar: str, help: str, complete: Callable[[str], list[str]], **settings: Any) -> Any:
-    return typer.Argument(metavar=metavar, help=help, autocompletion=complete, show_default=False, **settings)
+    return typer.Argument(
+        metavar=metavar, help=help, autocompletion=complete, show_default=False, **settings
+    )
 
 
 def checkpoint_argument(metavar: str, help: str) -> Any:
@@ -178,39 +226,60 @@ InputSize = Annotated[Any, image_size(OUTPUT, SIZE_OF_IMAGES_HELP)]
 Json = Annotated[bool, option(OUTPUT, "Print one JSON object.", "--json")]
 Csv = Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")]
 Force = Annotated[bool, option(OUTPUT, "Replace what an earlier run wrote.", "--force")]
-Quiet = Annotated[bool, option(OUTPUT, "No progress and no report, only the output's name.", "--quiet", "-q")]
-TRUST = "Import and run the code of your own that the checkpoint names as its model. Never for folders of others."
+Quiet = Annotated[
+    bool, option(OUTPUT, "No progress and no report, only the output's name.", "--quiet", "-q")
+]
+TRUST = (
+    "Import and run the code of your own that the checkpoint names as its model. "
+    "Never for folders of others."
+)
 TrustCode = Annotated[bool, typer.Option("--trust-code", help=TRUST)]
 
 MODEL_HELP = (
-    "convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, hf-hub:REPO, local-dir:FOLDER, or "
-    "package.module:factory, which imports and runs your own code."
+    "convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, hf-hub:REPO, "
+    "local-dir:FOLDER, or package.module:factory, which imports and runs your own code."
 )
 PRETRAINED_HELP = "Start from timm's or torchvision's trained weights."
 WEIGHTS_HELP = "Start from the weights in a safetensors or torch file, also one of DCLS's authors."
 IMAGES_HELP = "Images: fit outputs for them, not kernels."
-MEAN_HELP = "Mean with which the images are normalised, one for all channels or each; without it, as the model states."
+MEAN_HELP = (
+    "Mean with which the images are normalised, one for all channels or each; "
+    "without it, as the model states."
+)
 STD_HELP = "Standard deviation, likewise."
 COUNT_HELP = "Elements in a kernel; auto: as many as the budget admits."
 SCOPE_HELP = "What one count is solved for; auto: error with --calibrate, else model."
 SIZE_HELP = (
-    f"Window in which elements move: 17 or 17x9 cells; auto: the largest, {MOST_WINDOW} at most, that adds at most "
-    f"{MOST_SLOWER:g} % to the MACs."
+    "Window in which elements move: 17 or 17x9 cells; auto: the largest, "
+    f"{MOST_WINDOW} at most, that adds at most {MOST_SLOWER:g} % to the MACs."
 )
 BUDGET_HELP = "Parameters for the new kernels, in percent of the weights that they replace."
-RULES_HELP = "Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones where there are none."
+RULES_HELP = (
+    "Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones where there are none."
+)
 HOW_HELP = "How an element spreads over the cells."
 STRICT_HELP = "Fail where a layer cannot take the size, instead of skipping it."
 PLANNING: dict[str, Any] = {
-    "dilated_size": Annotated[Any, option(HOW_MANY, SIZE_HELP, metavar="N|HxW|auto", parser=parse_size_or_auto)],
-    "kernel_count": Annotated[Any, number(int, 1, MOST_COUNT, HOW_MANY, COUNT_HELP, word=AUTO, metavar=f"N|{AUTO}")],
-    "rules": Annotated[str, option(WHAT, RULES_HELP, metavar="FILE|NAME|auto", autocompletion=complete_rules)],
+    "dilated_size": Annotated[
+        Any, option(HOW_MANY, SIZE_HELP, metavar="N|HxW|auto", parser=parse_size_or_auto)
+    ],
+    "kernel_count": Annotated[
+        Any, number(int, 1, MOST_COUNT, HOW_MANY, COUNT_HELP, word=AUTO, metavar=f"N|{AUTO}")
+    ],
+    "rules": Annotated[
+        str, option(WHAT, RULES_HELP, metavar="FILE|NAME|auto", autocompletion=complete_rules)
+    ],
     "scope": Annotated[Scope, option(HOW_MANY, SCOPE_HELP)],
     "tie": Annotated[Tie, option(HOW_MANY, "Which layers share their positions.")],
     "budget": Annotated[
-        float, number(float, LEAST_PERCENT, MOST_PERCENT, HOW_MANY, BUDGET_HELP, unit="%", metavar="PERCENT")
+        float,
+        number(
+            float, LEAST_PERCENT, MOST_PERCENT, HOW_MANY, BUDGET_HELP, unit="%", metavar="PERCENT"
+        ),
     ],
-    "interpolation": Annotated[Interpolation | None, option(HOW_MANY, HOW_HELP, show_default=INTERPOLATIONS[0])],
+    "interpolation": Annotated[
+        Interpolation | None, option(HOW_MANY, HOW_HELP, show_default=INTERPOLATIONS[0])
+    ],
     "strict": Annotated[bool, option(WHAT, STRICT_HELP, "--strict")],
 }
 
@@ -225,7 +294,9 @@ class Network:
     num_classes: Annotated[
         int | None, number(int, 0, MOST_COUNT, WHAT, "Classes of the model's head.", metavar="N")
     ] = None
-    in_chans: Annotated[int | None, number(int, 1, MOST_COUNT, WHAT, "Input channels.", metavar="N")] = None
+    in_chans: Annotated[
+        int | None, number(int, 1, MOST_COUNT, WHAT, "Input channels.", metavar="N")
+    ] = None
     options: PlanOptions = field(default_factory=PlanOptions)
     calibrate: Annotated[Path | None, option(WHERE, IMAGES_HELP, metavar="FOLDER")] = None
     mean: Annotated[Any, option(WHERE, MEAN_HELP, metavar="M,M,M", parser=parse_numbers)] = None
@@ -237,16 +308,22 @@ class Network:
         return self.pretrained or self.checkpoint is not None
 
     def check(self) -> None:
-        """Refuse two sources of weights, what needs one where there is none, and files that are not there."""
-        untrained = self.options.scope == ERROR and not self.trained
+        """Refuse conflicting options, options that need trained weights, and missing files."""
+        two_sources = self.pretrained and self.checkpoint is not None
+        by_error = self.options.scope == ERROR
         normalised = self.mean is not None or self.std is not None
+        half_normalised = (self.mean is None) != (self.std is None)
         refuse(
-            {
-                "--pretrained and --checkpoint exclude each other": self.pretrained and self.checkpoint is not None,
-                "--scope error needs trained kernels: --pretrained or --checkpoint": untrained,
-                "--mean and --std are for the images of --calibrate": normalised and self.calibrate is None,
-                "--mean and --std belong together": (self.mean is None) != (self.std is None),
-            }
+            (two_sources, "--pretrained and --checkpoint exclude each other"),
+            (
+                by_error and not self.trained,
+                "--scope error needs trained kernels: --pretrained or --checkpoint",
+            ),
+            (
+                normalised and self.calibrate is None,
+                "--mean and --std are for the images of --calibrate",
+            ),
+            (half_normalised, "--mean and --std belong together"),
         )
         if self.checkpoint is not None:
             check_weights_file(self.checkpoint)
@@ -258,9 +335,14 @@ class Network:
         from ..networks.source import resolve_model
         from ..pipeline import Job
 
-        classes, chans = self.num_classes, self.in_chans
+        source = resolve_model(
+            self.model,
+            num_classes=self.num_classes,
+            in_chans=self.in_chans,
+            pretrained=self.pretrained,
+        )
         return Job(
-            source=resolve_model(self.model, num_classes=classes, in_chans=chans, pretrained=self.pretrained),
+            source=source,
             pretrained=self.pretrained,
             weights=self.checkpoint,
             options=self.options,
@@ -273,23 +355,36 @@ class Network:
 
 
 def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> Callable[..., None]:
-    """Give a command the fields of `Network` and `PlanOptions` as arguments; those in `but` keep defaults."""
-    planning = [each.replace(annotation=PLANNING[each.name]) for each in PLAN_PARAMETERS if each.name not in but]
-    of_network = inspect.signature(Network, eval_str=True).parameters
-    network = [each for name, own in of_network.items() for each in (planning if name == "options" else [own])]
-    records: dict[Any, list[inspect.Parameter]] = {PlanOptions: planning, Network: network}
-    own = inspect.signature(command, eval_str=True).parameters
-    parameters = [
-        each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in own.values()
-        for each in records.get(parameter.annotation, [parameter])
-    ]
+    """Give a command the fields of `Network` and `PlanOptions` as arguments of its own.
+
+    `def models(options: PlanOptions, pattern=None)` becomes `def models(*, dilated_size="auto",
+    kernel_count="auto", ..., pattern=None)`; a `network: Network` becomes its fields, with those
+    of `PlanOptions` in place of its `options`. Fields in `but` are no arguments, and keep defaults.
+    """
+    planning = []
+    for parameter in PLAN_PARAMETERS:
+        if parameter.name not in but:
+            planning.append(parameter.replace(annotation=PLANNING[parameter.name]))
+    network_fields = inspect.signature(Network, eval_str=True).parameters
+    network = []
+    for name, parameter in network_fields.items():
+        if name == "options":
+            network += planning
+        else:
+            network.append(parameter)
+    fields_of_record: dict[Any, list[inspect.Parameter]] = {PlanOptions: planning, Network: network}
+
+    command_parameters = inspect.signature(command, eval_str=True).parameters
+    parameters = []
+    for parameter in command_parameters.values():
+        replacements = fields_of_record.get(parameter.annotation, [parameter])
+        parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in replacements]
 
     @functools.wraps(command)
     def call(**values: Any) -> None:
         values["options"] = _plan_options({each.name: values.pop(each.name) for each in planning})
-        if "network" in own:
-            values["network"] = Network(**{name: values.pop(name) for name in of_network})
+        if "network" in command_parameters:
+            values["network"] = Network(**{name: values.pop(name) for name in network_fields})
         command(**values)
 
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -298,10 +393,13 @@ def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> C
 
 
 def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
-    """Read the rules; refuse an option that another one makes idle."""
+    """Read the rules; refuse an option that would have no effect beside another one."""
     options = PlanOptions(**values)
-    if options.kernel_count != AUTO and (options.scope, options.budget) != (PlanOptions().scope, DEFAULT_BUDGET):
-        raise DclsConvertError("--kernel-count states the count, so --budget and --scope would have no effect")
+    states_budget = options.budget != DEFAULT_BUDGET or options.scope != PlanOptions().scope
+    if options.kernel_count != AUTO and states_budget:
+        raise DclsConvertError(
+            "--kernel-count states the count, so --budget and --scope would have no effect"
+        )
     if options.rules != AUTO:
         from ..planning.rules import load_rules
 
@@ -309,8 +407,8 @@ def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
     return options
 
 
-def refuse(conflicts: Mapping[str, object]) -> None:
-    """Raise the first message whose conflict there is."""
-    for message, conflict in conflicts.items():
-        if conflict:
+def refuse(*conflicts: tuple[object, str]) -> None:
+    """Raise the message of the first condition that holds."""
+    for condition, message in conflicts:
+        if condition:
             raise DclsConvertError(message)

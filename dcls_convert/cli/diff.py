@@ -1,6 +1,7 @@
 """`dcls-convert diff`: what differs between two checkpoints."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,29 +27,57 @@ def diff(
         from ..records import write_json
         from ..reports.report import predict_report
 
-        plans = [read_plan(folder) for folder in (checkpoint, other)]
-        differences = [*plans[0].diff(plans[1])]
-        for name in ("params", "macs"):
-            one, two = (getattr(predict_report(plan), name).after for plan in plans)
-            differences += [Difference(what=f"{name} after conversion", one=one, other=two)] * (one != two)
-        # What the files hold, not what folders state of them: one may be damaged.
-        one, two = (tensors_hash(read_tensors(folder / WEIGHTS)) for folder in (checkpoint, other))
+        first_plan = read_plan(checkpoint)
+        second_plan = read_plan(other)
+        first_report = predict_report(first_plan)
+        second_report = predict_report(second_plan)
+        differences = [*first_plan.diff(second_plan)]
+        for cost in ("params", "macs"):
+            first = getattr(first_report, cost).after
+            second = getattr(second_report, cost).after
+            if first != second:
+                difference = Difference(what=f"{cost} after conversion", one=first, other=second)
+                differences.append(difference)
+        # A folder may state another hash than that of its weights, if one of them is damaged.
+        first_hash = tensors_hash(read_tensors(checkpoint / WEIGHTS))
+        second_hash = tensors_hash(read_tensors(other / WEIGHTS))
+        equal_weights = first_hash == second_hash
     if json_:
         rows = [asdict(difference) for difference in differences]
-        console.write(write_json({"format": 1, "differences": rows, "equal_weights": one == two}))
+        console.write(
+            write_json({"format": 1, "differences": rows, "equal_weights": equal_weights})
+        )
         return
-    lines = [*map(_line, differences)] or ["plans: the same"]
-    console.show(*lines, f"weights: {'the same' if one == two else 'other values'}")
+    lines = [_line(difference) for difference in differences]
+    if not lines:
+        lines = ["plans: the same"]
+    weights = "the same" if equal_weights else "other values"
+    console.show(*lines, f"weights: {weights}")
 
 
 def _line(difference: "Difference") -> str:
     """ "dilated_size: 9x9 → 11x11 in 9 layers: stages.0.blocks.0.conv_dw (8 more like it)"."""
-    what, names = difference.what, difference.layers
-    where = shown(names[0]) + (f" ({len(names) - 1:,} more like it)" if len(names) > 1 else "") if names else ""
-    if what == "layers":
-        return f"{counted(len(names), 'layer')} only in the {'first' if difference.one else 'second'}: {where}"
-    changed = "differ" if what == "rules_text" else f"{_text(difference.one)} → {_text(difference.other)}"
-    return f"{what}: {changed}" + (f" in {counted(len(names), 'layer')}: {where}" if names else "")
+    layers = counted(len(difference.layers), "layer")
+    where = _where(difference.layers)
+    if difference.what == "layers":
+        folder = "first" if difference.one else "second"
+        return f"{layers} only in the {folder}: {where}"
+    if difference.what == "rules_text":
+        line = "rules_text: differ"
+    else:
+        line = f"{difference.what}: {_text(difference.one)} → {_text(difference.other)}"
+    if difference.layers:
+        line += f" in {layers}: {where}"
+    return line
+
+
+def _where(layers: Sequence[str]) -> str:
+    """The first layer, and how many more there are."""
+    if not layers:
+        return ""
+    if len(layers) == 1:
+        return shown(layers[0])
+    return f"{shown(layers[0])} ({len(layers) - 1:,} more like it)"
 
 
 def _text(value: Any) -> str:
@@ -56,4 +85,5 @@ def _text(value: Any) -> str:
         return "x".join(map(str, value))
     if type(value) is int:
         return f"{value:,}"
-    return shown(value if isinstance(value, str) else json.dumps(value), 60)
+    text = value if isinstance(value, str) else json.dumps(value)
+    return shown(text, 60)

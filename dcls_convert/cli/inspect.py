@@ -15,37 +15,52 @@ PICTURE_HELP = "Draw one figure into a .png, .svg or .pdf (extra plot)."
 HISTORY = option(PICTURES, "What a PositionTracker wrote in training.", metavar="positions.jsonl")
 FIELD = "for the effective receptive field"
 IMAGES = option(PICTURES, f"Images {FIELD}.", metavar="FOLDER", show_default="seeded noise")
-ORIGINAL = option(PICTURES, "Weights of the network before conversion, to compare with.", metavar="FILE")
+ORIGINAL = option(
+    PICTURES, "Weights of the network before conversion, to compare with.", metavar="FILE"
+)
 
 
 def inspect(
     checkpoint: Checkpoint,
     json_: Json = False,
-    plan: Annotated[bool, option(OUTPUT, "Print the checkpoint's plan as JSON instead.", "--plan")] = False,
+    plan: Annotated[
+        bool, option(OUTPUT, "Print the checkpoint's plan as JSON instead.", "--plan")
+    ] = False,
     html: Annotated[Path | None, option(PICTURES, HTML_HELP, metavar="FILE")] = None,
     picture: Annotated[Path | None, option(PICTURES, PICTURE_HELP, metavar="FILE")] = None,
     figure: Annotated[FigureName, option(PICTURES, "Which one --picture draws.")] = "positions",
     history: Annotated[Path | None, HISTORY] = None,
     images: Annotated[Path | None, IMAGES] = None,
     original: Annotated[Path | None, ORIGINAL] = None,
-    input_size: Annotated[Any, image_size(PICTURES, f"Image size {FIELD}; the paper's is 3x1024x1024.")] = None,
+    input_size: Annotated[
+        Any, image_size(PICTURES, f"Image size {FIELD}; the paper's is 3x1024x1024.")
+    ] = None,
     force: Force = False,
     trust_code: TrustCode = False,
 ) -> None:
     """Show where a checkpoint's elements are: at the window's border, overlapping, how far from the centre."""
     outputs = [path for path in (html, picture) if path is not None]
-    drawn = get_args(FigureName) if html is not None else [figure] * (picture is not None)
-    of_field = "--images, --original and --input-size are for --html, or --picture with --figure receptive-field"
+    drawn: tuple[str, ...] = ()
+    if html is not None:
+        drawn = get_args(FigureName)
+    elif picture is not None:
+        drawn = (figure,)
+    describes_field = images or original or input_size
     refuse(
-        {
-            "--plan and --json exclude each other; the plan is JSON": plan and json_,
-            "--plan prints the plan alone; leave --html and --picture": plan and outputs,
-            "--force replaces the file of --html or --picture": force and not outputs,
-            "--figure says what --picture draws": figure != "positions" and picture is None,
-            "--figure history needs --history": figure == "history" and history is None,
-            "--history is for --html, or --picture with --figure history": history and "history" not in drawn,
-            of_field: (images or original or input_size) and "receptive-field" not in drawn,
-        }
+        (plan and json_, "--plan and --json exclude each other; the plan is JSON"),
+        (plan and outputs, "--plan prints the plan alone; omit --html and --picture"),
+        (force and not outputs, "--force replaces the file of --html or --picture"),
+        (figure != "positions" and picture is None, "--figure says what --picture draws"),
+        (figure == "history" and history is None, "--figure history needs --history"),
+        (
+            history and "history" not in drawn,
+            "--history is for --html, or --picture with --figure history",
+        ),
+        (
+            describes_field and "receptive-field" not in drawn,
+            "--images, --original and --input-size are for --html, "
+            "or --picture with --figure receptive-field",
+        ),
     )
     if picture is not None:
         check_picture(picture, "--picture")
@@ -66,18 +81,29 @@ def inspect(
             from ..views.plot import draw
             from ..views.receptive_field import FieldOptions
 
-            fields = FieldOptions(images, original, input_size) if "receptive-field" in drawn else None
-            pictures = pictures_of_folder(checkpoint, fields, history, notify, console.note, trust_code=trust_code)
+            fields = None
+            if "receptive-field" in drawn:
+                fields = FieldOptions(images, original, input_size)
+            pictures = pictures_of_folder(
+                checkpoint, fields, history, notify, console.note, trust_code=trust_code
+            )
             inspection = pictures.inspection
             notify("writing")
             for path in outputs:
                 with new_file(path, force=force) as partial:
-                    content = page(pictures).encode() if path is html else draw(pictures, figure, path.suffix)
+                    if path is html:
+                        content = page(pictures).encode()
+                    else:
+                        content = draw(pictures, figure, path.suffix)
                     partial.write_bytes(content)
         elif not plan:
             inspection = inspect_folder(checkpoint)
-    if plan or json_:
-        console.write((read_plan(checkpoint) if plan else inspection).to_json())
+    if plan:
+        console.write(read_plan(checkpoint).to_json())
+    elif json_:
+        console.write(inspection.to_json())
     else:
         lines = [f"Wrote {path} ({path.stat().st_size / 1e6:.2f} MB)." for path in outputs]
-        console.show(inspection_view(inspection), *["", *lines] * bool(lines))
+        if lines:
+            lines = ["", *lines]
+        console.show(inspection_view(inspection), *lines)

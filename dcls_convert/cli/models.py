@@ -33,9 +33,12 @@ def models(
     pattern: Annotated[str | None, argument("PATTERN", PATTERN_HELP, complete_models)] = None,
     input_size: InputSize = None,
     kind: Annotated[Kind | None, option(SHOW, KIND_HELP)] = None,
-    sort: Annotated[Sort | None, option(SHOW, SORT_HELP, show_default="as in the registries")] = None,
+    sort: Annotated[
+        Sort | None, option(SHOW, SORT_HELP, show_default="as in the registries")
+    ] = None,
     jobs: Annotated[
-        int | None, number(int, 1, MOST_JOBS, RUNNING, "Processes; one a processor without it.", metavar="N")
+        int | None,
+        number(int, 1, MOST_JOBS, RUNNING, "Processes; one a processor without it.", metavar="N"),
     ] = None,
     timeout: Annotated[
         float, number(int, 1, MOST_SECONDS, RUNNING, "Limit for one model.", metavar="SECONDS")
@@ -44,7 +47,7 @@ def models(
     csv: Csv = False,
 ) -> None:
     """Show what would convert, over the timm and torchvision registries. No weights, no download."""
-    refuse({"--json and --csv exclude each other": json_ and csv})
+    refuse((json_ and csv, "--json and --csv exclude each other"))
     with console.steps("models", every=SECONDS_A_LINE) as notify:
         from ..compare.survey import chosen_rows, names_matching, survey_models
         from ..planning.planner import check_overruled
@@ -58,14 +61,25 @@ def models(
         def advance(row: "ModelRow") -> None:
             done[row.status == "failed"] += 1
             failures = f", {done[True]} failed" if done[True] else ""
-            notify(f"{row.name}, {done.total()} of {len(names)}{failures}", done.total(), len(names))
+            notify(
+                f"{row.name}, {done.total()} of {len(names)}{failures}", done.total(), len(names)
+            )
 
         rows = survey_models(
-            names, options, input_size=input_size, workers=jobs, timeout=float(timeout), advance=advance
+            names,
+            options,
+            input_size=input_size,
+            workers=jobs,
+            timeout=float(timeout),
+            advance=advance,
         )
     rows = chosen_rows(rows, sort=sort, kind=kind)
     if json_ or csv:
-        data = survey_json(rows, options, pattern=pattern, input_size=input_size) if json_ else survey_csv(rows)
+        data = (
+            survey_json(rows, options, pattern=pattern, input_size=input_size)
+            if json_
+            else survey_csv(rows)
+        )
         console.write(data)
         for line in [*failure_lines(rows), summary_line(rows)]:
             console.message(line)

@@ -14,7 +14,19 @@ from ..files import check_picture
 from ..options import AUTO, LEAST_PERCENT, MOST_COUNT, MOST_PERCENT, MOST_SIDE, MOST_SLOWER, PlanOptions
 from ..output import check_output, new_file, not_a_file
 from . import console
-from .arguments import HOW_MANY, OUTPUT, Csv, Force, Json, Network, number, option, parse_size, refuse, with_records
+from .arguments import (
+    HOW_MANY,
+    OUTPUT,
+    Csv,
+    Force,
+    Json,
+    Network,
+    number,
+    option,
+    parse_size,
+    refuse,
+    with_records,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +35,16 @@ if TYPE_CHECKING:
 
 TIMES = "Times"
 MOST_ROWS = 1000
-MOST_SECONDS, MOST_BATCH = 86_400, 65_536
-CPU_BATCH, GPU_BATCH = 1, 32
+MOST_SECONDS = 86_400
+MOST_BATCH = 65_536
+CPU_BATCH = 1
+GPU_BATCH = 32
 SECONDS = 60
 
 
-def list_option(parse: Callable[[str], Any], what: str, help: str, *, metavar: str, step: int = 1) -> Any:
+def list_option(
+    parse: Callable[[str], Any], what: str, help: str, *, metavar: str, step: int = 1
+) -> Any:
     """An option for a list: "7..11,17" -> [7, 9, 11, 17] for a step of 2, "7..11..4" -> [7, 11]."""
 
     def parse_list(text: str) -> list[Any]:
@@ -46,7 +62,9 @@ def list_option(parse: Callable[[str], Any], what: str, help: str, *, metavar: s
                     if last < first:
                         raise typer.BadParameter(f"'{part}' runs backwards; give {last}..{first}")
                     if len(numbers) > MOST_ROWS:
-                        raise typer.BadParameter(f"'{part}' has {len(numbers):,} values; {MOST_ROWS:,} are allowed")
+                        raise typer.BadParameter(
+                            f"'{part}' has {len(numbers):,} values; {MOST_ROWS:,} are allowed"
+                        )
                     values |= dict.fromkeys(numbers)
                 case _:
                     raise typer.BadParameter(f"'{shown(part)}' is not a list of {what}")
@@ -56,15 +74,18 @@ def list_option(parse: Callable[[str], Any], what: str, help: str, *, metavar: s
 
 
 def _window(text: str) -> int | tuple[int, ...]:
-    """As `parse_size`, but 17 for "17x17"."""
+    """ "17" and "17x17" -> 17, "17x9" -> (17, 9)."""
     size = parse_size(text)
-    return size[0] if isinstance(size, tuple) and len(set(size)) == 1 else size
+    if isinstance(size, tuple) and len(set(size)) == 1:
+        return size[0]
+    return size
 
 
 SIZES = list_option(
     _window,
     f"sizes from 1 to {MOST_SIDE}: 7..23 (every other), 7..23..4 (every fourth), 7,9,13, or 17x9",
-    "Windows: 7..23 tries every other size, as an odd kernel needs an odd window; 7..23..4 every fourth.",
+    "Windows: 7..23 tries every other size, as an odd kernel needs an odd window; "
+    "7..23..4 every fourth.",
     metavar="A..B|N,N",
     step=2,  # the window and the old kernel must both be odd or both be even
 )
@@ -81,11 +102,20 @@ BUDGETS = list_option(
     metavar="P,P",
 )
 BATCH = number(
-    int, 1, MOST_BATCH, TIMES, "Images.", metavar="N", show_default=f"{CPU_BATCH} on the CPU, else {GPU_BATCH}"
+    int,
+    1,
+    MOST_BATCH,
+    TIMES,
+    "Images.",
+    metavar="N",
+    show_default=f"{CPU_BATCH} on the CPU, else {GPU_BATCH}",
 )
 SECONDS_HELP = "For all measurements together; three rounds at least."
 TIME = number(int, 1, MOST_SECONDS, TIMES, SECONDS_HELP, metavar="N", show_default=str(SECONDS))
-SLOWER_HELP = "Cost that the recommended size may add, in percent: to the training step with --time, else to the MACs."
+SLOWER_HELP = (
+    "Cost that the recommended size may add, in percent: to the training step with --time, "
+    "else to the MACs."
+)
 TIME_HELP = "Measure a forward pass and a training step of every row and of the original, in turn."
 PICTURE_HELP = "Draw cost and gain; needs matplotlib, the extra plot."
 
@@ -98,7 +128,8 @@ def sweep(
     budgets: Annotated[Any, BUDGETS] = None,
     time: Annotated[bool, option(TIMES, TIME_HELP, "--time")] = False,
     device: Annotated[
-        str | None, option(TIMES, "As torch names it: cuda, cuda:1.", metavar="NAME", show_default="cpu")
+        str | None,
+        option(TIMES, "As torch names it: cuda, cuda:1.", metavar="NAME", show_default="cpu"),
     ] = None,
     batch_size: Annotated[int | None, BATCH] = None,
     amp: Annotated[bool, option(TIMES, "In bfloat16 autocast.", "--amp")] = False,
@@ -106,7 +137,9 @@ def sweep(
     slower: Annotated[
         float, number(float, 0, MOST_PERCENT, OUTPUT, SLOWER_HELP, unit="%", metavar="PERCENT")
     ] = MOST_SLOWER,
-    picture: Annotated[Path | None, option(OUTPUT, PICTURE_HELP, metavar="FILE.png|svg|pdf")] = None,
+    picture: Annotated[
+        Path | None, option(OUTPUT, PICTURE_HELP, metavar="FILE.png|svg|pdf")
+    ] = None,
     force: Force = False,
     json_: Json = False,
     csv: Csv = False,
@@ -115,20 +148,25 @@ def sweep(
 
     A row each; the last line is the command of the recommended size.
     """
-    rows, scoped = len(sizes or [None]) * len(counts or budgets or [None]), network.options.scope != AUTO
+    rows = len(sizes or [None]) * len(counts or budgets or [None])
+    scoped = network.options.scope != AUTO
     untrained = network.calibrate is not None and not network.trained
-    idle = {"--device": device, "--batch-size": batch_size, "--amp": amp, "--seconds": seconds}
+    needs_time = {
+        "--device": device,
+        "--batch-size": batch_size,
+        "--amp": amp,
+        "--seconds": seconds,
+    }
     refuse(
-        {
-            "--json and --csv exclude each other": json_ and csv,
-            "--counts and --budgets exclude each other": counts is not None and budgets is not None,
-            "--counts states the counts, so --scope would have no effect": counts and scoped,
-            "--calibrate needs trained kernels: --pretrained or --checkpoint": untrained,
-            "--force replaces the file of --picture": force and picture is None,
-            f"{rows:,} rows are asked for; {MOST_ROWS:,} are allowed": rows > MOST_ROWS,
-            **{f"{name} is for --time": bool(value) and not time for name, value in idle.items()},
-        }
+        (json_ and csv, "--json and --csv exclude each other"),
+        (counts is not None and budgets is not None, "--counts and --budgets exclude each other"),
+        (counts and scoped, "--counts states the counts, so --scope would have no effect"),
+        (untrained, "--calibrate needs trained kernels: --pretrained or --checkpoint"),
+        (force and picture is None, "--force replaces the file of --picture"),
+        (rows > MOST_ROWS, f"{rows:,} rows are asked for; {MOST_ROWS:,} are allowed"),
     )
+    for name, value in needs_time.items():
+        refuse((value and not time, f"{name} is for --time"))
     network.check()
     if picture is not None:
         check_picture(picture, "--picture")
@@ -141,11 +179,15 @@ def sweep(
         timing = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
         job = network.job(notify=notify, note=console.note)
         asked = combinations(sizes or usual_sizes(job), counts, budgets)
-        sweep = make_sweep(job, asked, functools.partial(_command, network), timing=timing, slower=slower)
+        sweep = make_sweep(
+            job, asked, functools.partial(_command, network), timing=timing, slower=slower
+        )
     if json_ or csv:
         console.write(sweep.to_json() if json_ else sweep_csv(sweep))
     else:
-        taken = [] if sweep.choice.row is None else ["", f"    {sweep.rows[sweep.choice.row].command}"]
+        taken = (
+            [] if sweep.choice.row is None else ["", f"    {sweep.rows[sweep.choice.row].command}"]
+        )
         console.show(SweepView(sweep), *[f" {choice}" for choice in choices()], wide=True)
         console.show(*taken)
     if picture is not None:
@@ -155,7 +197,8 @@ def sweep(
     if sweep.interrupted:
         raise KeyboardInterrupt
     if not any(row.status == "done" for row in sweep.rows):
-        raise PlanError(f"no row is done; of the first: {sweep.rows[1].reason}")
+        reason = sweep.rows[1].reason
+        raise PlanError(f"no combination could be planned; the first failed with: {reason}")
 
 
 def _timing(
@@ -180,18 +223,29 @@ def _timing(
 
 
 def _command(network: Network, asked: "Asked") -> str:
-    """The command that converts as a row."""
-    budget = None if asked.budget is None else f"{asked.budget:.12g}%"
-    values = stated(network) | {"dilated_size": asked.size, "kernel_count": asked.kernel_count, "budget": budget}
+    """The command that converts as a row of the sweep does."""
+    values = stated(network)
+    values["dilated_size"] = asked.size
+    values["kernel_count"] = asked.kernel_count
+    values["budget"] = None if asked.budget is None else f"{asked.budget:.12g}%"
+    values |= stated(network.options)
     words = ["dcls-convert", network.model]
-    for name, value in (values | stated(network.options)).items():
-        if value is not None:
-            text = "x".join(map(str, value)) if isinstance(value, tuple) else str(getattr(value, "source", value))
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
+    for name, value in values.items():
+        if value is None:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, tuple):
+            words.append("x".join(map(str, value)))
+        elif value is not True:
+            words.append(str(getattr(value, "source", value)))
     return shlex.join(words)
 
 
 def stated(record: Network | PlanOptions) -> dict[str, Any]:
-    """The options that are not as they would be anyway."""
-    values = ((field.name, getattr(record, field.name), field.default) for field in fields(record))
-    return {name: value for name, value, usual in values if value != usual and name not in ("model", "options")}
+    """The options that differ from their defaults."""
+    values = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.name not in ("model", "options") and value != field.default:
+            values[field.name] = value
+    return values

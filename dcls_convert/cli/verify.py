@@ -22,8 +22,11 @@ def verify(checkpoint: Checkpoint, trust_code: TrustCode = False, json_: Json = 
         width = max(len(check.name) for check in verification.checks)
         for check in verification.checks:
             mark, colour = MARKS[check.ok]
-            console.show(Text.assemble((f"{mark:7}", colour), f"  {check.name:{width}}  {printable(check.detail)}"))
+            console.show(
+                Text.assemble(
+                    (f"{mark:7}", colour), f"  {check.name:{width}}  {printable(check.detail)}"
+                )
+            )
     if not verification.ok:
-        raise CheckpointError(
-            f"{checkpoint}: {counted(sum(check.ok is False for check in verification.checks), 'problem')} found"
-        )
+        problems = sum(check.ok is False for check in verification.checks)
+        raise CheckpointError(f"{checkpoint}: {counted(problems, 'problem')} found")

@@ -1,7 +1,9 @@
-"""A comparison by training: tables and a sentence for each arm, its recipe, and a page with its curves."""
+"""A comparison by training: tables, a sentence for each arm, the recipe, and a page of curves."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group
 
@@ -14,27 +16,44 @@ from .counts import exact, short_count
 from .history import read_history
 from .page import filled_page
 
-MINUTE, HOUR = 60, 3600
-SOME = 4  # of the missing runs are named
+MINUTE = 60
+HOUR = 3600
+NAMED_RUNS = 4  # of the missing ones
 
 
 def comparison_view(comparison: Comparison) -> Group:
+    """Costs, accuracies, a sentence for each arm, and what is missing."""
     settings = comparison.settings
     seeds = len({run.seed for run in comparison.runs})
-    more = f"  {counted(settings.recipe.epochs, 'epoch')}, {counted(seeds, 'seed')}"
-    lines = [one.sentence for one in comparison.arms if one.sentence is not None]
+    extent = f"  {counted(settings.recipe.epochs, 'epoch')}, {counted(seeds, 'seed')}"
+    lines = [arm.sentence for arm in comparison.arms if arm.sentence is not None]
     if comparison.missing:
-        more = f"; and {len(comparison.missing) - SOME} more" * (len(comparison.missing) > SOME)
-        some = "; ".join(comparison.missing[:SOME]) + more
-        lines.append(f"{counted(len(comparison.missing), 'run')} missing: {some}")
+        lines.append(_missing_runs(comparison.missing))
     if comparison.interrupted:
         lines.append("Interrupted: the same command goes on with what is missing.")
-    tables = (Table(COSTS, comparison.arms), "", Table(ACCURACIES, comparison.arms))
-    return Group(title(settings.model, more), "", *tables, "", *map(indented, lines))
+    return Group(
+        title(settings.model, extent),
+        "",
+        Table(COSTS, comparison.arms),
+        "",
+        Table(ACCURACIES, comparison.arms),
+        "",
+        *map(indented, lines),
+    )
+
+
+def _missing_runs(missing: Sequence[str]) -> str:
+    named = "; ".join(missing[:NAMED_RUNS])
+    if len(missing) > NAMED_RUNS:
+        named += f"; and {len(missing) - NAMED_RUNS} more"
+    return f"{counted(len(missing), 'run')} missing: {named}"
 
 
 def _top1(arm: ArmResult) -> str:
-    return f"{arm.top1:.2f}" + ("" if arm.top1_deviation is None else f" ± {arm.top1_deviation:.2f}")
+    """ "76.12 ± 0.10"; without the deviation if there is one seed only."""
+    if arm.top1_deviation is None:
+        return f"{arm.top1:.2f}"
+    return f"{arm.top1:.2f} ± {arm.top1_deviation:.2f}"
 
 
 def _bounds(interval: Interval) -> str:
@@ -58,27 +77,44 @@ ACCURACIES: list[Column[ArmResult]] = [
     Column("cells moved", lambda arm: arm.distance, "{:.2f}".format),
     Column("outside", lambda arm: arm.outside, "{:.0%}".format),
 ]
-DIFFERENCES = "Differences are to the network as it is, with 95 % intervals over seeds and over the images to test."
+DIFFERENCES = (
+    "Differences are to the network as it is, with 95 % intervals over seeds "
+    "and over the images to test."
+)
 
 
 def work_lines(plan: RunPlan, settings: Settings, device: str) -> list[str]:
     """What will be done, how long it will take, and by which recipe."""
-    per_run = f"{counted(settings.recipe.epochs, 'epoch')} of {counted(plan.updates, 'update')}"
-    what = f"{counted(len(plan.runs), 'run')} of {per_run} on {device}: about {duration(plan.seconds)}"
-    data = f"{settings.train_images:,} images to train on, {settings.test_images:,} to test with"
-    return [what, f"{data}, {settings.classes:,} classes", recipe_line(settings)]
+    runs = counted(len(plan.runs), "run")
+    epochs = counted(settings.recipe.epochs, "epoch")
+    updates = counted(plan.updates, "update")
+    train = f"{settings.train_images:,} images to train on"
+    test = f"{settings.test_images:,} to test with"
+    return [
+        f"{runs} of {epochs} of {updates} on {device}: about {duration(plan.seconds)}",
+        f"{train}, {test}, {settings.classes:,} classes",
+        recipe_line(settings),
+    ]
 
 
 def recipe_line(settings: Settings) -> str:
+    """The recipe of all runs, in one line."""
     recipe = settings.recipe
-    weights = "from scratch" if settings.weights == "random" else f"from {settings.weights} weights"
-    return (
-        f"{weights}; AdamW, lr {recipe.lr:g} for batches of {recipe.batch_size}, positions "
-        f"{recipe.position_lr_scale:g} times, weight decay {recipe.weight_decay:g}, {recipe.sched} after "
-        f"{counted(recipe.warmup_epochs, 'epoch')} of warm-up, label smoothing {recipe.smoothing:g}, "
-        f"gradients clipped at {recipe.clip_grad:g}, "
-        f"{settings.augmentation} augmentation, {settings.mixed_precision or 'no'} mixed precision"
-    )
+    weights = f"from {settings.weights} weights"
+    if settings.weights == "random":
+        weights = "from scratch"
+    parts = [
+        f"{weights}; AdamW",
+        f"lr {recipe.lr:g} for batches of {recipe.batch_size}",
+        f"positions {recipe.position_lr_scale:g} times",
+        f"weight decay {recipe.weight_decay:g}",
+        f"{recipe.sched} after {counted(recipe.warmup_epochs, 'epoch')} of warm-up",
+        f"label smoothing {recipe.smoothing:g}",
+        f"gradients clipped at {recipe.clip_grad:g}",
+        f"{settings.augmentation} augmentation",
+        f"{settings.mixed_precision or 'no'} mixed precision",
+    ]
+    return ", ".join(parts)
 
 
 def duration(seconds: float) -> str:
@@ -86,41 +122,65 @@ def duration(seconds: float) -> str:
     if seconds < 2 * MINUTE:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / MINUTE), HOUR // MINUTE)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min"
 
 
 def comparison_page(comparison: Comparison, folder: Path) -> str:
-    """The page of all runs; of each converted network, its first run's positions move in it."""
-    settings, runs = comparison.settings, comparison.runs
-    labels, seeds = [arm.label for arm in comparison.arms], sorted({run.seed for run in runs})
-    inks = [labels.index(run.arm.label) + 8 * seeds.index(run.seed) for run in runs]  # colours and dashes
-    charts = [
-        {"title": "Top-1 accuracy", "unit": "%", "lines": [run.top1 for run in runs]},
-        {"title": "Training loss", "unit": "nats", "lines": [run.loss for run in runs]},
-    ]
-    tables = [Table(columns, comparison.arms).cells() for columns in (COSTS, ACCURACIES)]
-    histories = []
-    for arm in comparison.arms:
-        run = next(run for run in runs if run.arm.label == arm.label)
-        track = folder / RUNS / f"{run.arm.file_name}-seed{run.seed}" / TRACK
-        if run.moved is not None and track.exists():
-            histories.append({"title": f"Positions of {arm.label}, seed {run.seed}", **asdict(read_history(track))})
-    facts = {"Epochs": settings.recipe.epochs, "Seeds": len(seeds), "Images to train on": exact(settings.train_images)}
-    facts |= {"Images to test with": exact(settings.test_images), "Classes": exact(settings.classes)}
+    """The page of all runs; for each converted network, the moving positions of its first run.
+
+    Args:
+        comparison: What to show.
+        folder: The comparison's folder, which holds the records of positions.
+    """
+    settings = comparison.settings
+    runs = comparison.runs
+    seeds = sorted({run.seed for run in runs})
+    facts = {
+        "Epochs": str(settings.recipe.epochs),
+        "Seeds": str(len(seeds)),
+        "Images to train on": exact(settings.train_images),
+        "Images to test with": exact(settings.test_images),
+        "Classes": exact(settings.classes),
+    }
+    labels = [arm.label for arm in comparison.arms]
+    # A line's ink is its colour (the network), and 8 times its dashes (the seed).
+    inks = [labels.index(run.arm.label) + 8 * seeds.index(run.seed) for run in runs]
     content = {
         "title": f"{settings.model}: does DCLS help?",
         "subtitle": recipe_line(settings),
-        "facts": [[name, str(value)] for name, value in facts.items()],
+        "facts": list(facts.items()),
         "comparison": {
             "sentences": [arm.sentence for arm in comparison.arms if arm.sentence is not None],
             "notes": [DIFFERENCES],
-            "tables": [{"headings": headings, "rows": rows} for headings, rows in tables],
+            "tables": [_page_table(comparison, COSTS), _page_table(comparison, ACCURACIES)],
             "legend": labels,
             "names": [f"{run.arm.label}, seed {run.seed}" for run in runs],
             "inks": inks,
             "epochs": list(range(1, settings.recipe.epochs + 1)),
-            "charts": charts,
+            "charts": [
+                {"title": "Top-1 accuracy", "unit": "%", "lines": [run.top1 for run in runs]},
+                {"title": "Training loss", "unit": "nats", "lines": [run.loss for run in runs]},
+            ],
         },
-        "histories": histories,
+        "histories": _histories(comparison, folder),
     }
     return filled_page(content)
+
+
+def _page_table(comparison: Comparison, columns: list[Column[ArmResult]]) -> dict[str, Any]:
+    headings, rows = Table(columns, comparison.arms).cells()
+    return {"headings": headings, "rows": rows}
+
+
+def _histories(comparison: Comparison, folder: Path) -> list[dict[str, Any]]:
+    """The moving positions of each converted network's first run, if they were recorded."""
+    histories = []
+    for arm in comparison.arms:
+        run = next(run for run in comparison.runs if run.arm.label == arm.label)
+        track = folder / RUNS / f"{run.arm.file_name}-seed{run.seed}" / TRACK
+        if run.moved is not None and track.exists():
+            heading = f"Positions of {arm.label}, seed {run.seed}"
+            histories.append({"title": heading, **asdict(read_history(track))})
+    return histories

@@ -1,4 +1,4 @@
-"""How counts of parameters and MACs are written: exactly, in three digits, or a column in one unit."""
+"""Counts of parameters and MACs as text: exact, in three digits, or a column in one unit."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,7 +9,10 @@ UNITS = ((1e9, " G"), (1e6, " M"), (1e3, " k"), (1.0, ""))
 
 
 def exact(count: int | None, sign: str = "") -> str:
-    return NOT_COUNTED if count is None else f"{count:{sign},}"
+    """4800 -> "4,800"; with sign "+", "+4,800"."""
+    if count is None:
+        return NOT_COUNTED
+    return f"{count:{sign},}"
 
 
 def arrow(change: Change, write: Callable[[int], str] = exact) -> str:
@@ -20,7 +23,10 @@ def arrow(change: Change, write: Callable[[int], str] = exact) -> str:
 
 
 def percent(change: Change, digits: int = 2) -> str:
-    return "" if change.percent is None else f"{change.percent:+.{digits}f} %"
+    """4800 and 3360 -> "-30.00 %"; empty if it is not known."""
+    if change.percent is None:
+        return ""
+    return f"{change.percent:+.{digits}f} %"
 
 
 def short_count(count: int | None) -> str:
@@ -34,22 +40,47 @@ def short_count(count: int | None) -> str:
 def short_arrow(change: Change) -> str:
     """4455531264 and 4970337024 -> "4.46 → 4.97 G"."""
     unit, name = _unit(change.before or 0)
-    return arrow(change, lambda count: _short(count / unit)) + name * (change.delta is not None)
+    text = arrow(change, lambda count: _short(count / unit))
+    if change.delta is None:
+        return text
+    return f"{text}{name}"
 
 
 def in_one_unit(counts: Iterable[int | None]) -> tuple[Callable[[int], str], str]:
-    """How a column writes each of its counts, and its unit for the heading: that of the smallest count."""
+    """How to write the counts of a column, and their unit for its heading.
+
+    Unit and digits suit the smallest count; zeros and unknown counts are ignored.
+    """
     least = min(filter(None, counts), default=1)
     unit, name = _unit(least)
-    digits = 0 if unit == 1 else 2 if least < 10 * unit else 1 if least < 100 * unit else 0
-    return lambda count: f"{count / unit:,.{digits}f}", f",{name}" if name else ""
+    if unit == 1 or least >= 100 * unit:
+        digits = 0
+    elif least < 10 * unit:
+        digits = 2
+    else:
+        digits = 1
+    heading = f",{name}" if name else ""
+    return lambda count: f"{count / unit:,.{digits}f}", heading
+
+
+def digits_of(value: float) -> int:
+    """Digits after the point with which three digits are shown: 4.46, 44.3, 15,900."""
+    if value >= 99.95:
+        return 0
+    if value >= 9.995:
+        return 1
+    return 2
 
 
 def _short(value: float) -> str:
-    """Three digits, or all before the point: 4.46, 44.3, 15,900."""
-    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:,.{digits}f}" if value % 1 else f"{value:,.0f}"
+    """Three digits, or all before the point: 4.46, 44.3, 15,900; a whole number has no point."""
+    digits = digits_of(value) if value % 1 else 0
+    return f"{value:,.{digits}f}"
 
 
 def _unit(count: int) -> tuple[float, str]:
-    return next((unit for unit in UNITS if count >= unit[0]), UNITS[-1])
+    """The largest unit that the count reaches, and its name."""
+    for unit, name in UNITS:
+        if count >= unit:
+            return unit, name
+    return UNITS[-1]

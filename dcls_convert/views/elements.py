@@ -1,6 +1,6 @@
-"""Where the elements of each positions tensor are, and the kernels with the most energy that they make in each layer.
+"""Where elements are, for pictures: heat maps of positions, and each layer's strongest kernels.
 
-Axes: A learnt axes, O output channels, I input channels per group, E elements, N kernels that are shown.
+Axes: A learnt axes, O output channels, I input channels per group, E elements, N shown kernels.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.inspection import Inspection, PositionRow, position_sets
+from ..checkpoints.inspection import Inspection, PositionRow, PositionSet, position_sets
 from ..errors import CheckpointError
 from ..layers.construction import construct_kernel
 from ..layers.dcls_conv import DclsConvNd
@@ -18,33 +18,59 @@ from ..layers.interpolation import learnt_axes
 from ..layers.position_statistics import BORDER_MARGIN, bins, outside_share
 from ..planning.plan import ConversionPlan, LayerPlan
 
-AXES = ("depth", "row", "column")  # the last ones, for fewer dimensions
-FINE = 3  # bins in a cell along each axis; odd, so that an element on a cell is in the middle of a bin
-MOST_BINS = 150_000  # of all heat maps together; above, a bin is a cell
-MOST_KERNELS = 32  # shown of a layer
+AXES = ("depth", "row", "column")  # fewer dimensions take the last ones
+FINE = (
+    3  # bins in a cell along each axis; odd, so that an element on a cell is in the middle of a bin
+)
+MOST_BINS = 150_000  # in all heat maps together; if more, a bin is a whole cell
+MOST_KERNELS = 32  # shown per layer
 MOST_NUMBERS = 1_200_000  # cells and coordinates of all shown kernels together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PositionPicture:
-    """The elements of a tie group, or of an untied layer. Each is counted once, whatever the number of layers."""
+    """The elements of a tie group, or of an untied layer.
+
+    An element that several layers share is counted once.
+    """
 
     row: PositionRow  # the statistics
     axes: tuple[str, ...]  # names of the learnt axes
     size: tuple[int, ...]  # cells of the window along the learnt axes
     bins_per_cell: int
-    heat: Tensor  # elements in each bin of the last two learnt axes, of which the first is 1 where there is one alone
+    heat: Tensor  # (rows, columns), elements per bin of the last two learnt axes; one axis: 1 row
     histograms: tuple[tuple[int, ...], ...]  # elements in each bin along each learnt axis
-    extents: tuple[tuple[int, ...], ...]  # cells of the old kernels along the learnt axes, in the middle of the window
+    extents: tuple[
+        tuple[int, ...], ...
+    ]  # cells of the old kernels along the learnt axes, in the middle of the window
     outside: float  # share of the elements outside the largest of the old kernels
-    even_share: float  # of elements spread evenly, that within the border's margin of the window's limit
+    even_share: (
+        float  # of elements spread evenly, that within the border's margin of the window's limit
+    )
 
 
 def heat_map(positions: Tensor, size: Sequence[int], per_cell: int) -> Tensor:
-    """Elements in each bin of the last two learnt axes, of one row where there is one alone; positions (A, ..., E)."""
-    along = [bins(axis.flatten(), side, per_cell) for axis, side in zip(positions, size, strict=True)]
-    rows, columns = [1, *(side * per_cell for side in size)][-2:]
-    row, column = [torch.zeros_like(along[0]), *along][-2:]
+    """Elements in each bin of the last two learnt axes.
+
+    Args:
+        positions: (A, ..., E), in cells from the kernel's centre.
+        size: Cells of the window along each learnt axis.
+        per_cell: Bins in a cell along each axis.
+
+    Returns:
+        (rows, columns) of the last two learnt axes; one row if there is only one axis.
+    """
+    bins_along = [
+        bins(axis.flatten(), side, per_cell) for axis, side in zip(positions, size, strict=True)
+    ]
+    column = bins_along[-1]
+    columns = size[-1] * per_cell
+    if len(bins_along) == 1:
+        row = torch.zeros_like(column)
+        rows = 1
+    else:
+        row = bins_along[-2]
+        rows = size[-2] * per_cell
     return torch.bincount(row * columns + column, minlength=rows * columns).reshape(rows, columns)
 
 
@@ -52,32 +78,53 @@ def position_pictures(
     plan: ConversionPlan, state: Mapping[str, Tensor], inspection: Inspection
 ) -> tuple[PositionPicture, ...]:
     """A picture for each positions tensor of the plan, in the inspection's order."""
-    sets, pictures = position_sets(plan), []
+    sets = position_sets(plan)
     cells = sum(math.prod(place.learnt_size[-2:]) for place in sets)
     per_cell = FINE if cells * FINE**2 <= MOST_BINS else 1
-    for place, row in zip(sets, inspection.positions, strict=True):
-        dims, size, positions = len(row.dilated_size), place.learnt_size, state[place.parameters["positions"]]
-        learnt = learnt_axes(dims, row.dense_axes)
-        olds = [tuple(old.extents[axis] for axis in learnt) for old in place.layers]
-        histograms = (heat_map(axis[None], [side], per_cell) for axis, side in zip(positions, size, strict=True))
-        picture = PositionPicture(
-            row=row,
-            axes=tuple(AXES[axis - dims] for axis in learnt),
-            size=size,
-            bins_per_cell=per_cell,
-            heat=heat_map(positions, size, per_cell),
-            histograms=tuple(tuple(histogram[0].tolist()) for histogram in histograms),
-            extents=tuple(dict.fromkeys(olds)),
-            outside=outside_share(positions, [max(sides) for sides in zip(*olds, strict=True)]),
-            even_share=1 - math.prod(max(0.0, 1 - 2 * BORDER_MARGIN / (side - 1)) for side in size if side > 1),
-        )
-        pictures.append(picture)
-    return tuple(pictures)
+    return tuple(
+        _position_picture(place, row, state[place.parameters["positions"]], per_cell)
+        for place, row in zip(sets, inspection.positions, strict=True)
+    )
+
+
+def _position_picture(
+    place: PositionSet, row: PositionRow, positions: Tensor, per_cell: int
+) -> PositionPicture:
+    """The picture of one positions tensor (A, O, I, *dense axes, E)."""
+    size = place.learnt_size
+    dims = len(row.dilated_size)
+    learnt = learnt_axes(dims, row.dense_axes)
+    old_extents = [tuple(old.extents[axis] for axis in learnt) for old in place.layers]
+    largest_extent = [max(sides) for sides in zip(*old_extents, strict=True)]
+    histograms = []
+    for axis, side in zip(positions, size, strict=True):
+        counts = heat_map(axis[None], [side], per_cell)[0]
+        histograms.append(tuple(counts.tolist()))
+    return PositionPicture(
+        row=row,
+        axes=tuple(AXES[axis - dims] for axis in learnt),
+        size=size,
+        bins_per_cell=per_cell,
+        heat=heat_map(positions, size, per_cell),
+        histograms=tuple(histograms),
+        extents=tuple(dict.fromkeys(old_extents)),
+        outside=outside_share(positions, largest_extent),
+        even_share=_even_border_share(size),
+    )
+
+
+def _even_border_share(size: Sequence[int]) -> float:
+    """The share at the window's border, of elements that are spread evenly over the window."""
+    inner_share = 1.0
+    for side in size:
+        if side > 1:
+            inner_share *= max(0.0, 1 - 2 * BORDER_MARGIN / (side - 1))
+    return 1 - inner_share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerKernels:
-    """Those kernels of a layer that have the most energy (sum of the squared cells), the first the most."""
+    """The kernels of a layer with the most energy (sum of squared cells), strongest first."""
 
     name: str
     total: int  # kernels of the layer
@@ -92,53 +139,109 @@ class LayerKernels:
 def kernel_pictures(
     plan: ConversionPlan, state: Mapping[str, Tensor], model: nn.Module | None
 ) -> tuple[LayerKernels, ...]:
-    """The kernels of each layer, with the weights that the rebuilt model standardises; without a model, as stored."""
+    """The strongest kernels of each layer.
+
+    Args:
+        plan: The conversion's plan.
+        state: The converted model's state dict.
+        model: The rebuilt model, which standardises weights where the old network did; without
+            it, kernels are made from the stored weights.
+
+    Raises:
+        CheckpointError: A layer's weight is missing, or has another shape than in the plan.
+    """
     sets = {layer.name: place for place in position_sets(plan) for layer in place.layers}
-    numbers = sum(math.prod(layer.dilated_size) + 3 * math.prod(layer.position_shape[3:]) for layer in plan.layers)
-    most = max(1, min(MOST_KERNELS, MOST_NUMBERS // max(numbers, 1)))
+    most = _shown_kernels(plan)
     pictures = []
     for layer in plan.layers:
-        module = None if model is None else model.get_submodule(layer.name)
-        name, shape = f"{layer.name}.weight", layer.position_shape[1:]
-        if isinstance(module, DclsConvNd):
-            weight = module.form.effective_weight(module, module.weight)
-        elif name in state and tuple(state[name].shape) == shape:
-            weight = state[name]
-        else:
-            stored = tuple(state[name].shape) if name in state else "missing"
-            raise CheckpointError(f"{name} is {stored}, the plan has {shape}")
-        shared = {kind: state[name].float().cpu() for kind, name in sets[layer.name].parameters.items()}
-        pictures.append(_strongest(layer, weight.float().cpu(), most=most, **shared))
+        weight = _elements_weight(layer, state, model).float().cpu()
+        shared = {
+            kind: state[name].float().cpu() for kind, name in sets[layer.name].parameters.items()
+        }
+        pictures.append(_strongest(layer, weight, most=most, **shared))
     return tuple(pictures)
+
+
+def _shown_kernels(plan: ConversionPlan) -> int:
+    """How many kernels of each layer are shown, so that the page does not become too large."""
+    numbers = 0  # for one kernel of each layer: its cells, and two coordinates and a weight each
+    for layer in plan.layers:
+        numbers += math.prod(layer.dilated_size) + 3 * math.prod(layer.position_shape[3:])
+    return max(1, min(MOST_KERNELS, MOST_NUMBERS // max(numbers, 1)))
+
+
+def _elements_weight(
+    layer: LayerPlan, state: Mapping[str, Tensor], model: nn.Module | None
+) -> Tensor:
+    """The weights (O, I, *dense, E) from which the layer's kernels are constructed."""
+    if model is not None:
+        module = model.get_submodule(layer.name)
+        if isinstance(module, DclsConvNd):
+            return module.form.effective_weight(module, module.weight)
+    name = f"{layer.name}.weight"
+    shape = layer.position_shape[1:]
+    if name not in state:
+        raise CheckpointError(f"{name} is missing, the plan has {shape}")
+    stored = tuple(state[name].shape)
+    if stored != shape:
+        raise CheckpointError(f"{name} is {stored}, the plan has {shape}")
+    return state[name]
 
 
 def _strongest(
     layer: LayerPlan, weight: Tensor, positions: Tensor, sigma: Tensor | None = None, *, most: int
 ) -> LayerKernels:
     """Weights (O, I, *dense, E), positions and sigma (A, O, I, *dense, E)."""
-    size, dense = layer.dilated_size, layer.dense_axes
     kernels = construct_kernel(
-        weight, positions, size, interpolation=layer.interpolation, sigma=sigma, dense_axes=dense
-    ).flatten(0, 1)
-    energies = kernels.double().square().flatten(1).sum(1)
-    chosen = energies.argsort(descending=True, stable=True)[:most]
-    shown, inputs = kernels[chosen], layer.in_channels // layer.groups
-    learnt = iter(positions.flatten(1, 2)[:, chosen])
-    weights = weight.flatten(0, 1)[chosen]
-    axes = [torch.zeros_like(weights)]  # the row, where there is one axis alone
-    for axis, side in enumerate(size):
-        if axis in learnt_axes(len(size), dense):
-            axes.append(next(learnt))
-        else:
-            place = [side if axis == other else 1 for other in dense]
-            cells = torch.arange(side, dtype=positions.dtype) - side // 2
-            axes.append(cells.reshape(1, *place, 1).expand_as(weights))
+        weight,
+        positions,
+        layer.dilated_size,
+        interpolation=layer.interpolation,
+        sigma=sigma,
+        dense_axes=layer.dense_axes,
+    ).flatten(0, 1)  # (O * I, *window)
+    energies = kernels.double().square().flatten(1).sum(1)  # (O * I,)
+    chosen = energies.argsort(descending=True, stable=True)[:most]  # (N,)
+    energy = float(energies.sum())
+    energy_share = 1.0
+    if energy > 0:
+        energy_share = float(energies[chosen].sum() / energies.sum())
+    inputs = layer.in_channels // layer.groups
+    weights = weight.flatten(0, 1)[chosen]  # (N, *dense, E)
+    coordinates = _row_and_column(layer, positions.flatten(1, 2)[:, chosen])
     return LayerKernels(
         name=layer.name,
         total=len(energies),
-        energy_share=float(energies[chosen].sum() / energies.sum()) if float(energies.sum()) > 0 else 1.0,
+        energy_share=energy_share,
         channels=tuple((channel // inputs, channel % inputs) for channel in chosen.tolist()),
-        cells=shown.unsqueeze(1) if shown.dim() == 2 else shown.sum(1) if shown.dim() == 4 else shown,
-        positions=torch.stack([axis.flatten(1) for axis in axes[-2:]], -1),
+        cells=_as_rows_and_columns(kernels[chosen]),
+        positions=coordinates,
         weights=weights.flatten(1),
     )
+
+
+def _row_and_column(layer: LayerPlan, positions: Tensor) -> Tensor:
+    """Coordinates along the last two axes: positions (A, N, *dense, E) -> (N, elements, 2).
+
+    Along a dense axis, elements are at its cells. A kernel of one axis has row 0.
+    """
+    dims = len(layer.dilated_size)
+    learnt = learnt_axes(dims, layer.dense_axes)
+    axes = [torch.zeros_like(positions[0])]  # the row of kernels of one axis
+    for axis, side in enumerate(layer.dilated_size):
+        if axis in learnt:
+            axes.append(positions[learnt.index(axis)])
+        else:
+            shape = [side if axis == other else 1 for other in layer.dense_axes]
+            cells = torch.arange(side, dtype=positions.dtype) - side // 2
+            axes.append(cells.reshape(1, *shape, 1).expand_as(positions[0]))
+    return torch.stack([axis.flatten(1) for axis in axes[-2:]], -1)
+
+
+def _as_rows_and_columns(kernels: Tensor) -> Tensor:
+    """(N, *window) to (N, rows, columns): one axis is a row, three are summed over the first."""
+    if kernels.dim() == 2:
+        return kernels.unsqueeze(1)
+    if kernels.dim() == 4:
+        return kernels.sum(1)
+    return kernels

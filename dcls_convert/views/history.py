@@ -20,8 +20,12 @@ class TrackPicture:
     speed: Curve  # cells for a step
     spread: Curve  # cells; root mean square over the axes
     border: Curve  # share of the elements
-    frames: tuple[tuple[Curve, ...], ...]  # at each of `moving_steps`, the followed elements along each learnt axis
-    histograms: tuple[tuple[tuple[int, ...], ...], ...]  # along each axis, at each of `moving_steps`, elements in bins
+    frames: tuple[
+        tuple[Curve, ...], ...
+    ]  # at each of `moving_steps`, the followed elements along each learnt axis
+    histograms: tuple[
+        tuple[tuple[int, ...], ...], ...
+    ]  # along each axis, at each of `moving_steps`, elements in bins
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,17 +47,25 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
     for record, form in zip(records, forms, strict=True):
         if form != forms[0]:
             first = records[0].step
-            raise CheckpointError(f"{path}: the records of steps {first} and {record.step} differ in tensors")
+            raise CheckpointError(
+                f"{path}: the records of steps {first} and {record.step} differ in tensors"
+            )
     # Evenly spaced records, with the first and the last, whose coordinates are not too many.
     numbers = sum(sum(map(len, row.followed)) for row in records[0].positions)
     numbers += sum(sum(bins) for _, bins in forms[0])
     most = min(max(2, MOST_NUMBERS // max(numbers, 1)), len(records))
-    moving = [records[round(index * (len(records) - 1) / max(most - 1, 1))] for index in range(most)]
+    moving = [
+        records[round(index * (len(records) - 1) / max(most - 1, 1))] for index in range(most)
+    ]
     tracks = []
     for place, first_row in enumerate(records[0].positions):
-        rows, moving_rows = ([record.positions[place] for record in some] for some in (records, moving))
+        rows, moving_rows = (
+            [record.positions[place] for record in some] for some in (records, moving)
+        )
         if len({tuple(map(len, row.followed)) for row in rows}) > 1:
-            raise CheckpointError(f"{path}: the records follow several numbers of elements of {shown(first_row.name)}")
+            raise CheckpointError(
+                f"{path}: the records follow several numbers of elements of {shown(first_row.name)}"
+            )
         track = TrackPicture(
             name=first_row.name,
             size=tuple(map(len, first_row.histograms)),
@@ -73,4 +85,8 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
 
 def _root_mean_square(sides: Curve) -> float | None:
     known = [side for side in sides if side is not None]
-    return math.sqrt(sum(side**2 for side in known) / len(known)) if known and len(known) == len(sides) else None
+    return (
+        math.sqrt(sum(side**2 for side in known) / len(known))
+        if known and len(known) == len(sides)
+        else None
+    )

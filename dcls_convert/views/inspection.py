@@ -1,7 +1,7 @@
 """How an inspection looks: a row for each positions tensor, and what the columns mean."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -12,10 +12,18 @@ from ..tables import Column, Table, counted, indented, title
 
 LEAST_NAME = 16  # columns; most rows are tie groups, whose names are short
 
+
+def _elements(row: PositionRow) -> str:
+    """ "34 in 17x17"."""
+    if not row.kernel_count:
+        return ""
+    return f"{row.kernel_count} in {size_text(row.dilated_size)}"
+
+
 COLUMNS: list[Column[PositionRow]] = [
     Column("Positions", lambda row: row.name),
     Column("Layers", lambda row: len(row.layers)),
-    Column("Elements", lambda row: f"{row.kernel_count} in {size_text(row.dilated_size)}" if row.kernel_count else ""),
+    Column("Elements", _elements),
     Column("Border", lambda row: 100 * row.border_share, "{:.1f} %".format),
     Column("Overlap", lambda row: 100 * row.overlap_share, "{:.1f} %".format),
     Column("Spread", lambda row: " ".join(f"{side:.2f}" for side in row.spread)),
@@ -26,24 +34,51 @@ COLUMNS: list[Column[PositionRow]] = [
 
 def inspection_view(inspection: Inspection) -> RenderableType:
     """For a terminal of 80 columns or more."""
-    rows, totals = inspection.positions, []
-    if len(rows) > 1:
-        names = ("border_share", "overlap_share", "mean_distance")
-        means: dict[str, Any] = {name: inspection.share(name) for name in names}
-        layers = tuple(layer for row in rows for layer in row.layers)
-        totals = [replace(rows[0], name="all", layers=layers, kernel_count=0, spread=(), mean_sigma=None, **means)]
-    tied = sum(row.tied for row in rows)
-    each = ", each" if len(rows) > 1 else ""
-    shared = f"{each} shared within a stage" if tied == len(rows) else f", {tied} shared within a stage" * bool(tied)
+    rows = inspection.positions
+    border = f"elements within {inspection.border_margin:g} cells of the window's limit"
+    near = f"elements nearer than {inspection.overlap_distance:g} cell"
+    elements = f"{inspection.elements:,} distinct elements"
     lines = [
-        f"{counted(len(rows), 'position tensor')}{shared}; {inspection.elements:,} distinct elements.",
+        f"{counted(len(rows), 'position tensor')}{_shared(rows)}; {elements}.",
         "Elements: of one kernel, and the window in which they move.",
-        f"Border: elements within {inspection.border_margin:g} cells of the window's limit; where they are many, the "
-        "window is too small.",
-        f"Overlap: elements nearer than {inspection.overlap_distance:g} cell to another of their kernel.",
-        "Spread: standard deviation along each axis. Distance: mean. Both from the kernel's centre, in cells.",
+        f"Border: {border}; where they are many, the window is too small.",
+        f"Overlap: {near} to another of their kernel.",
+        "Spread: standard deviation along each axis. Distance: mean. "
+        "Both from the kernel's centre, in cells.",
     ]
-    lines += ["Sigma: mean width of the elements, in cells."] * any(row.mean_sigma is not None for row in rows)
-    head = title(inspection.folder, "" if inspection.model is None else f", {inspection.model} with DCLS")
-    table = Table(COLUMNS, rows, totals=totals, least_name=LEAST_NAME)
-    return Group(head, Text(), table, Text(), *map(indented, lines))
+    if any(row.mean_sigma is not None for row in rows):
+        lines.append("Sigma: mean width of the elements, in cells.")
+    model = "" if inspection.model is None else f", {inspection.model} with DCLS"
+    heading = title(inspection.folder, model)
+    table = Table(COLUMNS, rows, totals=_totals(inspection), least_name=LEAST_NAME)
+    return Group(heading, Text(), table, Text(), *map(indented, lines))
+
+
+def _totals(inspection: Inspection) -> list[PositionRow]:
+    """A row for all positions together, if there are several rows."""
+    rows = inspection.positions
+    if len(rows) < 2:
+        return []
+    total = replace(
+        rows[0],
+        name="all",
+        layers=tuple(layer for row in rows for layer in row.layers),
+        kernel_count=0,
+        border_share=inspection.share("border_share"),
+        overlap_share=inspection.share("overlap_share"),
+        mean_distance=inspection.share("mean_distance"),
+        spread=(),
+        mean_sigma=None,
+    )
+    return [total]
+
+
+def _shared(rows: Sequence[PositionRow]) -> str:
+    """How many of the positions tensors several layers share, as the end of a clause."""
+    tied = sum(row.tied for row in rows)
+    if tied == len(rows):
+        each = ", each" if len(rows) > 1 else ""
+        return f"{each} shared within a stage"
+    if tied:
+        return f", {tied} shared within a stage"
+    return ""

@@ -23,7 +23,7 @@ from .counts import arrow, exact, percent, short_count
 from .elements import LayerKernels, PositionPicture, kernel_pictures, position_pictures
 from .history import HistoryPicture, read_history
 from .receptive_field import FieldOptions, FieldPictures, field_pictures
-from .report import StageRow, stage_rows
+from .report import LayerTotals, stage_rows
 
 TEMPLATE = Path(__file__).with_name("page.html")
 COSTS = {"params": "Parameters", "macs": "MACs for one image"}  # of a stage
@@ -40,7 +40,9 @@ class Pictures:
     inspection: Inspection
     positions: tuple[PositionPicture, ...]
     kernels: tuple[LayerKernels, ...]
-    raw_weights: str | None = None  # why kernels are of the stored weights; None where they are the rebuilt model's
+    raw_weights: str | None = (
+        None  # why kernels are of the stored weights; None where they are the rebuilt model's
+    )
     fields: FieldPictures | None = None  # None: not asked for, or the model was not rebuilt
     history: HistoryPicture | None = None  # None: not asked for
 
@@ -52,7 +54,11 @@ def pictures_of_model(model: nn.Module, plan: ConversionPlan, folder: Path) -> P
 
 
 def _pictures(
-    plan: ConversionPlan, state: Mapping[str, Tensor], model: nn.Module | None, inspection: Inspection, **more: Any
+    plan: ConversionPlan,
+    state: Mapping[str, Tensor],
+    model: nn.Module | None,
+    inspection: Inspection,
+    **more: Any,
 ) -> Pictures:
     return Pictures(
         name=Path(inspection.folder).resolve().name,
@@ -103,7 +109,9 @@ def page(pictures: Pictures) -> str:
         "MACs for one image": f"{arrow(report.macs, short_count)} ({percent(report.macs) or 'not counted'})",
         "Layers replaced": exact(len(report.layers)),
         "Distinct elements": exact(inspection.elements),
-        "Farthest out on average": f"{farthest.name}, {farthest.mean_distance:.2f} cells" if farthest else "",
+        "Farthest out on average": f"{farthest.name}, {farthest.mean_distance:.2f} cells"
+        if farthest
+        else "",
         "At the border": f"{100 * inspection.share('border_share'):.1f} %",
         "Overlapping": f"{100 * inspection.share('overlap_share'):.1f} %",
     }
@@ -130,7 +138,9 @@ def page(pictures: Pictures) -> str:
 def filled_page(content: Mapping[str, Any]) -> str:
     """The template with what its script draws; in ASCII, as `page`."""
     content = {**content, "made": f"Made by dcls-convert {__version__}. This page uses no network."}
-    data = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False).replace(" %", "\\u00a0%")
+    data = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False).replace(
+        " %", "\\u00a0%"
+    )
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
     return TEMPLATE.read_text(encoding="utf-8").replace("/* data */", data)
@@ -166,7 +176,7 @@ def _fields(seen: FieldPictures) -> dict[str, Any]:
     return {"notes": seen.notes, "decades": seen.decades, "maps": maps}
 
 
-def _bars(stages: Sequence[StageRow], cost: str, unit: str) -> dict[str, Any] | None:
+def _bars(stages: Sequence[LayerTotals], cost: str, unit: str) -> dict[str, Any] | None:
     """A cost of each stage, where it is known of all."""
     rows = []
     for stage in stages:
@@ -174,7 +184,9 @@ def _bars(stages: Sequence[StageRow], cost: str, unit: str) -> dict[str, Any] | 
         if change.delta is None:
             return None
         labels = [short_count(change.before), short_count(change.after)]
-        rows.append({"name": stage.name, "before": change.before, "after": change.after, "labels": labels})
+        rows.append(
+            {"name": stage.name, "before": change.before, "after": change.after, "labels": labels}
+        )
     return {"unit": unit, "rows": rows}
 
 
@@ -187,7 +199,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist()
     if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""The pictures as static files for a paper, drawn by matplotlib (extra `plot`), which is imported when it is used."""
+"""Static pictures for a paper, drawn by matplotlib (extra `plot`), which is imported late."""
 
 import io
 import itertools
@@ -33,26 +33,36 @@ HASH_SALT = "dcls-convert"  # without one, the names inside an SVG are random
 
 
 def draw(pictures: Pictures, figure: FigureName, suffix: str) -> bytes:
-    """A figure as a file, in the format of the suffix; DclsConvertError says why there is nothing to draw."""
+    """A figure as a file, in the format of the suffix.
+
+    DclsConvertError says why there is nothing to draw.
+    """
     return saved(lambda: FIGURES[figure](pictures), suffix, **STYLE)
 
 
 def saved(figure: Callable[[], "Figure"], suffix: str, **style: Any) -> bytes:
-    """A figure, drawn with these settings of matplotlib, as a file that is the same on every day."""
+    """A figure as a file without dates, drawn with these settings of matplotlib."""
     import matplotlib
 
-    file, settings = io.BytesIO(), cast(Any, {"svg.hashsalt": HASH_SALT} | style)
-    with warnings.catch_warnings(action="ignore"), matplotlib.rc_context(settings):  # characters that the font lacks
+    file = io.BytesIO()
+    settings = cast(Any, {"svg.hashsalt": HASH_SALT} | style)
+    # matplotlib warns of characters that the font lacks.
+    with warnings.catch_warnings(action="ignore"), matplotlib.rc_context(settings):
         metadata = UNDATED.get(suffix.lower())
         figure().savefig(file, format=suffix[1:].lower(), metadata=metadata, bbox_inches="tight")
     return file.getvalue()
 
 
 def picture_files(model: nn.Module, plan: ConversionPlan, folder: str | Path) -> dict[str, bytes]:
-    """Names and contents for `save_converted(pictures=...)`: the page, and with matplotlib the positions."""
+    """Names and contents of files for `save_converted(pictures=...)`.
+
+    The page, and the positions if matplotlib is installed.
+    """
     pictures = pictures_of_model(model, plan, Path(folder))
     files = {PAGE: page(pictures).encode()}
-    return files | {PICTURE: draw(pictures, "positions", ".png")} if can_plot() else files
+    if can_plot():
+        files[PICTURE] = draw(pictures, "positions", ".png")
+    return files
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -69,21 +79,27 @@ def _positions(pictures: Pictures) -> "Figure":
 
     chosen = pictures.positions[:MOST_PANELS]
     columns = min(len(chosen), MOST_COLUMNS)
-    rows = -(-len(chosen) // columns)
+    rows = math.ceil(len(chosen) / columns)
     figure = new_figure(columns * INCH, 2 * rows * INCH)
-    for picture, part in zip(chosen, figure.subfigures(rows, columns, squeeze=False).flat, strict=False):
+    for picture, part in zip(
+        chosen, figure.subfigures(rows, columns, squeeze=False).flat, strict=False
+    ):
         heat, histograms = part.subplots(2)
         extent = left, right, bottom, top = _extent((1, *picture.size))
         heat.imshow(picture.heat, extent=extent, cmap="Blues", norm=PowerNorm(0.5, vmin=0))
         for old in picture.extents:
             high, wide = (1, *old)[-2:]
             corner = ((left + right - wide) / 2, (top + bottom - high) / 2)
-            heat.add_patch(Rectangle(corner, wide, high, edgecolor="C1", fill=False, linestyle="--"))
+            heat.add_patch(
+                Rectangle(corner, wide, high, edgecolor="C1", fill=False, linestyle="--")
+            )
         heat.set_title(shown(picture.row.name, 34))
         for name, counts, side in zip(picture.axes, picture.histograms, picture.size, strict=True):
             low = position_limits(side)[0] - 0.5
             edges = [low + place / picture.bins_per_cell for place in range(len(counts) + 1)]
-            histograms.stairs(counts, edges, label=name, linestyle="-" if name == picture.axes[-1] else "--")
+            histograms.stairs(
+                counts, edges, label=name, linestyle="-" if name == picture.axes[-1] else "--"
+            )
         histograms.set(xlabel="cells from the centre", ylabel="elements in a bin")
         histograms.legend()
     _explain(figure, pictures, "dashed: the old kernel; darker: more elements")
@@ -98,13 +114,16 @@ def _explain(figure: "Figure", pictures: Pictures, legend: str) -> None:
 
 
 def _extent(size: tuple[int, ...]) -> tuple[float, float, float, float]:
-    """Left, right, bottom and top of a window, of its rows and columns, in cells from the centre."""
+    """Left, right, bottom and top of a window (..., rows, columns), in cells from the centre."""
     (top, bottom), (left, right) = (position_limits(side) for side in size[-2:])
     return left - 0.5, right + 0.5, bottom + 0.5, top - 0.5
 
 
 def _kernels(pictures: Pictures) -> "Figure":
-    """Kernels of the first layer of each positions tensor; elements are dots, filled where they are positive."""
+    """Kernels of the first layer of each positions tensor.
+
+    Elements are dots, which are filled if their weight is positive.
+    """
     first = [picture.row.layers[0] for picture in pictures.positions][:MOST_PANELS]
     layers = {layer.name: layer for layer in pictures.kernels}
     figure = new_figure(1.15 * KERNELS, 1.3 * len(first))
@@ -115,11 +134,17 @@ def _kernels(pictures: Pictures) -> "Figure":
         panels = part.subplots(1, KERNELS)
         for index, panel in enumerate(panels):
             panel.set(xticks=[], yticks=[], frame_on=index < layer.total)
-        for panel, cells, places, weights in zip(panels, layer.cells, layer.positions, layer.weights, strict=False):
+        for panel, cells, places, weights in zip(
+            panels, layer.cells, layer.positions, layer.weights, strict=False
+        ):
             most = float(cells.abs().max()) or 1.0
-            panel.imshow(cells, extent=_extent(tuple(cells.shape)), cmap="RdBu", vmin=-most, vmax=most)
+            panel.imshow(
+                cells, extent=_extent(tuple(cells.shape)), cmap="RdBu", vmin=-most, vmax=most
+            )
             faces = ["black" if weight > 0 else "none" for weight in weights]
-            panel.scatter(places[:, 1], places[:, 0], s=3, c=faces, edgecolors="black", linewidths=0.4)
+            panel.scatter(
+                places[:, 1], places[:, 0], s=3, c=faces, edgecolors="black", linewidths=0.4
+            )
     scale = "blue cells are positive, red ones negative, each kernel on its own scale"
     _explain(figure, pictures, f"{scale}; dots are elements, filled where positive")
     return figure
@@ -127,15 +152,19 @@ def _kernels(pictures: Pictures) -> "Figure":
 
 def _fields(pictures: Pictures) -> "Figure":
     """The effective receptive fields on one logarithmic scale."""
-    seen = pictures.fields
-    if seen is None or not seen.fields:
-        reasons = [str(pictures.raw_weights)] if seen is None else seen.notes
-        raise DclsConvertError(f"there is no effective receptive field to draw: {'; '.join(reasons)}")
-    figure = new_figure(3.2 * len(seen.fields), 3.6)
-    axes = figure.subplots(1, len(seen.fields), squeeze=False)
-    for panel, field in zip(axes.flat, seen.fields, strict=True):
+    fields = pictures.fields
+    if fields is None or not fields.fields:
+        reasons = [str(pictures.raw_weights)] if fields is None else fields.notes
+        raise DclsConvertError(
+            f"there is no effective receptive field to draw: {'; '.join(reasons)}"
+        )
+    figure = new_figure(3.2 * len(fields.fields), 3.6)
+    axes = figure.subplots(1, len(fields.fields), squeeze=False)
+    for panel, field in zip(axes.flat, fields.fields, strict=True):
         extent = (0, field.size[1], field.size[0], 0)
-        drawn = panel.imshow(field.logs, interpolation="nearest", vmin=-seen.decades, vmax=0, extent=extent)
+        drawn = panel.imshow(
+            field.logs, interpolation="nearest", vmin=-fields.decades, vmax=0, extent=extent
+        )
         panel.set(title=_wrapped(f"{field.title}: {field.what}"), xlabel=_wrapped(field.sentence))
     figure.colorbar(drawn, ax=axes, shrink=0.8, label="log10 of mean |gradient|, largest = 0")
     return figure
@@ -150,7 +179,11 @@ def _history(pictures: Pictures) -> "Figure":
     history = pictures.history
     if history is None:
         raise DclsConvertError("--figure history needs --history positions.jsonl")
-    labels = {"speed": "speed (cells per step)", "spread": "spread (cells)", "border": "share at the border"}
+    labels = {
+        "speed": "speed (cells per step)",
+        "spread": "spread (cells)",
+        "border": "share at the border",
+    }
     figure = new_figure(3.2 * len(labels), 2.6)
     axes = figure.subplots(1, len(labels))
     for panel, (name, label) in zip(axes, labels.items(), strict=True):

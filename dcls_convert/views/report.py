@@ -1,4 +1,4 @@
-"""How a report looks: tables for the terminal and the model card, what to say of them, and what to do next."""
+"""Conversion reports as tables for the terminal and the model card, and the next steps."""
 
 import math
 from collections import Counter
@@ -12,6 +12,7 @@ from rich.text import Text
 from ..checkpoints.save import training_code
 from ..depthwise.geometry import size_text
 from ..errors import filled, printable, shown
+from ..layers.interpolation import find_interpolation
 from ..networks.outputs import Agreement
 from ..options import EXACT, MOST_SLOWER
 from ..pipeline import Conversion, Job
@@ -22,20 +23,20 @@ from .counts import arrow, exact, in_one_unit, percent, short_arrow
 
 COSTLY = 50.0  # percent more MACs
 WHY_SCOPE = {"model": ", as in the paper", "error": ", the default with images"}
-SMALL_ERROR = 1e-3  # of kernels; below, the outputs are the old ones as far as a user would ask
+SMALL_ERROR = 1e-3  # kernel error below which a user would call the outputs unchanged
 NEAR_THE_CENTRE = (
     "Elements start near the centre, as in the paper, and need a long training to move;",
     "for a short one, --positions uniform spreads them.",
 )
 FOLDING_SENTENCE = (
-    " Folding the kernels into plain convolutions keeps the outputs and these MACs, saves the construction, and stores "
-    "window-sized kernels."
+    "Folding the kernels into plain convolutions keeps the outputs and these MACs, "
+    "saves the construction, and stores window-sized kernels."
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageRow:
-    """The replaced layers of one stage; or one layer, where each has a row of its own."""
+class LayerTotals:
+    """Sums over replaced layers: those of one stage, of the whole model, or a single one."""
 
     layers: tuple[LayerReport, ...]
     name: str = ""
@@ -43,8 +44,13 @@ class StageRow:
     @property
     def kernels(self) -> str:
         """ "7x7 → 17x17"."""
-        olds, news = ({getattr(layer, size) for layer in self.layers} for size in ("kernel_size", "dilated_size"))
-        return f"{span(olds, size_text)} → {span(news, size_text)}"
+        kernel_sizes = {layer.kernel_size for layer in self.layers}
+        return f"{span(kernel_sizes, size_text)} → {self.windows}"
+
+    @property
+    def windows(self) -> str:
+        """ "17x17", or "9x9..17x17"."""
+        return span({layer.dilated_size for layer in self.layers}, size_text)
 
     @property
     def counts(self) -> str:
@@ -53,34 +59,45 @@ class StageRow:
 
     @property
     def params(self) -> Change:
-        """With biases, and with positions, which count where they are first used."""
-        return self._total("params")
+        """With biases and positions; shared positions count in the first layer that uses them."""
+        before = [layer.params_before for layer in self.layers]
+        after = [layer.params_after for layer in self.layers]
+        return _change_of_sums(before, after)
 
     @property
     def macs(self) -> Change:
-        """For one image; unknown where the model could not be traced."""
-        return self._total("macs")
+        """For one image; unknown if the model could not be traced."""
+        before = [layer.macs_before for layer in self.layers]
+        after = [layer.macs_after for layer in self.layers]
+        return _change_of_sums(before, after)
 
     @property
     def error(self) -> float | None:
-        """The mean relative error of the kernels; None where they were not made from trained ones."""
+        """The mean relative error of the kernels; None if no trained kernels were fitted."""
         errors = [layer.fit_error for layer in self.layers if layer.fit_error is not None]
-        return sum(errors) / len(errors) if errors else None
-
-    def _total(self, unit: str) -> Change:
-        before, after = ([getattr(layer, f"{unit}_{when}") for layer in self.layers] for when in ("before", "after"))
-        return Change() if None in (*before, *after) else Change(before=sum(before), after=sum(after))
+        if not errors:
+            return None
+        return sum(errors) / len(errors)
 
 
-def stage_rows(layers: Iterable[LayerReport]) -> list[StageRow]:
+def _change_of_sums(before: Sequence[int | None], after: Sequence[int | None]) -> Change:
+    """The sums before and after; unknown if one of the numbers is."""
+    known_before = [count for count in before if count is not None]
+    known_after = [count for count in after if count is not None]
+    if len(known_before) < len(before) or len(known_after) < len(after):
+        return Change()
+    return Change(before=sum(known_before), after=sum(known_after))
+
+
+def stage_rows(layers: Iterable[LayerReport]) -> list[LayerTotals]:
     """A row for each stage, in the layers' order."""
     stages: dict[str, list[LayerReport]] = {}
     for layer in layers:
         stages.setdefault(layer.stage or "(no stage)", []).append(layer)
-    return [StageRow(name=name, layers=tuple(members)) for name, members in stages.items()]
+    return [LayerTotals(name=name, layers=tuple(members)) for name, members in stages.items()]
 
 
-COLUMNS: list[Column[StageRow]] = [
+COLUMNS: list[Column[LayerTotals]] = [
     Column("Stage", lambda row: row.name),
     Column("Layers", lambda row: len(row.layers)),
     Column("Kernel", lambda row: row.kernels, left=True),
@@ -94,129 +111,229 @@ def plan_view(plan: ConversionPlan) -> RenderableType:
 
 
 def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType:
-    """For a terminal of 80 columns or more; from `verbose=1` on a row a layer, from 2 on what is kept by name."""
-    params, layers = report.params, StageRow(layers=report.layers)
-    slower = 100 * report.macs.delta / (report.macs.before or 1) if report.macs.delta else 0.0
-    # Colours repeat what the numbers and words say.
-    bad, so_so = report.budget.slack < 0 or slower > COSTLY, (params.delta or 0) > 0 or slower > MOST_SLOWER
-    style = "bold red" if bad else "bold yellow" if so_so else "bold green" if params.delta else "bold"
-    verdict = f"{arrow(params)} parameters ({percent(params)})"
+    """A report for a terminal of 80 columns or more.
+
+    Args:
+        report: The report to show.
+        verbose: 0: a row for each stage. 1: a row for each layer, and why other convolutions
+            are kept. 2: the name of each kept convolution, too.
+    """
+    parts = [*_heading(report), Text()]
+    if verbose == 0:
+        parts += [_stage_table(report), Text(), indented(_budget(report))]
+        if report.skipped:
+            parts.append(indented(f"{_skipped_count(report)} kept; -v says why."))
+    else:
+        parts += _details(report)
+        parts += _kept_lines(report, by_name=verbose > 1)
+    return Group(*parts)
+
+
+def _heading(report: ConversionReport) -> list[RenderableType]:
+    """What the conversion costs, what was converted, and warnings."""
+    totals = LayerTotals(layers=report.layers)
+    folded = ", folded" if report.folded else ""
+    input_size = f", input {size_text(report.input_size)}" if report.input_size else ""
+    model = printable(f": {report.model or 'model'}{folded}{input_size}")
+    kernels = f"{totals.counts} elements in {totals.windows}"
+    parts: list[RenderableType] = [
+        Text(_verdict(report), style=_verdict_style(report)),
+        Text(kernels) + Text(model, style="dim"),
+    ]
+    slower = _slower(report)
+    if slower > COSTLY:
+        name = printable((report.model or "MODEL").removeprefix("timm:"))
+        sizes = f"cheaper sizes: dcls-convert sweep {name}"
+        parts.append(Text(f"{1 + slower / 100:.1f} times the MACs; {sizes}", style="yellow"))
+    fewer_weights = sum(_only_loses_weights(layer) for layer in report.layers)
+    if fewer_weights:
+        of_layers = f"{counted(fewer_weights, 'layer')} of {len(report.layers)}"
+        warning = f"No larger window, and fewer weights, for {of_layers}; skip them with a rule"
+        parts.append(Text(warning, style="yellow"))
+    return parts
+
+
+def _verdict(report: ConversionReport) -> str:
+    verdict = f"{arrow(report.params)} parameters ({percent(report.params)})"
     if report.macs.delta is not None:
         verdict += f", {short_arrow(report.macs)} MACs ({percent(report.macs, 1)})"
-    size = f", input {size_text(report.input_size)}" if report.input_size else ""
-    model = printable(f": {report.model or 'model'}{', folded' * report.folded}{size}")
-    short = (report.model or "MODEL").removeprefix("timm:")
-    kernels = f"{layers.counts} elements in {span({layer.dilated_size for layer in report.layers}, size_text)}"
-    parts: list[RenderableType] = [Text(verdict, style=style)]
-    parts.append(Text(kernels) + Text(model, style="dim"))
-    if slower > COSTLY:
-        sizes = f"cheaper sizes: dcls-convert sweep {printable(short)}"
-        parts.append(Text(f"{1 + slower / 100:.1f} times the MACs; {sizes}", style="yellow"))
-    same = [layer for layer in report.layers if math.prod(layer.kernel_size) == math.prod(layer.dilated_size)]
-    if fewer := [layer for layer in same if layer.kernel_count < math.prod(layer.kernel_size)]:
-        few = f"No larger window, and fewer weights, for {counted(len(fewer), 'layer')} of {len(report.layers)}"
-        parts.append(Text(f"{few}; a rule can skip such", style="yellow"))
-    parts.append(Text())
-    convolutions = counted(len(report.skipped), "convolution")
-    if not verbose:
-        lines = [_budget(report), *[f"{convolutions} kept; -v says why."] * bool(report.skipped)]
-        return Group(*parts, _stage_table(report), Text(), *map(indented, lines))
+    return verdict
 
-    def layer_params(row: StageRow) -> str:
-        (layer,) = row.layers
-        return arrow(row.params) + ("*" if layer.tie_group is not None and layer.position_params > 0 else " ")
 
-    rows = [StageRow(name=layer.name, layers=(layer,)) for layer in report.layers]
-    parts.append(_costs_table([Column("Layer", lambda row: row.name), *COLUMNS[2:]], rows, layer_params))
+def _verdict_style(report: ConversionReport) -> str:
+    """rich's style; the colours repeat what the numbers and words say."""
+    slower = _slower(report)
+    more_params = report.params.delta or 0
+    if report.budget.slack < 0 or slower > COSTLY:
+        return "bold red"
+    if more_params > 0 or slower > MOST_SLOWER:
+        return "bold yellow"
+    if more_params < 0:
+        return "bold green"
+    return "bold"
+
+
+def _slower(report: ConversionReport) -> float:
+    """Percent more MACs; 0 if they are not known."""
+    if not report.macs.delta:
+        return 0.0
+    return 100 * report.macs.delta / (report.macs.before or 1)
+
+
+def _only_loses_weights(layer: LayerReport) -> bool:
+    """Whether the window is as large as the old kernel, with fewer elements than cells."""
+    cells = math.prod(layer.kernel_size)
+    return math.prod(layer.dilated_size) == cells and layer.kernel_count < cells
+
+
+def _details(report: ConversionReport) -> list[RenderableType]:
+    """A row for each layer, the whole model, and sentences."""
+    rows = [LayerTotals(name=layer.name, layers=(layer,)) for layer in report.layers]
+    name: Column[LayerTotals] = Column("Layer", lambda row: row.name)
+    columns = [name, *COLUMNS[2:]]
+    parts: list[RenderableType] = [_costs_table(columns, rows, _layer_params)]
     if any(layer.tie_group for layer in report.layers):
-        parts.append(Text("* with the positions that the next layers of its tie group share", style="dim italic"))
-    parts += [Text(), _totals(report), Text(), *map(indented, _sentences(report))]
-    if report.skipped:
-        kinds = Counter((skip.type, skip.reason) for skip in report.skipped).most_common()
-        kept = [f"{count} x {type_}: {reason}" for (type_, reason), count in kinds]
-        if verbose > 1:
-            kept = [f"{shown(skip.name)} ({skip.type}): {skip.reason}" for skip in report.skipped]
-        parts += [Text(), Text(f" Kept as they are ({convolutions}):")]
-        parts += [indented(line, "dim", by=3) for line in kept]
-    return Group(*parts)
+        footnote = "* with the positions that the next layers of its tie group share"
+        parts.append(Text(footnote, style="dim italic"))
+    parts += [Text(), _model_table(report), Text()]
+    parts += map(indented, _sentences(report))
+    return parts
+
+
+def _layer_params(row: LayerTotals) -> str:
+    """A layer's parameters, with a star where they include positions of its tie group."""
+    (layer,) = row.layers
+    owns_positions = layer.tie_group is not None and layer.position_params > 0
+    star = "*" if owns_positions else " "
+    return arrow(row.params) + star
+
+
+def _kept_lines(report: ConversionReport, *, by_name: bool) -> list[RenderableType]:
+    """The convolutions that are kept and why: by name, or counted by class and reason."""
+    if not report.skipped:
+        return []
+    if by_name:
+        lines = [f"{shown(skip.name)} ({skip.type}): {skip.reason}" for skip in report.skipped]
+    else:
+        kinds = Counter((skip.type, skip.reason) for skip in report.skipped)
+        lines = [f"{count} x {kind}: {reason}" for (kind, reason), count in kinds.most_common()]
+    heading = Text(f" Kept as they are ({_skipped_count(report)}):")
+    return [Text(), heading, *(indented(line, "dim", by=3) for line in lines)]
+
+
+def _skipped_count(report: ConversionReport) -> str:
+    return counted(len(report.skipped), "convolution")
 
 
 def report_markdown(report: ConversionReport) -> str:
     """The report for a model card."""
     lines = "".join(f"- {line}\n" for line in _sentences(report))
-    return "\n".join([_stage_table(report).markdown(), _totals(report).markdown(), lines])
+    return "\n".join([_stage_table(report).markdown(), _model_table(report).markdown(), lines])
 
 
-def _stage_table(report: ConversionReport) -> Table[StageRow]:
+def _stage_table(report: ConversionReport) -> Table[LayerTotals]:
     return _costs_table(COLUMNS, stage_rows(report.layers), lambda row: arrow(row.params))
 
 
 def _costs_table(
-    columns: Sequence[Column[StageRow]], rows: Sequence[StageRow], params: Callable[[StageRow], str]
-) -> Table[StageRow]:
-    macs, unit = in_one_unit(count for row in rows for count in (row.macs.before, row.macs.after))
-    costs: list[Column[StageRow]] = [
+    columns: Sequence[Column[LayerTotals]],
+    rows: Sequence[LayerTotals],
+    params: Callable[[LayerTotals], str],
+) -> Table[LayerTotals]:
+    """A table of these columns, and the costs: `params` writes a row's parameters."""
+    macs_before = [row.macs.before for row in rows]
+    macs_after = [row.macs.after for row in rows]
+    write_macs, unit = in_one_unit([*macs_before, *macs_after])
+    costs: list[Column[LayerTotals]] = [
         Column("Parameters", params),
-        Column(f"MACs{unit}", lambda row: arrow(row.macs, macs)),
+        Column(f"MACs{unit}", lambda row: arrow(row.macs, write_macs)),
         Column("Error", lambda row: row.error, "{:.3f}".format),
     ]
     return Table([*columns, *costs], rows)
 
 
-def _totals(report: ConversionReport) -> Table[tuple[str, Change]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCost:
+    """A row of the table of the whole model."""
+
+    name: str
+    change: Change
+    is_part: bool = False  # of the row above: indented, dim, and without a percentage
+
+
+def _model_table(report: ConversionReport) -> Table[ModelCost]:
+    replaced = LayerTotals(layers=report.layers).params
+    untouched = Change(before=report.params_untouched, after=report.params_untouched)
     rows = [
-        ("Parameters", report.params),
-        ("  replaced layers", StageRow(layers=report.layers).params),
-        ("  everything else", Change(before=report.params_untouched, after=report.params_untouched)),
-        ("MACs", report.macs),
+        ModelCost(name="Parameters", change=report.params),
+        ModelCost(name="  replaced layers", change=replaced, is_part=True),
+        ModelCost(name="  everything else", change=untouched, is_part=True),
+        ModelCost(name="MACs", change=report.macs),
     ]
-    columns: list[Column[tuple[str, Change]]] = [
-        Column("Whole model", lambda row: row[0]),
-        Column("Before", lambda row: exact(row[1].before)),
-        Column("After", lambda row: exact(row[1].after)),
-        Column("Change", lambda row: exact(row[1].delta, "+")),
-        Column("", lambda row: None if row[0].startswith(" ") else percent(row[1])),
+    columns: list[Column[ModelCost]] = [
+        Column("Whole model", lambda row: row.name),
+        Column("Before", lambda row: exact(row.change.before)),
+        Column("After", lambda row: exact(row.change.after)),
+        Column("Change", lambda row: exact(row.change.delta, "+")),
+        Column("", lambda row: None if row.is_part else percent(row.change)),
     ]
-    return Table(columns, rows, style=lambda row: "dim" if row[0].startswith(" ") else "bold")
+    return Table(columns, rows, style=lambda row: "dim" if row.is_part else "bold")
 
 
 def _budget(report: ConversionReport) -> str:
-    budget, bound = report.budget, ""
+    """How much of the budget is used, in a sentence."""
+    budget = report.budget
+    count = ""
     if budget.exact_count is not None:
-        bound = f"{budget.units[0].kernel_count} of {budget.exact_count:.2f} elements; "
-    over = "" if budget.slack >= 0 else f", OVER BUDGET by {-budget.slack:,}"
-    folding = " before folding" * report.folded
+        count = f"{budget.units[0].kernel_count} of {budget.exact_count:.2f} elements; "
+    over = ""
+    if budget.slack < 0:
+        over = f", OVER BUDGET by {-budget.slack:,}"
+    folding = " before folding" if report.folded else ""
     scope = f"{budget.scope}{WHY_SCOPE.get(budget.scope, '')}"
-    return f"Budget ({scope}){folding}: {bound}{budget.used:,} of {budget.limit:,} used{over}."
+    used = f"{budget.used:,} of {budget.limit:,} used"
+    return f"Budget ({scope}){folding}: {count}{used}{over}."
 
 
 def _sentences(report: ConversionReport) -> list[str]:
-    weights, plain = report.params.weights, all(layer.interpolation == "bilinear" for layer in report.layers)
+    """The budget, the new kernels, the MACs, and what became of a trained network's outputs."""
+    kernels = f"{_kernels_sentence(report)}; stages from {report.stages_from}."
+    lines = [_budget(report), kernels, _macs_sentence(report), *outcome_sentences(report)]
+    return [printable(line) for line in lines]
+
+
+def _kernels_sentence(report: ConversionReport) -> str:
+    weights = f"{report.params.weights:,} weights"
     if report.folded:
-        kernels = f"Folded into plain convolutions: {weights:,} weights, one for every cell of the windows"
-    else:
-        positions = "positions" if plain else "positions and sigmas"
-        kernels = f"New kernels: {weights:,} weights and {report.params.positions:,} {positions}"
-    lines = [_budget(report), f"{kernels}; stages from {report.stages_from}."]
+        return f"Folded into plain convolutions: {weights}, one for every cell of the windows"
+    has_sigma = any(find_interpolation(layer.interpolation).has_sigma for layer in report.layers)
+    coordinates = "positions and sigmas" if has_sigma else "positions"
+    return f"New kernels: {weights} and {report.params.positions:,} {coordinates}"
+
+
+def _macs_sentence(report: ConversionReport) -> str:
     if report.macs.note:
-        lines.append(f"MACs were not counted: {report.macs.note}.")
-    else:
-        held = (report.params.delta or 0) <= 0
-        rise = f"MACs rise {'although parameters do not' if held else 'with the window'}"
-        lines.append(f"{rise}: every window cell is multiplied, empty or not.{FOLDING_SENTENCE * (not report.folded)}")
-    return [printable(line) for line in [*lines, *outcome_sentences(report)]]
+        return f"MACs were not counted: {report.macs.note}."
+    more_params = (report.params.delta or 0) > 0
+    reason = "with the window" if more_params else "although parameters do not"
+    sentence = f"MACs rise {reason}: every window cell is multiplied, empty or not."
+    if report.folded:
+        return sentence
+    return f"{sentence} {FOLDING_SENTENCE}"
 
 
 def outcome_sentences(report: ConversionReport) -> list[str]:
-    """What the conversion did to the function of a trained network; nothing where that is not known."""
+    """How close a trained network's kernels and outputs stayed; empty if that is not known."""
     outcome = report.outcome
     if outcome is None or outcome.kernel_error is None:
         return []
     kernels = f"Mean relative error of the kernels: {outcome.kernel_error:.3f}."
     if not outcome.images:
-        better = " --calibrate FOLDER, with some images, would keep the outputs closer."
-        return [kernels + better * (outcome.kernel_error >= SMALL_ERROR)]
-    lines = [kernels, f"Images held out, with corners of large ones: {_agreement(outcome, outcome.images)}."]
+        if outcome.kernel_error >= SMALL_ERROR:
+            kernels += " --calibrate FOLDER, with some images, would keep the outputs closer."
+        return [kernels]
+    agreement = _agreement(outcome, outcome.images)
+    lines = [kernels, f"Images held out, with corners of large ones: {agreement}."]
     if outcome.shifted is not None:
         shifted = _agreement(outcome.shifted, outcome.images)
         lines.append(f"As a yardstick, the original with each image moved by one pixel: {shifted}.")
@@ -224,10 +341,12 @@ def outcome_sentences(report: ConversionReport) -> list[str]:
 
 
 def _agreement(found: Outcome | Agreement, images: int) -> str:
+    """How far outputs for so many images agree, as part of a sentence."""
     parts = []
     if found.same_top1 is not None:
-        same, share = round(found.same_top1 * images), 100 * found.same_top1
-        parts.append(f"{same} of {images} have the same top-1 class as before ({share:.0f} %)")
+        same = round(found.same_top1 * images)
+        share = f"{100 * found.same_top1:.0f} %"
+        parts.append(f"{same} of {images} have the same top-1 class as before ({share})")
     if found.kl is not None:
         parts.append(f"KL divergence {found.kl:.2g}")
     if found.output_error is not None:
@@ -236,30 +355,37 @@ def _agreement(found: Outcome | Agreement, images: int) -> str:
 
 
 def next_steps(job: Job, done: Conversion, output: Path) -> list[str | Text]:
-    """Lines for the terminal, below the report."""
-    code = filled(training_code(done.report.model, trained=job.trained), output).splitlines()
-    near = NEAR_THE_CENTRE if job.elements is None and job.how == "random" and job.positions == "normal" else ()
-    lines: list[str | Text] = ["", f"Wrote {output}, from {_start(job)}.", *near, Text("Fine-tune it:\n", style="bold")]
-    lines += [f"    {line}" if line else "" for line in code]
+    """Lines below the report: what was written, how to fine-tune it, and how outputs changed."""
+    lines: list[str | Text] = ["", f"Wrote {output}, from {_start(job)}."]
+    if job.elements is None and job.how == "random" and job.positions == "normal":
+        lines += NEAR_THE_CENTRE
+    lines.append(Text("Fine-tune it:\n", style="bold"))
+    code = filled(training_code(done.report.model, trained=job.trained), output)
+    for line in code.splitlines():
+        lines.append(f"    {line}" if line else "")
     outcome = done.report.outcome
-    if outcome:
+    if outcome is not None:
         lines += ["", *outcome_sentences(done.report)]
-    if done.moved is not None and not (outcome and outcome.images):
+    has_compared_images = outcome is not None and bool(outcome.images)
+    if done.moved is not None and not has_compared_images:
         lines.append(f"Outputs for random images moved by {100 * done.moved:.2g} %.")
     return lines
 
 
 def _start(job: Job) -> str:
-    """What the new layers start from."""
+    """What the new layers start from, as part of a sentence."""
+    random_start = f"random initialisation (seed {job.seed})"
     if job.elements is not None:
         return "the authors' elements and positions; it gives the outputs of their network"
     if job.how == EXACT:
-        source = "the trained weights" if job.trained else f"random initialisation (seed {job.seed})"
-        return f"{source}; every old cell is an element at its place, so that the outputs are the old ones"
+        source = "the trained weights" if job.trained else random_start
+        every_cell = "every old cell is an element at its place"
+        return f"{source}; {every_cell}, so that the outputs are the old ones"
     if not job.trained:
-        return f"random initialisation (seed {job.seed}); --pretrained or --checkpoint load weights"
+        return f"{random_start}; --pretrained or --checkpoint load weights"
     if job.how == "random":
         return "trained weights, but random elements in the new layers"
     if job.how == "largest":
         return "the trained kernels, reduced to their largest cells"
-    return f"the trained kernels, with elements fitted to {'what they give for images' if job.calibration else 'them'}"
+    aim = "what they give for images" if job.calibration else "them"
+    return f"the trained kernels, with elements fitted to {aim}"

@@ -114,7 +114,7 @@ def test_without_a_row_that_fits_the_rows_are_shown_and_it_is_a_mistake():
     found, err = sweep(NET, "--sizes", "8,10", code=2)
     assert len(found["rows"]) == 3
     assert found["choice"]["row"] is None
-    assert err.splitlines()[-1].startswith("error: no row is done; of the first: stages.0")
+    assert err.splitlines()[-1].startswith("error: no combination could be planned; the first failed with: stages.0")
 
 
 def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
@@ -253,4 +253,5 @@ def test_a_model_that_does_not_run_has_rows_without_macs_and_no_row_to_take():
     rows = json.loads(out)["rows"]
     assert [row["reason"] for row in rows] == ["timing: ValueError: no [image]"] * 2
     assert rows[1]["params"]
-    assert err.splitlines()[-1] == "error: no row is done; of the first: timing: ValueError: no [image]"
+    failure = "no combination could be planned; the first failed with: timing: ValueError: no [image]"
+    assert err.splitlines()[-1] == f"error: {failure}"
