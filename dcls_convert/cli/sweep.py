@@ -11,7 +11,15 @@ import typer
 
 from ..errors import PlanError, shown
 from ..files import check_picture
-from ..options import AUTO, LEAST_PERCENT, MOST_COUNT, MOST_PERCENT, MOST_SIDE, MOST_SLOWER, PlanOptions
+from ..options import (
+    AUTO,
+    LEAST_PERCENT,
+    MOST_COUNT,
+    MOST_PERCENT,
+    MOST_SIDE,
+    MOST_SLOWER,
+    PlanOptions,
+)
 from ..output import check_output, new_file, not_a_file
 from . import console
 from .arguments import (
@@ -235,7 +243,8 @@ def _command(network: Network, asked: "Asked") -> str:
             continue
         words.append(f"--{name.replace('_', '-')}")
         if isinstance(value, tuple):
-            words.append("x".join(map(str, value)))
+            separator = "," if name in ("mean", "std") else "x"
+            words.append(separator.join(map(str, value)))
         elif value is not True:
             words.append(str(getattr(value, "source", value)))
     return shlex.join(words)

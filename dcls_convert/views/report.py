@@ -72,12 +72,19 @@ class LayerTotals:
         return _change_of_sums(before, after)
 
     @property
-    def error(self) -> float | None:
+    def kernel_error(self) -> float | None:
         """The mean relative error of the kernels; None if no trained kernels were fitted."""
-        errors = [layer.fit_error for layer in self.layers if layer.fit_error is not None]
-        if not errors:
-            return None
-        return sum(errors) / len(errors)
+        return _mean_of_known([layer.fit_error for layer in self.layers])
+
+    @property
+    def output_error(self) -> float | None:
+        """The mean relative error of the layers' outputs; None without a calibration."""
+        return _mean_of_known([layer.output_error for layer in self.layers])
+
+
+def _mean_of_known(errors: Sequence[float | None]) -> float | None:
+    known = [error for error in errors if error is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _change_of_sums(before: Sequence[int | None], after: Sequence[int | None]) -> Change:
@@ -247,9 +254,16 @@ def _costs_table(
     costs: list[Column[LayerTotals]] = [
         Column("Parameters", params),
         Column(f"MACs{unit}", lambda row: arrow(row.macs, write_macs)),
-        Column("Error", lambda row: row.error, "{:.3f}".format),
+        _error_column(rows),
     ]
     return Table([*columns, *costs], rows)
+
+
+def _error_column(rows: Sequence[LayerTotals]) -> Column[LayerTotals]:
+    """Of outputs after a calibration, which fits them and not the kernels; otherwise of kernels."""
+    if any(row.output_error is not None for row in rows):
+        return Column("Output error", lambda row: row.output_error, "{:.3f}".format)
+    return Column("Error", lambda row: row.kernel_error, "{:.3f}".format)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

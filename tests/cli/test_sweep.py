@@ -27,7 +27,9 @@ def narrow():
 
 def others():
     """With kernels of both parities."""
-    return nn.Sequential(nn.Conv2d(3, 8, 1), *[nn.Conv2d(8, 8, size, groups=8) for size in (3, 3, 4)])
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 1), *[nn.Conv2d(8, 8, size, groups=8) for size in (3, 3, 4)]
+    )
 
 
 def unable():
@@ -60,7 +62,16 @@ def report_of(command, *arguments):
     [
         ("--sizes", "7..11"),
         ("--sizes", "9,11x7", "--counts", "5,12"),
-        ("--sizes", "9", "--budgets", "60%,100,150.5%", "--tie", "none", "--interpolation", "gaussian"),
+        (
+            "--sizes",
+            "9",
+            "--budgets",
+            "60%,100,150.5%",
+            "--tie",
+            "none",
+            "--interpolation",
+            "gaussian",
+        ),
         ("--sizes", "7,9", "--scope", "stage", "--rules", "depthwise", "--num-classes", "5"),
     ],
 )
@@ -73,11 +84,16 @@ def test_rows_say_what_their_commands_do(options):
         layers = report["layers"]
         assert row["status"] == "done"
         assert (row["params"], row["macs"]) == (report["params"]["after"], report["macs"]["after"])
-        assert (original["params"], original["macs"]) == (report["params"]["before"], report["macs"]["before"])
+        assert (original["params"], original["macs"]) == (
+            report["params"]["before"],
+            report["macs"]["before"],
+        )
         assert row["elements"] == report["params"]["weights"]
         assert row["layers"] == len(layers)
         assert row["kernel_counts"] == sorted({layer["kernel_count"] for layer in layers})
-        assert row["dilated_sizes"] == sorted(map(list, {tuple(layer["dilated_size"]) for layer in layers}))
+        assert row["dilated_sizes"] == sorted(
+            map(list, {tuple(layer["dilated_size"]) for layer in layers})
+        )
         assert found["input_size"] == report["input_size"]
     last = table(NET, *options).splitlines()[-1]
     assert last.strip() == found["choice"]["command"] == rows[found["choice"]["row"] - 1]["command"]
@@ -102,19 +118,29 @@ def test_what_does_not_fit_or_fails_is_a_row_with_its_reason(monkeypatch):
 
     monkeypatch.setattr(Job, "plan", failing)
     found, _ = sweep(NET, "--sizes", "8..11..1")
-    assert [row["status"] for row in found["rows"]] == ["original", "does not fit", "done", "does not fit", "failed"]
+    assert [row["status"] for row in found["rows"]] == [
+        "original",
+        "does not fit",
+        "done",
+        "does not fit",
+        "failed",
+    ]
     assert "must be odd as the kernel 7 is" in found["rows"][1]["reason"]
     assert found["rows"][4]["reason"] == "planning: RuntimeError: something [broke] here"
     out = table(NET, "--sizes", "8..11..1")
     assert "! 11 failed: planning: RuntimeError: something [broke] here" in out
-    assert out.splitlines()[-1].strip() == f"dcls-convert {NET} --input-size 3x32x32 --dilated-size 9"
+    assert (
+        out.splitlines()[-1].strip() == f"dcls-convert {NET} --input-size 3x32x32 --dilated-size 9"
+    )
 
 
 def test_without_a_row_that_fits_the_rows_are_shown_and_it_is_a_mistake():
     found, err = sweep(NET, "--sizes", "8,10", code=2)
     assert len(found["rows"]) == 3
     assert found["choice"]["row"] is None
-    assert err.splitlines()[-1].startswith("error: no combination could be planned; the first failed with: stages.0")
+    assert err.splitlines()[-1].startswith(
+        "error: no combination could be planned; the first failed with: stages.0"
+    )
 
 
 def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
@@ -148,7 +174,9 @@ def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
 
 
 def test_times_are_measured_by_turns():
-    found, err = sweep(NARROW, "--sizes", "5,7", "--time", "--seconds", 1, "--batch-size", 2, "--amp")
+    found, err = sweep(
+        NARROW, "--sizes", "5,7", "--time", "--seconds", 1, "--batch-size", 2, "--amp"
+    )
     for row in found["rows"]:
         for part in (row["forward_ms"], row["step_ms"]):
             assert 0 < part["first_quartile"] <= part["median"] <= part["third_quartile"]
@@ -179,7 +207,11 @@ def test_json_csv_and_the_table_agree():
         assert line["taken"] == str(index == found["choice"]["row"])
     signs = {"does not fit": "!", "done": " ", "original": " "}
     expected = [
-        ">" if index == found["choice"]["row"] else "-" if row["dominated"] else signs[row["status"]]
+        ">"
+        if index == found["choice"]["row"]
+        else "-"
+        if row["dominated"]
+        else signs[row["status"]]
         for index, row in enumerate(found["rows"])
     ]
     assert [line[0] for line in table(*options).split("\n\n")[1].splitlines()[2:]] == expected
@@ -188,7 +220,8 @@ def test_json_csv_and_the_table_agree():
 
 def test_errors_are_those_of_the_conversions(tmp_path):
     write_trained(tmp_path, narrow(), images=6)
-    trained = ("--checkpoint", "weights.safetensors", "--calibrate", "images", "--scope", "model")
+    weights = ("--checkpoint", "weights.safetensors", "--scope", "model")
+    trained = (*weights, "--calibrate", "images", "--mean", "0.5,0.4,0.3", "--std", "0.25")
     found, _ = sweep(NARROW, "--sizes", "5", "--budgets", "80%,100%", *trained, "--slower", "1000")
     for index, row in enumerate(found["rows"][1:]):
         outcome = report_of(row["command"], "--output", tmp_path / str(index))["outcome"]
@@ -208,7 +241,9 @@ def test_a_picture_of_the_rows():
     with open("front.svg") as file:
         text = file.read()
     assert all(part in text for part in ("7x7: 24", "11x11: 24", "dense original", "MACs"))
-    assert "already exists" in run("sweep", NET, "--sizes", "7", "--picture", "front.svg", code=2)[1]
+    assert (
+        "already exists" in run("sweep", NET, "--sizes", "7", "--picture", "front.svg", code=2)[1]
+    )
     sweep(NET, "--sizes", "7", "--picture", "front.svg", "--force")
 
 
@@ -221,7 +256,10 @@ def test_a_picture_of_the_rows():
         (("--sizes", "1..9999"), "has 5,000 values; 1,000 are allowed"),
         (("--sizes", "1..999", "--counts", "3,4,5"), "1,500 rows are asked for; 1,000 are allowed"),
         (("--sizes", "7", "--budgets", "0"), "is not a list of percentages"),
-        (("--sizes", "7", "--counts", "3", "--budgets", "50"), "--counts and --budgets exclude each other"),
+        (
+            ("--sizes", "7", "--counts", "3", "--budgets", "50"),
+            "--counts and --budgets exclude each other",
+        ),
         (("--sizes", "7", "--counts", "3", "--scope", "stage"), "--counts states the counts"),
         (("--sizes", "7", "--device", "cuda"), "--device is for --time"),
         (("--sizes", "7", "--calibrate", "."), "--calibrate needs trained kernels"),
@@ -253,5 +291,7 @@ def test_a_model_that_does_not_run_has_rows_without_macs_and_no_row_to_take():
     rows = json.loads(out)["rows"]
     assert [row["reason"] for row in rows] == ["timing: ValueError: no [image]"] * 2
     assert rows[1]["params"]
-    failure = "no combination could be planned; the first failed with: timing: ValueError: no [image]"
+    failure = (
+        "no combination could be planned; the first failed with: timing: ValueError: no [image]"
+    )
     assert err.splitlines()[-1] == f"error: {failure}"
