@@ -35,7 +35,9 @@ def mebibytes() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", default=NAME)
     parser.add_argument("--scope", default="model")
     parser.add_argument("--dilated-size", type=int, default=9)
@@ -44,7 +46,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    network = pretrained_network() if options.model == NAME else timm.create_model(options.model).eval()
+    network = (
+        pretrained_network() if options.model == NAME else timm.create_model(options.model).eval()
+    )
     noise = torch.randn(options.images, 3, 236, 236)
     images = 3 * nn.functional.avg_pool2d(noise, 13, stride=1)
     batches = images.split(BATCH)
@@ -61,7 +65,10 @@ def main() -> None:
     converted = copy.deepcopy(network)
     took = seconds(
         lambda: dcls_convert.convert_(
-            converted, dilated_size=options.dilated_size, scope=options.scope, calibration=calibration
+            converted,
+            dilated_size=options.dilated_size,
+            scope=options.scope,
+            calibration=calibration,
         )
     )
     found = {

@@ -52,7 +52,16 @@ def cases(largest: bool, scratch: Path) -> dict[str, tuple[list[str], list[str],
         return [PROGRAM, model, *SIZE, "--output", str(scratch / "out"), "--quiet"], floor, model
 
     weights = scratch / "weights" / "convnext_tiny.safetensors"
-    from_file = [PROGRAM, "convnext_tiny", *SIZE, "--checkpoint", str(weights), "--init", "largest", "--quiet"]
+    from_file = [
+        PROGRAM,
+        "convnext_tiny",
+        *SIZE,
+        "--checkpoint",
+        str(weights),
+        "--init",
+        "largest",
+        "--quiet",
+    ]
     found: dict[str, tuple[list[str], list[str], str | None]] = {
         "--help": ([PROGRAM, "--help"], [sys.executable, "-c", ANSWER], None),
         "convnext_tiny --dry-run": (
@@ -73,7 +82,10 @@ def cases(largest: bool, scratch: Path) -> dict[str, tuple[list[str], list[str],
 def measured(command: list[str], scratch: Path) -> dict[str, float]:
     """Wall seconds, user CPU seconds and peak MiB of one run; what it wrote is deleted."""
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", LAUNCHER, *command], capture_output=True, text=True, check=True
+        [sys.executable, "-I", "-S", "-c", LAUNCHER, *command],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     code, seconds, user, peak = json.loads(done.stdout.splitlines()[-1])
     if code:
@@ -92,7 +104,9 @@ def weights_mib(model: str) -> float:
     return int(done.stdout) / MIB
 
 
-def row(name: str, case: tuple[list[str], list[str], str | None], repeats: int, scratch: Path) -> dict[str, Any]:
+def row(
+    name: str, case: tuple[list[str], list[str], str | None], repeats: int, scratch: Path
+) -> dict[str, Any]:
     command, floor, model = case
     ours, floors = [], []
     for _ in range(repeats):
@@ -112,12 +126,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Peaks are compared with the floor's, and without the imports' with the weights."""
 
     def spread(found: dict[str, float], digits: int) -> str:
-        return (
-            f"{found['median']:.{digits}f} ({found['first_quartile']:.{digits}f}-{found['third_quartile']:.{digits}f})"
-        )
+        low, high = found["first_quartile"], found["third_quartile"]
+        return f"{found['median']:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
     def line(row: dict[str, Any]) -> list[str]:
-        ratios = [row[key]["median"] / row[f"floor_{key}"]["median"] for key in ("seconds", "user_seconds", "peak_mib")]
+        ratios = [
+            row[key]["median"] / row[f"floor_{key}"]["median"]
+            for key in ("seconds", "user_seconds", "peak_mib")
+        ]
         over = ""
         if "weights_mib" in row:
             over = f"{(row['peak_mib']['median'] - row['imports_mib']) / row['weights_mib']:.2f}"
@@ -130,23 +146,44 @@ def table(rows: list[dict[str, Any]]) -> str:
             over,
         ]
 
-    header = ["command", "s", "floor, s", "ratio", "of user CPU", "of peak", "peak, MiB", "(peak - imports) / weights"]
+    header = [
+        "command",
+        "s",
+        "floor, s",
+        "ratio",
+        "of user CPU",
+        "of peak",
+        "peak, MiB",
+        "(peak - imports) / weights",
+    ]
     return markdown_table(header, [line(row) for row in rows])
 
 
 def save_weights(scratch: Path) -> None:
     (scratch / "weights").mkdir()
-    floor = [sys.executable, "-c", BUILD, "convnext_tiny", str(scratch / "weights" / "convnext_tiny.safetensors")]
+    floor = [
+        sys.executable,
+        "-c",
+        BUILD,
+        "convnext_tiny",
+        str(scratch / "weights" / "convnext_tiny.safetensors"),
+    ]
     subprocess.run(floor, check=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--repeats-largest", type=int, default=1)
     parser.add_argument("--no-largest", action="store_true", help=f"without {LARGEST}")
     parser.add_argument("--output", type=Path, default=RESULT)
-    parser.add_argument("--table", action="store_true", help="print the table of the stored results, measure nothing")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="print the table of the stored results, measure nothing",
+    )
     options = parser.parse_args()
     if options.table:
         print(table(json.loads(options.output.read_text(encoding="utf-8"))["rows"]))

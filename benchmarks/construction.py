@@ -60,7 +60,9 @@ CASES = {
         for channels in (96, 192, 384, 768)
     },
     **{
-        f"dense {channels}x{channels}, 5 elements in 7x7": Case(shape=(channels, channels, 5), size=(7, 7))
+        f"dense {channels}x{channels}, 5 elements in 7x7": Case(
+            shape=(channels, channels, 5), size=(7, 7)
+        )
         for channels in (64, 256, 512)
     },
 }
@@ -118,7 +120,9 @@ def given(case: Case, implementation: str, device: str) -> tuple[list[Any], Any]
     positions = torch.rand(2, *case.shape, generator=generator) * (cells - 1) - cells // 2
     gradient = torch.randn(*case.shape[:2], *case.size, generator=generator)
     inputs = [weight, positions]
-    if implementation in WITH_SIGMA:  # both have a deviation of half a cell: the authors add 0.27 to theirs
+    if (
+        implementation in WITH_SIGMA
+    ):  # both have a deviation of half a cell: the authors add 0.27 to theirs
         inputs.append(torch.full_like(positions, 0.23 if implementation == "gauss" else 0.5))
     return [tensor.to(device).requires_grad_() for tensor in inputs], gradient.to(device)
 
@@ -133,7 +137,9 @@ def warm_up(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def one_pass(construct: Construct, inputs: Sequence[Any], gradient: Any, device: str) -> tuple[float, float]:
+def one_pass(
+    construct: Construct, inputs: Sequence[Any], gradient: Any, device: str
+) -> tuple[float, float]:
     """Seconds of forward and backward."""
     import torch
 
@@ -178,7 +184,9 @@ def maker(implementation: str) -> Callable[[Case, str], Construct]:
     """What makes the implementation for a case on a device; nothing of that is timed."""
     if implementation in AUTHORS:
         return lambda case, device: by_authors(case, implementation)
-    return {"ours": ours, "ours gaussian": ours, "listing": by_listing, "floor": floor}[implementation]
+    return {"ours": ours, "ours gaussian": ours, "listing": by_listing, "floor": floor}[
+        implementation
+    ]
 
 
 def ours(case: Case, device: str) -> Construct:
@@ -186,7 +194,9 @@ def ours(case: Case, device: str) -> Construct:
 
     def construct(weight: Any, positions: Any, sigma: Any = None) -> Any:
         interpolation = "bilinear" if sigma is None else "gaussian"
-        return construct_kernel(weight, positions, case.size, interpolation=interpolation, sigma=sigma)
+        return construct_kernel(
+            weight, positions, case.size, interpolation=interpolation, sigma=sigma
+        )
 
     return construct
 
@@ -210,7 +220,9 @@ def by_listing(case: Case, device: str) -> Construct:
     height, width = case.size
     rows = torch.arange(height, device=device).view(-1, 1, 1, 1, 1)
     columns = torch.arange(width, device=device).view(1, -1, 1, 1, 1)
-    centre = torch.tensor([width // 2, height // 2], device=device).view(2, 1, 1, 1)  # its first axis is the column
+    centre = torch.tensor([width // 2, height // 2], device=device).view(
+        2, 1, 1, 1
+    )  # its first axis is the column
 
     def construct(weight: Any, positions: Any) -> Any:
         places = positions + centre
@@ -255,7 +267,10 @@ def devices_here() -> Iterator[str]:
 def implementations_here() -> list[str]:
     if find_spec("DCLS") is not None:
         return list(IMPLEMENTATIONS)
-    print("the authors' package is not installed (pip install dcls): its rows are left out", file=sys.stderr)
+    print(
+        "the authors' package is not installed (pip install dcls): its rows are left out",
+        file=sys.stderr,
+    )
     return [one for one in IMPLEMENTATIONS if one not in AUTHORS]
 
 
@@ -297,10 +312,19 @@ def tables(result: dict[str, Any]) -> Iterator[str]:
     hardware = result["hardware"]
     for device in dict.fromkeys(row["device"] for row in result["rows"]):
         name = hardware.get("gpu", "CUDA") if device == "cuda" else "CPU"
-        rows = {(row["case"], row["implementation"]): row for row in result["rows"] if row["device"] == device}
+        rows = {
+            (row["case"], row["implementation"]): row
+            for row in result["rows"]
+            if row["device"] == device
+        }
         yield from ["", f"Forward + backward on {name}, ms: median (quartiles)", "", times(rows)]
         yield from ["", "Peak memory over the start, MiB", "", memories(rows)]
-        yield from ["", "How many times less ours takes (floor: how many times more than it)", "", ratios(rows)]
+        yield from [
+            "",
+            "How many times less ours takes (floor: how many times more than it)",
+            "",
+            ratios(rows),
+        ]
 
 
 def _by_case(rows: Measured, cell: Callable[[dict[str, Any]], str]) -> str:
@@ -314,7 +338,9 @@ def _by_case(rows: Measured, cell: Callable[[dict[str, Any]], str]) -> str:
 
 def times(rows: Measured) -> str:
     def cell(row: dict[str, Any]) -> str:
-        low, middle, high = (row["seconds"][key] * 1e3 for key in ("first_quartile", "median", "third_quartile"))
+        low, middle, high = (
+            row["seconds"][key] * 1e3 for key in ("first_quartile", "median", "third_quartile")
+        )
         return f"{middle:.3g} ({low:.3g} to {high:.3g})"
 
     return _by_case(rows, cell)
@@ -341,13 +367,22 @@ def ratios(rows: Measured) -> str:
         if (case, one) not in rows or (case, other) not in rows:
             return None
         pair = [rows[case, name][quantity] for name in (one, other)]
-        top, bottom = (float(number["median"]) if isinstance(number, dict) else max(number, PAGE) for number in pair)
+        top, bottom = (
+            float(number["median"]) if isinstance(number, dict) else max(number, PAGE)
+            for number in pair
+        )
         return top / bottom
 
     cases = list(dict.fromkeys(case for case, _ in rows))
     found = {heading: [value(case, *what) for case in cases] for heading, what in RATIOS.items()}
-    body = [[case, *(_times(found[heading][index]) for heading in RATIOS)] for index, case in enumerate(cases)]
-    means = [geometric_mean(known) if (known := [one for one in found[h] if one]) else None for h in RATIOS]
+    body = [
+        [case, *(_times(found[heading][index]) for heading in RATIOS)]
+        for index, case in enumerate(cases)
+    ]
+    means = [
+        geometric_mean(known) if (known := [one for one in found[h] if one]) else None
+        for h in RATIOS
+    ]
     return markdown_table(["case", *RATIOS], [*body, ["geometric mean", *map(_times, means)]])
 
 
@@ -356,10 +391,21 @@ def _times(ratio: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=2, help="of torch")
-    parser.add_argument("--output", type=Path, default=RESULTS / "construction.json", help="goes on from what it holds")
-    parser.add_argument("--table", action="store_true", help="print the tables of the stored results, measure nothing")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=RESULTS / "construction.json",
+        help="goes on from what it holds",
+    )
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="print the tables of the stored results, measure nothing",
+    )
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

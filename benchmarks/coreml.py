@@ -56,7 +56,9 @@ def convert(program, **options):
 def largest_error(program, kernels: list[np.ndarray]) -> float:
     """Relative, between each kernel and the nearest constant of its shape; infinite if there is none."""
     operations = program._mil_program.functions["main"].find_ops(op_type="conv")
-    constants = [operation.weight.val for operation in operations if operation.weight.val is not None]
+    constants = [
+        operation.weight.val for operation in operations if operation.weight.val is not None
+    ]
     largest = 0.0
     for kernel in kernels:
         same_shape = [constant for constant in constants if constant.shape == kernel.shape]
@@ -73,7 +75,9 @@ def main() -> None:
     folded = copy.deepcopy(model)
     dcls_convert.fold_to_dense_(folded)
     kernels = kernels_of(folded)
-    print(f"{NAME}, {len(kernels)} kernels, coremltools {coremltools.__version__}, torch {torch.__version__}")
+    print(
+        f"{NAME}, {len(kernels)} kernels, coremltools {coremltools.__version__}, torch {torch.__version__}"
+    )
     for way in (converted_by_tracing, converted_from_export):
         for state, one in (("unfolded", model), ("folded", folded)):
             error = largest_error(way(copy.deepcopy(one)), kernels)

@@ -66,7 +66,9 @@ def by_fvcore(model: nn.Module) -> Counts:
 def by_calflops(model: nn.Module) -> Counts:
     from calflops import calculate_flops
 
-    _, macs, parameters = calculate_flops(model, input_shape=SHAPE, print_results=False, output_as_string=False)
+    _, macs, parameters = calculate_flops(
+        model, input_shape=SHAPE, print_results=False, output_as_string=False
+    )
     return macs, parameters
 
 
@@ -94,7 +96,9 @@ def main() -> None:
     report = dcls_convert.convert_(model, dilated_size=WINDOW, init="random", input_size=SHAPE[1:])
     folded = copy.deepcopy(model)
     dcls_convert.fold_to_dense_(folded)
-    print(f"report: {report.macs.after / 1e6:,.1f} M MACs, {report.params.after / 1e6:.2f} M parameters")
+    print(
+        f"report: {report.macs.after / 1e6:,.1f} M MACs, {report.params.after / 1e6:.2f} M parameters"
+    )
     for name, (package, count) in COUNTERS.items():
         if importlib.util.find_spec(package) is None:
             print(f"{name}: {package} is not installed")

@@ -32,7 +32,12 @@ from torch.utils._pytree import tree_leaves
 import dcls_convert
 from dcls_convert.compare.workers import run_jobs
 from dcls_convert.networks.sites import find_convs
-from dcls_convert.networks.source import build_model, registry_names, resolve_model, stated_input_size
+from dcls_convert.networks.source import (
+    build_model,
+    registry_names,
+    resolve_model,
+    stated_input_size,
+)
 
 MOST_PARAMS = 60_000_000
 MOST_FOLD_ERROR = 1e-4
@@ -77,7 +82,9 @@ def _sweep_one(name: str) -> dict[str, Any]:
     fold_error = largest_difference(outputs(model, image), converted) / largest(converted)
     return {
         "status": "done" if fold_error <= MOST_FOLD_ERROR and reload_difference == 0 else "failed",
-        "family": type(twin).__module__.removeprefix("torchvision.models.").rpartition("timm.models.")[2],
+        "family": type(twin)
+        .__module__.removeprefix("torchvision.models.")
+        .rpartition("timm.models.")[2],
         "params": params,
         "layers": folded,
         "rules": plan.rules,
@@ -101,7 +108,9 @@ def smallest_input(model: nn.Module, own: tuple[int, ...]) -> tuple[int, ...]:
         if side >= own[-1]:
             break
         size = (*own[:-2], side, side)
-        with contextlib.suppress(Exception):  # whatever the model's own code says to a size that it is not made for
+        with contextlib.suppress(
+            Exception
+        ):  # whatever the model's own code says to a size that it is not made for
             if largest(outputs(model, torch.rand(1, *size))) > 0:
                 return size
     return own
@@ -110,7 +119,10 @@ def smallest_input(model: nn.Module, own: tuple[int, ...]) -> tuple[int, ...]:
 def outputs(model: nn.Module, image: Tensor) -> list[Tensor]:
     """All floating tensors that come out; of a model that found nothing in the image, those of its children."""
     seen: list[Any] = []
-    handles = [child.register_forward_hook(lambda _, __, output: seen.append(output)) for child in model.children()]
+    handles = [
+        child.register_forward_hook(lambda _, __, output: seen.append(output))
+        for child in model.children()
+    ]
     try:
         if ".detection." in type(model).__module__:
             result = model([image[0]])
@@ -129,7 +141,9 @@ def outputs(model: nn.Module, image: Tensor) -> list[Tensor]:
 
 
 def _floats(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [
+        leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
 
 
 def largest(tensors: list[Tensor]) -> float:
@@ -153,7 +167,9 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- |"
     for family, members in sorted(families.items()):
         layers = sum(row["layers"] for row in members)
-        fold, reload = (max(row[key] for row in members) for key in ("fold_error", "reload_difference"))
+        fold, reload = (
+            max(row[key] for row in members) for key in ("fold_error", "reload_difference")
+        )
         yield f"| {family} | {len(members)} | {layers} | {fold:.1e} | {reload:g} |"
 
 
@@ -179,23 +195,37 @@ def document(result: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default="", help="part of the names")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--failed", action="store_true", help="only those that failed in the stored results")
-    parser.add_argument("--table", action="store_true", help="run nothing; print the stored results")
+    parser.add_argument(
+        "--failed", action="store_true", help="only those that failed in the stored results"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="run nothing; print the stored results"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.table:
         print("\n".join(document(json.loads(options.output.read_text(encoding="utf-8")))))
         return
-    stored = json.loads(options.output.read_text(encoding="utf-8")) if options.failed else {"models": [], "summary": {}}
+    stored = (
+        json.loads(options.output.read_text(encoding="utf-8"))
+        if options.failed
+        else {"models": [], "summary": {}}
+    )
     kept = [row for row in stored["models"] if row["status"] == "done"]
     failed = {row["name"] for row in stored["models"] if row["status"] == "failed"}
     known = registry_names()
-    names = [name for name in known if options.models in name and (name in failed or not options.failed)]
+    names = [
+        name for name in known if options.models in name and (name in failed or not options.failed)
+    ]
     rows: list[dict[str, Any]] = []
-    done = run_jobs(sweep_one, names, workers=options.workers, timeout=SECONDS, set_up=set_up_worker)
+    done = run_jobs(
+        sweep_one, names, workers=options.workers, timeout=SECONDS, set_up=set_up_worker
+    )
     for index, value, failure in done:
         row = value or {"name": names[index], "status": "failed", "reason": failure}
         rows.append(row)
@@ -209,7 +239,9 @@ def main() -> None:
     if done:
         summary["worst fold error"] = max(row["fold_error"] for row in done)
         summary["worst reload difference"] = max(row["reload_difference"] for row in done)
-    versions = {module.__name__: module.__version__ for module in (torch, torchvision, timm, dcls_convert)}
+    versions = {
+        module.__name__: module.__version__ for module in (torch, torchvision, timm, dcls_convert)
+    }
     result = {
         "command": "python benchmarks/deep_sweep.py"
         + (f" --models {options.models}" if options.models else "")

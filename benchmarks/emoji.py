@@ -30,7 +30,13 @@ if TYPE_CHECKING:  # --table does without torch
 VENDORS = ("apple", "facebook", "google", "twitter")
 VERSION = "16.0.0"
 SIDE = 64  # pixels
-THINGS = ("Animals & Nature", "Food & Drink", "Travel & Places", "Activities", "Objects")  # not faces, flags, signs
+THINGS = (
+    "Animals & Nature",
+    "Food & Drink",
+    "Travel & Places",
+    "Activities",
+    "Objects",
+)  # not faces, flags, signs
 STORED = RESULTS / "emoji.json"
 
 
@@ -41,7 +47,12 @@ def small_convnext(num_classes: int = 1000, **options: object) -> "nn.Module":
     """
     import timm
 
-    dims = {"depths": (1, 1, 3, 1), "dims": (24, 48, 96, 192), "patch_size": 2, "ls_init_value": 0.1}
+    dims = {
+        "depths": (1, 1, 3, 1),
+        "dims": (24, 48, 96, 192),
+        "patch_size": 2,
+        "ls_init_value": 0.1,
+    }
     return timm.create_model("convnext_atto", num_classes=num_classes, **dims, **options)
 
 
@@ -56,16 +67,25 @@ def prepare(folder: Path, test: str, packages: Path) -> int:
     """How many emoji there are."""
     from PIL import Image
 
-    archives = {one: tarfile.open(packages / f"emoji-datasource-{one}-{VERSION}.tgz") for one in VENDORS}
+    archives = {
+        one: tarfile.open(packages / f"emoji-datasource-{one}-{VERSION}.tgz") for one in VENDORS
+    }
     names = json.load(archives[VENDORS[0]].extractfile("package/emoji.json"))
     things = [one for one in names if one["category"] in THINGS]
     shared = [one["image"] for one in things if all(one[f"has_img_{vendor}"] for vendor in VENDORS)]
     for vendor, archive in archives.items():
         members = {member.name: member for member in archive}
         for image in shared:
-            picture = Image.open(archive.extractfile(members[f"package/img/{vendor}/{SIDE}/{image}"]))
+            picture = Image.open(
+                archive.extractfile(members[f"package/img/{vendor}/{SIDE}/{image}"])
+            )
             picture = picture.convert("RGBA").resize((SIDE, SIDE))
-            place = folder / ("validation" if vendor == test else "train") / Path(image).stem / f"{vendor}.png"
+            place = (
+                folder
+                / ("validation" if vendor == test else "train")
+                / Path(image).stem
+                / f"{vendor}.png"
+            )
             place.parent.mkdir(parents=True, exist_ok=True)
             white = Image.new("RGBA", picture.size, "white")
             Image.alpha_composite(white, picture).convert("RGB").save(place)
@@ -74,17 +94,22 @@ def prepare(folder: Path, test: str, packages: Path) -> int:
 
 def keep(comparisons: Sequence[Path]) -> None:
     """What `compare` found, without what it found for each image."""
-    found = [json.loads((folder / "comparison.json").read_text(encoding="utf-8")) for folder in comparisons]
+    found = [
+        json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
+        for folder in comparisons
+    ]
     recipe = found[0]["settings"]["recipe"]
-    options = (
-        f"--input-size 3x64x64 --batch-size {recipe['batch_size']} --lr {recipe['lr']:g} --epochs {recipe['epochs']}"
-    )
+    options = f"--input-size 3x64x64 --batch-size {recipe['batch_size']} "
+    options += f"--lr {recipe['lr']:g} --epochs {recipe['epochs']}"
     command = f"dcls-convert compare emoji:NETWORK --data FOLDER {options} --device cpu"
     rows: dict[tuple[str, ...], dict[str, Any]] = {}  # the first of its name
     for one in found:
         for row in (named(arm, one["settings"]) for arm in one["arms"]):
             rows.setdefault((row["network"], row["test"], row["label"]), row)
-    settings = {name: found[0]["settings"][name] for name in ("classes", "train_images", "test_images", "augmentation")}
+    settings = {
+        name: found[0]["settings"][name]
+        for name in ("classes", "train_images", "test_images", "augmentation")
+    }
     store(STORED, command=command, settings=settings | {"recipe": recipe}, rows=[*rows.values()])
 
 
@@ -94,7 +119,10 @@ def named(arm: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
 
     test = next((vendor for vendor in VENDORS if vendor in Path(settings["data"]).name), VENDORS[0])
     rate = settings["recipe"]["position_lr_scale"]
-    more = [*settings["planning"].values(), *([f"rate x{rate:g}"] if rate != POSITION_LR_SCALE else [])]
+    more = [
+        *settings["planning"].values(),
+        *([f"rate x{rate:g}"] if rate != POSITION_LR_SCALE else []),
+    ]
     label = " ".join([arm["label"], *more]) if arm["distance"] is not None else arm["label"]
     return arm | {"label": label, "network": settings["model"].rpartition("_")[2], "test": test}
 
@@ -102,21 +130,56 @@ def named(arm: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
 def table() -> str:
     """Of each network, and what is said of those with seeds enough."""
     rows: list[dict[str, Any]] = json.loads(STORED.read_text(encoding="utf-8"))["rows"]
-    header = ["network, tested on", "converted", "parameters", "MACs, M", "ms a step", "top-1, %", "by seed"]
+    header = [
+        "network, tested on",
+        "converted",
+        "parameters",
+        "MACs, M",
+        "ms a step",
+        "top-1, %",
+        "by seed",
+    ]
     header += ["over seeds", "over images", "cells moved", "outside, %"]
     lines, said = [], []
     for row in rows:
         bounds = [row["over_seeds"], row["over_images"]]
-        intervals = ["" if one is None else f"{one['low']:+.1f} to {one['high']:+.1f}" for one in bounds]
+        intervals = [
+            "" if one is None else f"{one['low']:+.1f} to {one['high']:+.1f}" for one in bounds
+        ]
         by_seed = ", ".join(f"{difference:+.1f}" for difference in row["differences"])
-        numbers = [f"{row['params']:,}", f"{row['macs'] / 1e6:.1f}", f"{row['step_ms']:.0f}", f"{row['top1']:.1f}"]
-        moved = ["", ""] if row["distance"] is None else [f"{row['distance']:.2f}", f"{100 * row['outside']:.0f}"]
-        lines.append([f"{row['network']}, {row['test']}", row["label"], *numbers, by_seed, *intervals, *moved])
+        numbers = [
+            f"{row['params']:,}",
+            f"{row['macs'] / 1e6:.1f}",
+            f"{row['step_ms']:.0f}",
+            f"{row['top1']:.1f}",
+        ]
+        moved = (
+            ["", ""]
+            if row["distance"] is None
+            else [f"{row['distance']:.2f}", f"{100 * row['outside']:.0f}"]
+        )
+        lines.append(
+            [
+                f"{row['network']}, {row['test']}",
+                row["label"],
+                *numbers,
+                by_seed,
+                *intervals,
+                *moved,
+            ]
+        )
         if len(row["differences"]) > 2:
             said.append(f"- {row['network']}, {row['sentence']}")
-    pairs = [pair for row in rows if row["label"] in ("17x17 kernel", "9x9 kernel") for pair in row["differences"]]
+    pairs = [
+        pair
+        for row in rows
+        if row["label"] in ("17x17 kernel", "9x9 kernel")
+        for pair in row["differences"]
+    ]
     better = f"better in {sum(pair > 0 for pair in pairs)} of {len(pairs)} pairs"
-    said.append(f"- over the old kernel, all: {better}, {sum(pairs) / len(pairs):+.1f} points in the mean")
+    said.append(
+        f"- over the old kernel, all: {better}, {sum(pairs) / len(pairs):+.1f} points in the mean"
+    )
     return "\n\n".join([markdown_table(header, lines), "\n".join(said)])
 
 
@@ -135,22 +198,41 @@ def draw(comparison: Path, target: Path) -> None:
     for row, (start, name) in zip(panels, starts.items(), strict=True):
         first, *_, last = read_track(comparison / "runs" / f"{name}-seed0" / "positions.jsonl")
         for panel, before, after in zip(row, first.positions, last.positions, strict=True):
-            panel.plot([before.followed[1], after.followed[1]], [before.followed[0], after.followed[0]], "C0", lw=0.8)
+            panel.plot(
+                [before.followed[1], after.followed[1]],
+                [before.followed[0], after.followed[0]],
+                "C0",
+                lw=0.8,
+            )
             panel.plot(after.followed[1], after.followed[0], "C0.", ms=4)
             panel.add_patch(Rectangle((-3.5, -3.5), 7, 7, fill=False, ls="--", lw=0.8, ec="0.5"))
-            panel.set(xlim=(-8.5, 8.5), ylim=(8.5, -8.5), aspect="equal", xticks=(-8, 0, 8), yticks=(-8, 0, 8))
+            panel.set(
+                xlim=(-8.5, 8.5),
+                ylim=(8.5, -8.5),
+                aspect="equal",
+                xticks=(-8, 0, 8),
+                yticks=(-8, 0, 8),
+            )
         row[0].set_ylabel(start)
     figure.savefig(target, dpi=110, metadata={"Software": None})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--test", choices=VENDORS, default="apple")
-    parser.add_argument("--packages", type=Path, help="folder of emoji-datasource-VENDOR-VERSION.tgz")
+    parser.add_argument(
+        "--packages", type=Path, help="folder of emoji-datasource-VENDOR-VERSION.tgz"
+    )
     parser.add_argument("--store", type=Path, nargs="+", metavar="COMPARISON")
     parser.add_argument(
-        "--picture", type=Path, nargs=2, metavar=("COMPARISON", "FILE"), help="draw where elements went"
+        "--picture",
+        type=Path,
+        nargs=2,
+        metavar=("COMPARISON", "FILE"),
+        help="draw where elements went",
     )
     parser.add_argument("--table", action="store_true", help="print the stored results")
     options = parser.parse_args()

@@ -25,7 +25,9 @@ def main(names: list[str]) -> None:
             errors = apply_plan_(model, plan, init=init).kernel
             seconds = time.perf_counter() - start
             means[init] = sum(errors.values()) / len(errors)
-            print(f"{name} {size}: {init:7} {seconds:6.1f} s, mean relative kernel error {means[init]:.3f}")
+            print(
+                f"{name} {size}: {init:7} {seconds:6.1f} s, mean relative kernel error {means[init]:.3f}"
+            )
         print(f"{name} {size}: ratio of the errors {means['fit'] / means['largest']:.2f}")
 
 

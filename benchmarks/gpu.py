@@ -73,7 +73,10 @@ def measured(runs: Runs) -> dict[str, dict[str, Any]]:
             for _ in range(CALLS):
                 call()
             times[name].append(1e3 * (now() - begun) / CALLS)
-    return {name: {"ms": measuring.summary(found), "peak_mib": peaks[name]} for name, found in times.items()}
+    return {
+        name: {"ms": measuring.summary(found), "peak_mib": peaks[name]}
+        for name, found in times.items()
+    }
 
 
 def now() -> float:
@@ -85,11 +88,18 @@ def now() -> float:
 def construction(name: str, batch: int) -> Rows:
     for channels, _, count in NETWORKS[name]:
         layer = DclsConv2d(
-            channels, channels, kernel_count=34, dilated_kernel_size=WINDOW, groups=channels, device=DEVICE
+            channels,
+            channels,
+            kernel_count=34,
+            dilated_kernel_size=WINDOW,
+            groups=channels,
+            device=DEVICE,
         )
         elements = [layer.weight, layer.positions]
         grad = torch.randn_like(layer.kernel())
-        found = measured({"construction": lambda layer=layer, of=elements, to=grad: step(layer.kernel(), of, to)})
+        found = measured(
+            {"construction": lambda layer=layer, of=elements, to=grad: step(layer.kernel(), of, to)}
+        )
         yield {"what": f"kernels of {count} layers, {channels} channels", "step": found}
 
 
@@ -102,26 +112,46 @@ def layers(name: str, batch: int) -> Rows:
         for dtype in (torch.bfloat16, torch.float32):
             for format, memory_format in FORMATS.items():
                 options = {"device": DEVICE, "dtype": dtype}
-                maps = torch.randn(batch, channels, side, side, **options).to(memory_format=memory_format)
+                maps = torch.randn(batch, channels, side, side, **options).to(
+                    memory_format=memory_format
+                )
                 grad = maps.clone()
                 maps.requires_grad_()
-                kernel = torch.randn(channels, 1, WINDOW, WINDOW, **options).div_(WINDOW).requires_grad_()
+                kernel = (
+                    torch.randn(channels, 1, WINDOW, WINDOW, **options)
+                    .div_(WINDOW)
+                    .requires_grad_()
+                )
 
-                def forward(way: str, maps: Any = maps, kernel: Any = kernel, groups: int = channels) -> torch.Tensor:
+                def forward(
+                    way: str, maps: Any = maps, kernel: Any = kernel, groups: int = channels
+                ) -> torch.Tensor:
                     with going(way):
-                        return conv2d(maps, kernel, None, (1, 1), (WINDOW // 2,) * 2, (1, 1), groups)
+                        return conv2d(
+                            maps, kernel, None, (1, 1), (WINDOW // 2,) * 2, (1, 1), groups
+                        )
 
-                inference = {way: torch.no_grad()(lambda way=way, run=forward: run(way)) for way in WAYS}
+                inference = {
+                    way: torch.no_grad()(lambda way=way, run=forward: run(way)) for way in WAYS
+                }
                 training = {
-                    way: lambda way=way, run=forward, of=[maps, kernel], to=grad: step(run(way), of, to) for way in WAYS
+                    way: lambda way=way, run=forward, of=[maps, kernel], to=grad: step(
+                        run(way), of, to
+                    )
+                    for way in WAYS
                 }
                 what = f"{count} layers, {channels} channels of {side}x{side}, {dtype}, {format}"
                 yield {"what": what, "forward": measured(inference), "step": measured(training)}
 
 
 def networks(name: str, batch: int) -> Rows:
-    built, notes = models.build(models.Case(model=name, window=WINDOW, channels_last=True), "v0", training=True)
-    images, classes = torch.randn(batch, *models.IMAGE, device=DEVICE), torch.arange(batch, device=DEVICE)
+    built, notes = models.build(
+        models.Case(model=name, window=WINDOW, channels_last=True), "v0", training=True
+    )
+    images, classes = (
+        torch.randn(batch, *models.IMAGE, device=DEVICE),
+        torch.arange(batch, device=DEVICE),
+    )
     inference: Runs = {}
     training: Runs = {}
     for kind, model in built.items():
@@ -143,7 +173,12 @@ def networks(name: str, batch: int) -> Rows:
 
             label = f"{kind}, {way}" if kind == models.OURS else kind
             inference[label], training[label] = infer, train
-    yield {"what": "the model", "notes": notes, "forward": measured(inference), "step": measured(training)}
+    yield {
+        "what": "the model",
+        "notes": notes,
+        "forward": measured(inference),
+        "step": measured(training),
+    }
 
 
 PARTS: dict[str, Callable[[str, int], Rows]] = {
@@ -160,18 +195,28 @@ def tables(rows: list[dict[str, Any]]) -> str:
             forward = row.get("forward", {}).get(way)
             cells = [found["ms"]["median"], found["peak_mib"]]
             first = "" if forward is None else f"{forward['ms']['median']:.3g}"
-            lines.append([row["model"], row["what"], way, first, f"{cells[0]:.3g}", f"{cells[1]:,.0f}"])
+            lines.append(
+                [row["model"], row["what"], way, first, f"{cells[0]:.3g}", f"{cells[1]:,.0f}"]
+            )
     header = ["network", "what", "way", "forward, ms", "forward and backward, ms", "peak, MiB"]
     return measuring.markdown_table(header, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=8.0, help="after which nothing more is begun")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="after which nothing more is begun"
+    )
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--output", type=Path, default=measuring.RESULTS / "gpu.json")
-    parser.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)  # a toy on the CPU; stores nothing
-    parser.add_argument("--table", action="store_true", help="print what is stored, measure nothing")
+    parser.add_argument(
+        "--smoke", action="store_true", help=argparse.SUPPRESS
+    )  # a toy on the CPU; stores nothing
+    parser.add_argument(
+        "--table", action="store_true", help="print what is stored, measure nothing"
+    )
     options = parser.parse_args()
     if options.smoke:
         return smoke()
@@ -206,7 +251,9 @@ def measure(options: argparse.Namespace) -> None:
     if rows:
         settings = {"batch": options.batch, "gpu": torch.cuda.get_device_name()}
         command = f"python benchmarks/gpu.py --batch {options.batch}"
-        measuring.store(options.output, command=command, settings=settings, rows=rows, packages=models.PACKAGES)
+        measuring.store(
+            options.output, command=command, settings=settings, rows=rows, packages=models.PACKAGES
+        )
 
 
 if __name__ == "__main__":

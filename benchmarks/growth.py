@@ -28,7 +28,11 @@ SAVE = (
 )
 SIZES = {  # windows: the paper's
     **dict.fromkeys(
-        [f"convnext_{size}" for size in ("atto", "nano", "tiny", "base", "large", "xlarge", "xxlarge")], "17"
+        [
+            f"convnext_{size}"
+            for size in ("atto", "nano", "tiny", "base", "large", "xlarge", "xxlarge")
+        ],
+        "17",
     ),
     **dict.fromkeys(["resnet18", "resnet50", "resnet152"], "7"),
 }
@@ -42,10 +46,24 @@ def commands(name: str, weights: Path, scratch: Path) -> dict[str, list[str]]:
     found = {
         "plan": [PROGRAM, name, *size, "--dry-run"],
         "random": [PROGRAM, name, *size, "--quiet", "--output", str(scratch / "random")],
-        "fold": [PROGRAM, "fold", str(scratch / "random"), "--output", str(scratch / "fold")],  # of what that wrote
+        "fold": [
+            PROGRAM,
+            "fold",
+            str(scratch / "random"),
+            "--output",
+            str(scratch / "fold"),
+        ],  # of what that wrote
     }
     if name in FIT_MODELS:
-        fitted = ["--checkpoint", str(weights), "--init", "fit", "--quiet", "--output", str(scratch / "fit")]
+        fitted = [
+            "--checkpoint",
+            str(weights),
+            "--init",
+            "fit",
+            "--quiet",
+            "--output",
+            str(scratch / "fit"),
+        ]
         found["fit"] = [PROGRAM, name, *size, *fitted]
     return found
 
@@ -56,7 +74,10 @@ def measure(name: str, done: set[tuple[str, str]], imports: dict[str, float]) ->
         scratch = Path(folder)
         weights = scratch / "weights.safetensors"
         saved = subprocess.run(
-            [sys.executable, "-c", SAVE, name, str(weights)], capture_output=True, text=True, check=True
+            [sys.executable, "-c", SAVE, name, str(weights)],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         params = int(saved.stdout.strip().splitlines()[-1])
         for stage, command in commands(name, weights, scratch).items():
@@ -64,7 +85,9 @@ def measure(name: str, done: set[tuple[str, str]], imports: dict[str, float]) ->
                 continue
             run = run_fresh(command)
             if run.returncode:
-                raise RuntimeError(f"{' '.join(command)} ended with {run.returncode}:\n{run.stderr}")
+                raise RuntimeError(
+                    f"{' '.join(command)} ended with {run.returncode}:\n{run.stderr}"
+                )
             if stage != "random":
                 shutil.rmtree(scratch / stage, ignore_errors=True)
             if (name, stage) not in done:
@@ -79,7 +102,9 @@ def measure(name: str, done: set[tuple[str, str]], imports: dict[str, float]) ->
 
 
 def imports_alone() -> dict[str, float]:
-    run = min((run_fresh([sys.executable, "-c", IMPORTS]) for _ in range(3)), key=lambda run: run.seconds)
+    run = min(
+        (run_fresh([sys.executable, "-c", IMPORTS]) for _ in range(3)), key=lambda run: run.seconds
+    )
     return {"seconds": run.seconds, "peak_mib": run.peak_bytes / MIB}
 
 
@@ -93,7 +118,9 @@ def exponent(rows: list[dict[str, Any]], key: str) -> float | None:
     if len(points) < 3:
         return None
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
-    slope: float = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    slope: float = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum(
+        (x - mean_x) ** 2 for x, _ in points
+    )
     return slope
 
 
@@ -109,9 +136,15 @@ def table(rows: list[dict[str, Any]]) -> str:
         return "" if row is None else f"{row['seconds']:.1f} s, {row['peak_mib'] / 1024:.2f} GiB"
 
     models = sorted({(row["params"], row["model"]) for row in rows})
-    lines = [[name, f"{params / 1e6:.1f}", *(cell(name, stage) for stage in STAGES)] for params, name in models]
+    lines = [
+        [name, f"{params / 1e6:.1f}", *(cell(name, stage) for stage in STAGES)]
+        for params, name in models
+    ]
     for key, what in (("seconds", "time"), ("peak_mib", "memory")):
-        found = [exponent([r for r in rows if r["stage"] == s and family(r) == "ConvNeXt"], key) for s in STAGES]
+        found = [
+            exponent([r for r in rows if r["stage"] == s and family(r) == "ConvNeXt"], key)
+            for s in STAGES
+        ]
         exponents = ["" if value is None else f"{value:.2f}" for value in found]
         lines.append([f"ConvNeXt: exponent of {what} above the imports'", "", *exponents])
     return markdown_table(["model", "M parameters", *STAGES], lines)
@@ -127,27 +160,46 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for stage in STAGES:
         for kind, marker in (("ConvNeXt", "o-"), ("ResNet", "s--")):
-            points = sorted((r for r in rows if r["stage"] == stage and family(r) == kind), key=lambda r: r["params"])
+            points = sorted(
+                (r for r in rows if r["stage"] == stage and family(r) == kind),
+                key=lambda r: r["params"],
+            )
             if not points:
                 continue
             params = [row["params"] for row in points]
             colour = f"C{STAGES.index(stage)}"
             for axis, key, scale in ((axes[0], "seconds", 1), (axes[1], "peak_mib", 1024)):
-                axis.plot(params, [r[key] / scale for r in points], marker, color=colour, label=f"{stage}, {kind}")
+                axis.plot(
+                    params,
+                    [r[key] / scale for r in points],
+                    marker,
+                    color=colour,
+                    label=f"{stage}, {kind}",
+                )
     for axis, label in zip(axes, ("seconds", "peak memory, GiB"), strict=True):
         axis.set(xscale="log", yscale="log", xlabel="parameters", ylabel=label)
-    axes[1].plot(params := [4e6, 8.5e8], [4 * count / 2**30 for count in params], "k:", label="weights alone")
+    axes[1].plot(
+        params := [4e6, 8.5e8], [4 * count / 2**30 for count in params], "k:", label="weights alone"
+    )
     axes[1].legend(fontsize="x-small")
     figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--output", type=Path, default=RESULT)
-    parser.add_argument("--table", action="store_true", help="print the table of the stored results, measure nothing")
     parser.add_argument(
-        "--plot", action="store_true", help=f"draw {PLOT.name} from the stored results, measure nothing"
+        "--table",
+        action="store_true",
+        help="print the table of the stored results, measure nothing",
+    )
+    parser.add_argument(
+        "--plot",
+        action="store_true",
+        help=f"draw {PLOT.name} from the stored results, measure nothing",
     )
     options = parser.parse_args()
     settings = {"sizes": SIZES, "fit": FIT_MODELS}
@@ -161,7 +213,12 @@ def main() -> None:
             for row in measure(name, done, imports):
                 rows.append(row)
                 print(f"{name} {row['stage']}: {row['seconds']:.1f} s", file=sys.stderr, flush=True)
-                store(options.output, command="python benchmarks/growth.py", settings=settings, rows=rows)
+                store(
+                    options.output,
+                    command="python benchmarks/growth.py",
+                    settings=settings,
+                    rows=rows,
+                )
     if options.plot:
         plot(rows, PLOT if options.output == RESULT else options.output.with_suffix(".svg"))
     print(table(rows))

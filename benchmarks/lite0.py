@@ -20,7 +20,10 @@ from torchvision.transforms.functional import to_tensor
 
 NAME = "tf_efficientnet_lite0"
 SIDE = 224  # pixels
-MEAN, STD = 0.5, 0.5  # as timm states for this model; the original's 127/255 and 128/255 are the same to 0.4 %
+MEAN, STD = (
+    0.5,
+    0.5,
+)  # as timm states for this model; the original's 127/255 and 128/255 are the same to 0.4 %
 BATCH = 16  # crops
 CROP_AREA = (0.2, 1.0)  # of the photograph
 MISSING = "is not installed: pip install '.[bench]'"
@@ -70,13 +73,17 @@ class Fold:
     outputs: Tensor  # the network's, for these (N, classes)
 
 
-def make_fold(number: int, network: nn.Module, folder: Path, *, calibrating: int, testing: int, seed: int) -> Fold:
+def make_fold(
+    number: int, network: nn.Module, folder: Path, *, calibrating: int, testing: int, seed: int
+) -> Fold:
     """A fold of so many crops; those that calibrate are written into the folder, which must not exist."""
     folder.mkdir(parents=True)
     for index, image in enumerate(crops(number, calibrating, seed=seed)):
         image.save(folder / f"{index:03d}.png")
     tests = pixels(crops(1 - number, testing, seed=seed + 1))
-    return Fold(number=number, network=network, folder=folder, tests=tests, outputs=logits(network, tests))
+    return Fold(
+        number=number, network=network, folder=folder, tests=tests, outputs=logits(network, tests)
+    )
 
 
 def pretrained_network() -> nn.Module:
@@ -89,9 +96,12 @@ def pretrained_network() -> nn.Module:
     model = timm.create_model(NAME)
     # The file has other names than timm, in the same order, and counts batches in other places.
     own, theirs = (
-        [name for name in names if not name.endswith("num_batches_tracked")] for names in (model.state_dict(), state)
+        [name for name in names if not name.endswith("num_batches_tracked")]
+        for names in (model.state_dict(), state)
     )
-    model.load_state_dict({ours: state[name] for ours, name in zip(own, theirs, strict=True)}, strict=False)
+    model.load_state_dict(
+        {ours: state[name] for ours, name in zip(own, theirs, strict=True)}, strict=False
+    )
     check(model.eval())
     return model
 
@@ -101,7 +111,9 @@ def check(model: nn.Module) -> None:
     for name, expected in EXPECTED.items():
         found = int(logits(model, pixels([images[name].resize((SIDE, SIDE))])).argmax())
         if found not in expected:
-            sys.exit(f"error: {NAME} takes {name} for class {found}, not for one of {sorted(expected)}")
+            sys.exit(
+                f"error: {NAME} takes {name} for class {found}, not for one of {sorted(expected)}"
+            )
 
 
 def photographs(half: int) -> dict[str, Image.Image]:

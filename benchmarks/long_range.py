@@ -39,7 +39,11 @@ DISTRACTORS = 2
 FIRST_DATA_SEED = 2000  # those from 1000 were looked at while the task was being designed
 NOISE = 0.4  # standard deviation; stripes are -1 and 1
 WINDOW = 13  # cells; the image is hardly larger
-TEXTURES = (((1, 1), (-1, -1)), ((1, -1), (1, -1)), ((1, -1), (-1, 1)))  # of a cell; the last is the distractors'
+TEXTURES = (
+    ((1, 1), (-1, -1)),
+    ((1, -1), (1, -1)),
+    ((1, -1), (-1, 1)),
+)  # of a cell; the last is the distractors'
 SETTINGS: dict[str, Any] = {
     "depths": [2],
     "dims": [24],
@@ -78,10 +82,15 @@ def make_images(count: int, generator: torch.Generator) -> small.Data:
     classes = torch.randint(DIRECTIONS, (count,), generator=generator)
     angle = (classes + torch.rand(count, generator=generator) - 0.5) * 2 * math.pi / DIRECTIONS
     distance = DISTANCES[0] + (DISTANCES[1] - DISTANCES[0]) * torch.rand(count, generator=generator)
-    offset = (distance * torch.stack([angle.sin(), angle.cos()])).round().long()  # (2, N): rows, columns
+    offset = (
+        (distance * torch.stack([angle.sin(), angle.cos()])).round().long()
+    )  # (2, N): rows, columns
     room = CELLS - PATCH - offset.abs()
     first = (torch.rand(2, count, generator=generator) * (room + 1)).long() + (-offset).clamp(min=0)
-    others = [torch.randint(CELLS - PATCH + 1, (2, count), generator=generator) for _ in range(DISTRACTORS)]
+    others = [
+        torch.randint(CELLS - PATCH + 1, (2, count), generator=generator)
+        for _ in range(DISTRACTORS)
+    ]
     images = NOISE * torch.randn(count, CELLS * PIXELS, CELLS * PIXELS, generator=generator)
     image, pixels = torch.arange(count)[:, None, None], torch.arange(PATCH * PIXELS)
     for index, corner in enumerate([first, first + offset, *others]):
@@ -133,17 +142,30 @@ def measure(seed: int) -> Iterator[dict[str, Any]]:
             lr=SETTINGS["lr"],
             position_lr_scale=network.position_lr_scale,
         )
-        row: dict[str, Any] = {"network": name, "params": small.parameter_count(model), "loss": loss}
+        row: dict[str, Any] = {
+            "network": name,
+            "params": small.parameter_count(model),
+            "loss": loss,
+        }
         row |= {"train": small.accuracy(model, train), "test": small.accuracy(model, test)}
         if network.tie is not None:
-            counts = {layer.kernel_count for layer in model.modules() if isinstance(layer, dcls_convert.DclsConv2d)}
-            row |= {"elements": max(counts), "moved": float((positions_of(model) - before).norm(dim=0).mean())}
+            counts = {
+                layer.kernel_count
+                for layer in model.modules()
+                if isinstance(layer, dcls_convert.DclsConv2d)
+            }
+            row |= {
+                "elements": max(counts),
+                "moved": float((positions_of(model) - before).norm(dim=0).mean()),
+            }
         yield row | {"seconds": round(time.perf_counter() - start, 1)}
 
 
 def positions_of(model: nn.Module) -> Tensor:
     """(2, elements of all position parameters), in cells; of dense networks there are none."""
-    found = [one.detach().flatten(1) for name, one in model.named_parameters() if "positions" in name]
+    found = [
+        one.detach().flatten(1) for name, one in model.named_parameters() if "positions" in name
+    ]
     return torch.cat([torch.zeros(2, 0), *found], dim=1).clone()
 
 
@@ -152,7 +174,13 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     rows: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in result["rows"]:
         rows[row["network"]].append(row)
-    columns = "parameters", "elements", "test accuracy, %", "over dense 7x7, by seed", "over frozen positions, by seed"
+    columns = (
+        "parameters",
+        "elements",
+        "test accuracy, %",
+        "over dense 7x7, by seed",
+        "over frozen positions, by seed",
+    )
     yield f"| network | {' | '.join(columns)} | training accuracy, % | cells moved |"
     yield "| --- |" + " --- |" * (len(columns) + 2)
     for name, members in rows.items():
@@ -160,10 +188,16 @@ def table(result: dict[str, Any]) -> Iterator[str]:
         for other in ("dense 7x7", FROZEN):
             pairs = zip(members, rows[other], strict=True)
             shown.append(
-                "" if name == other else ", ".join(f"{row['test'] - base['test']:+.1f}" for row, base in pairs)
+                ""
+                if name == other
+                else ", ".join(f"{row['test'] - base['test']:+.1f}" for row, base in pairs)
             )
         shown.append(small.mean_and_spread([row["train"] for row in members]))
-        shown.append(small.mean_and_spread([row["moved"] for row in members], 2) if "moved" in members[0] else "")
+        shown.append(
+            small.mean_and_spread([row["moved"] for row in members], 2)
+            if "moved" in members[0]
+            else ""
+        )
         elements = members[0].get("elements", NETWORKS[name].kernel_size ** 2)
         yield f"| {name} | {members[0]['params']:,} | {elements} | {' | '.join(shown)} |"
 

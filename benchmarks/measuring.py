@@ -37,7 +37,12 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 def summary(values: Sequence[float]) -> dict[str, float]:
     """Quartiles and number of the repetitions, as they are stored."""
     low, middle, high = quartiles(values)
-    return {"median": middle, "first_quartile": low, "third_quartile": high, "repetitions": len(values)}
+    return {
+        "median": middle,
+        "first_quartile": low,
+        "third_quartile": high,
+        "repetitions": len(values),
+    }
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -55,7 +60,9 @@ class FreshRun:
     stdout: str
     stderr: str
     seconds: float  # from before it was started to its end
-    peak_bytes: int  # most resident memory at any time, of the process and of those that it waited for
+    peak_bytes: (
+        int  # most resident memory at any time, of the process and of those that it waited for
+    )
 
 
 class FreshProcessError(RuntimeError):
@@ -101,11 +108,17 @@ def run_fresh(
             raise FreshProcessError(f"{command[0]} could not be started:\n{launched.stderr}")
         returncode, seconds, peak = json.loads(report.read_text(encoding="utf-8"))
     return FreshRun(
-        returncode=returncode, stdout=launched.stdout, stderr=launched.stderr, seconds=seconds, peak_bytes=peak
+        returncode=returncode,
+        stdout=launched.stdout,
+        stderr=launched.stderr,
+        seconds=seconds,
+        peak_bytes=peak,
     )
 
 
-def fresh_process(script: str | Path, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[Any, float, int]:
+def fresh_process(
+    script: str | Path, *arguments: str, env: Mapping[str, str] | None = None
+) -> tuple[Any, float, int]:
     """Runs a Python script that prints one JSON value as the last line of its stdout.
 
     Returns:
@@ -121,7 +134,9 @@ def fresh_process(script: str | Path, *arguments: str, env: Mapping[str, str] | 
     try:
         return json.loads(run.stdout.strip().splitlines()[-1]), run.seconds, run.peak_bytes
     except (IndexError, json.JSONDecodeError) as error:
-        raise FreshProcessError(f"{called} printed no JSON, but {run.stdout!r}\n{run.stderr}") from error
+        raise FreshProcessError(
+            f"{called} printed no JSON, but {run.stdout!r}\n{run.stderr}"
+        ) from error
 
 
 # Memory of this process.
@@ -173,7 +188,9 @@ def hardware() -> dict[str, Any]:
     found: dict[str, Any] = {
         "processor": _processor(),
         "architecture": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.system(),
     }
@@ -186,7 +203,9 @@ def hardware() -> dict[str, Any]:
 def _processor() -> str:
     information = Path("/proc/cpuinfo")
     if information.exists():
-        found = re.search(r"^model name\s*:\s*(.+)$", information.read_text(encoding="utf-8"), re.MULTILINE)
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", information.read_text(encoding="utf-8"), re.MULTILINE
+        )
         if found is not None:
             return found[1].strip()
     return platform.processor() or "unknown"

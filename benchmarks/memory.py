@@ -23,7 +23,9 @@ from measuring import MIB, RESULTS, markdown_table, run_fresh, store
 
 RESULT = RESULTS / "memory.json"
 PROGRAM = os.path.join(sysconfig.get_path("scripts"), "dcls-convert")
-LARGEST = "davit_giant"  # of timm's models, the one with the most parameters that has layers to convert
+LARGEST = (
+    "davit_giant"  # of timm's models, the one with the most parameters that has layers to convert
+)
 SECONDS_BETWEEN = 0.05  # two looks at a command's processes
 IMPORTS = "import torch, torchvision, timm, safetensors.torch; import dcls_convert.checkpoints.save"
 SAVE = (
@@ -32,7 +34,9 @@ SAVE = (
     "print(sum(tensor.nbytes for tensor in state.values()))"
 )
 LOAD = "import sys, dcls_convert; dcls_convert.load_converted(sys.argv[1])"
-LOAD_BY_TIMM = "import sys, timm, dcls_convert; timm.create_model('local-dir:' + sys.argv[1], pretrained=True)"
+LOAD_BY_TIMM = (
+    "import sys, timm, dcls_convert; timm.create_model('local-dir:' + sys.argv[1], pretrained=True)"
+)
 
 
 def commands(name: str, scratch: Path) -> dict[str, list[str]]:
@@ -41,7 +45,13 @@ def commands(name: str, scratch: Path) -> dict[str, list[str]]:
     convert = [PROGRAM, name, "--quiet", "--force", "--output", folder]
     return {
         "convert": convert,
-        "convert --checkpoint --init largest": [*convert, "--checkpoint", weights, "--init", "largest"],
+        "convert --checkpoint --init largest": [
+            *convert,
+            "--checkpoint",
+            weights,
+            "--init",
+            "largest",
+        ],
         "load_converted": [sys.executable, "-c", LOAD, folder],
         "timm.create_model": [sys.executable, "-c", LOAD_BY_TIMM, folder],
         "inspect": [PROGRAM, "inspect", folder],
@@ -125,12 +135,22 @@ def table(rows: list[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    header = ["command", "model", "weights, MiB", "imports, MiB", "peak, MiB", "(peak - imports) / weights", "s"]
+    header = [
+        "command",
+        "model",
+        "weights, MiB",
+        "imports, MiB",
+        "peak, MiB",
+        "(peak - imports) / weights",
+        "s",
+    ]
     return markdown_table(header, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default=LARGEST)
     parser.add_argument("--only", nargs="+", help="these commands, in the words of the table")
     parser.add_argument("--output", type=Path, default=RESULT)
@@ -148,7 +168,12 @@ def main() -> None:
             file=sys.stderr,
             flush=True,
         )
-        store(options.output, command="python benchmarks/memory.py", settings={"model": options.model}, rows=rows)
+        store(
+            options.output,
+            command="python benchmarks/memory.py",
+            settings={"model": options.model},
+            rows=rows,
+        )
     print(table(rows))
 
 

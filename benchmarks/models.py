@@ -27,7 +27,11 @@ TOLERANCE = 1e-4  # of the largest output
 FLOATS_KEPT = 10  # by the authors' v0 in training, for every element and cell of its window; about
 OURS, FOLDED, DENSE, AUTHORS = "ours", "ours folded", "dense original", "authors' package"
 OURS_LAST, FOLDED_LAST = "ours, channels_last", "ours folded, channels_last"
-PAPER_RATIOS = {"convnext_tiny": 0.936, "convnext_small": 0.969, "convnext_base": 0.977}  # table 1, throughput
+PAPER_RATIOS = {
+    "convnext_tiny": 0.936,
+    "convnext_small": 0.969,
+    "convnext_base": 0.977,
+}  # table 1, throughput
 CUDA_BATCH = 128
 PACKAGES = ("torch", "timm", "dcls-convert", "dcls")
 
@@ -38,7 +42,9 @@ class Case:
 
     model: str
     window: int
-    channels_last: bool = False  # whether its own blocks run in it, so that there is nothing to compare
+    channels_last: bool = (
+        False  # whether its own blocks run in it, so that there is nothing to compare
+    )
 
 
 CASES = (
@@ -48,7 +54,11 @@ CASES = (
     Case(model="mobilenetv3_large_100", window=13),
     Case(model="efficientnet_b0", window=13),
 )
-MODES = {"inference, batch 1": (1, False), "inference, batch 8": (8, False), "training step, batch 8": (8, True)}
+MODES = {
+    "inference, batch 1": (1, False),
+    "inference, batch 8": (8, False),
+    "training step, batch 8": (8, True),
+}
 
 
 # One process: all implementations of a model in a mode.
@@ -91,18 +101,33 @@ def with_authors_layers(converted: Any, version: str, training: bool) -> Any:
     from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
 
     model = copy.deepcopy(converted)
-    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, DclsConvNd)]
-    bytes_of = [4 * FLOATS_KEPT * layer.weight.numel() * layer.dilated_kernel_size[0] ** 2 for _, layer in layers]
+    layers = [
+        (name, layer) for name, layer in model.named_modules() if isinstance(layer, DclsConvNd)
+    ]
+    bytes_of = [
+        4 * FLOATS_KEPT * layer.weight.numel() * layer.dilated_kernel_size[0] ** 2
+        for _, layer in layers
+    ]
     needed = sum(bytes_of) if training else max(bytes_of)
     if needed > 0.7 * available_bytes():
         raise NotImplementedError(f"not run: its construction keeps about {needed / 2**30:.0f} GiB")
     shared: dict[int, nn.Parameter] = {}
     logging.disable(logging.WARNING)  # of a CUDA extension that is not there
     for name, layer in layers:
-        if not isinstance(layer, DclsConv2d) or len(set(layer.dilated_kernel_size)) > 1 or layer.dense_axes:
+        if (
+            not isinstance(layer, DclsConv2d)
+            or len(set(layer.dilated_kernel_size)) > 1
+            or layer.dense_axes
+        ):
             raise NotImplementedError(f"{name}: theirs is right for square windows only")
-        if isinstance(layer.padding, str) or layer.dilation != (1, 1) or layer.interpolation != "bilinear":
-            raise NotImplementedError(f"{name}: theirs has no padding={layer.padding!r}, dilation={layer.dilation}")
+        if (
+            isinstance(layer.padding, str)
+            or layer.dilation != (1, 1)
+            or layer.interpolation != "bilinear"
+        ):
+            raise NotImplementedError(
+                f"{name}: theirs has no padding={layer.padding!r}, dilation={layer.dilation}"
+            )
         theirs = authors.Dcls2d(
             layer.in_channels,
             layer.out_channels,
@@ -152,17 +177,27 @@ def worker(case: Case, mode: str, options: argparse.Namespace) -> list[dict[str,
             "mode": mode,
             "implementation": name,
             "seconds": measuring.summary(found),
-            "over_ours": measuring.summary([a / b for a, b in zip(found, times[OURS], strict=True)]),
+            "over_ours": measuring.summary(
+                [a / b for a, b in zip(found, times[OURS], strict=True)]
+            ),
         }
         for name, found in times.items()
     ]
     if mode == "inference, batch 8":
         for row in rows:
             if row["implementation"] in (OURS, AUTHORS):
-                share = construction(models[row["implementation"]], once=row["implementation"] in slow)
+                share = construction(
+                    models[row["implementation"]], once=row["implementation"] in slow
+                )
                 row["construction_seconds"] = measuring.summary(share)
     rows += [
-        {"model": case.model, "window": case.window, "mode": mode, "implementation": name, "note": note}
+        {
+            "model": case.model,
+            "window": case.window,
+            "mode": mode,
+            "implementation": name,
+            "note": note,
+        }
         for name, note in notes.items()
     ]
     return rows
@@ -213,7 +248,11 @@ def runner(name: str, model: Any, images: Any, training: bool) -> Callable[[], N
 
 
 def interleaved(
-    run: dict[str, Callable[[], None]], seconds: float, *, warm: Iterable[str] = (), least: int = LEAST_ROUNDS
+    run: dict[str, Callable[[], None]],
+    seconds: float,
+    *,
+    warm: Iterable[str] = (),
+    least: int = LEAST_ROUNDS,
 ) -> dict[str, list[float]]:
     """Rounds in which each takes one turn, after one for warmth of those that are not warm; as many as fit."""
     for name in run.keys() - set(warm):
@@ -313,11 +352,16 @@ def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
             title = f"{row['model']} ({row['window']}), {row['mode']}"
             found.setdefault(title, {})[row["implementation"]] = row
     others = (AUTHORS, DENSE, FOLDED, OURS_LAST, FOLDED_LAST)
-    lines = [[title, *(timed(of.get(name), name) for name in (OURS, *others))] for title, of in found.items()]
+    lines = [
+        [title, *(timed(of.get(name), name) for name in (OURS, *others))]
+        for title, of in found.items()
+    ]
     yield "Of ours, ms (quartiles); of the others, how many times as long as ours in the same round (quartiles)"
     yield ""
     yield measuring.markdown_table(["", OURS, *others], lines)
-    shares = [[title, *(share(of.get(name)) for name in (OURS, AUTHORS))] for title, of in found.items()]
+    shares = [
+        [title, *(share(of.get(name)) for name in (OURS, AUTHORS))] for title, of in found.items()
+    ]
     if shares := [line for line in shares if any(line[1:])]:
         yield ""
         yield "Construction in that forward, ms and % of it"
@@ -339,7 +383,9 @@ def timed(row: dict[str, Any] | None, name: str) -> str:
 
 
 def spread(found: dict[str, float], digits: int) -> str:
-    low, middle, high = (f"{found[key]:.{digits}f}" for key in ("first_quartile", "median", "third_quartile"))
+    low, middle, high = (
+        f"{found[key]:.{digits}f}" for key in ("first_quartile", "median", "third_quartile")
+    )
     return f"{middle} ({low} to {high})"
 
 
@@ -360,14 +406,24 @@ def throughput(row: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=20.0, help="for the rounds of a model in a mode")
-    parser.add_argument("--version", choices=["v0", "v1"], default="v0", help="of the authors' layers")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="for the rounds of a model in a mode"
+    )
+    parser.add_argument(
+        "--version", choices=["v0", "v1"], default="v0", help="of the authors' layers"
+    )
     parser.add_argument("--models", nargs="+", choices=[case.model for case in CASES])
     parser.add_argument("--modes", nargs="+", choices=list(MODES))
     parser.add_argument("--output", type=Path, default=measuring.RESULTS / "models.json")
-    parser.add_argument("--table", action="store_true", help="print the tables of the stored results, measure nothing")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="print the tables of the stored results, measure nothing",
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # "model|mode"
     options = parser.parse_args()
     if options.worker:
@@ -375,7 +431,11 @@ def main() -> None:
         if mode == "cuda":
             print(json.dumps(cuda_rows(model, options.seconds)))
         else:
-            print(json.dumps(worker(next(case for case in CASES if case.model == model), mode, options)))
+            print(
+                json.dumps(
+                    worker(next(case for case in CASES if case.model == model), mode, options)
+                )
+            )
         return
     if not options.table:
         measure(options)
@@ -384,14 +444,27 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     """Every model and mode in a process of its own; what an earlier run with the same settings has, is kept."""
-    settings = {"threads": options.threads, "seconds": options.seconds, "version": options.version, "image": IMAGE}
-    shared = ["--threads", str(options.threads), "--seconds", str(options.seconds), "--version", options.version]
+    settings = {
+        "threads": options.threads,
+        "seconds": options.seconds,
+        "version": options.version,
+        "image": IMAGE,
+    }
+    shared = [
+        "--threads",
+        str(options.threads),
+        "--seconds",
+        str(options.seconds),
+        "--version",
+        options.version,
+    ]
     rows = measuring.stored_rows(options.output, settings=settings)
     jobs = [
         (case.model, mode)
         for case in CASES
         for mode in MODES
-        if (not options.models or case.model in options.models) and (not options.modes or mode in options.modes)
+        if (not options.models or case.model in options.models)
+        and (not options.modes or mode in options.modes)
     ]
     if not options.models and has_cuda():
         jobs += [(model, "cuda") for model in PAPER_RATIOS]
@@ -400,16 +473,30 @@ def measure(options: argparse.Namespace) -> None:
     for model, mode in jobs:
         if any(row["model"] == model and row["mode"].lower().startswith(mode) for row in rows):
             continue
-        environment = {"OMP_NUM_THREADS": str(options.threads), "MKL_NUM_THREADS": str(options.threads)}
+        environment = {
+            "OMP_NUM_THREADS": str(options.threads),
+            "MKL_NUM_THREADS": str(options.threads),
+        }
         try:
-            found, *_ = measuring.fresh_process(__file__, "--worker", f"{model}|{mode}", *shared, env=environment)
+            found, *_ = measuring.fresh_process(
+                __file__, "--worker", f"{model}|{mode}", *shared, env=environment
+            )
         except measuring.FreshProcessError as error:
-            found = [{"model": model, "mode": mode, "implementation": OURS, "note": str(error).splitlines()[-1]}]
+            found = [
+                {
+                    "model": model,
+                    "mode": mode,
+                    "implementation": OURS,
+                    "note": str(error).splitlines()[-1],
+                }
+            ]
         rows += found
         for row in found:
             print(json.dumps(row), file=sys.stderr, flush=True)
         command = " ".join(["python benchmarks/models.py", *shared])
-        measuring.store(options.output, command=command, settings=settings, rows=rows, packages=PACKAGES)
+        measuring.store(
+            options.output, command=command, settings=settings, rows=rows, packages=PACKAGES
+        )
 
 
 if __name__ == "__main__":

@@ -81,7 +81,11 @@ ROWS = {
     for row in (
         *(Row(start=start) for start in YARDSTICKS),
         *(Row(start=start) for start in ("random", "largest", "fit", "calibrated")),
-        *(Row(start=start, budget=budget) for budget in (60, 80, 150) for start in ("fit", "calibrated")),
+        *(
+            Row(start=start, budget=budget)
+            for budget in (60, 80, 150)
+            for start in ("fit", "calibrated")
+        ),
         *(
             Row(start="calibrated", budget=budget, scope=scope)
             for scope in ("stage", "layer", "error")
@@ -120,8 +124,18 @@ def measure(fold: "Fold", row: Row, scratch: Path) -> dict[str, Any]:
 
     begun = time.perf_counter()
     if row.start in YARDSTICKS:
-        found = {"row": row.name, "fold": fold.number, "params": None, "kernel_counts": [], "kernel_error": None}
-        return found | {"summed_error": None, "seconds": 0.0} | compared(fold.outputs, yardstick(fold, row.start))
+        found = {
+            "row": row.name,
+            "fold": fold.number,
+            "params": None,
+            "kernel_counts": [],
+            "kernel_error": None,
+        }
+        return (
+            found
+            | {"summed_error": None, "seconds": 0.0}
+            | compared(fold.outputs, yardstick(fold, row.start))
+        )
     model, report = convert(fold, row)
     errors = [layer.fit_error for layer in report.layers if layer.fit_error is not None]
     found = {
@@ -150,7 +164,9 @@ def yardstick(fold: "Fold", what: str) -> "Tensor":
     return logits(fold.network, torch.cat([fold.tests[..., :1], fold.tests[..., :-1]], dim=-1))
 
 
-def heal(fold: "Fold", model: "nn.Module", report: "ConversionReport", scratch: Path) -> "nn.Module":
+def heal(
+    fold: "Fold", model: "nn.Module", report: "ConversionReport", scratch: Path
+) -> "nn.Module":
     """The network after `examples/finetune.py --teacher`, which sees photographs of the half that calibrates alone.
 
     It trains on random crops of them, and keeps the epoch that agrees best on the crops that calibrate.
@@ -181,8 +197,15 @@ def heal(fold: "Fold", model: "nn.Module", report: "ConversionReport", scratch: 
     }
     options["epochs"] = options.pop("steps") * options["batch-size"] // (len(images) * COPIES)
     converted = dcls_convert.save_converted(model, report.plan, scratch / "converted")
-    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value)) if text != "True"]
-    subprocess.run([sys.executable, str(FINETUNE), str(converted), *arguments], check=True, stdout=sys.stderr)
+    arguments = [
+        text
+        for name, value in options.items()
+        for text in (f"--{name}", str(value))
+        if text != "True"
+    ]
+    subprocess.run(
+        [sys.executable, str(FINETUNE), str(converted), *arguments], check=True, stdout=sys.stderr
+    )
     return dcls_convert.load_converted(scratch / "run" / "best").eval()
 
 
@@ -193,10 +216,17 @@ def run(options: argparse.Namespace, settings: dict[str, Any], rows: list[dict[s
 
     torch.set_num_threads(options.threads)
     network = pretrained_network()
-    numbers = {"calibrating": options.calibration_crops, "testing": options.test_crops, "seed": SEED}
+    numbers = {
+        "calibrating": options.calibration_crops,
+        "testing": options.test_crops,
+        "seed": SEED,
+    }
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        folds = [make_fold(number, network, scratch / f"crops{number}", **numbers) for number in options.folds]
+        folds = [
+            make_fold(number, network, scratch / f"crops{number}", **numbers)
+            for number in options.folds
+        ]
         for row in [ROWS[name] for name in options.only or ROWS]:
             for fold in folds if options.only or row.healed == options.heal else ():
                 if any((found["row"], found["fold"]) == (row.name, fold.number) for found in rows):
@@ -204,7 +234,9 @@ def run(options: argparse.Namespace, settings: dict[str, Any], rows: list[dict[s
                 rows.append(measure(fold, row, scratch))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
                 command = "python benchmarks/pretrained.py"
-                store(options.output, command=command, settings=settings, rows=rows, packages=PACKAGES)
+                store(
+                    options.output, command=command, settings=settings, rows=rows, packages=PACKAGES
+                )
 
 
 # Results.
@@ -214,17 +246,41 @@ MEASURES = {"same_top1": "same top-1", "kl": "KL", "logits_error": "logits' erro
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: the mean of the folds and, where they differ, each of them."""
-    header = ["row", "kernel counts", "parameters", "kernel error", "summed", "s", *MEASURES.values()]
-    by_name = {name: sorted((r for r in rows if r["row"] == name), key=lambda r: r["fold"]) for name in ROWS}
-    return markdown_table(header, [line(name, members) for name, members in by_name.items() if members])
+    header = [
+        "row",
+        "kernel counts",
+        "parameters",
+        "kernel error",
+        "summed",
+        "s",
+        *MEASURES.values(),
+    ]
+    by_name = {
+        name: sorted((r for r in rows if r["row"] == name), key=lambda r: r["fold"])
+        for name in ROWS
+    }
+    return markdown_table(
+        header, [line(name, members) for name, members in by_name.items() if members]
+    )
 
 
 def line(name: str, members: Sequence[dict[str, Any]]) -> list[str]:
-    counts = dict.fromkeys("-".join(map(str, sorted({*c[:1], *c[-1:]}))) for c in (r["kernel_counts"] for r in members))
+    counts = dict.fromkeys(
+        "-".join(map(str, sorted({*c[:1], *c[-1:]}))) for c in (r["kernel_counts"] for r in members)
+    )
     seconds = statistics.fmean(row["seconds"] + row.get("healing_seconds", 0) for row in members)
-    errors = [cell([row[key] for row in members], ".3f") for key in ("kernel_error", "summed_error")]
+    errors = [
+        cell([row[key] for row in members], ".3f") for key in ("kernel_error", "summed_error")
+    ]
     measures = [cell([row[key] for row in members], ".3f") for key in MEASURES]
-    return [name, ", ".join(counts), cell([r["params"] for r in members], ",.0f"), *errors, f"{seconds:.0f}", *measures]
+    return [
+        name,
+        ", ".join(counts),
+        cell([r["params"] for r in members], ",.0f"),
+        *errors,
+        f"{seconds:.0f}",
+        *measures,
+    ]
 
 
 def cell(values: Sequence[float], form: str) -> str:
@@ -235,15 +291,25 @@ def cell(values: Sequence[float], form: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--heal", action="store_true", help="the rows that are healed, which train for minutes")
-    parser.add_argument("--folds", nargs="+", type=int, choices=FOLDS, default=FOLDS, help="half that calibrates")
+    parser.add_argument(
+        "--heal", action="store_true", help="the rows that are healed, which train for minutes"
+    )
+    parser.add_argument(
+        "--folds", nargs="+", type=int, choices=FOLDS, default=FOLDS, help="half that calibrates"
+    )
     parser.add_argument("--calibration-crops", type=int, default=64)
     parser.add_argument("--test-crops", type=int, default=120)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=RESULTS / "pretrained.json")
-    parser.add_argument("--table", action="store_true", help="print the table of the stored results, measure nothing")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="print the table of the stored results, measure nothing",
+    )
     options = parser.parse_args()
     if options.table:
         rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"]

@@ -59,7 +59,9 @@ def small_convnext(
         )
     model = nn.Sequential(
         OrderedDict(
-            stem=nn.Sequential(nn.Conv2d(in_channels, dims[0], patch, stride=patch), LayerNorm2d(dims[0])),
+            stem=nn.Sequential(
+                nn.Conv2d(in_channels, dims[0], patch, stride=patch), LayerNorm2d(dims[0])
+            ),
             stages=nn.Sequential(*stages),
             head=NormMlpClassifierHead(dims[-1], classes, norm_layer=LayerNorm2d),
         )
@@ -147,11 +149,19 @@ def main(
         settings: Stored beside the rows. "steps" is changed to what the command line says.
         table: The stored results -> lines of Markdown.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=settings["steps"], help="of training, before any fine-tuning")
+    parser.add_argument(
+        "--steps", type=int, default=settings["steps"], help="of training, before any fine-tuning"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
-    parser.add_argument("--table", action="store_true", help="print the table of the stored results, measure nothing")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="print the table of the stored results, measure nothing",
+    )
     options = parser.parse_args()
     if not options.table:
         torch.set_num_threads(1)

@@ -26,7 +26,9 @@ def seconds(command: list[str]) -> float:
 
 
 def main(runs: int = 15) -> None:
-    print(f"Python {sys.version.split()[0]}, {os.cpu_count()} CPUs, {runs} runs each after one to warm up")
+    print(
+        f"Python {sys.version.split()[0]}, {os.cpu_count()} CPUs, {runs} runs each after one to warm up"
+    )
     for command in [FLOOR, *COMMANDS.values()]:
         seconds(command)
     for name, command in COMMANDS.items():

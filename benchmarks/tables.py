@@ -22,7 +22,10 @@ def section(name: str) -> str:
     """Markdown of one script's stored results."""
     result = json.loads((FOLDER / "results" / f"{name}.json").read_text(encoding="utf-8"))
     printed = subprocess.run(
-        [sys.executable, str(FOLDER / f"{name}.py"), "--table"], check=True, capture_output=True, text=True
+        [sys.executable, str(FOLDER / f"{name}.py"), "--table"],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     if "machine" in result:
@@ -41,13 +44,19 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the tables are those of the results")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether the tables are those of the results"
+    )
     check = parser.parse_args().check
     text = DOCUMENT.read_text(encoding="utf-8")
     new = filled(text)
     if check and new != text:
-        sys.exit(f"{DOCUMENT.name} is not what the stored results give; run python benchmarks/tables.py")
+        sys.exit(
+            f"{DOCUMENT.name} is not what the stored results give; run python benchmarks/tables.py"
+        )
     if not check:
         DOCUMENT.write_text(new, encoding="utf-8")
 

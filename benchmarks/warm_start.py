@@ -40,7 +40,15 @@ SETTINGS: dict[str, Any] = {
 }
 CALIBRATED = ", calibrated"
 HALF = ", half the budget"
-STARTS = ("random", "largest", "fit", "fit" + CALIBRATED, "largest" + HALF, "fit" + HALF, "fit" + CALIBRATED + HALF)
+STARTS = (
+    "random",
+    "largest",
+    "fit",
+    "fit" + CALIBRATED,
+    "largest" + HALF,
+    "fit" + HALF,
+    "fit" + CALIBRATED + HALF,
+)
 FITTED = STARTS[1:4]  # shown layer by layer
 CONTROL = "dense, not converted"
 
@@ -49,7 +57,9 @@ def digits(seed: int) -> tuple[small.Data, small.Data]:
     """Training and test images (N, 1, SIDE, SIDE) of about unit size, split by the seed."""
     images, classes = (torch.as_tensor(array) for array in load_digits(return_X_y=True))
     images = (images.float().reshape(-1, 1, 8, 8) - 5) / 6
-    images = nn.functional.interpolate(images, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
+    images = nn.functional.interpolate(
+        images, size=(SIDE, SIDE), mode="bilinear", align_corners=False
+    )
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     test, train = order[:TEST_IMAGES], order[TEST_IMAGES:]
     return (images[train], classes[train]), (images[test], classes[test])
@@ -69,9 +79,16 @@ def train_dense(train: small.Data, seed: int) -> tuple[nn.Module, float]:
     """The trained network, and how far its kernels have moved from their initial values, over the latter's norm."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = small.small_convnext(in_channels=1, classes=10, depths=SETTINGS["depths"], dims=SETTINGS["dims"])
+        model = small.small_convnext(
+            in_channels=1, classes=10, depths=SETTINGS["depths"], dims=SETTINGS["dims"]
+        )
     before = kernels(model)
-    small.train_(model, batches(train, torch.Generator().manual_seed(seed)), steps=SETTINGS["steps"], lr=SETTINGS["lr"])
+    small.train_(
+        model,
+        batches(train, torch.Generator().manual_seed(seed)),
+        steps=SETTINGS["steps"],
+        lr=SETTINGS["lr"],
+    )
     return model, float((kernels(model) - before).norm() / before.norm())
 
 
@@ -85,7 +102,9 @@ def kernels(model: nn.Module) -> torch.Tensor:
     )
 
 
-def convert(dense: nn.Module, start: str, images: torch.Tensor, seed: int) -> tuple[nn.Module, dict[str, Any]]:
+def convert(
+    dense: nn.Module, start: str, images: torch.Tensor, seed: int
+) -> tuple[nn.Module, dict[str, Any]]:
     model = copy.deepcopy(dense)
     calibration = None
     budget = 50.0 if start.endswith(HALF) else 100.0
@@ -111,7 +130,9 @@ def convert(dense: nn.Module, start: str, images: torch.Tensor, seed: int) -> tu
     return model, row
 
 
-def fine_tune_(model: nn.Module, train: small.Data, test: small.Data, wanted: float, seed: int) -> dict[str, Any]:
+def fine_tune_(
+    model: nn.Module, train: small.Data, test: small.Data, wanted: float, seed: int
+) -> dict[str, Any]:
     """Accuracy at every look, and the first step at which it is what was wanted; None where it never is."""
     curve = {0: small.accuracy(model, test)}
 
@@ -128,7 +149,12 @@ def fine_tune_(model: nn.Module, train: small.Data, test: small.Data, wanted: fl
         look=look,
     )
     regained = next((step for step, value in curve.items() if value >= wanted), None)
-    return {"after_conversion": curve[0], "after_fine_tuning": curve[max(curve)], "regained": regained, "curve": curve}
+    return {
+        "after_conversion": curve[0],
+        "after_fine_tuning": curve[max(curve)],
+        "regained": regained,
+        "curve": curve,
+    }
 
 
 def measure(seed: int) -> Iterator[dict[str, Any]]:
@@ -153,16 +179,29 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     rows: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in result["rows"]:
         rows[row["start"]].append(row)
-    columns = "start", "parameters", "elements", "kernel error", "accuracy before, %", "after conversion"
+    columns = (
+        "start",
+        "parameters",
+        "elements",
+        "kernel error",
+        "accuracy before, %",
+        "after conversion",
+    )
     yield f"| {' | '.join(columns)} | after fine-tuning | steps to regain |"
     yield "|" + " --- |" * (len(columns) + 2)
     for start, members in rows.items():
-        errors = small.mean_and_spread([mean_error(row) for row in members], 3) if "kernel_errors" in members[0] else ""
+        errors = (
+            small.mean_and_spread([mean_error(row) for row in members], 3)
+            if "kernel_errors" in members[0]
+            else ""
+        )
         accuracies = [
             small.mean_and_spread([row[key] for row in members])
             for key in ("before", "after_conversion", "after_fine_tuning")
         ]
-        regained = ", ".join("never" if row["regained"] is None else str(row["regained"]) for row in members)
+        regained = ", ".join(
+            "never" if row["regained"] is None else str(row["regained"]) for row in members
+        )
         size = f"{members[0]['params']:,} | {members[0].get('kernel_count', 49)}"
         yield f"| {start} | {size} | {errors} | {' | '.join(accuracies)} | {regained} |"
     yield ""
@@ -171,7 +210,9 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     for layer in rows["fit"][0]["kernel_errors"]:
         of_start = {name: [row["kernel_errors"][layer] for row in rows[name]] for name in FITTED}
         cells = [small.mean_and_spread(values, 3) for values in of_start.values()]
-        ratios = [fit / kept for fit, kept in zip(of_start["fit"], of_start["largest"], strict=True)]
+        ratios = [
+            fit / kept for fit, kept in zip(of_start["fit"], of_start["largest"], strict=True)
+        ]
         yield f"| {layer} | {' | '.join(cells)} | {small.mean_and_spread(ratios, 2)} |"
     yield ""
     for budget in ("", HALF):

@@ -22,16 +22,38 @@ from .fitting.warm_start import fit_seed
 from .networks.outputs import agreement, relative_distance
 from .networks.running import evaluating, reproducible, run, unchanged_on_failure
 from .networks.sites import ModelConvs, find_convs
-from .networks.source import FOREIGN_SOURCES, ModelSource, build_model, known_source, stated_input_size
+from .networks.source import (
+    FOREIGN_SOURCES,
+    ModelSource,
+    build_model,
+    known_source,
+    stated_input_size,
+)
 from .networks.tracing import check_same_shapes
 from .networks.weights import build_with_state, check_weights, read_weights, with_names_of
-from .options import AUTO, ERROR, EXACT, MOST_PIXELS, AuthorsVersion, Init, PlanOptions, Positions, takes_plan_options
+from .options import (
+    AUTO,
+    ERROR,
+    EXACT,
+    MOST_PIXELS,
+    AuthorsVersion,
+    Init,
+    PlanOptions,
+    Positions,
+    takes_plan_options,
+)
 from .planning.budget import parse_percent
 from .planning.plan import ConversionPlan, LayerCounts, taken_from
 from .planning.planner import make_plan
 from .progress import SECONDS_UNSEEN, Notify, is_watched, show_progress, silent
 from .reports.report import ConversionReport, Outcome, measure_report, predict_report
-from .surgery.authors import RELEASED_VERSION, AuthorsWeights, element_state, sort_weights, start_from_authors_
+from .surgery.authors import (
+    RELEASED_VERSION,
+    AuthorsWeights,
+    element_state,
+    sort_weights,
+    start_from_authors_,
+)
 from .surgery.start import LayerErrors, apply_plan_
 
 MANY_LINES = 300_000  # kernels; a core fits some 13,000 a second
@@ -43,7 +65,9 @@ class Conversion:
 
     model: nn.Module
     report: ConversionReport  # measured on the converted model
-    moved: float | None = None  # |new - old| / |old| of the outputs for random images; None where not compared
+    moved: float | None = (
+        None  # |new - old| / |old| of the outputs for random images; None where not compared
+    )
 
 
 @dataclass(kw_only=True)
@@ -53,22 +77,32 @@ class Job:
     model: nn.Module | None = None  # in memory, with its weights; None: built from `source`
     source: ModelSource | None = None  # how it is built; may run the user's own code
     pretrained: bool = False  # with the weights that the source's library offers
-    weights: Mapping[str, Tensor] | Path | None = None  # a state dict or its file; may be of the authors' layers
+    weights: Mapping[str, Tensor] | Path | None = (
+        None  # a state dict or its file; may be of the authors' layers
+    )
     options: PlanOptions = field(default_factory=PlanOptions)
-    input_size: Sequence[int] | None = None  # (channels, *spatial) for MACs; None: as the source or a timm model states
+    input_size: Sequence[int] | None = (
+        None  # (channels, *spatial) for MACs; None: as the source or a timm model states
+    )
     init: Init = "auto"  # "fit" where the kernels are trained, else "random"
     positions: Positions = "normal"  # of "random"
     calibration: Images | Calibration | None = None  # for "fit"
-    mean: Sequence[float] | None = None  # of the calibration's folder of images; None: as the network states
+    mean: Sequence[float] | None = (
+        None  # of the calibration's folder of images; None: as the network states
+    )
     std: Sequence[float] | None = None
     authors_version: AuthorsVersion | None = None  # of elements in `weights`
     seed: int = 0
     offline: bool = False  # no download
-    device: str | None = None  # on which a network that is built here is fitted and compared; None: the CPU
+    device: str | None = (
+        None  # on which a network that is built here is fitted and compared; None: the CPU
+    )
     notify: Notify = silent  # told about progress
     note: Notify = silent  # told what a user should know
     _read: Calibration | None = None  # the images of the calibration
-    _statistics: CalibrationStatistics | None = None  # of the calibration, by the network, when counts were measured
+    _statistics: CalibrationStatistics | None = (
+        None  # of the calibration, by the network, when counts were measured
+    )
 
     @property
     def trained(self) -> bool:
@@ -83,7 +117,9 @@ class Job:
     @property
     def where(self) -> str:
         """What messages call the weights."""
-        return "the state dict" if isinstance(self.weights, Mapping) else f"checkpoint {self.weights}"
+        return (
+            "the state dict" if isinstance(self.weights, Mapping) else f"checkpoint {self.weights}"
+        )
 
     @property
     def new_classifier(self) -> bool:
@@ -95,7 +131,9 @@ class Job:
         if self.model is not None:
             return self.model
         assert self.source is not None
-        return build_model(self.source, device="meta", seed=self.seed, offline=self.offline, trust_code=True)
+        return build_model(
+            self.source, device="meta", seed=self.seed, offline=self.offline, trust_code=True
+        )
 
     @cached_property
     def rebuilt_from(self) -> ModelSource | None:
@@ -108,7 +146,9 @@ class Job:
     def convs(self) -> ModelConvs:
         """The network's convolutions, traced at the input size."""
         source = self.rebuilt_from
-        return find_convs(self.meta, self.input_size or (stated_input_size(source, self.meta) if source else None))
+        return find_convs(
+            self.meta, self.input_size or (stated_input_size(source, self.meta) if source else None)
+        )
 
     @cached_property
     def elements(self) -> AuthorsWeights | None:
@@ -118,7 +158,9 @@ class Job:
         elements = sort_weights(self.state, self.where)
         if elements is None:
             if self.authors_version is not None:
-                raise CheckpointError(f"{self.where}: has no layers of the authors' package; leave --authors-version")
+                raise CheckpointError(
+                    f"{self.where}: has no layers of the authors' package; leave --authors-version"
+                )
             return None
         for option, stated in [
             (f"--init {self.init}", self.init != AUTO),
@@ -126,7 +168,9 @@ class Job:
             ("--calibrate", self.calibration is not None),
         ]:
             if stated:
-                raise CheckpointError(f"{self.where}: has elements of its own, with positions; leave {option}")
+                raise CheckpointError(
+                    f"{self.where}: has elements of its own, with positions; leave {option}"
+                )
         if not elements.has_sigma and self.authors_version is None:
             taken = f"is taken for version {RELEASED_VERSION} of the authors' layers"
             self.note(f"{self.where} {taken}; see --authors-version")
@@ -146,9 +190,16 @@ class Job:
             return self.meta
         self.notify("building with pretrained weights" if self.pretrained else "building")
         if self.weights is None or self.elements is not None:
-            return build_model(self.source, pretrained=self.pretrained, seed=self.seed, trust_code=True).to(self.device)
+            return build_model(
+                self.source, pretrained=self.pretrained, seed=self.seed, trust_code=True
+            ).to(self.device)
         network, kept = build_with_state(
-            self.source, self.state, self.where, meta=self.meta, seed=self.seed, new_classifier=self.new_classifier
+            self.source,
+            self.state,
+            self.where,
+            meta=self.meta,
+            seed=self.seed,
+            new_classifier=self.new_classifier,
         )
         self._say_kept(kept)
         self.state.clear()
@@ -164,7 +215,9 @@ class Job:
             check_same_shapes(self.convs.trace, plan.windows)
         if self.elements is not None:
             element_state(self.elements, plan, self.authors_version)
-        elif self.offline and self.weights is not None:  # which will not be built, but would be refused
+        elif (
+            self.offline and self.weights is not None
+        ):  # which will not be built, but would be refused
             check_weights(self.meta, self.state, self.where, new_classifier=self.new_classifier)
         if plan.macs is None and self.input_size is not None and self.model is None:
             raise PlanError(f"input size {size_text(self.input_size)}: {plan.macs_note}")
@@ -173,16 +226,23 @@ class Job:
     def plan_again(self, plan: ConversionPlan) -> ConversionPlan:
         """A plan of another checkpoint, for this network. PlanError says in what it is another one than the plan's."""
         source = self.rebuilt_from
-        own, planned = (source.name, source.args) if source else (None, {}), (plan.model, plan.model_args)
+        own, planned = (
+            (source.name, source.args) if source else (None, {}),
+            (plan.model, plan.model_args),
+        )
         if own != planned:
             raise PlanError(f"the plan is for {_described(*planned)}, not for {_described(*own)}")
         make_layers(self.meta, plan)
         params = sum(parameter.numel() for parameter in self.meta.parameters())
         if params != plan.params:
-            raise PlanError(f"the plan is for a model of {plan.params:,} parameters, this one has {params:,}")
+            raise PlanError(
+                f"the plan is for a model of {plan.params:,} parameters, this one has {params:,}"
+            )
         return replace(plan, folded=False)
 
-    def convert(self, plan: ConversionPlan | None = None, *, model: nn.Module | None = None) -> Conversion:
+    def convert(
+        self, plan: ConversionPlan | None = None, *, model: nn.Module | None = None
+    ) -> Conversion:
         """Carry out a plan, or the job's own, on the network or its copy `model`; on any error, that is as before."""
         plan, model = plan or self.plan(), model or self.network
         self.notify("converting")
@@ -190,34 +250,50 @@ class Job:
         images = self._images(plan)
         compared = elements is None and self.trained and self.how != "random"
         # What the conversion writes into: elements come with all other weights; images change biases and running means.
-        written = [*model.parameters(), *model.buffers()] if elements is not None or images is not None else []
+        written = (
+            [*model.parameters(), *model.buffers()]
+            if elements is not None or images is not None
+            else []
+        )
         written = [tensor for tensor in written if elements is not None or tensor.dim() == 1]
         with unchanged_on_failure(model, values=written):
             held_out = [] if images is None else images.held_out
-            before = _answers(model, plan, [*held_out, *map(_shifted, held_out)]) if compared else None
+            before = (
+                _answers(model, plan, [*held_out, *map(_shifted, held_out)]) if compared else None
+            )
             kept: list[str] = []
             errors = LayerErrors(kernel={}, output={})
             if elements is not None:
                 kept = start_from_authors_(
-                    model, plan, elements, version=self.authors_version, new_classifier=self.new_classifier
+                    model,
+                    plan,
+                    elements,
+                    version=self.authors_version,
+                    new_classifier=self.new_classifier,
                 )
             else:
                 lines = sum(layer.lines for layer in plan.layers)
                 if self.how == "fit" and lines > MANY_LINES and self.device is None:
-                    self.note(f"fitting elements to {lines:,} kernels takes minutes on a CPU; --device cuda is faster")
+                    self.note(
+                        f"fitting elements to {lines:,} kernels takes minutes on a CPU; --device cuda is faster"
+                    )
                 errors = apply_plan_(
                     model,
                     plan,
                     init=self.how,
                     positions=self.positions,
                     generator=torch.Generator().manual_seed(self.seed),
-                    calibration=self._statistics if self._statistics and model is self.network else images,
+                    calibration=self._statistics
+                    if self._statistics and model is self.network
+                    else images,
                     note=self.note,
                     notify=self.notify,
                 )
             report = measure_report(model, plan)
             if report != predict_report(plan):
-                raise AssertionError(f"{plan.model}: the converted model's counts differ from the plan's")
+                raise AssertionError(
+                    f"{plan.model}: the converted model's counts differ from the plan's"
+                )
             after = _answers(model, plan, held_out) if compared else None
         self._say_kept(kept)
         if before is None or after is None:
@@ -225,7 +301,9 @@ class Job:
         (random, answers), (new_random, new) = before, after
         old, shifted = answers[: len(held_out)], answers[len(held_out) :]
         outcome = Outcome(
-            kernel_error=sum(errors.kernel.values()) / len(errors.kernel) if errors.kernel else None,
+            kernel_error=sum(errors.kernel.values()) / len(errors.kernel)
+            if errors.kernel
+            else None,
             images=sum(map(len, held_out)),
             **taken_from(agreement(old, new), Outcome),
             shifted=agreement(old, shifted) if held_out else None,
@@ -240,7 +318,11 @@ class Job:
 
     def _with_counts(self, options: PlanOptions) -> PlanOptions:
         """The options with the counts that elements, an exact start or the scope "error" decide."""
-        stated_of = (options.kernel_count != AUTO, options.scope != AUTO, parse_percent(options.budget) != 1)
+        stated_of = (
+            options.kernel_count != AUTO,
+            options.scope != AUTO,
+            parse_percent(options.budget) != 1,
+        )
         stated = list(itertools.compress(("kernel count", "scope", "budget"), stated_of))
         leave = f"leave {' and '.join(stated)}"
         if self.elements is not None:
@@ -251,14 +333,22 @@ class Job:
             return replace(options, kernel_count=self.elements.kernel_counts)
         if self.init == EXACT:
             if stated and options.kernel_count != EXACT:
-                raise PlanError(f"an exact start takes an element for each cell of the old kernels: {leave}")
+                raise PlanError(
+                    f"an exact start takes an element for each cell of the old kernels: {leave}"
+                )
             return replace(options, kernel_count=EXACT)
-        if (options.scope, options.kernel_count, self.how) == (AUTO, AUTO, "fit") and self.calibration is not None:
+        if (options.scope, options.kernel_count, self.how) == (
+            AUTO,
+            AUTO,
+            "fit",
+        ) and self.calibration is not None:
             options = replace(options, scope=ERROR)
         if options.scope != ERROR or options.kernel_count != AUTO:
             return options
         if self.how != "fit":
-            raise PlanError(f"scope {ERROR!r} is for elements fitted to trained kernels, not for {self.how} ones")
+            raise PlanError(
+                f"scope {ERROR!r} is for elements fitted to trained kernels, not for {self.how} ones"
+            )
         base = make_plan(self.convs, replace(options, scope="model"))
         check_same_shapes(self.convs.trace, base.windows)  # before minutes of measuring
         images, seed = self._images(base), fit_seed(torch.Generator().manual_seed(self.seed))
@@ -277,18 +367,24 @@ class Job:
 
 def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
     stated = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    return shown(name or "a model that only its user can build") + (f" with {shown(stated)}" if stated else "")
+    return shown(name or "a model that only its user can build") + (
+        f" with {shown(stated)}" if stated else ""
+    )
 
 
 @reproducible()
-def _answers(model: nn.Module, plan: ConversionPlan, batches: Sequence[Tensor]) -> tuple[Any, list[Any]]:
+def _answers(
+    model: nn.Module, plan: ConversionPlan, batches: Sequence[Tensor]
+) -> tuple[Any, list[Any]]:
     """What a model gives for two random images (None where it takes something else), and for some."""
     random = None
     with evaluating(model):
         size, on_meta = plan.input_size, any(tensor.is_meta for tensor in model.parameters())
         if size is not None and not on_meta and math.prod(size[1:]) <= MOST_PIXELS:
             noise = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device="cpu")
-            with contextlib.suppress(Exception):  # the model's own code, and a comparison to be spared
+            with contextlib.suppress(
+                Exception
+            ):  # the model's own code, and a comparison to be spared
                 random = run(model, noise)
         return random, [run(model, batch) for batch in batches]
 
@@ -351,7 +447,11 @@ def convert_(
         seed=seed,
     )
     watched = is_watched() if progress is None else progress
-    shown = show_progress(type(model).__name__, wait=SECONDS_UNSEEN) if watched else contextlib.nullcontext(silent)
+    shown = (
+        show_progress(type(model).__name__, wait=SECONDS_UNSEEN)
+        if watched
+        else contextlib.nullcontext(silent)
+    )
     with shown as job.notify:
         return job.convert().report
 
@@ -386,7 +486,11 @@ def convert_from_authors_(
     """
     state = weights if isinstance(weights, Mapping) else Path(weights)
     options = PlanOptions(**planning)
-    job = Job(model=model, weights=state, options=options, input_size=input_size, authors_version=version)
+    job = Job(
+        model=model, weights=state, options=options, input_size=input_size, authors_version=version
+    )
     if sort_weights(job.state, job.where) is None:
-        raise CheckpointError(f"{job.where}: has no layers of the authors' package, with a P beside the weight")
+        raise CheckpointError(
+            f"{job.where}: has no layers of the authors' package, with a P beside the weight"
+        )
     return job.convert().report

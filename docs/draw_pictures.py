@@ -22,15 +22,26 @@ PICTURES = {
     "help": "dcls-convert --help",
 }
 _ROOT = Path(__file__).resolve().parent.parent
-_TERMINAL = {"COLUMNS": str(COLUMNS), "FORCE_COLOR": "1", "TERM": "xterm-256color", "PYTHONPATH": str(_ROOT)}
+_TERMINAL = {
+    "COLUMNS": str(COLUMNS),
+    "FORCE_COLOR": "1",
+    "TERM": "xterm-256color",
+    "PYTHONPATH": str(_ROOT),
+}
 
 
 def output_of(command: str, folder: str) -> str:
     """What the command line writes to stdout, with its colours."""
     arguments = shlex.split(command)[1:]
-    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | _TERMINAL
+    environment = {
+        name: value for name, value in os.environ.items() if name != "NO_COLOR"
+    } | _TERMINAL
     done = subprocess.run(
-        [sys.executable, "-m", "dcls_convert", *arguments], cwd=folder, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "dcls_convert", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise RuntimeError(f"{command}: {done.stderr}")
@@ -45,7 +56,9 @@ def main(target: str = str(Path(__file__).with_name("pictures"))) -> None:
             console.print(Text.from_ansi("\n".join(line.rstrip() for line in lines)))
             svg = console.export_svg(title=command, unique_id=name)
             # Rich names fonts on a server; the page's own monospace font does.
-            (Path(target) / f"{name}.svg").write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))
+            (Path(target) / f"{name}.svg").write_text(
+                re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+            )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ import griffe
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
-BESIDE = ("benchmarks", "examples")  # folders whose files are in the site too, since pages link to them
+BESIDE = (
+    "benchmarks",
+    "examples",
+)  # folders whose files are in the site too, since pages link to them
 SHOWN = (".md", ".svg", ".py", ".json", ".slurm", ".yaml")
 FIRST = "convert_"  # function of the API page
 MODULES = ("__version__", "depthwise", "tuning")  # public, but no functions or classes
@@ -34,21 +37,27 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         markdown = markdown.replace("](../docs/", "](../")
     else:
         markdown = re.sub(rf"\]\(\.\./({'|'.join(BESIDE)})/", r"](\1/", markdown)
-    return re.sub(r"^<!-- made: (\w+) -->$", lambda line: REFERENCES[line[1]](), markdown, flags=re.MULTILINE)
+    return re.sub(
+        r"^<!-- made: (\w+) -->$", lambda line: REFERENCES[line[1]](), markdown, flags=re.MULTILINE
+    )
 
 
 def command_line() -> str:
     """Every command with all its arguments and options, from the program itself."""
     import typer
 
-    with mock.patch("sys.argv", ["dcls-convert", "--help"]):  # only then has the program the options for completion
+    with mock.patch(
+        "sys.argv", ["dcls-convert", "--help"]
+    ):  # only then has the program the options for completion
         from dcls_convert.cli.app import EXIT_CODES, app
 
     return "\n".join([*_commands(typer.main.get_command(app), "dcls-convert"), EXIT_CODES])
 
 
 def _commands(command: Any, name: str, parent: Any = None) -> Iterator[str]:
-    context = command.context_class(command, info_name=name, parent=parent, **command.context_settings)
+    context = command.context_class(
+        command, info_name=name, parent=parent, **command.context_settings
+    )
     yield f"## {context.command_path}\n\n{_plain(command.help)}\n\n```text\n{command.get_usage(context)}\n```\n"
     panels: dict[str, list[list[str]]] = {}
     for parameter in command.get_params(context):
@@ -56,7 +65,9 @@ def _commands(command: Any, name: str, parent: Any = None) -> Iterator[str]:
             kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
             name, text = record
             short = [
-                option for option in parameter.opts if option.startswith("-") and option not in re.split("[ ,]+", name)
+                option
+                for option in parameter.opts
+                if option.startswith("-") and option not in re.split("[ ,]+", name)
             ]
             row = [f"`{', '.join([*short, name])}`", _plain(text)]
             panels.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(row)
@@ -71,12 +82,24 @@ def rules() -> str:
     from dcls_convert.planning.rules import rules_schema
 
     schema = rules_schema()
-    parts = {"The file": schema, **{f"`{name}`": schema["$defs"][name] for name in ("Rule", "Match")}}
-    parts |= {f"`{name}`": part for name, part in schema["$defs"].items() if name not in ("Rule", "Match")}
+    parts = {
+        "The file": schema,
+        **{f"`{name}`": schema["$defs"][name] for name in ("Rule", "Match")},
+    }
+    parts |= {
+        f"`{name}`": part for name, part in schema["$defs"].items() if name not in ("Rule", "Match")
+    }
     made = []
     for title, part in parts.items():
-        rows = [[f"`{key}`", _plain(about.get("description", ""))] for key, about in part["properties"].items()]
-        made += [f"### {title}\n", _plain(part["description"]) + "\n", _table(["key", "value"], rows)]
+        rows = [
+            [f"`{key}`", _plain(about.get("description", ""))]
+            for key, about in part["properties"].items()
+        ]
+        made += [
+            f"### {title}\n",
+            _plain(part["description"]) + "\n",
+            _table(["key", "value"], rows),
+        ]
     return "\n".join(made)
 
 
@@ -88,12 +111,19 @@ def python_names() -> str:
     errors = [thing for thing in public if isinstance(thing, type) and issubclass(thing, Exception)]
     classes = [thing for thing in public if isinstance(thing, type) and thing not in errors]
     functions = sorted(
-        (thing for thing in public if not isinstance(thing, type)), key=lambda one: one.__name__ != FIRST
+        (thing for thing in public if not isinstance(thing, type)),
+        key=lambda one: one.__name__ != FIRST,
     )
     tuning = [getattr(dcls_convert.tuning, name) for name in dcls_convert.tuning.__all__]
-    parts = {"Functions": functions, "Classes": classes, "dcls_convert.tuning": tuning, "Errors": errors}
+    parts = {
+        "Functions": functions,
+        "Classes": classes,
+        "dcls_convert.tuning": tuning,
+        "Errors": errors,
+    }
     return "\n".join(
-        f"## {title}\n\n" + "\n".join(f"::: {thing.__module__}.{thing.__name__}\n" for thing in things)
+        f"## {title}\n\n"
+        + "\n".join(f"::: {thing.__module__}.{thing.__name__}\n" for thing in things)
         for title, things in parts.items()
     )
 
@@ -107,18 +137,33 @@ class WholeSignatures(griffe.Extension):
         if "planning" in func.parameters:
             del func.parameters["planning"]
             for one in (one for one in PLAN_PARAMETERS if one.name not in func.parameters):
-                kind, annotation = griffe.ParameterKind.keyword_only, inspect.formatannotation(one.annotation)
+                kind, annotation = (
+                    griffe.ParameterKind.keyword_only,
+                    inspect.formatannotation(one.annotation),
+                )
                 default = repr(one.default)
-                func.parameters.add(griffe.Parameter(one.name, annotation=annotation, kind=kind, default=default))
+                func.parameters.add(
+                    griffe.Parameter(one.name, annotation=annotation, kind=kind, default=default)
+                )
 
 
 def _plain(text: str) -> str:
     """A text for terminals as Markdown: nothing in it is a tag or a table's border."""
-    return (text or "").replace("<", "&lt;").replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
+    return (
+        (text or "")
+        .replace("<", "&lt;")
+        .replace("|", "\\|")
+        .replace("*", "\\*")
+        .replace("_", "\\_")
+    )
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *([cell.replace("\n", " ") for cell in row] for row in rows)]
+    lines = [
+        header,
+        ["---"] * len(header),
+        *([cell.replace("\n", " ") for cell in row] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 

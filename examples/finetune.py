@@ -38,31 +38,61 @@ DIGITS_HELD_OUT = 360  # of 1797, a fifth
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        usage="finetune.py MODEL [options]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage="finetune.py MODEL [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("model", help="a folder that dcls-convert wrote, or a name of timm's")
     add("--dilated-size", type=int, help="convert the model of this name first")
     add("--pretrained", action="store_true", help="start a model of timm from its trained weights")
     add("--drop-path", type=float, default=0.0)
-    add("--teacher", help="learn this model's outputs, of images without labels: a name of timm's, or a folder")
-    add("--teacher-checkpoint", default="", help="its weights; without them, those that timm knows or the folder has")
+    add(
+        "--teacher",
+        help="learn this model's outputs, of images without labels: a name of timm's, or a folder",
+    )
+    add(
+        "--teacher-checkpoint",
+        default="",
+        help="its weights; without them, those that timm knows or the folder has",
+    )
     add("--data", type=Path, help="folder of images; without it, scikit-learn's digits")
-    add("--dataset", default="", help="timm's name of the data set, such as torch/cifar10; a folder of classes without")
+    add(
+        "--dataset",
+        default="",
+        help="timm's name of the data set, such as torch/cifar10; a folder of classes without",
+    )
     add("--splits", nargs=2, default=("train", "validation"), metavar=("TRAIN", "VALIDATION"))
     add("--num-classes", type=int, help="where the data set does not name its classes")
     add("--augmentation", default="light", choices=["none", "light", "strong"])
     add("--img-size", type=int, help=f"default: the model's; {DIGITS_SIZE} for digits")
     add("--output", type=Path, help="default: runs/MODEL")
     add("--resume", action="store_true", help="continue a run that was killed")
-    add("--mixed-precision", choices=["no", "bf16", "fp16"], help="default: what accelerate launch says")
+    add(
+        "--mixed-precision",
+        choices=["no", "bf16", "fp16"],
+        help="default: what accelerate launch says",
+    )
     add("--fsdp", action="store_true", help="shard the model over the processes (FSDP2)")
-    add("--workers", type=int, default=0, help="processes that load images, beside each that trains")
-    add("--save-every", type=int, default=0, help="updates between two states; an epoch if not given")
-    recipe = parser.add_argument_group("recipe", "dcls_convert.tuning.Recipe says what each of these means")
+    add(
+        "--workers", type=int, default=0, help="processes that load images, beside each that trains"
+    )
+    add(
+        "--save-every",
+        type=int,
+        default=0,
+        help="updates between two states; an epoch if not given",
+    )
+    recipe = parser.add_argument_group(
+        "recipe", "dcls_convert.tuning.Recipe says what each of these means"
+    )
     for field in fields(tuning.Recipe):
         usual = {"ema": 0.99}.get(field.name, field.default)
-        how: Any = {"action": "store_true"} if usual is False else {"type": type(usual), "help": f"default: {usual}"}
+        how: Any = (
+            {"action": "store_true"}
+            if usual is False
+            else {"type": type(usual), "help": f"default: {usual}"}
+        )
         recipe.add_argument(f"--{field.name.replace('_', '-')}", default=usual, **how)
     args = parser.parse_args()
     if args.teacher_checkpoint and not args.teacher:
@@ -96,22 +126,32 @@ def load_data(args: argparse.Namespace) -> ImageData:
     if args.data is None and not args.dataset:
         return ImageData(train=Digits(True), test=Digits(False), classes=tuple("0123456789"))
     labelled = args.teacher is None
-    return open_images(args.data, args.dataset, splits=args.splits, classes=args.num_classes, labelled=labelled)
+    return open_images(
+        args.data, args.dataset, splits=args.splits, classes=args.num_classes, labelled=labelled
+    )
 
 
 def set_transforms(data: ImageData, model: nn.Module, args: argparse.Namespace) -> None:
     if not isinstance(data.train, Digits):
-        set_transforms_(data, model, args.img_size and (3, args.img_size, args.img_size), args.augmentation)
+        set_transforms_(
+            data, model, args.img_size and (3, args.img_size, args.img_size), args.augmentation
+        )
         return
     config = resolve_data_config({"img_size": args.img_size or DIGITS_SIZE}, model=model)
     config = {name: config[name] for name in ("input_size", "interpolation", "mean", "std")}
-    data.train.transform = create_transform(**config, is_training=True, hflip=0.0, scale=(0.7, 1.0), color_jitter=None)
+    data.train.transform = create_transform(
+        **config, is_training=True, hflip=0.0, scale=(0.7, 1.0), color_jitter=None
+    )
     data.test.transform = create_transform(**config, crop_pct=1.0)
 
 
 def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Module, Any]:
     """The model, with a head for the classes (None: with the head that it has), and its plan or the folder with it."""
-    options = {name: value for name, value in [("num_classes", classes), ("drop_path_rate", args.drop_path)] if value}
+    options = {
+        name: value
+        for name, value in [("num_classes", classes), ("drop_path_rate", args.drop_path)]
+        if value
+    }
     torch.manual_seed(args.seed)  # of a new head
     if Path(args.model).is_dir():
         return timm.create_model(f"local-dir:{args.model}", pretrained=True, **options), args.model
@@ -120,8 +160,12 @@ def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Modul
     model = timm.create_model(args.model, pretrained=args.pretrained, **options)
     if args.dilated_size is None:
         return model, None
-    init = "fit" if args.pretrained else "random"  # as on the command line: random kernels are not worth a fit
-    return model, dcls_convert.convert_(model, dilated_size=args.dilated_size, init=init, seed=args.seed).plan
+    init = (
+        "fit" if args.pretrained else "random"
+    )  # as on the command line: random kernels are not worth a fit
+    return model, dcls_convert.convert_(
+        model, dilated_size=args.dilated_size, init=init, seed=args.seed
+    ).plan
 
 
 def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | None:
@@ -129,19 +173,26 @@ def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | N
     if not args.teacher:
         return None
     name = f"local-dir:{args.teacher}" if Path(args.teacher).is_dir() else args.teacher
-    path, classes = args.teacher_checkpoint, {"num_classes": student.num_classes} if args.teacher_checkpoint else {}
+    path, classes = (
+        args.teacher_checkpoint,
+        {"num_classes": student.num_classes} if args.teacher_checkpoint else {},
+    )
     try:
         teacher = timm.create_model(name, pretrained=not path, checkpoint_path=path, **classes)
     except Exception as error:  # of timm, the hub or the file
         problem = " ".join(str(error).split())[:200]
-        raise DclsConvertError(f"--teacher {args.teacher}: cannot load its weights: {problem}") from error
+        raise DclsConvertError(
+            f"--teacher {args.teacher}: cannot load its weights: {problem}"
+        ) from error
     if teacher.num_classes != student.num_classes:
         raise DclsConvertError(
             f"--teacher {args.teacher}: has {teacher.num_classes} classes, {args.model} has {student.num_classes}"
         )
     mine, theirs = (resolve_data_config(model=model) for model in (student, teacher))
     if any(tuple(mine[name]) != tuple(theirs[name]) for name in ("mean", "std")):
-        raise DclsConvertError(f"--teacher {args.teacher}: takes images with another mean and std than {args.model}")
+        raise DclsConvertError(
+            f"--teacher {args.teacher}: takes images with another mean and std than {args.model}"
+        )
     return teacher
 
 
@@ -175,12 +226,16 @@ def main() -> None:
     args = parse_arguments()
     accelerator: Any = None
     try:
-        recipe = tuning.Recipe(**{field.name: getattr(args, field.name) for field in fields(tuning.Recipe)})
+        recipe = tuning.Recipe(
+            **{field.name: getattr(args, field.name) for field in fields(tuning.Recipe)}
+        )
         from dcls_convert.tuning.training import STATE, Training, accelerator_for
 
         accelerator = accelerator_for(mixed_precision=args.mixed_precision)
         if (args.output / STATE).exists() and not args.resume:
-            raise DclsConvertError(f"{args.output}: holds a run already; --resume continues it, --output names another")
+            raise DclsConvertError(
+                f"{args.output}: holds a run already; --resume continues it, --output names another"
+            )
         data = load_data(args)
         model, plan = build_model(args, None if args.teacher else len(data.classes))
         teacher = build_teacher(args, model)
@@ -195,18 +250,26 @@ def main() -> None:
             fsdp=args.fsdp,
             workers=args.workers,
             save_every=args.save_every,
-            settings={name: getattr(args, name) for name in ("model", "dilated_size", "data", "teacher", "drop_path")},
+            settings={
+                name: getattr(args, name)
+                for name in ("model", "dilated_size", "data", "teacher", "drop_path")
+            },
         )
         measure = "agreement" if teacher else "accuracy"
         if teacher and not training.updates_done:
-            accelerator.print(f"before: agreement {100 * float(training.test().double().mean()):.2f} %", flush=True)
+            accelerator.print(
+                f"before: agreement {100 * float(training.test().double().mean()):.2f} %",
+                flush=True,
+            )
 
         def after_epoch(training: Training) -> None:
             epoch, updates = len(training.top1), training.updates_per_epoch
             loss, seconds = float(np.mean(training.loss[-updates:])), training.epoch_seconds[-1]
             line = f"epoch {epoch:3d}/{args.epochs}: loss {loss:.4f}, {measure} {training.top1[-1]:.2f} %"
             accelerator.print(f"{line}, {seconds:.0f} s", flush=True)
-            if training.top1[-1] >= max(training.top1):  # of equal ones, the one that has learnt longest
+            if training.top1[-1] >= max(
+                training.top1
+            ):  # of equal ones, the one that has learnt longest
                 trained = training.trained()
                 if accelerator.is_main_process:
                     save_trained(trained, plan, args.output / "best")

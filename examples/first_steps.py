@@ -24,7 +24,9 @@ def main(name: str = "test_convnext", folder: str = "first-steps-dcls") -> None:
     print(report)
 
     # Train as ever. As in the paper, positions learn five times as fast as the rest, and do not decay.
-    optimizer = torch.optim.AdamW(dcls_convert.tuning.param_groups(model, lr=1e-3, weight_decay=0.05))
+    optimizer = torch.optim.AdamW(
+        dcls_convert.tuning.param_groups(model, lr=1e-3, weight_decay=0.05)
+    )
     images, labels = torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
     for step in range(3):
         loss = torch.nn.functional.cross_entropy(model(images), labels)

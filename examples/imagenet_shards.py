@@ -37,7 +37,9 @@ def add(shard: tarfile.TarFile, name: str, content: bytes) -> None:
     shard.addfile(entry, io.BytesIO(content))
 
 
-def pack(images: list[tuple[Path, int]], split: str, target: Path, shards: int) -> dict[str, object]:
+def pack(
+    images: list[tuple[Path, int]], split: str, target: Path, shards: int
+) -> dict[str, object]:
     """Write the shards of one split; returns what `_info.json` has about it."""
     random.Random(0).shuffle(images)
     names, lengths = [f"{split}-{index:04d}.tar" for index in range(shards)], []
@@ -56,7 +58,9 @@ def pack(images: list[tuple[Path, int]], split: str, target: Path, shards: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--shards", type=int, default=1024, help="of the training images")
@@ -72,9 +76,13 @@ def main() -> None:
     images = {split: images_by_class(folder) for split, folder in folders.items()}
     for split, found in images.items():
         if not 1 <= counts[split] <= len(found):
-            sys.exit(f"error: {counts[split]} shards of {split}: must be from 1 to the number of images, {len(found)}")
+            sys.exit(
+                f"error: {counts[split]} shards of {split}: must be from 1 to the number of images, {len(found)}"
+            )
     given.target.mkdir(parents=True, exist_ok=True)
-    splits = {split: pack(found, split, given.target, counts[split]) for split, found in images.items()}
+    splits = {
+        split: pack(found, split, given.target, counts[split]) for split, found in images.items()
+    }
     (given.target / "_info.json").write_text(json.dumps({"splits": splits}, indent=1))
 
 

@@ -18,7 +18,11 @@ def net(num_classes: int = 3, size: int = 7) -> nn.Module:
     """Two stages of two depthwise convolutions, stages.0.1, stages.0.2, stages.1.1 and stages.1.2."""
     pair = lambda: [nn.Conv2d(8, 8, size, padding=size // 2, groups=8) for _ in range(2)]  # noqa: E731
     stages = nn.Sequential(*[nn.Sequential(nn.AvgPool2d(2), *pair()) for _ in range(2)])
-    head = {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten(), "head": nn.Linear(8, num_classes)}
+    head = {
+        "pool": nn.AdaptiveAvgPool2d(1),
+        "flat": nn.Flatten(),
+        "head": nn.Linear(8, num_classes),
+    }
     return nn.Sequential(OrderedDict({"stem": nn.Conv2d(3, 8, 1), "stages": stages, **head}))
 
 
@@ -31,14 +35,22 @@ def exit_code(*arguments: object) -> int:
             main([str(argument) for argument in arguments])
     finally:
         sys.unraisablehook = hook
-        for number, handler in handlers.items():  # here, since folders that a session shares are made by commands, too
+        for (
+            number,
+            handler,
+        ) in (
+            handlers.items()
+        ):  # here, since folders that a session shares are made by commands, too
             signal.signal(number, handler)
     return stopped.value.code
 
 
 def ended(*arguments: object) -> tuple[int | str | None, str, str]:
     """Exit code, stdout and stderr of `dcls-convert ARGUMENTS`."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
         code = exit_code(*arguments)
     return code, out.getvalue(), err.getvalue()
 

@@ -16,7 +16,9 @@ from torch import nn
 
 TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
 
-torch.set_num_threads(1)  # the tensors are small, and on a busy machine two threads wait for one another
+torch.set_num_threads(
+    1
+)  # the tensors are small, and on a busy machine two threads wait for one another
 gc.freeze()  # what was imported stays; accelerate searches all else for what nobody refers to, for each network
 
 

@@ -37,11 +37,17 @@ from .photographs import photographs
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]}
+PAGES = {
+    path.name: path.read_text(encoding="utf-8")
+    for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+}
 README = PAGES["README.md"]
 # Pages that do not run in the plain tests: what they need, or since they take long.
 SLOW = [pytest.mark.processes]
-OTHERS = [pytest.mark.thirdparty, pytest.mark.filterwarnings("ignore")]  # other libraries warn of what they like
+OTHERS = [
+    pytest.mark.thirdparty,
+    pytest.mark.filterwarnings("ignore"),
+]  # other libraries warn of what they like
 LONG = (
     "README",
     "checkpoints",
@@ -60,8 +66,12 @@ MARKS |= dict.fromkeys(("lightning.md", "trainer.md", "libraries.md"), OTHERS)
 # What stands in for names in a page: page -> text -> text.
 SMALL = {"convnext_tiny": TINY}  # .ci/run takes the real one
 STAND_INS = dict.fromkeys(("convert.md", "deploying.md", "hub.md", "index.md", "python.md"), SMALL)
-QUICK = {"--sizes 17 --epochs 30": "--sizes 17 --epochs 1 --batch-size 4 --input-size 3x32x32 --device cpu --seeds 1"}
-FITTED = {"convnext_tiny --pretrained": f"{TINY} --pretrained --dilated-size 17"}  # the usual size of the real one
+QUICK = {
+    "--sizes 17 --epochs 30": "--sizes 17 --epochs 1 --batch-size 4 --input-size 3x32x32 --device cpu --seeds 1"
+}
+FITTED = {
+    "convnext_tiny --pretrained": f"{TINY} --pretrained --dilated-size 17"
+}  # the usual size of the real one
 STAND_INS["README.md"] = FITTED | SMALL | QUICK | {"convnext_*": f"{TINY}*"}
 STAND_INS["compare.md"] = SMALL | QUICK | {"--epochs 4": "--epochs 1 --seeds 1 --batch-size 256"}
 STAND_INS["checkpoints.md"] = SMALL | {"1, 3, 224, 224": "1, 3, 160, 160"}
@@ -91,15 +101,24 @@ class Block(NamedTuple):
 
 
 def blocks_of(text: str) -> list[Block]:
-    matches = re.finditer(r'^```(\w*)(?: title="(.+?)")?\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
+    matches = re.finditer(
+        r'^```(\w*)(?: title="(.+?)")?\n(.*?)^```$', text, re.MULTILINE | re.DOTALL
+    )
     return [Block(*match.groups(), text.count("\n", 0, match.start(3)) + 1) for match in matches]
 
 
 def commands_of(text: str) -> list[tuple[str, str]]:
     """Each command line of a console block, without its comment, and what it shall print."""
     session = re.search(r"^\$ ", text, re.MULTILINE)
-    lines = re.split(r"^\$ ", text, flags=re.MULTILINE) if session else text.replace("\\\n", " ").splitlines()
-    return [(re.sub(r" +#.*", "", line), printed) for line, _, printed in (one.partition("\n") for one in lines if one)]
+    lines = (
+        re.split(r"^\$ ", text, flags=re.MULTILINE)
+        if session
+        else text.replace("\\\n", " ").splitlines()
+    )
+    return [
+        (re.sub(r" +#.*", "", line), printed)
+        for line, _, printed in (one.partition("\n") for one in lines if one)
+    ]
 
 
 # What the reader of a page has.
@@ -107,9 +126,13 @@ def commands_of(text: str) -> list[tuple[str, str]]:
 
 def model_of_ones_own() -> None:
     Path("mypackage").mkdir()
-    Path("mypackage/models.py").write_text(f"import timm\n\ndef build():\n    return timm.create_model('{TINY}')\n")
+    Path("mypackage/models.py").write_text(
+        f"import timm\n\ndef build():\n    return timm.create_model('{TINY}')\n"
+    )
     torch.save(timm.create_model(TINY).state_dict(), "weights.pt")
-    Path("rules.yaml").write_text("format: 1\nrules:\n  - match: {kind: depthwise}\n    dilated_size: 9\n")
+    Path("rules.yaml").write_text(
+        "format: 1\nrules:\n  - match: {kind: depthwise}\n    dilated_size: 9\n"
+    )
 
 
 def trained_weights() -> None:
@@ -171,10 +194,16 @@ def trained(tmp_path, monkeypatch):
 def run_program(arguments: list[str]) -> tuple[int, str]:
     """The exit code of a command, and all that it printed: in this process, or in its own if it starts others."""
     if arguments[0] == "torchrun" or arguments[:2] == ["python", "-m"]:
-        command = ["-m", "torch.distributed.run", *arguments[1:]] if arguments[0] == "torchrun" else arguments[1:]
+        command = (
+            ["-m", "torch.distributed.run", *arguments[1:]]
+            if arguments[0] == "torchrun"
+            else arguments[1:]
+        )
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         run = [sys.executable, *command]
-        done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120, check=False)
+        done = subprocess.run(
+            run, capture_output=True, text=True, env=environment, timeout=120, check=False
+        )
         return done.returncode, done.stdout + done.stderr
     printed, code = io.StringIO(), 0
     with (
@@ -222,7 +251,9 @@ def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monk
         for place in ("huggingface_hub", "huggingface_hub.HfApi"):
             monkeypatch.setattr(f"{place}.create_repo", create)
             monkeypatch.setattr(f"{place}.upload_folder", push)
-        monkeypatch.setattr("huggingface_hub.HfApi.file_exists", lambda *_, **__: False)  # timm asks for a card
+        monkeypatch.setattr(
+            "huggingface_hub.HfApi.file_exists", lambda *_, **__: False
+        )  # timm asks for a card
     elif page != "errors.md":  # which shows what happens without a network
         request.getfixturevalue("trained")
     (tmp_path / "reader").mkdir()
@@ -244,14 +275,18 @@ def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monk
         elif block.language == "console":
             run_console(block.text)
         else:
-            raise AssertionError(f"{page}:{block.line}: a block of {block.language or 'no language'} that nothing runs")
+            raise AssertionError(
+                f"{page}:{block.line}: a block of {block.language or 'no language'} that nothing runs"
+            )
 
 
 # README.
 
 
 def test_readme_has_one_command_for_the_main_job_and_one_for_the_tests():
-    commands = [line for line in README.splitlines() if "pip install" in line and line.startswith("python3")]
+    commands = [
+        line for line in README.splitlines() if "pip install" in line and line.startswith("python3")
+    ]
     assert len(commands) == 2
     assert commands[0].endswith("&& dcls-convert convnext_tiny --dilated-size 17")
     assert commands[1].endswith(".venv-test/bin/pytest -q")
@@ -286,8 +321,13 @@ def test_the_reference_has_every_command_option_rule_and_name(hooks):
     for command, section in zip(commands, command_line.split("\n## "), strict=True):
         _, printed = run_program(["dcls-convert", *command.split(), "--help"])
         for options in re.findall(r"^│ ((?:[ *]*--?[a-z][a-z-]*)+)", printed, re.MULTILINE):
-            assert all(re.search(rf"[` ]{option}[` ,]", section) for option in options.split()), (command, options)
-        for inner in re.findall(r"^│ ([a-z]+)  ", printed.partition("─ Commands ─")[2], re.MULTILINE):
+            assert all(re.search(rf"[` ]{option}[` ,]", section) for option in options.split()), (
+                command,
+                options,
+            )
+        for inner in re.findall(
+            r"^│ ([a-z]+)  ", printed.partition("─ Commands ─")[2], re.MULTILINE
+        ):
             assert f"{command} {inner}".strip() in commands
     schema = json.loads(run_program(["dcls-convert", "rules", "schema"])[1])
     for part in (schema, *schema["$defs"].values()):
@@ -301,7 +341,11 @@ def test_the_reference_has_every_command_option_rule_and_name(hooks):
 def test_links_of_the_built_site_lead_somewhere(hooks, tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-d", str(tmp_path)]
     subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
-    pages = {path: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html") if path.name != "404.html"}
+    pages = {
+        path: path.read_text(encoding="utf-8")
+        for path in tmp_path.rglob("*.html")
+        if path.name != "404.html"
+    }
     assert len(pages) > 20
     for path, text in pages.items():
         for link in re.findall(r'(?:href|src)="?([^" >]+)', text):
@@ -322,12 +366,16 @@ def test_the_pictures_are_the_programs_own_output(tmp_path):
         return " ".join("".join(text.itertext()) for text in texts).replace("\xa0", " ").split()
 
     script = DOCS / "draw_pictures.py"
-    for command in re.findall(r"^dcls-convert models 'timm:.*", "\n".join(PAGES.values()), re.MULTILINE):
+    for command in re.findall(
+        r"^dcls-convert models 'timm:.*", "\n".join(PAGES.values()), re.MULTILINE
+    ):
         assert command in script.read_text(encoding="utf-8"), command
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
     names = sorted(path.name for path in tmp_path.glob("*.svg"))
     assert names
     for name in names:
-        assert words(tmp_path / name) == words(DOCS / "pictures" / name), f"{name}: python docs/draw_pictures.py"
+        assert words(tmp_path / name) == words(DOCS / "pictures" / name), (
+            f"{name}: python docs/draw_pictures.py"
+        )
         assert "http" not in re.sub(r'xmlns="[^"]*"|<!--.*?-->', "", (tmp_path / name).read_text())
     assert "28,587,688" in words(DOCS / "pictures" / "report.svg")

@@ -21,7 +21,9 @@ from dcls_convert.tuning.training import soft_target_loss
 
 from .photographs import photographs
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves images open
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning"
+)  # timm leaves images open
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = ["--img-size", "32", "--batch-size", "4", "--epochs", "2"]
 
@@ -122,11 +124,24 @@ def test_a_folder_of_images(finetune, images, capsys):
 def test_batches_in_several_parts_are_the_same_update(finetune, images):
     options = ["--data", images, "--dilated-size", "7", "--img-size", "32", "--epochs", "1"]
     finetune("test_convnext", *options, "--batch-size", "8", "--output", "whole")
-    finetune("test_convnext", *options, "--batch-size", "4", "--accumulate", "2", "--workers", "1", "--output", "parts")
+    finetune(
+        "test_convnext",
+        *options,
+        "--batch-size",
+        "4",
+        "--accumulate",
+        "2",
+        "--workers",
+        "1",
+        "--output",
+        "parts",
+    )
     whole, parts = (torch.load(f"{run}/state.pt", weights_only=True) for run in ("whole", "parts"))
     assert whole["update"] == parts["update"] == 2
     for name, tensor in whole["model"].items():
-        torch.testing.assert_close(parts["model"][name], tensor, rtol=0, atol=2e-4)  # float32, other sums
+        torch.testing.assert_close(
+            parts["model"][name], tensor, rtol=0, atol=2e-4
+        )  # float32, other sums
 
 
 # Learning from a teacher.
@@ -163,7 +178,10 @@ def test_a_converted_network_comes_closer_to_its_teacher(finetune, unlabelled, t
     finetune(folder, *named, *options, "--output", "run")
     history = json.loads(Path("run/history.json").read_text())
     assert np.mean(history["loss"][-4:]) < 0.9 * np.mean(history["loss"][:4])
-    assert [len(history["loss"]), len(history["agreement"])] == [12, 3]  # 4 of the 20 images are held out
+    assert [len(history["loss"]), len(history["agreement"])] == [
+        12,
+        3,
+    ]  # 4 of the 20 images are held out
     assert "before: agreement" in capsys.readouterr().out
     assert timm.create_model("local-dir:run/best", pretrained=True).num_classes == 100
 
@@ -172,21 +190,39 @@ def test_a_converted_network_comes_closer_to_its_teacher(finetune, unlabelled, t
 def test_frozen_statistics_stay(finetune, unlabelled, tmp_path):
     model = timm.create_model("test_resnet")
     save_file(model.state_dict(), tmp_path / "teacher.safetensors")
-    named = ["--teacher", "test_resnet", "--teacher-checkpoint", "teacher.safetensors", "--data", unlabelled]
+    named = [
+        "--teacher",
+        "test_resnet",
+        "--teacher-checkpoint",
+        "teacher.safetensors",
+        "--data",
+        unlabelled,
+    ]
     folder = converted(model, tmp_path / "student", budget=60)
     for options in ([], ["--freeze-statistics"]):
         finetune(folder, *named, *options, *SMALL, "--output", "".join(["run", *options]))
-    free, frozen = (load_file(f"run{option}/best/model.safetensors") for option in ("", "--freeze-statistics"))
+    free, frozen = (
+        load_file(f"run{option}/best/model.safetensors") for option in ("", "--freeze-statistics")
+    )
     statistics = [name for name in free if name.endswith("running_mean")]
-    assert all(torch.equal(frozen[name], tensor) for name, tensor in model.state_dict().items() if name in statistics)
+    assert all(
+        torch.equal(frozen[name], tensor)
+        for name, tensor in model.state_dict().items()
+        if name in statistics
+    )
     assert any(not torch.equal(free[name], frozen[name]) for name in statistics)
 
 
 def test_a_teacher_that_does_not_fit_is_refused(refused, unlabelled, tmp_path):
     for name, overlay, classes in [("other", {"mean": (0.1, 0.2, 0.3)}, 1000), ("fewer", {}, 7)]:
-        model = timm.create_model("test_convnext", num_classes=classes, pretrained_cfg_overlay=overlay)
+        model = timm.create_model(
+            "test_convnext", num_classes=classes, pretrained_cfg_overlay=overlay
+        )
         timm.models.save_for_hf(model, tmp_path / name, safe_serialization=True)
-    for name, says in [("other", "takes images with another mean and std"), ("fewer", "has 7 classes")]:
+    for name, says in [
+        ("other", "takes images with another mean and std"),
+        ("fewer", "has 7 classes"),
+    ]:
         refused("test_convnext", "--teacher", name, "--data", unlabelled, *SMALL, says=says)
     assert not Path("runs").exists()
 
@@ -207,12 +243,26 @@ def test_a_temperature_goes_from_the_divergence_to_the_distance_of_centred_outpu
     [
         (["nowhere"], 2, "nowhere: neither a folder nor a model of timm"),
         (["test_vit", "--dilated-size", "9"], 3, "nothing in the model matches"),
-        (["test_convnext", "--mixup", "1", "--batch-size", "3"], 2, "batch size 3: mixup and cutmix need an even one"),
-        (["test_convnext", "--teacher", "test_vit"], 2, "--teacher test_vit: cannot load its weights"),
-        (["test_convnext", "--teacher", "test_vit", "--num-classes", "3"], 2, "keeps the classes that it has"),
+        (
+            ["test_convnext", "--mixup", "1", "--batch-size", "3"],
+            2,
+            "batch size 3: mixup and cutmix need an even one",
+        ),
+        (
+            ["test_convnext", "--teacher", "test_vit"],
+            2,
+            "--teacher test_vit: cannot load its weights",
+        ),
+        (
+            ["test_convnext", "--teacher", "test_vit", "--num-classes", "3"],
+            2,
+            "keeps the classes that it has",
+        ),
     ],
 )
-def test_mistakes_are_told_in_one_line_and_leave_nothing_behind(refused, tmp_path, arguments, code, message):
+def test_mistakes_are_told_in_one_line_and_leave_nothing_behind(
+    refused, tmp_path, arguments, code, message
+):
     refused(*arguments, says=message, code=code)
     assert list(tmp_path.iterdir()) == []
 

@@ -30,7 +30,17 @@ PACKAGE = Path(dcls_convert.__file__).parent
 ORDER = (
     *("errors", "options", "files", "records", "output", "tables", "progress"),
     *("depthwise", "layers", "networks", "planning", "reports", "fitting", "surgery", "pipeline"),
-    *("checkpoints", "export", "tuning", "compare", "views", "cli", "timm_plugin", "__init__", "__main__"),
+    *(
+        "checkpoints",
+        "export",
+        "tuning",
+        "compare",
+        "views",
+        "cli",
+        "timm_plugin",
+        "__init__",
+        "__main__",
+    ),
 )
 # Who may import a library that is slow, optional or needs care.
 FOREIGN = {
@@ -50,21 +60,35 @@ def imports_of(path):
     """(module, whether it is imported when a function is called), "dcls_convert" left out of the package's own."""
     package = ["dcls_convert", *path.relative_to(PACKAGE).parts[:-1]]
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    typing = {inner for node in ast.walk(tree) if isinstance(node, ast.If) for inner in ast.walk(node)}
+    typing = {
+        inner for node in ast.walk(tree) if isinstance(node, ast.If) for inner in ast.walk(node)
+    }
     inside = (ast.FunctionDef, ast.Lambda)
-    deferred = {inner for node in ast.walk(tree) if isinstance(node, inside) for inner in ast.walk(node)}
+    deferred = {
+        inner for node in ast.walk(tree) if isinstance(node, inside) for inner in ast.walk(node)
+    }
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            module = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+            module = ".".join(
+                [*package[: len(package) - node.level + 1], *filter(None, [node.module])]
+            )
             module = module if node.level else node.module
-            names = [f"{module}.{alias.name}" for alias in node.names if alias.name != "__version__"]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("_import", "import_module")):
+            names = [
+                f"{module}.{alias.name}" for alias in node.names if alias.name != "__version__"
+            ]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("_import", "import_module")
+        ):
             names = [value.value for value in node.args if isinstance(value, ast.Constant)]
         for name in names if node not in typing else ():
-            yield name.removeprefix("dcls_convert."), name.startswith("dcls_convert"), node in deferred
+            yield (
+                name.removeprefix("dcls_convert."),
+                name.startswith("dcls_convert"),
+                node in deferred,
+            )
 
 
 def module_of(path):
@@ -139,7 +163,9 @@ def test_a_library_has_its_own_rooms(library):
     }
     assert {room(module) for module, _ in uses} == FOREIGN[library]
     if library in ("timm", "torchvision"):
-        assert all(deferred for module, deferred in uses if module not in TRAINS), "imported before it is used"
+        assert all(deferred for module, deferred in uses if module not in TRAINS), (
+            "imported before it is used"
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER if (PACKAGE / name).is_dir()])
@@ -153,7 +179,11 @@ def test_a_room_says_what_it_promises(name):
 def imported_by(*arguments):
     """The exit code, and every module that Python imported on the way."""
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-X", "importtime", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     return done, set(re.findall(r"^import time:.*\|\s+(\S+)$", done.stderr, flags=re.MULTILINE))
 
@@ -167,7 +197,11 @@ def imported_by(*arguments):
         ("rules list", 0, "depthwise"),
         ("models --json --csv", 2, "--json and --csv exclude each other"),
         ("inspect tests --picture x.gif", 2, "must end in .png, .svg, .pdf"),
-        ("inspect tests --html x.html --images nowhere", 2, "images nowhere: there is no such folder"),
+        (
+            "inspect tests --html x.html --images nowhere",
+            2,
+            "images nowhere: there is no such folder",
+        ),
         ("fold nowhere", 2, "nowhere: is not a folder"),
         ("verify nowhere", 2, "nowhere: is not a folder"),
         ("diff tests nowhere", 2, "nowhere: is not a folder"),
@@ -191,7 +225,9 @@ def test_a_missing_torch_is_one_line_that_says_what_to_install():
     program = "import sys; sys.modules['torch'] = None; from dcls_convert.cli.app import main; main(['resnet18'])"
     done, _ = imported_by("-c", program)
     assert done.returncode == 2
-    assert done.stderr.endswith("\nerror: torch is not installed: pip install torch torchvision timm\n")
+    assert done.stderr.endswith(
+        "\nerror: torch is not installed: pip install torch torchvision timm\n"
+    )
     assert "Traceback" not in done.stderr
 
 

@@ -55,7 +55,9 @@ print(json.dumps(peaks_of("convnext_base")))
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_command_holds_a_second_copy_of_the_weights(tmp_path):
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])
     print(peaks)

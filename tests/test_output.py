@@ -21,7 +21,9 @@ from .checkpoints.folders import convert
 
 def folder_of(text):
     """Fills a new folder with a file that holds the text."""
-    return writer(text, "file", lambda path, force: new_folder(path, force=force, foreign=lambda _: None))
+    return writer(
+        text, "file", lambda path, force: new_folder(path, force=force, foreign=lambda _: None)
+    )
 
 
 def file_of(text):
@@ -62,9 +64,13 @@ PLATFORMS = pytest.mark.usefixtures("_platform")
 def test_what_is_there_is_replaced_by_force_alone(tmp_path, kind):
     path = tmp_path / "deep" / "er" / "out"
     kind("old")(path)
-    with pytest.raises(CheckpointError, match=r"out already exists; force=True replaces it$") as refused:
+    with pytest.raises(
+        CheckpointError, match=r"out already exists; force=True replaces it$"
+    ) as refused:
         kind("new")(path)
-    assert refused.value.on_command_line.endswith("out already exists; --force replaces it, or name another")
+    assert refused.value.on_command_line.endswith(
+        "out already exists; --force replaces it, or name another"
+    )
     assert content(path) == "old"
     kind("new")(path, force=True)
     assert content(path) == "new"
@@ -75,7 +81,9 @@ def test_what_is_there_is_replaced_by_force_alone(tmp_path, kind):
 @PLATFORMS
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("late", [False, True])
-def test_what_appears_meanwhile_is_replaced_by_force_alone(tmp_path, monkeypatch, kind, force, late):
+def test_what_appears_meanwhile_is_replaced_by_force_alone(
+    tmp_path, monkeypatch, kind, force, late
+):
     """Whether it comes before the last look at the name, or between that look and the renaming."""
     path, check, calls = tmp_path / "out", output.check_output, itertools.count()
 
@@ -99,11 +107,16 @@ def test_what_appears_meanwhile_is_replaced_by_force_alone(tmp_path, monkeypatch
 
 def test_files_written_beside_a_file_are_published_before_it(tmp_path, monkeypatch):
     order, publish = [], output._publish
-    monkeypatch.setattr(output, "_publish", lambda new, *rest: (order.append(new.name), publish(new, *rest)))
+    monkeypatch.setattr(
+        output, "_publish", lambda new, *rest: (order.append(new.name), publish(new, *rest))
+    )
     with new_file(tmp_path / "a.onnx", force=False) as path:
         path.write_text("main")
         path.with_name("a.onnx.data").write_text("beside")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.onnx": "main", "a.onnx.data": "beside"}
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "a.onnx": "main",
+        "a.onnx.data": "beside",
+    }
     assert order == ["a.onnx.data", "a.onnx"]
 
 
@@ -158,13 +171,19 @@ def killed(write, step):
 FULL = OSError(errno.ENOSPC, "No space left")
 WAYS_TO_END = {
     "full disk": functools.partial(cut_short, act=functools.partial(fail_with, FULL)),
-    "interrupt": functools.partial(cut_short, act=functools.partial(fail_with, KeyboardInterrupt()), after=True),
+    "interrupt": functools.partial(
+        cut_short, act=functools.partial(fail_with, KeyboardInterrupt()), after=True
+    ),
     "kill": killed,
 }
-ENDS = [pytest.param(end, marks=pytest.mark.processes if end == "kill" else ()) for end in WAYS_TO_END]
+ENDS = [
+    pytest.param(end, marks=pytest.mark.processes if end == "kill" else ()) for end in WAYS_TO_END
+]
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that is opened, and the next step fails
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning"
+)  # of a file that is opened, and the next step fails
 @KINDS
 @PLATFORMS
 @pytest.mark.parametrize("force", [False, True])
@@ -181,7 +200,11 @@ def test_whatever_ends_a_run_at_any_step_leaves_the_old_or_the_new_one(tmp_path,
         if end == "kill" and output._renameat2 is without_renameat2:
             clean_up(path)  # as the next run does
         state = content(path)
-        assert state == "new" or (failed and state == ("old" if force else None)), (step, failed, state)
+        assert state == "new" or (failed and state == ("old" if force else None)), (
+            step,
+            failed,
+            state,
+        )
         assert end == "kill" or list(path.parent.iterdir()) == ([path] if state else []), step
         seen[state] += 1
         kind("next")(path, force=True)
@@ -200,7 +223,9 @@ def test_a_full_disk_is_one_line(tmp_path, error):
         (tmp_path / "new", "nothing was left there"),
         (tmp_path / "out", "the one that is there is whole"),
     ):
-        with pytest.raises(CheckpointError, match=f"^output {path} cannot be written: .*No space left.*; {state}$"):
+        with pytest.raises(
+            CheckpointError, match=f"^output {path} cannot be written: .*No space left.*; {state}$"
+        ):
             folder_of("new")(path, force=True, between=lambda: fail_with(error))
     assert content(tmp_path / "out") == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -208,7 +233,9 @@ def test_a_full_disk_is_one_line(tmp_path, error):
 
 def test_no_permission_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(CheckpointError, match=f"output {tmp_path}/out: no permission to write in {tmp_path}$"):
+    with pytest.raises(
+        CheckpointError, match=f"output {tmp_path}/out: no permission to write in {tmp_path}$"
+    ):
         folder_of("new")(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -230,7 +257,12 @@ def test_permissions_are_the_usual_ones(tmp_path, mask):
 
 
 def test_the_next_run_removes_what_others_left_and_nothing_else(tmp_path):
-    kept = [".other.0123abcd.partial", ".out.x.0123abcd.partial", ".out.0123.partial", "out.0123abcd.partial"]
+    kept = [
+        ".other.0123abcd.partial",
+        ".out.x.0123abcd.partial",
+        ".out.0123.partial",
+        "out.0123abcd.partial",
+    ]
     for name in (".out.0123abcd.partial", ".out.4567abcd.partial", *kept):
         (tmp_path / name / "out").mkdir(parents=True)
     folder_of("new")(tmp_path / "out")

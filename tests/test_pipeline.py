@@ -36,11 +36,16 @@ class Failing(TorchDispatchMode):
 def theirs(model, plan):
     """A state dict of the authors' package for this plan: random elements, and all else of the model scaled."""
     generator = torch.Generator().manual_seed(0)
-    state = {name: tensor * 2 if tensor.is_floating_point() else tensor for name, tensor in model.state_dict().items()}
+    state = {
+        name: tensor * 2 if tensor.is_floating_point() else tensor
+        for name, tensor in model.state_dict().items()
+    }
     for layer in plan.layers:
         shape = layer.position_shape
         state[f"{layer.name}.weight"] = torch.randn(shape[1:], generator=generator)
-        state[f"{layer.name}.P"] = torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 4 - 2
+        state[f"{layer.name}.P"] = (
+            torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 4 - 2
+        )
     return state
 
 
@@ -57,8 +62,13 @@ def job_for(model, kind):
 def small():
     """A stem, a depthwise stage with BatchNorm in mixed modes, a head; few operations, so that all can fail."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(3)]
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(*blocks), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    blocks = [
+        nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.BatchNorm2d(4), nn.ReLU())
+        for _ in range(3)
+    ]
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.Sequential(*blocks), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
     model[1][0][1].eval()  # frozen
     return model
 
@@ -127,7 +137,10 @@ def test_placing_gives_structure_alone(device):
     assert torch.equal(state, torch.get_rng_state())
     assert operations.seen < 40 * len(plan.layers)  # nothing is computed from the kernels
     apply_plan_(full := small(), plan, init="random")
-    shapes = [{name: (one.shape, one.dtype) for name, one in each.state_dict().items()} for each in (model, full)]
+    shapes = [
+        {name: (one.shape, one.dtype) for name, one in each.state_dict().items()}
+        for each in (model, full)
+    ]
     assert shapes[0] == shapes[1]
     assert {tensor.device.type for tensor in model.state_dict().values()} == {device}
 

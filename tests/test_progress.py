@@ -32,15 +32,21 @@ def terminal(monkeypatch):
     return become
 
 
-@pytest.mark.parametrize("images", [None, [torch.ones(2, 3, 32, 32)]], ids=["kernels", "calibrated"])
+@pytest.mark.parametrize(
+    "images", [None, [torch.ones(2, 3, 32, 32)]], ids=["kernels", "calibrated"]
+)
 def test_a_fit_tells_of_every_layer_in_order(images):
     model, told = net(), []
     plan = plan_conversion(find_convs(model, (3, 32, 32)), dilated_size=9)
     apply_plan_(model, plan, init="fit", calibration=images, notify=lambda *step: told.append(step))
     solving = "calibrating" if images else "fitting"
     texts, done, totals = zip(*(step for step in told if step[0].startswith(solving)), strict=True)
-    numbers = [re.search(r", layers? (\d+)(?: to (\d+))? of (\d+)$", text).groups() for text in texts]
-    covered = [number for first, last, _ in numbers for number in range(int(first), int(last or first) + 1)]
+    numbers = [
+        re.search(r", layers? (\d+)(?: to (\d+))? of (\d+)$", text).groups() for text in texts
+    ]
+    covered = [
+        number for first, last, _ in numbers for number in range(int(first), int(last or first) + 1)
+    ]
     assert covered == list(range(1, len(plan.layers) + 1))
     assert {int(of) for *_, of in numbers} == {len(plan.layers)}
     assert sorted(set(done)) == list(done)
@@ -54,7 +60,9 @@ def test_python_is_silent_in_a_pipe_unless_asked(capfd, monkeypatch, progress):
     convert_(net(), dilated_size=9, input_size=(3, 32, 32), progress=progress)
     out, err = capfd.readouterr()
     assert out == ""
-    assert ("Sequential: fitting stages.1, layers 3 to 4 of 4\n" in err) == bool(err) == bool(progress)
+    assert (
+        ("Sequential: fitting stages.1, layers 3 to 4 of 4\n" in err) == bool(err) == bool(progress)
+    )
 
 
 def test_somebody_may_be_looking_on_a_terminal_or_in_a_notebook(monkeypatch, terminal):
@@ -79,7 +87,9 @@ def test_a_terminal_gets_a_bar_with_the_time_left_that_vanishes(terminal):
         for number in range(3):
             notify(f"fitting, layer {number + 1} of 4", number, 4)
             time.sleep(0.3)
-    seen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())  # without colours and cursor movements
+    seen = re.sub(
+        r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()
+    )  # without colours and cursor movements
     assert "net: reading" in seen
     assert re.search(r"net: fitting, layer 3 of 4 .*━.* 0:00:0\d", seen)
     assert stream.getvalue().endswith("\x1b[2K")  # the line is erased

@@ -41,7 +41,9 @@ def test_what_is_shown_fits_and_keeps_both_ends(name, limit):
     if len(name) <= limit and cell_len(printable(name)) <= limit:
         assert text == printable(name)
     elif name.isascii() and name.isprintable() and limit >= 5:
-        start, end = text.split("...") if text.count("...") == 1 else (text[: (limit - 2) // 2], text[-1:])
+        start, end = (
+            text.split("...") if text.count("...") == 1 else (text[: (limit - 2) // 2], text[-1:])
+        )
         assert start == name[: (limit - 2) // 2]
         assert name.endswith(end)
         assert end
@@ -66,8 +68,12 @@ def test_a_table_fits_by_its_names_and_never_cuts_a_number(rows, more):
 def test_csv_gives_back_the_values(rows):
     lines = list(csv.reader(io.StringIO(Table(COLUMNS, rows).csv(), newline="")))
     assert lines[0] == ["Name", "Count", "Number"]
-    assert ("Count" in Table(COLUMNS, rows).markdown()) == any(count is not None for _, count in rows)
-    assert lines[1:] == [[name, "" if count is None else str(count), NUMBER] for name, count in rows]
+    assert ("Count" in Table(COLUMNS, rows).markdown()) == any(
+        count is not None for _, count in rows
+    )
+    assert lines[1:] == [
+        [name, "" if count is None else str(count), NUMBER] for name, count in rows
+    ]
 
 
 @many_examples

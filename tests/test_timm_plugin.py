@@ -30,7 +30,9 @@ except ValueError as error:
 
 
 def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.mark.processes
@@ -41,4 +43,9 @@ def test_every_order_of_imports_registers_our_entry(order):
 
 
 def test_importing_the_package_imports_neither_timm_nor_torch():
-    assert run("import sys, dcls_convert; sys.exit(bool({'timm', 'torch'} & set(sys.modules)))").returncode == 0
+    assert (
+        run(
+            "import sys, dcls_convert; sys.exit(bool({'timm', 'torch'} & set(sys.modules)))"
+        ).returncode
+        == 0
+    )

@@ -37,7 +37,9 @@ class OutputPrint:
 
     shape: tuple[int, ...]
     norm: float | None
-    values: tuple[float | None, ...]  # at evenly spaced places of the flattened tensor, the first and last included
+    values: tuple[
+        float | None, ...
+    ]  # at evenly spaced places of the flattened tensor, the first and last included
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +50,9 @@ class Fingerprint(Record):
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"]  # of the image
     seed: Literal[0] = 0  # SEED
-    outputs: tuple[OutputPrint, ...] | None  # in the order of the output's leaves; None where the model did not run
+    outputs: (
+        tuple[OutputPrint, ...] | None
+    )  # in the order of the output's leaves; None where the model did not run
     reason: str | None  # why there are no outputs
 
 
@@ -59,17 +63,32 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
     if input_size is None:
         return Fingerprint(dtype=name, outputs=None, reason="the plan has no input size")
     if math.prod(input_size[1:]) > MOST_PIXELS:
-        return Fingerprint(dtype=name, outputs=None, reason=f"images of more than {MOST_PIXELS:,} pixels are not run")
-    device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+        return Fingerprint(
+            dtype=name,
+            outputs=None,
+            reason=f"images of more than {MOST_PIXELS:,} pixels are not run",
+        )
+    device = next(
+        (tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu")
+    )
     image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(SEED), device="cpu")
     try:
         # Warnings are about the model; turned into errors they would change what is written.
-        with warnings.catch_warnings(action="ignore"), evaluating(model), reproducible(), seeded(SEED):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            evaluating(model),
+            reproducible(),
+            seeded(SEED),
+        ):
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             output = functional_call(model, buffers, (image.to(device, dtype),))
-        outputs = tuple(_output_print(tensor) for tensor in tensors_in(output) if tensor.is_floating_point())
+        outputs = tuple(
+            _output_print(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()
+        )
     except Exception as error:  # the model's own code may raise anything
-        return Fingerprint(dtype=name, outputs=None, reason=f"{type(error).__name__}: {one_line(error)[:120]}")
+        return Fingerprint(
+            dtype=name, outputs=None, reason=f"{type(error).__name__}: {one_line(error)[:120]}"
+        )
     return Fingerprint(dtype=name, outputs=outputs, reason=None)
 
 
@@ -80,7 +99,9 @@ def deviation(taken: Fingerprint, stored: Fingerprint) -> float:
     largest = 0.0
     for new, old in zip(taken.outputs, stored.outputs, strict=True):
         ours, theirs = (new.norm, *new.values), (old.norm, *old.values)
-        if new.shape != old.shape or [each is None for each in ours] != [each is None for each in theirs]:
+        if new.shape != old.shape or [each is None for each in ours] != [
+            each is None for each in theirs
+        ]:
             return math.inf
         for one, other in zip(ours, theirs, strict=True):
             if one is not None and other is not None and one != other:
@@ -94,7 +115,9 @@ def _output_print(output: Tensor) -> OutputPrint:
     places = [index * last // max(count - 1, 1) for index in range(count)]
     values = flat[torch.tensor(places, dtype=torch.long, device=flat.device)].double().tolist()
     norm = flat.double().norm().item()
-    return OutputPrint(shape=tuple(output.shape), norm=_rounded(norm), values=tuple(map(_rounded, values)))
+    return OutputPrint(
+        shape=tuple(output.shape), norm=_rounded(norm), values=tuple(map(_rounded, values))
+    )
 
 
 def _rounded(value: float) -> float | None:

@@ -27,7 +27,9 @@ FILES = (WEIGHTS, CONFIG, REPORT, CARD)
 PAGE, PICTURE = "pictures.html", "positions.png"  # which a folder may hold too
 PLAN_PLACE = "model_args.plan"  # in config.json
 METADATA_KEY = "dcls_convert"
-FORMAT_METADATA = {"format": "pt"}  # accelerate and transformers refuse files that do not name torch so
+FORMAT_METADATA = {
+    "format": "pt"
+}  # accelerate and transformers refuse files that do not name torch so
 # What a config tells its readers alone, in `pretrained_cfg`.
 DESCRIPTIVE = {"label_names", "label_descriptions", "description", "tag", "notes", "license"}
 DESCRIPTIVE |= {"origin_url", "paper_name", "paper_ids"}
@@ -42,7 +44,9 @@ class FolderConfig:
 
     folder: Path
     plan: ConversionPlan | None  # None for a folded model that timm builds by itself
-    source: ModelSource | None  # of the model to build, before conversion; None where only its user can build it
+    source: (
+        ModelSource | None
+    )  # of the model to build, before conversion; None where only its user can build it
     input_size: Any  # of the model, as stated
     tensors: object  # tensors_hash of the weights beside it; None where timm's own savers wrote it
     hash: str  # config_hash
@@ -75,8 +79,13 @@ def read_folder(folder: str | Path) -> FolderConfig:
     source: ModelSource | None = ModelSource(name=f"timm:{architecture}", args=args)
     if architecture == TIMM_ARCHITECTURE:
         plan = ConversionPlan.from_dict(args.get("plan"), f"{path}: {PLAN_PLACE}")
-        own = {name: value for name, value in args.items() if name != "plan"}  # timm's savers may change them
-        source, size = None if plan.model is None else ModelSource(name=plan.model, args=own), plan.input_size
+        own = {
+            name: value for name, value in args.items() if name != "plan"
+        }  # timm's savers may change them
+        source, size = (
+            None if plan.model is None else ModelSource(name=plan.model, args=own),
+            plan.input_size,
+        )
     return FolderConfig(
         folder=Path(folder),
         plan=plan,
@@ -100,7 +109,9 @@ def the_plan(config: FolderConfig) -> ConversionPlan:
     """The plan of a config; CheckpointError where it has none."""
     if config.plan is None:
         where = config.folder
-        raise CheckpointError(f"{where}: there is no plan in {CONFIG}, which is of another model or of stock timm's")
+        raise CheckpointError(
+            f"{where}: there is no plan in {CONFIG}, which is of another model or of stock timm's"
+        )
     return config.plan
 
 
@@ -136,16 +147,22 @@ def write_files(
         if name not in aliases:
             ready = tensor.detach().cpu().contiguous()
             storage = ready.untyped_storage().data_ptr()
-            tensors[name] = ready.clone() if storage in storages and ready.numel() else ready  # views of one memory
+            tensors[name] = (
+                ready.clone() if storage in storages and ready.numel() else ready
+            )  # views of one memory
             storages.add(storage)
     config_text = write_json({**config, METADATA_KEY: {"tensors": tensors_hash(tensors.items())}})
     for name, text in {CONFIG: config_text, **texts}.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
-    stamp = Stamp(version=__version__, config=config_hash(json.loads(config_text)), fingerprint=outputs)
+    stamp = Stamp(
+        version=__version__, config=config_hash(json.loads(config_text)), fingerprint=outputs
+    )
     metadata = {METADATA_KEY: stamp.to_json(), **FORMAT_METADATA}
     save_file(tensors, folder / WEIGHTS, metadata=metadata)
     _sort_metadata_(folder / WEIGHTS)
-    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # the usual permissions, which safetensors does not give
+    (folder / WEIGHTS).chmod(
+        (folder / CONFIG).stat().st_mode
+    )  # the usual permissions, which safetensors does not give
 
 
 def _sort_metadata_(path: Path) -> None:
@@ -212,7 +229,9 @@ def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     digests = []
     for name, tensor in tensors:
         digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        flat = tensor.detach().contiguous().reshape(-1)  # torch cannot view a tensor without axes as bytes
+        flat = (
+            tensor.detach().contiguous().reshape(-1)
+        )  # torch cannot view a tensor without axes as bytes
         digest.update(flat.view(torch.uint8).numpy().data)
         digests.append((name, digest.hexdigest()))
     return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()

@@ -17,7 +17,12 @@ from ..planning.plan import ConversionPlan, LayerPlan, taken_from
 from ..records import Record
 from .folder import check_stamp, read_folder, read_stamp, read_tensors, the_plan
 
-COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of float8, torch compares no numbers
+COMPARED = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+)  # of float8, torch compares no numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +45,19 @@ class PositionSet:
         for name in self.parameters.values():
             tensor = state.get(name)
             if tensor is None or tuple(tensor.shape) != shape or tensor.dtype not in COMPARED:
-                problem = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)} and is {tensor.dtype}"
+                problem = (
+                    "is missing"
+                    if tensor is None
+                    else f"has shape {tuple(tensor.shape)} and is {tensor.dtype}"
+                )
                 yield f"{name} {problem}; the plan has {shape}, floating-point of 16 bits or more, for {self.name}"
 
     def outside(self, state: Mapping[str, Tensor]) -> Iterator[str]:
         """Messages about positions outside the window and sigmas below their minimum; for tensors without `misfits`."""
-        positions, sigma = state[self.parameters["positions"]], state.get(self.parameters.get("sigma", ""))
+        positions, sigma = (
+            state[self.parameters["positions"]],
+            state.get(self.parameters.get("sigma", "")),
+        )
         for axis, (side, values) in enumerate(zip(self.learnt_size, positions, strict=True)):
             low, high = position_limits(side)
             if count := int(((values < low) | (values > high)).sum()):
@@ -53,7 +65,9 @@ class PositionSet:
                 yield f"{self.parameters['positions']} has {count} of {values.numel()} elements {where}"
         least = find_interpolation(self.layers[0].interpolation).min_sigma or 0.0
         # Clamping rounded the minimum to the tensor's dtype; compare in this dtype.
-        if sigma is not None and (count := int((sigma < torch.tensor(least, dtype=sigma.dtype)).sum())):
+        if sigma is not None and (
+            count := int((sigma < torch.tensor(least, dtype=sigma.dtype)).sum())
+        ):
             yield f"{self.parameters['sigma']} has {count} of {sigma.numel()} sigmas below {least:g} cells, the minimum"
 
 
@@ -95,11 +109,18 @@ class Inspection(Record):
 
     def share(self, name: str) -> float:
         """The mean of a row's field over all elements."""
-        return float(sum(getattr(row, name) * row.elements for row in self.positions)) / max(self.elements, 1)
+        return float(sum(getattr(row, name) * row.elements for row in self.positions)) / max(
+            self.elements, 1
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        total: dict[str, Any] = {"layers": sum(len(row.layers) for row in self.positions), "elements": self.elements}
-        total |= {name: self.share(name) for name in ("border_share", "overlap_share", "mean_distance")}
+        total: dict[str, Any] = {
+            "layers": sum(len(row.layers) for row in self.positions),
+            "elements": self.elements,
+        }
+        total |= {
+            name: self.share(name) for name in ("border_share", "overlap_share", "mean_distance")
+        }
         return {**Record.to_dict(self), "total": total}
 
 
@@ -113,7 +134,9 @@ def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
             own = {name: f"{layer.name}.{name}" for name in layer.shared_parameters}
             sets.append(PositionSet(name=layer.name, tied=False, layers=(layer,), parameters=own))
         elif (group := plan.group(layer.tie_group)).layers[0] == layer.name:
-            names = {key: f"{group.owner}.{name}".lstrip(".") for key, name in group.parameters.items()}
+            names = {
+                key: f"{group.owner}.{name}".lstrip(".") for key, name in group.parameters.items()
+            }
             members = tuple(member for member in plan.layers if member.tie_group == group.name)
             sets.append(PositionSet(name=group.name, tied=True, layers=members, parameters=names))
     return tuple(sets)
@@ -125,18 +148,24 @@ def inspect_folder(folder: str | Path) -> Inspection:
     config = read_folder(folder)
     plan, path = the_plan(config), config.weights
     if plan.folded:
-        raise CheckpointError(f"{folder}: is folded into plain convolutions, which have no positions")
+        raise CheckpointError(
+            f"{folder}: is folded into plain convolutions, which have no positions"
+        )
     check_stamp(read_stamp(path), config)
     sets = position_sets(plan)
     state = dict(read_tensors(path, {name for place in sets for name in place.parameters.values()}))
     problems = [problem for place in sets for problem in place.misfits(state)]
-    problems += filter(None, (not_finite(name, tensor, mask=False) for name, tensor in state.items()))
+    problems += filter(
+        None, (not_finite(name, tensor, mask=False) for name, tensor in state.items())
+    )
     if problems:
         raise CheckpointError(f"{path}: {problems[0]}; dcls-convert verify lists all problems")
     return inspect_positions(plan, state, folder)
 
 
-def inspect_positions(plan: ConversionPlan, state: Mapping[str, Tensor], folder: str | Path) -> Inspection:
+def inspect_positions(
+    plan: ConversionPlan, state: Mapping[str, Tensor], folder: str | Path
+) -> Inspection:
     """Statistics of the positions in a state dict, which are finite and have the plan's shapes."""
     rows = []
     for place in position_sets(plan):

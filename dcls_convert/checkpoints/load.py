@@ -15,7 +15,11 @@ from .folder import FolderConfig, check_stamp, check_tensors, read_folder, read_
 
 
 def load_converted(
-    folder: str | Path, *, model: nn.Module | None = None, trust_code: bool = False, device: str | torch.device = "cpu"
+    folder: str | Path,
+    *,
+    model: nn.Module | None = None,
+    trust_code: bool = False,
+    device: str | torch.device = "cpu",
 ) -> nn.Module:
     """Rebuild a converted model from its folder, with its weights, in eval mode.
 
@@ -39,7 +43,9 @@ def load_converted(
     state = load_file(config.weights)
     check_tensors(state, config)
     if model is None:
-        model, _ = build_with_state(source, state, where, prepare_=lambda model: place_(model, plan))
+        model, _ = build_with_state(
+            source, state, where, prepare_=lambda model: place_(model, plan)
+        )
     else:
         with unchanged_on_failure(model):
             place_(model, plan)
@@ -64,4 +70,6 @@ def place_(model: nn.Module, plan: ConversionPlan) -> None:
     try:
         place_layers_(model, plan)
     except PlanError as error:
-        raise CheckpointError(f"the plan does not fit {plan.model or 'the model'}: {error}") from error
+        raise CheckpointError(
+            f"the plan does not fit {plan.model or 'the model'}: {error}"
+        ) from error

@@ -34,7 +34,16 @@ from .folder import (
 from .load import place_
 
 # Where timm's own config says that weights come from; ours stand beside it.
-SOURCE_KEYS = {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "custom_load"}
+SOURCE_KEYS = {
+    "url",
+    "file",
+    "state_dict",
+    "hf_hub_id",
+    "hf_hub_filename",
+    "source",
+    "architecture",
+    "custom_load",
+}
 
 
 def save_converted(
@@ -86,7 +95,9 @@ def save_converted(
     return folder
 
 
-def convert_and_save_(model: nn.Module, folder: str | Path, *, force: bool = False, **options: Any) -> ConversionReport:
+def convert_and_save_(
+    model: nn.Module, folder: str | Path, *, force: bool = False, **options: Any
+) -> ConversionReport:
     """`convert_`, then `save_converted`: a folder that could not be written is refused before any kernel is fitted.
 
     Args:
@@ -109,7 +120,9 @@ def check_fits_plan(model: nn.Module, plan: ConversionPlan, meta: nn.Module | No
     """Refuse a model that could not be loaded again: layers, ties, names, shapes not the plan's, or no values."""
     state = model.state_dict()
     if empty := next((name for name, tensor in state.items() if tensor.is_meta), None):
-        raise CheckpointError(f"the model cannot be saved: {empty} is on the meta device, without values")
+        raise CheckpointError(
+            f"the model cannot be saved: {empty} is on the meta device, without values"
+        )
     problem = None if plan.folded else next(_layer_problems(model, plan), None)
     source = ModelSource(name=plan.model or "", args=plan.model_args)
     if problem is None and source.kind in REGISTRIES:
@@ -117,7 +130,9 @@ def check_fits_plan(model: nn.Module, plan: ConversionPlan, meta: nn.Module | No
         place_(meta, plan)
         problem = next(misfits(meta, state), None)
     if problem is not None:
-        raise CheckpointError(f"the model no longer fits its plan, so its folder could not be loaded: {problem}")
+        raise CheckpointError(
+            f"the model no longer fits its plan, so its folder could not be loaded: {problem}"
+        )
     check_weights(model, state, "the model")
 
 
@@ -149,29 +164,44 @@ def _tuned(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:
         chans = getattr(model.get_submodule(first), "in_channels", size[0])
         if chans != size[0]:  # of `timm.create_model(..., in_chans=1)`
             args, size = args | {"in_chans": chans}, (chans, *size[1:])
-    convs = find_convs(build_model(ModelSource(name=plan.model or "", args=args), device="meta"), size)
+    convs = find_convs(
+        build_model(ModelSource(name=plan.model or "", args=args), device="meta"), size
+    )
     return replace(plan, model_args=args, input_size=size, params=convs.params, macs=convs.macs)
 
 
 def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     """timm's config.json: `model_args` for our entry in its registry, and the preprocessing in `pretrained_cfg`."""
     stated = getattr(model, "pretrained_cfg", None) or {}
-    config = {key: value for key, value in stated.items() if key not in SOURCE_KEYS and value is not None}
+    config = {
+        key: value for key, value in stated.items() if key not in SOURCE_KEYS and value is not None
+    }
     counts = {name: getattr(model, name, None) for name in ("num_classes", "num_features")}
     counts = {name: count for name, count in counts.items() if isinstance(count, int)}
     if "num_classes" in counts:
         config["num_classes"] = counts["num_classes"]
     if plan.input_size is not None:
         config["input_size"] = list(plan.input_size)
-    return {"architecture": TIMM_ARCHITECTURE, **counts, "model_args": timm_model_args(plan), "pretrained_cfg": config}
+    return {
+        "architecture": TIMM_ARCHITECTURE,
+        **counts,
+        "model_args": timm_model_args(plan),
+        "pretrained_cfg": config,
+    }
 
 
-def model_card(report: ConversionReport, loading: str, files: str, *, pictures: Container[str] = ()) -> str:
+def model_card(
+    report: ConversionReport, loading: str, files: str, *, pictures: Container[str] = ()
+) -> str:
     """README.md of a folder: what the model is, its numbers, the lines that load it, what else lies there."""
     from ..views.report import report_markdown
 
     name = report.model or "a model"
-    title = "folded from learnable element positions" if report.folded else "with learnable element positions"
+    title = (
+        "folded from learnable element positions"
+        if report.folded
+        else "with learnable element positions"
+    )
     folding = (
         "The model is folded: the kernels are constructed once and for all, and stand in plain convolutions of the "
         "windows' sizes; no positions are left to be learnt. "

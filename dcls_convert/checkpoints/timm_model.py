@@ -24,10 +24,24 @@ from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
 from ..surgery.place import note_for_timm
 from ..surgery.start import apply_plan_
-from .folder import CONFIG, PLAN_PLACE, WEIGHTS, FolderConfig, check_stamp, check_tensors, read_folder, read_stamp
+from .folder import (
+    CONFIG,
+    PLAN_PLACE,
+    WEIGHTS,
+    FolderConfig,
+    check_stamp,
+    check_tensors,
+    read_folder,
+    read_stamp,
+)
 from .load import place_
 
-WRAPPER_PREFIXES = ("", "model.", "body.", "graph_module.")  # where timm's feature extractors keep the model
+WRAPPER_PREFIXES = (
+    "",
+    "model.",
+    "body.",
+    "graph_module.",
+)  # where timm's feature extractors keep the model
 # Weights come from the folder alone; other places that its config names are ignored.
 NO_OTHER_WEIGHTS = {"url": "", "state_dict": None, "hf_hub_filename": None, "custom_load": False}
 
@@ -53,7 +67,9 @@ def create_converted(
     conversion = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_PLACE}")
     base = conversion.model or ""
     _check_arguments(base, pretrained_model_args or kwargs)
-    resolved: Any = resolve_pretrained_cfg(TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay)
+    resolved: Any = resolve_pretrained_cfg(
+        TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay
+    )
     config = {**resolved.to_dict(), **NO_OTHER_WEIGHTS}
     beside = _config_beside_weights(config, cache_dir) if pretrained else None
     if base.startswith("timm:"):
@@ -85,7 +101,9 @@ def create_converted(
 
     load_pretrained(  # timm's own, which adapts head and first convolution
         model,
-        pretrained_cfg=config if beside is None else config | {"source": "local-dir", "file": str(beside.folder)},
+        pretrained_cfg=config
+        if beside is None
+        else config | {"source": "local-dir", "file": str(beside.folder)},
         num_classes=0 if features_only else getattr(model, "num_classes", config["num_classes"]),
         in_chans=channels if features_only else in_chans or channels,
         filter_fn=fit,
@@ -97,16 +115,22 @@ def create_converted(
 def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
     """Refuse (ModelError) a folder's model and arguments that could run code or take memory without end."""
     if not base:
-        raise ModelError("timm cannot build this folder's model; dcls_convert.load_converted(FOLDER, model=YOURS) can")
+        raise ModelError(
+            "timm cannot build this folder's model; dcls_convert.load_converted(FOLDER, model=YOURS) can"
+        )
     stored = {name: value for name, value in args.items() if name != "plan"}
     check_source(ModelSource(name=base, args=stored))
     # `load_converted` compares these with the weights before they cost memory; timm does not.
     for name in UNBOUNDED_ARGUMENTS:
         if isinstance(stored.get(name), int) and stored[name] > MOST_ARGUMENT:
-            raise ModelError(f"{CONFIG}: {name}={stored[name]}: through timm, {MOST_ARGUMENT:,} is the most")
+            raise ModelError(
+                f"{CONFIG}: {name}={stored[name]}: through timm, {MOST_ARGUMENT:,} is the most"
+            )
 
 
-def _config_beside_weights(config: Mapping[str, Any], cache_dir: str | Path | None) -> FolderConfig | None:
+def _config_beside_weights(
+    config: Mapping[str, Any], cache_dir: str | Path | None
+) -> FolderConfig | None:
     """What the config beside the weights, downloaded now, says; None where they are no safetensors file."""
     path = Path(config.get("file") or "") / WEIGHTS
     if config.get("source") == "hf-hub":
@@ -114,7 +138,11 @@ def _config_beside_weights(config: Mapping[str, Any], cache_dir: str | Path | No
 
         name, _, revision = str(config.get("hf_hub_id")).partition("@")
         with contextlib.suppress(huggingface_hub.errors.EntryNotFoundError):
-            path = Path(huggingface_hub.hf_hub_download(name, WEIGHTS, revision=revision or None, cache_dir=cache_dir))
+            path = Path(
+                huggingface_hub.hf_hub_download(
+                    name, WEIGHTS, revision=revision or None, cache_dir=cache_dir
+                )
+            )
     elif config.get("source") != "local-dir":
         return None
     if not os.path.lexists(path):
@@ -129,12 +157,21 @@ def _names(entry: str | Iterable[str] | None) -> list[str]:
     return [entry] if isinstance(entry, str) else list(entry or ())
 
 
-def _complete_state(state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any]) -> dict[str, Tensor]:
+def _complete_state(
+    state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """With aliases; refuse weights that lack a tensor: with another number of classes, timm itself does not check."""
-    state = {**state, **{alias: state[name] for alias, name in alias_names(model).items() if name in state}}
+    state = {
+        **state,
+        **{alias: state[name] for alias, name in alias_names(model).items() if name in state},
+    }
     heads = tuple(f"{name}." for name in _names(config.get("classifier")))
-    if missing := [name for name in model.state_dict() if name not in state and not name.startswith(heads)]:
-        raise CheckpointError(f"{WEIGHTS}: lacks {listed(missing, 1)} of the model that {CONFIG} describes")
+    if missing := [
+        name for name in model.state_dict() if name not in state and not name.startswith(heads)
+    ]:
+        raise CheckpointError(
+            f"{WEIGHTS}: lacks {listed(missing, 1)} of the model that {CONFIG} describes"
+        )
     return state
 
 
@@ -145,8 +182,12 @@ def _flat(name: str) -> str:
 
 def _unwrapped(names: Collection[str], known: Container[str]) -> dict[str, str]:
     """Names in a feature extractor -> flat names in the whole model, less the prefix that makes most names match."""
-    flat = ({name: _flat(name.removeprefix(prefix)) for name in names} for prefix in WRAPPER_PREFIXES)
-    return max(({name: key for name, key in pairs.items() if key in known} for pairs in flat), key=len)
+    flat = (
+        {name: _flat(name.removeprefix(prefix)) for name in names} for prefix in WRAPPER_PREFIXES
+    )
+    return max(
+        ({name: key for name, key in pairs.items() if key in known} for pairs in flat), key=len
+    )
 
 
 def _plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
@@ -155,11 +196,22 @@ def _plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan
     modules = dict(model.named_modules(remove_duplicate=False))
     own = {flat[key]: name for name, key in _unwrapped(modules, flat).items()}
     if not own:
-        raise ModelError(f"none of the {len(plan.layers)} converted layers is found in timm's {type(model).__name__}")
-    kept = [(layer, tuple(own[name] for name in layer.names if name in own)) for layer in plan.layers]
+        raise ModelError(
+            f"none of the {len(plan.layers)} converted layers is found in timm's {type(model).__name__}"
+        )
+    kept = [
+        (layer, tuple(own[name] for name in layer.names if name in own)) for layer in plan.layers
+    ]
     layers = tuple(replace(layer, names=names) for layer, names in kept if names)
-    members = [(group, tuple(m.name for m in layers if m.tie_group == group.name)) for group in plan.tie_groups]
-    groups = tuple(replace(group, owner=common_parent(inside), layers=inside) for group, inside in members if inside)
+    members = [
+        (group, tuple(m.name for m in layers if m.tie_group == group.name))
+        for group in plan.tie_groups
+    ]
+    groups = tuple(
+        replace(group, owner=common_parent(inside), layers=inside)
+        for group, inside in members
+        if inside
+    )
     return replace(plan, layers=layers, tie_groups=groups)
 
 

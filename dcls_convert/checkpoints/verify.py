@@ -19,7 +19,15 @@ from ..progress import Notify, silent
 from ..records import Record, adapter
 from ..tables import counted
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
-from .folder import CONFIG, WEIGHTS, FolderConfig, check_stamp, check_tensors, read_folder, read_stamp
+from .folder import (
+    CONFIG,
+    WEIGHTS,
+    FolderConfig,
+    check_stamp,
+    check_tensors,
+    read_folder,
+    read_stamp,
+)
 from .inspection import position_sets
 from .load import buildable, place_
 
@@ -71,7 +79,11 @@ Rebuild = Callable[[Path, bool], list[Check]]  # folder, and whether to trust it
 
 
 def verify_folder(
-    folder: str | Path, *, trust_code: bool = False, rebuild: Rebuild | None = None, notify: Notify = silent
+    folder: str | Path,
+    *,
+    trust_code: bool = False,
+    rebuild: Rebuild | None = None,
+    notify: Notify = silent,
 ) -> Verification:
     """Check a checkpoint folder: its files, that they belong together, and the model they describe, by `rebuild`."""
     folder, checks = check_folder(Path(folder)), Checks()
@@ -87,7 +99,9 @@ def verify_folder(
             checks += (rebuild or rebuild_in_fresh_process)(folder, trust_code)
     else:
         checks.skip("model", f"{CONFIG} or {WEIGHTS} cannot be read")
-    return Verification(folder=str(folder), ok=all(check.ok is not False for check in checks), checks=tuple(checks))
+    return Verification(
+        folder=str(folder), ok=all(check.ok is not False for check in checks), checks=tuple(checks)
+    )
 
 
 def _check_weights(checks: Checks, path: Path, config: FolderConfig | None) -> bool:
@@ -101,29 +115,56 @@ def _check_weights(checks: Checks, path: Path, config: FolderConfig | None) -> b
         checks.attempt(path, lambda: check_stamp(stamp, config))
         checks.attempt(path, lambda: check_tensors(state, config))
         if stamp is None and config.tensors is None:
-            checks.add(WEIGHTS, ["has no metadata of dcls-convert: nothing says that it belongs to this folder"], "")
+            checks.add(
+                WEIGHTS,
+                ["has no metadata of dcls-convert: nothing says that it belongs to this folder"],
+                "",
+            )
         if len(checks) == before:
             checks.add(CONFIG, [], "as written")
             checks.add(WEIGHTS, [], f"{counted(len(state), 'tensor')}, as written")
     checks.add(
-        "values", (not_finite(name, tensor, mask=tensor.dim() > 1) for name, tensor in state.items()), "all are finite"
+        "values",
+        (not_finite(name, tensor, mask=tensor.dim() > 1) for name, tensor in state.items()),
+        "all are finite",
     )
     if config is not None and config.plan is not None:
         sets = position_sets(config.plan)
-        problems = (problem for place in sets for problem in list(place.misfits(state)) or place.outside(state))
-        checks.add("positions", problems, f"{counted(len(sets), 'tensor')}, all inside the window" if sets else "none")
+        problems = (
+            problem
+            for place in sets
+            for problem in list(place.misfits(state)) or place.outside(state)
+        )
+        checks.add(
+            "positions",
+            problems,
+            f"{counted(len(sets), 'tensor')}, all inside the window" if sets else "none",
+        )
     return True
 
 
-def rebuild_in_fresh_process(folder: Path, trust_code: bool, *, seconds: float = MOST_SECONDS) -> list[Check]:
+def rebuild_in_fresh_process(
+    folder: Path, trust_code: bool, *, seconds: float = MOST_SECONDS
+) -> list[Check]:
     """The checks of `rebuild_here`, by a new Python with this process's import path, for models of the user's own."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "checks.json"
         path = json.dumps([str(entry) for entry in sys.path])
         # -P: a json.py in the working directory is not meant
-        command = [sys.executable, "-P", "-c", FRESH_PROCESS, path, str(folder), str(trust_code), str(result)]
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            FRESH_PROCESS,
+            path,
+            str(folder),
+            str(trust_code),
+            str(result),
+        ]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=seconds
+            )
             if done.returncode == 0 and result.is_file():
                 checks: list[Check] = adapter(list[Check]).validate_json(result.read_bytes())
                 return checks
@@ -152,17 +193,23 @@ def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
     def prepare_(model: nn.Module) -> None:
         if config.plan is not None:
             place_(model, config.plan)
-        for name, tensor in model.state_dict(keep_vars=True).items():  # the precision in which the outputs were stored
+        for name, tensor in model.state_dict(
+            keep_vars=True
+        ).items():  # the precision in which the outputs were stored
             if name in state and tensor.is_floating_point() and state[name].is_floating_point():
                 tensor.data = tensor.data.to(state[name].dtype)
 
-    built = checks.attempt(path, lambda: build_with_state(source, state, str(path), prepare_=prepare_), "model")
+    built = checks.attempt(
+        path, lambda: build_with_state(source, state, str(path), prepare_=prepare_), "model"
+    )
     if built is None:
         return checks
     checks.add("model", [], f"{shown(source.name)} rebuilt; all {len(state)} tensors fit")
     stored = stamp.fingerprint if stamp is not None else None
     if stored is None or stored.outputs is None:
-        checks.skip("outputs", f"none were stored when it was saved{f': {stored.reason}' if stored else ''}")
+        checks.skip(
+            "outputs", f"none were stored when it was saved{f': {stored.reason}' if stored else ''}"
+        )
         return checks
     outputs = take_fingerprint(built[0].eval(), config.input_size)
     apart, tolerance = deviation(outputs, stored), TOLERANCES[stored.dtype]

@@ -29,17 +29,35 @@ EXIT_CODES = (
     "Exit codes: 0 done; 1 a bug, or stdout could not be written; 2 a mistake in what was given, or no disk or memory "
     "left; 3 nothing in the model matches the rules; 130 interrupted."
 )
-NETWORKS = ("torch", "torchvision", "timm")  # which some install by themselves, and pip may have left out
-NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")  # of torch, C++ and the loader
-ALIASES = {"size": "dilated-size", "window": "dilated-size", "weights": "checkpoint", "count": "kernel-count"}
+NETWORKS = (
+    "torch",
+    "torchvision",
+    "timm",
+)  # which some install by themselves, and pip may have left out
+NO_MEMORY = (
+    "allocate memory",
+    "bad_alloc",
+    "failed to map segment",
+    "out of memory",
+)  # of torch, C++ and the loader
+ALIASES = {
+    "size": "dilated-size",
+    "window": "dilated-size",
+    "weights": "checkpoint",
+    "count": "kernel-count",
+}
 COMPLETION_VARIABLE = "_DCLS_CONVERT_COMPLETE"
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
 
 
 def _completion_asked() -> bool:
     """Whether to add the options for completion; with them, typer imports pydantic for every command."""
-    if COMPLETION_VARIABLE in os.environ:  # a shell asks what to complete, and has half the time of a command
+    if (
+        COMPLETION_VARIABLE in os.environ
+    ):  # a shell asks what to complete, and has half the time of a command
         from typer.completion import get_completion_inspect_parameters
 
         get_completion_inspect_parameters()  # makes the shells known, which typer else does as it adds the options
@@ -81,7 +99,10 @@ EXAMPLES = {
     convert: ("convnext_tiny --dilated-size 17", "resnet18 --pretrained --calibrate photos"),
     models: ("'convnext_*'", "--kind dense --sort macs"),
     sweep: ("convnext_tiny", "efficientnet_b0 --sizes 5..13 --time --device cuda"),
-    compare: ("convnext_tiny --data photos --minutes 600", "resnet18 --pretrained --data photos --sizes 5,7 --html"),
+    compare: (
+        "convnext_tiny --data photos --minutes 600",
+        "resnet18 --pretrained --data photos --sizes 5,7 --html",
+    ),
     inspect: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --html positions.html"),
     diff: ("convnext_tiny-dcls17 convnext_tiny-dcls13", "one two --json"),
     fold: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --format onnx"),
@@ -89,7 +110,10 @@ EXAMPLES = {
 }
 _command: Any
 for _command, _examples in EXAMPLES.items():
-    _lines = [f"dcls-convert{'' if _command is convert else f' {_command.__name__}'} {one}" for one in _examples]
+    _lines = [
+        f"dcls-convert{'' if _command is convert else f' {_command.__name__}'} {one}"
+        for one in _examples
+    ]
     app.command(cls=Command, epilog="\n\n".join(["Examples:", *_lines]))(_command)
 app.add_typer(rules_app, name="rules")
 
@@ -115,7 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(arguments: list[str]) -> tuple[int, str | None]:
     """The exit code, and what went wrong, in one line."""
     try:
-        result = typer.main.get_command(app).main(arguments, prog_name="dcls-convert", standalone_mode=False)
+        result = typer.main.get_command(app).main(
+            arguments, prog_name="dcls-convert", standalone_mode=False
+        )
     except typer.TyperException as error:  # the parser's
         option = getattr(error, "option_name", None)  # of one that there is not
         if option and option.strip("-") in ALIASES:
@@ -140,7 +166,9 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
             f"this is a bug in dcls-convert: {type(error).__name__}: {one_line(error)[:300]} "
             f"(set {TRACEBACK_VARIABLE}=1 for a traceback to report)"
         )
-    code = result if isinstance(result, int) else 0  # of typer.Exit; typer makes 130 of a KeyboardInterrupt
+    code = (
+        result if isinstance(result, int) else 0
+    )  # of typer.Exit; typer makes 130 of a KeyboardInterrupt
     return code, "interrupted" if code == EXIT_INTERRUPTED else None
 
 
@@ -153,5 +181,7 @@ def _raise_interrupts() -> None:
         raise KeyboardInterrupt
 
     for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, or for a shell's job in the background
+        if (
+            signal.getsignal(number) != signal.SIG_IGN
+        ):  # by nohup, or for a shell's job in the background
             signal.signal(number, interrupt)

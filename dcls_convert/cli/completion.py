@@ -8,7 +8,9 @@ from ..files import builtin_rules
 
 # A function that timm's or torchvision's registry gets by its name, or by the one that the decorator states. Importing
 # the registries would take seconds.
-REGISTERED = re.compile(r'^@register_model(?:\((?:name="(\w+)")?\))?\n(?:[@ )].*\n)*def (\w+)\(', re.MULTILINE)
+REGISTERED = re.compile(
+    r'^@register_model(?:\((?:name="(\w+)")?\))?\n(?:[@ )].*\n)*def (\w+)\(', re.MULTILINE
+)
 LIBRARIES = ("timm", "torchvision")
 
 

@@ -27,7 +27,9 @@ class OutputError(DclsConvertError):
 
 def set_up() -> None:
     """Let stdout and stderr replace what their encodings lack (cp1252 has no arrow) instead of failing."""
-    if not os.environ.get("COLUMNS", "80").strip("0"):  # of a terminal that does not know; rich would print nothing
+    if not os.environ.get("COLUMNS", "80").strip(
+        "0"
+    ):  # of a terminal that does not know; rich would print nothing
         del os.environ["COLUMNS"]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -72,7 +74,10 @@ def steps(
     """
     # What models and their loaders print meanwhile is progress too.
     loud = show_progress(str(name), every=every, line=message if lines else silent, redirect=True)
-    with contextlib.nullcontext(silent) if quiet else loud as notify, contextlib.redirect_stdout(sys.stderr):
+    with (
+        contextlib.nullcontext(silent) if quiet else loud as notify,
+        contextlib.redirect_stdout(sys.stderr),
+    ):
 
         def step(text: str, done: int = 0, total: int = 0, /) -> None:
             if interrupts:  # and a library has swallowed the KeyboardInterrupt
@@ -106,7 +111,10 @@ def _rendered(stream: TextIO, *parts: RenderableType, wide: bool = False) -> str
                 options = options.update(no_wrap=True, overflow="ignore")
             segments = console.render(part, options)
             console.print(
-                Segments([Segment(printable(text, keep="\n"), style) for text, style, _ in segments]), soft_wrap=True
+                Segments(
+                    [Segment(printable(text, keep="\n"), style) for text, style, _ in segments]
+                ),
+                soft_wrap=True,
             )
     return captured.get()
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 CLAIMS_HELP = "Also check that every rule claims something in this model."
 
 
-rules_app = typer.Typer(cls=CommandGroup, help="Show and check rule files, which say what is replaced, and how.")
+rules_app = typer.Typer(
+    cls=CommandGroup, help="Show and check rule files, which say what is replaced, and how."
+)
 
 
 @rules_app.command("list", cls=Command)
@@ -31,7 +33,9 @@ def rules_list() -> None:
 
 
 @rules_app.command("show", cls=Command)
-def rules_show(name: Annotated[str, argument("NAME|FILE", "A built-in set, or a file.", complete_rules)]) -> None:
+def rules_show(
+    name: Annotated[str, argument("NAME|FILE", "A built-in set, or a file.", complete_rules)],
+) -> None:
     """Print a rule set as YAML."""
     from ..planning.rules import load_rules
 

@@ -21,7 +21,9 @@ Preference = Literal["auto", "torch", "matmul"]
 VARIABLE = "DCLS_CONVERT_DEPTHWISE"
 GPUS = frozenset({"cuda", "mps", "xpu"})  # ROCm's are called cuda, too
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-FEWEST_CELLS = 81  # in windows that go as matrix products on GPUs: an estimate, like all that is known of GPUs
+FEWEST_CELLS = (
+    81  # in windows that go as matrix products on GPUs: an estimate, like all that is known of GPUs
+)
 LARGEST_WINDOW = 51  # cells of a side; matrix products were not tested with larger ones
 MARGIN = 1.15  # by which matrix products must win where they are timed
 ROUNDS = 3  # of timing, after one for warmth
@@ -45,10 +47,15 @@ class Choice(NamedTuple):
     case: Case
     batch: int  # the largest power of two that is not larger
     way: Way
-    milliseconds: dict[Way, float]  # of a forward pass and both gradients; empty where nothing was timed
+    milliseconds: dict[
+        Way, float
+    ]  # of a forward pass and both gradients; empty where nothing was timed
 
     def __str__(self) -> str:
-        case, times = self.case, ", ".join(f"{way} {ms:.3g} ms" for way, ms in self.milliseconds.items())
+        case, times = (
+            self.case,
+            ", ".join(f"{way} {ms:.3g} ms" for way, ms in self.milliseconds.items()),
+        )
         sizes = f"window {size_text(case.window)} on {case.channels} channels of {size_text(case.map_size)}"
         kind = f"{case.dtype}{', channels_last' * case.channels_last}, batch from {self.batch}"
         return f"{case.device}, {sizes}, {kind}: {self.way} ({times or 'not timed'})"
@@ -72,13 +79,17 @@ def conv2d(
     if input.dim() == 4 and (eager or is_compiled(*tensors)):
         dtype, last = _computed_dtype(tensors), is_channels_last(input)
         geometry = (input.shape, kernel.shape, stride, padding, dilation, groups)
-        way = depthwise_way(input.device, dtype, last, *geometry, tensors=(input, kernel) if eager else None)
+        way = depthwise_way(
+            input.device, dtype, last, *geometry, tensors=(input, kernel) if eager else None
+        )
         if way == "matmul" or (eager and way == "onednn"):
             input, kernel, *rest = (tensor.to(dtype) for tensor in tensors)  # what autocast does
             options = cast(Pair, tuple(stride)), cast(Pair, _cells(padding, kernel.shape))
             convolve = matmul.depthwise if way == "matmul" else onednn.depthwise
             return convolve(input, kernel, rest[0] if rest else None, *options)
-    return F.conv2d(input, kernel, bias, cast(Any, stride), cast(Any, padding), cast(Any, dilation), groups)
+    return F.conv2d(
+        input, kernel, bias, cast(Any, stride), cast(Any, padding), cast(Any, dilation), groups
+    )
 
 
 def depthwise_way(
@@ -100,24 +111,37 @@ def depthwise_way(
     """
     preferred, cells, kind = preference(), _cells(padding, kernel_size), device.type
     is_depthwise = kernel_size[1] == 1 and groups == input_size[1] and tuple(dilation) == (1, 1)
-    if preferred == "torch" or not is_depthwise or not all(input_size) or dtype is None or cells is None:
+    if (
+        preferred == "torch"
+        or not is_depthwise
+        or not all(input_size)
+        or dtype is None
+        or cells is None
+    ):
         return "torch"
     map_size, window = (input_size[2], input_size[3]), (kernel_size[2], kernel_size[3])
     on_gpu = kind in GPUS
     multiplies = (
-        ((on_gpu and math.prod(window) >= FEWEST_CELLS) or (preferred == "matmul" and (on_gpu or kind == "cpu")))
+        (
+            (on_gpu and math.prod(window) >= FEWEST_CELLS)
+            or (preferred == "matmul" and (on_gpu or kind == "cpu"))
+        )
         and dtype in FLOATS
         and kernel_size[0] == groups
         and tuple(stride) == (1, 1)
         and max(window) <= LARGEST_WINDOW
-        and all(size + 2 * pad >= taps for size, pad, taps in zip(map_size, cells, window, strict=True))
+        and all(
+            size + 2 * pad >= taps for size, pad, taps in zip(map_size, cells, window, strict=True)
+        )
     )
     if not multiplies:
         known = kind == "cpu" and dtype in onednn.DTYPES and onednn.most_columns() is not None
         return "onednn" if known else "torch"
     if preferred == "matmul" or torch.compiler.is_compiling():
         return "matmul"
-    return _choose(Case(device, dtype, channels_last, groups, map_size, window, cells), input_size[0], tensors)
+    return _choose(
+        Case(device, dtype, channels_last, groups, map_size, window, cells), input_size[0], tensors
+    )
 
 
 def _cells(padding: Padding, kernel_size: Sequence[int]) -> Pair | None:
@@ -142,7 +166,9 @@ def preference() -> Preference:
     allowed = get_args(Preference)
     if asked not in allowed:
         hint = did_you_mean(asked, allowed)
-        raise DclsConvertError(f"environment: {VARIABLE}={shown(asked)!r} must be auto, torch or matmul{hint}")
+        raise DclsConvertError(
+            f"environment: {VARIABLE}={shown(asked)!r} must be auto, torch or matmul{hint}"
+        )
     return cast(Preference, asked)
 
 
@@ -169,7 +195,8 @@ def _time(case: Case, input: Tensor, kernel: Tensor) -> dict[Way, float]:
     def by_torch() -> None:
         output = F.conv2d(input, kernel, padding=cells, groups=case.channels)
         torch.ops.aten.convolution_backward(
-            *(output, input, kernel, None, [1, 1], cells, [1, 1], False, [0, 0], case.channels), [True, True, False]
+            *(output, input, kernel, None, [1, 1], cells, [1, 1], False, [0, 0], case.channels),
+            [True, True, False],
         )
 
     def by_matmul() -> None:

@@ -23,7 +23,10 @@ def is_eager(*tensors: Tensor) -> bool:
 
 
 def _are_ordinary(tensors: Sequence[Tensor]) -> bool:
-    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors) and not _transforms_active()
+    return (
+        all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+        and not _transforms_active()
+    )
 
 
 def on_cpu(tensor: Tensor) -> bool:

@@ -11,7 +11,9 @@ MOST_CELLS = 1 << 28  # of one layer's constructed kernels: a gigabyte in float3
 DYNAMIC_SAME = "dynamic_same"
 Pair = tuple[int, int]
 Uneven = tuple[Pair, ...]  # cells before and after each axis
-Padding = str | tuple[int, ...] | Uneven  # "same", "valid", DYNAMIC_SAME, or cells on either side of each axis
+Padding = (
+    str | tuple[int, ...] | Uneven
+)  # "same", "valid", DYNAMIC_SAME, or cells on either side of each axis
 
 
 def is_uneven(padding: Padding) -> TypeGuard[Uneven]:
@@ -30,20 +32,31 @@ def size_text(size: Sequence[int]) -> str:
 
 
 def check_window(
-    kernel_size: Sequence[int], dilation: Sequence[int], window: Sequence[int], dense_axes: Sequence[int] = ()
+    kernel_size: Sequence[int],
+    dilation: Sequence[int],
+    window: Sequence[int],
+    dense_axes: Sequence[int] = (),
 ) -> None:
     """Refuse (PlanError) a window smaller than the old extent, of the other parity, or with another dense side."""
     if len(window) != len(kernel_size):
         sides = "side" if len(window) == 1 else "sides"
-        raise PlanError(f"window {size_text(window)} has {len(window)} {sides}, the kernel has {len(kernel_size)}")
+        raise PlanError(
+            f"window {size_text(window)} has {len(window)} {sides}, the kernel has {len(kernel_size)}"
+        )
     for axis, (kernel, spacing, size) in enumerate(zip(kernel_size, dilation, window, strict=True)):
         old = extent(kernel, spacing)
         where = "" if len(window) == 1 else f" (axis {axis} of {size_text(window)})"
         if axis in dense_axes and (size != kernel or old != kernel):
             raise PlanError(f"dense axis {axis} must keep its size {kernel}, undilated")
-        spanning = f"kernel {kernel}" if spacing == 1 else f"kernel {kernel} with dilation {spacing}, extent {old},"
+        spanning = (
+            f"kernel {kernel}"
+            if spacing == 1
+            else f"kernel {kernel} with dilation {spacing}, extent {old},"
+        )
         if size < old:
-            raise PlanError(f"window {size}{where} is smaller than the {spanning} that it replaces; use {old} or more")
+            raise PlanError(
+                f"window {size}{where} is smaller than the {spanning} that it replaces; use {old} or more"
+            )
         if (size - old) % 2:
             parity = "odd" if old % 2 else "even"
             near = [str(other) for other in (size - 1, size + 1) if other >= old]
@@ -63,19 +76,30 @@ def check_cells(kernels: int, window: Sequence[int]) -> None:
 
 
 def grown_padding(
-    padding: Padding, kernel_size: Sequence[int], dilation: Sequence[int], window: Sequence[int], stride: Sequence[int]
+    padding: Padding,
+    kernel_size: Sequence[int],
+    dilation: Sequence[int],
+    window: Sequence[int],
+    stride: Sequence[int],
 ) -> Padding:
     """The padding with which a window that `check_window` takes keeps the output size and the old kernel's centre."""
     extents = list(map(extent, kernel_size, dilation))
     if padding == DYNAMIC_SAME:
         for kernel, old, step in zip(kernel_size, extents, stride, strict=True):
             if old < step:  # SAME may then cut cells off instead of padding; a window would not
-                raise PlanError(f"dynamic SAME padding needs a kernel of at least the stride {step}, not {kernel}")
-    if padding in ("same", DYNAMIC_SAME):  # both put an odd cell at the end, for kernel and window alike
+                raise PlanError(
+                    f"dynamic SAME padding needs a kernel of at least the stride {step}, not {kernel}"
+                )
+    if padding in (
+        "same",
+        DYNAMIC_SAME,
+    ):  # both put an odd cell at the end, for kernel and window alike
         return str(padding)
     more = [(size - old) // 2 for size, old in zip(window, extents, strict=True)]
     cells = padded_cells(padding, (), extents, ())
-    pairs = tuple((before + grown, after + grown) for (before, after), grown in zip(cells, more, strict=True))
+    pairs = tuple(
+        (before + grown, after + grown) for (before, after), grown in zip(cells, more, strict=True)
+    )
     return pairs if is_uneven(padding) else tuple(before for before, _ in pairs)
 
 
@@ -89,7 +113,9 @@ def padded_cells(
         totals = [window - 1 for window in extents]
     elif padding == DYNAMIC_SAME:  # as many as give ceil(size / stride) outputs
         sizes = zip(input_size, extents, stride, strict=True)
-        totals = [max((-(-size // step) - 1) * step + window - size, 0) for size, window, step in sizes]
+        totals = [
+            max((-(-size // step) - 1) * step + window - size, 0) for size, window, step in sizes
+        ]
     elif is_uneven(padding):
         return list(padding)
     else:

@@ -18,7 +18,9 @@ from .eager import is_channels_last
 # Outputs of a patch along an axis. Larger patches read fewer inputs twice, but multiply by more zeros: on paper, 14 is
 # best for windows of 17 on maps of 14 to 56. It does not depend on the batch: all batches are computed alike.
 MOST_SIDE = 14
-MOST_BYTES = 512 * 2**20  # of patches and banks at once; the channels are taken in parts where all would need more
+MOST_BYTES = (
+    512 * 2**20
+)  # of patches and banks at once; the channels are taken in parts where all would need more
 
 
 class _Axis(NamedTuple):
@@ -35,7 +37,9 @@ class _Axis(NamedTuple):
 
 
 def _axis(inputs: int, taps: int, padding: int) -> _Axis:
-    inputs = len(range(inputs))  # a number under torch.compile, too: with symbols for sizes it takes minutes
+    inputs = len(
+        range(inputs)
+    )  # a number under torch.compile, too: with symbols for sizes it takes minutes
     outputs = inputs + 2 * padding - taps + 1
     patches = -(-outputs // MOST_SIDE)
     side = -(-outputs // patches)
@@ -71,7 +75,11 @@ def _bank(kernel: Tensor, rows: _Axis, columns: _Axis) -> Tensor:
     """(C, 1, R, S) -> (C, T * U, A * B)."""
     left, top = (axis.side - 1 - axis.hidden for axis in (columns, rows))
     right, bottom = (axis.seen + axis.hidden - axis.taps for axis in (columns, rows))
-    shifted = _pad(kernel[:, 0], (left, right, top, bottom)).unfold(1, rows.seen, 1).unfold(2, columns.seen, 1)
+    shifted = (
+        _pad(kernel[:, 0], (left, right, top, bottom))
+        .unfold(1, rows.seen, 1)
+        .unfold(2, columns.seen, 1)
+    )
     # The first view holds the window shifted the most.
     return shifted.flip(1, 2).reshape(kernel.shape[0], rows.side * columns.side, -1)
 
@@ -88,13 +96,25 @@ def convolve(input: Tensor, kernel: Tensor, padding: Sequence[int]) -> Tensor:
     ]
     outputs = torch.cat(products) if len(products) > 1 else products[0]
     outputs = outputs.view(channels, images, rows.patches, columns.patches, rows.side, columns.side)
-    height, width, format = rows.patches * rows.side, columns.patches * columns.side, torch.contiguous_format
+    height, width, format = (
+        rows.patches * rows.side,
+        columns.patches * columns.side,
+        torch.contiguous_format,
+    )
     if last:
-        outputs = outputs.permute(1, 2, 4, 3, 5, 0).reshape(images, height, width, channels).permute(0, 3, 1, 2)
+        outputs = (
+            outputs.permute(1, 2, 4, 3, 5, 0)
+            .reshape(images, height, width, channels)
+            .permute(0, 3, 1, 2)
+        )
         format = torch.channels_last
     else:
         outputs = outputs.permute(1, 0, 2, 4, 3, 5).reshape(images, channels, height, width)
-    return outputs.narrow(2, 0, rows.outputs).narrow(3, 0, columns.outputs).contiguous(memory_format=format)
+    return (
+        outputs.narrow(2, 0, rows.outputs)
+        .narrow(3, 0, columns.outputs)
+        .contiguous(memory_format=format)
+    )
 
 
 def input_gradient(grad: Tensor, kernel: Tensor, padding: Sequence[int]) -> Tensor:
@@ -103,7 +123,9 @@ def input_gradient(grad: Tensor, kernel: Tensor, padding: Sequence[int]) -> Tens
     return convolve(grad, kernel.flip(2, 3), opposite)
 
 
-def kernel_gradient(input: Tensor, grad: Tensor, window: Sequence[int], padding: Sequence[int]) -> Tensor:
+def kernel_gradient(
+    input: Tensor, grad: Tensor, window: Sequence[int], padding: Sequence[int]
+) -> Tensor:
     """(N, C, H, W) and the gradient of the outputs, (N, C, H', W') -> (C, 1, R, S)."""
     rows, columns = map(_axis, input.shape[2:], window, padding)
     maps = input.contiguous()
@@ -151,7 +173,11 @@ class _Depthwise(torch.autograd.Function):
 
 
 def depthwise(
-    input: Tensor, kernel: Tensor, bias: Tensor | None, stride: tuple[int, int], padding: tuple[int, int]
+    input: Tensor,
+    kernel: Tensor,
+    bias: Tensor | None,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
 ) -> Tensor:
     """input (N, C, H, W), kernel (C, 1, R, S), bias (C) -> (N, C, H', W') in the input's memory format; stride 1."""
     output = cast(Tensor, _Depthwise.apply(input, kernel, padding))

@@ -14,9 +14,16 @@ from torch.compiler import assume_constant_result
 
 from .geometry import Pair
 
-MOST_COLUMNS = {"AVX512": 6, "AVX2": 4}  # of padding; on other processors nothing has been measured, or changes
-DTYPES = frozenset({torch.float32, torch.bfloat16})  # oneDNN convolves these; no other was faster in this way
-FEWEST_CELLS = 49  # in windows whose gradient is convolved; smaller ones may lose on channels_last maps
+MOST_COLUMNS = {
+    "AVX512": 6,
+    "AVX2": 4,
+}  # of padding; on other processors nothing has been measured, or changes
+DTYPES = frozenset(
+    {torch.float32, torch.bfloat16}
+)  # oneDNN convolves these; no other was faster in this way
+FEWEST_CELLS = (
+    49  # in windows whose gradient is convolved; smaller ones may lose on channels_last maps
+)
 PART = 2**22  # numbers held at once in the per-image gradients of a window
 
 
@@ -27,19 +34,32 @@ def most_columns() -> int | None:
     return MOST_COLUMNS.get(torch.backends.cpu.get_cpu_capability())
 
 
-def depthwise(input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+def depthwise(
+    input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair
+) -> Tensor:
     """input (N, C, H, W), kernel (O, 1, R, S), O a multiple of C, as `F.conv2d` with C groups."""
     pays = kernel.shape[0] == input.shape[1] and kernel.shape[-2] * kernel.shape[-1] >= FEWEST_CELLS
     # Under autocast, F.conv2d casts its arguments, and autograd must see the casts.
-    if pays and torch.is_grad_enabled() and kernel.requires_grad and not torch.is_autocast_enabled("cpu"):
+    if (
+        pays
+        and torch.is_grad_enabled()
+        and kernel.requires_grad
+        and not torch.is_autocast_enabled("cpu")
+    ):
         return cast(Tensor, _Depthwise.apply(input, kernel, bias, stride, padding))
     return _forward(input, kernel, bias, stride, padding)
 
 
-def _forward(input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+def _forward(
+    input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair
+) -> Tensor:
     around = padding[1] - cast(int, most_columns())
     # channels_last maps (also maps of one channel or one cell, which are in both formats) are fast with any padding.
-    if around > 0 and input.is_contiguous() and not input.is_contiguous(memory_format=torch.channels_last):
+    if (
+        around > 0
+        and input.is_contiguous()
+        and not input.is_contiguous(memory_format=torch.channels_last)
+    ):
         input, padding = F.pad(input, (around, around)), (padding[0], padding[1] - around)
     return F.conv2d(input, kernel, bias, stride, padding, groups=input.shape[1])
 
@@ -48,7 +68,9 @@ class _Depthwise(torch.autograd.Function):
     """One kernel a channel. Backward is made of differentiable operations, for gradients of gradients."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair
+    ) -> Tensor:
         ctx.geometry, ctx.has_bias = (stride, padding), bias is not None
         ctx.save_for_backward(input, kernel)
         return _forward(input, kernel, bias, stride, padding)
@@ -61,7 +83,18 @@ class _Depthwise(torch.autograd.Function):
         with torch.autocast("cpu", enabled=False):
             if ctx.needs_input_grad[0]:
                 of_input = torch.ops.aten.convolution_backward(
-                    *(grad, input, kernel, None, stride, padding, [1, 1], False, [0, 0], input.shape[1]),
+                    *(
+                        grad,
+                        input,
+                        kernel,
+                        None,
+                        stride,
+                        padding,
+                        [1, 1],
+                        False,
+                        [0, 0],
+                        input.shape[1],
+                    ),
                     [True, False, False],
                 )[0]
             if ctx.needs_input_grad[1]:
@@ -71,7 +104,9 @@ class _Depthwise(torch.autograd.Function):
         return of_input, of_kernel, of_bias, None, None
 
 
-def _kernel_gradient(input: Tensor, grad: Tensor, kernel: Tensor, stride: Pair, padding: Pair) -> Tensor:
+def _kernel_gradient(
+    input: Tensor, grad: Tensor, kernel: Tensor, stride: Pair, padding: Pair
+) -> Tensor:
     """input (N, C, H, W), grad (N, C, H', W') -> (C, 1, R, S), summed in float32 at least; stride becomes dilation."""
     dtype = torch.promote_types(kernel.dtype, torch.float32)
     extents = [step * (side - 1) + 1 for step, side in zip(stride, grad.shape[2:], strict=True)]

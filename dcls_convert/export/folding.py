@@ -23,7 +23,9 @@ BATCHES = (1, 3)  # numbers of images for which outputs are compared
 
 ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 Exported = Callable[[Tensor], Any]
-Export = Callable[[Path, Tensor, bool], Exported]  # file, images, whether the batch may have any size
+Export = Callable[
+    [Path, Tensor, bool], Exported
+]  # file, images, whether the batch may have any size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +69,13 @@ class Folding:
     def record(self, kind: str, error: float, loading: str, **more: Any) -> Folded:
         """What was written, with `error`; `loading` are lines of Python, with `{folder}` for the output."""
         error = max(error, self.folded.relative_error)
-        return replace(self.folded, kind=kind, relative_error=error, loading=filled(loading, self.output), **more)
+        return replace(
+            self.folded,
+            kind=kind,
+            relative_error=error,
+            loading=filled(loading, self.output),
+            **more,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +128,9 @@ def run_model(model: Exported, batches: Sequence[Tensor], what: str) -> tuple[An
         with torch.no_grad(), quietly():
             return tuple(model(images) for images in batches)
     except Exception as error:  # the model's own code may raise anything
-        raise ModelError(f"{what} does not run on {tuple(batches[0].shape)}: {_brief(error)}") from error
+        raise ModelError(
+            f"{what} does not run on {tuple(batches[0].shape)}: {_brief(error)}"
+        ) from error
 
 
 def export_file(folding: Folding, bound: float, export: Export, loading: str) -> Folded:
@@ -146,4 +156,6 @@ def export_file(folding: Folding, bound: float, export: Export, loading: str) ->
             for leftover in partial.parent.iterdir():
                 leftover.unlink()
             folding.notify("exporting again, for one image at a time")
-            return folding.record(folding.folded.format, error_of(partial, 1), loading, batch=1, note=str(reason))
+            return folding.record(
+                folding.folded.format, error_of(partial, 1), loading, batch=1, note=str(reason)
+            )

@@ -20,7 +20,11 @@ from ..surgery.fold import fold_to_dense_
 from . import onnx, pt2, stock_timm
 from .folding import BATCHES, FOLDING_BOUND, ExportFormat, Folded, Folding, run_model
 
-FORMATS: dict[str, ExportFormat] = {"timm": stock_timm.FORMAT, "onnx": onnx.FORMAT, "pt2": pt2.FORMAT}
+FORMATS: dict[str, ExportFormat] = {
+    "timm": stock_timm.FORMAT,
+    "onnx": onnx.FORMAT,
+    "pt2": pt2.FORMAT,
+}
 SEED = 0  # of the images
 
 
@@ -49,24 +53,32 @@ def fold_checkpoint(
     output = output or Path(checkpoint.resolve().name + row.suffix)
     plan = read_plan(checkpoint)
     if not row.is_file and output.resolve() == checkpoint.resolve():
-        raise CheckpointError(f"output {output} is the checkpoint itself, whose positions would be lost")
+        raise CheckpointError(
+            f"output {output} is the checkpoint itself, whose positions would be lost"
+        )
     if row.is_file and output.suffix != row.suffix:
         raise CheckpointError(f"output {shown(output)} must end in {row.suffix}")
     check_output(output, force=force, foreign=not_a_file if row.is_file else not_of_a_checkpoint)
     if missing := [name for name in row.packages if importlib.util.find_spec(name) is None]:
         raise DclsConvertError(f"--format {format} needs packages: pip install {' '.join(missing)}")
     if plan.input_size is None:
-        raise CheckpointError(f"{checkpoint}: its plan states no input size, so its outputs cannot be compared")
+        raise CheckpointError(
+            f"{checkpoint}: its plan states no input size, so its outputs cannot be compared"
+        )
     if math.prod(plan.input_size[1:]) > MOST_PIXELS:
         stated = f"its plan states images of {size_text(plan.input_size[1:])} pixels"
-        raise CheckpointError(f"{checkpoint}: {stated}; outputs are compared on {MOST_PIXELS:,} at most")
+        raise CheckpointError(
+            f"{checkpoint}: {stated}; outputs are compared on {MOST_PIXELS:,} at most"
+        )
     notify("loading")
     unconverted = None
     if model is not None:
         unconverted = build_model(resolve_model(model), trust_code=True)
     converted = load_converted(checkpoint, model=unconverted, trust_code=trust_code)
     params_before = sum(p.numel() for p in converted.parameters())
-    all_images = torch.randn(max(BATCHES), *plan.input_size, generator=torch.Generator().manual_seed(SEED))
+    all_images = torch.randn(
+        max(BATCHES), *plan.input_size, generator=torch.Generator().manual_seed(SEED)
+    )
     images = tuple(all_images[:batch].to(image_dtype(converted)) for batch in BATCHES)
     notify("folding")
     outputs = run_model(converted, images, f"{checkpoint}: its model")
@@ -76,7 +88,9 @@ def fold_checkpoint(
         format=format,
         checkpoint=str(checkpoint),
         output=str(output),
-        relative_error=check_equal(outputs, folded, bound=FOLDING_BOUND, what=f"{checkpoint}: folding"),
+        relative_error=check_equal(
+            outputs, folded, bound=FOLDING_BOUND, what=f"{checkpoint}: folding"
+        ),
         layers=len(plan.layers),
         params_before=params_before,
         params_after=sum(p.numel() for p in converted.parameters()),

@@ -26,7 +26,9 @@ LOADING = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder
 
 def write(folding: Folding) -> Folded:
     """Write the file, and a second one for the weights if they are too large for one."""
-    os.environ.setdefault(NO_TELEMETRY, "1")  # before anything imports onnxruntime, which begins then
+    os.environ.setdefault(
+        NO_TELEMETRY, "1"
+    )  # before anything imports onnxruntime, which begins then
     import onnxruntime
 
     opset = folding.opset or DEFAULT_OPSET
@@ -61,7 +63,9 @@ def write(folding: Folding) -> Folded:
         options.log_severity_level = 3  # errors
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         (entry,) = session.get_inputs()
-        return lambda images: tuple(map(torch.from_numpy, session.run(None, {entry.name: images.numpy()})))
+        return lambda images: tuple(
+            map(torch.from_numpy, session.run(None, {entry.name: images.numpy()}))
+        )
 
     # ONNX knows no structure: its outputs are the tensors in their order.
     flat = tuple(tuple(tensors_in(outputs)) for outputs in folding.outputs)
@@ -143,4 +147,6 @@ class _FlatOutputs(nn.Module):
         return tuple(tensors_in(self.model(images)))
 
 
-FORMAT = ExportFormat(suffix=".onnx", noun="ONNX model", write=write, packages=("onnx", "onnxscript", "onnxruntime"))
+FORMAT = ExportFormat(
+    suffix=".onnx", noun="ONNX model", write=write, packages=("onnx", "onnxscript", "onnxruntime")
+)

@@ -23,7 +23,9 @@ FAINT = 0.02  # share of the pixels that may be below the scale
 MOST_SIDE = 112  # pixels of the picture; larger fields are averaged, which also calms the noise
 SHARES = (0.5, 0.99)  # of the gradient, for which the central square is stated
 NOISE_IMAGES, MOST_IMAGES = 4, 16
-MOST_PIXELS = 1024 * 1024  # of an image whose size the folder states; a gradient keeps what every layer gives
+MOST_PIXELS = (
+    1024 * 1024
+)  # of an image whose size the folder states; a gradient keeps what every layer gives
 SEED = 0  # of the noise, and the default of a conversion
 
 
@@ -57,7 +59,10 @@ class FieldPictures:
     @property
     def decades(self) -> int:
         """How many decades a scale common to these pictures needs."""
-        faint = [field.logs.flatten().sort().values[int(FAINT * field.logs.numel())] for field in self.fields]
+        faint = [
+            field.logs.flatten().sort().values[int(FAINT * field.logs.numel())]
+            for field in self.fields
+        ]
         return max((max(1, math.ceil(-log)) for log in faint), default=MOST_DECADES)
 
 
@@ -80,7 +85,10 @@ def field_pictures(
         f"How much each pixel counts for the unit in the middle of {layer}, the last replaced layer: mean "
         f"absolute gradient over {words}, as a share of the largest, on a logarithmic scale."
     ]
-    networks = {"Before": _before(source, plan, state, options.original), "After": ("this checkpoint", model.float())}
+    networks = {
+        "Before": _before(source, plan, state, options.original),
+        "After": ("this checkpoint", model.float()),
+    }
     for title, stated in networks.items():
         if stated is None:
             notes.append(
@@ -105,11 +113,17 @@ def _before(
         load_weights_(model, with_names_of(model, read_weights(weights)), f"original {weights}")
         return f"{plan.model}, with the weights of {weights.name}", model.float().eval()
     # It was converted from random weights if all tensors that conversion leaves alone are equal.
-    own, replaced = model.state_dict(), {f"{name}.weight" for layer in plan.layers for name in layer.names}
+    own, replaced = (
+        model.state_dict(),
+        {f"{name}.weight" for layer in plan.layers for name in layer.names},
+    )
     kept = [name for name in own if name in state and name not in replaced]
     if not kept or not all(torch.equal(own[name], state[name]) for name in kept):
         return None
-    return f"{plan.model}, with the random weights from which the checkpoint was converted", model.float().eval()
+    return (
+        f"{plan.model}, with the random weights from which the checkpoint was converted",
+        model.float().eval(),
+    )
 
 
 def _images(
@@ -120,11 +134,19 @@ def _images(
     if size is None:
         return [], "the size of the model's images is not known"
     if options.input_size is None and math.prod(size[1:]) > MOST_PIXELS:
-        return [], f"images of more than {MOST_PIXELS:,} pixels are run where --input-size asks for them"
+        return (
+            [],
+            f"images of more than {MOST_PIXELS:,} pixels are run where --input-size asks for them",
+        )
     if options.images is not None:
         normalisation = stated_normalisation(model) or IMAGENET
-        images = [*read_images(options.images, normalisation, size, note, most=MOST_IMAGES).values()]
-        return images, f"{len(images)} images of {options.images.name}, {size_text(size[1:])} pixels"
+        images = [
+            *read_images(options.images, normalisation, size, note, most=MOST_IMAGES).values()
+        ]
+        return (
+            images,
+            f"{len(images)} images of {options.images.name}, {size_text(size[1:])} pixels",
+        )
     noise = torch.randn(NOISE_IMAGES, *size, generator=torch.Generator().manual_seed(SEED))
     return list(noise), f"{NOISE_IMAGES} images of seeded noise, {size_text(size[1:])} pixels"
 
@@ -136,7 +158,9 @@ def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> T
     """
     outputs: list[Tensor] = []
     gradients: list[Tensor] = []
-    handle = model.get_submodule(layer).register_forward_hook(lambda module, args, output: outputs.append(output))
+    handle = model.get_submodule(layer).register_forward_hook(
+        lambda module, args, output: outputs.append(output)
+    )
     try:
         with evaluating(model), torch.enable_grad(), reproducible(), quietly():
             for image in images:
@@ -164,7 +188,10 @@ def field_picture(field: Tensor, title: str, what: str) -> FieldPicture:
     rows, columns = field.shape
     shrunk = F.adaptive_avg_pool2d(field[None], (min(rows, MOST_SIDE), min(columns, MOST_SIDE)))[0]
     most = float(shrunk.max()) or 1.0
-    sides = [f"{(side := central_side(field, share))} x {side} hold {100 * share:.0f} %" for share in SHARES]
+    sides = [
+        f"{(side := central_side(field, share))} x {side} hold {100 * share:.0f} %"
+        for share in SHARES
+    ]
     return FieldPicture(
         title=title,
         what=what,
@@ -176,6 +203,10 @@ def field_picture(field: Tensor, title: str, what: str) -> FieldPicture:
 
 def central_side(field: Tensor, share: float) -> int:
     """The side of the smallest square in the middle that holds this share of a field (rows, columns)."""
-    rows, columns = ((2 * torch.arange(side) - side + 1).abs() for side in field.shape)  # twice the distance
-    held = torch.bincount(torch.maximum(rows[:, None], columns).flatten(), field.flatten()).cumsum(0)
+    rows, columns = (
+        (2 * torch.arange(side) - side + 1).abs() for side in field.shape
+    )  # twice the distance
+    held = torch.bincount(torch.maximum(rows[:, None], columns).flatten(), field.flatten()).cumsum(
+        0
+    )
     return min(int((held < share * held[-1] * (1 - 1e-9)).sum()) + 1, max(field.shape))

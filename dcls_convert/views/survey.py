@@ -31,12 +31,16 @@ def summary(rows: Iterable[ModelRow]) -> dict[str, int]:
 def summary_line(rows: Sequence[ModelRow]) -> str:
     counts = summary(rows)
     models = counted(counts.pop("models"), "model")
-    parts = [f"{count} {status}" for status, count in counts.items() if count or status != "does not fit"]
+    parts = [
+        f"{count} {status}" for status, count in counts.items() if count or status != "does not fit"
+    ]
     return f"{models}: {', '.join(parts)}"
 
 
 def failure_lines(rows: Iterable[ModelRow]) -> list[str]:
-    return [printable(f"failed: {row.name}: {row.reason}") for row in rows if row.status == "failed"]
+    return [
+        printable(f"failed: {row.name}: {row.reason}") for row in rows if row.status == "failed"
+    ]
 
 
 def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
@@ -47,14 +51,23 @@ def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
 
 
 def survey_json(
-    rows: Sequence[ModelRow], options: PlanOptions, *, pattern: str | None, input_size: tuple[int, ...] | None
+    rows: Sequence[ModelRow],
+    options: PlanOptions,
+    *,
+    pattern: str | None,
+    input_size: tuple[int, ...] | None,
 ) -> str:
     """One object: format, options, models and summary."""
     rules = options.rules.source if isinstance(options.rules, RuleSet) else options.rules
     return write_json(
         {
             "format": 1,
-            "options": {"pattern": pattern, **asdict(options), "rules": rules, "input_size": input_size},
+            "options": {
+                "pattern": pattern,
+                **asdict(options),
+                "rules": rules,
+                "input_size": input_size,
+            },
             "models": [adapter(ModelRow).dump_python(row, mode="json") for row in rows],
             "summary": {name.replace(" ", "_"): count for name, count in summary(rows).items()},
         }
@@ -94,7 +107,10 @@ CSV_COLUMNS: list[Column[ModelRow]] = [
     *map(field_column, ("name", "status")),
     Column("replaced", lambda row: _kinds(row.replaced)),
     Column("dilated_sizes", lambda row: " ".join(map(size_text, row.dilated_sizes))),
-    *map(field_column, ("kernel_counts", "params.before", "params.after", "macs.before", "macs.after")),
+    *map(
+        field_column,
+        ("kernel_counts", "params.before", "params.after", "macs.before", "macs.after"),
+    ),
     Column("input_size", lambda row: size_text(row.input_size or ())),
     field_column("rules"),
     Column("convolutions", lambda row: _kinds(row.convolutions)),

@@ -24,9 +24,17 @@ def convert(name=f"timm:{TINY}", size=9, *, seed=0, args=None, input_size=IMAGE,
     model = build_model(source, seed=seed)
     convs = find_convs(model, (source.args.get("in_chans", 3), *input_size[1:]))
     plan = plan_conversion(convs, dilated_size=size, model=name, model_args=source.args, **options)
-    apply_plan_(model, plan, init="random", positions="uniform", generator=torch.Generator().manual_seed(seed))
+    apply_plan_(
+        model,
+        plan,
+        init="random",
+        positions="uniform",
+        generator=torch.Generator().manual_seed(seed),
+    )
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # ConvNeXt's output hardly depends on its blocks otherwise: layer scale starts at 1e-6
+    with (
+        torch.no_grad()
+    ):  # ConvNeXt's output hardly depends on its blocks otherwise: layer scale starts at 1e-6
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("gamma"):
                 parameter.uniform_(0.5, 1, generator=generator)
@@ -40,12 +48,16 @@ def save(folder, model, plan, **options):
 
 def outputs(model, channels=3):
     with torch.no_grad():
-        return model.eval()(torch.randn(1, channels, 64, 64, generator=torch.Generator().manual_seed(0)))
+        return model.eval()(
+            torch.randn(1, channels, 64, 64, generator=torch.Generator().manual_seed(0))
+        )
 
 
 def same_states(first, second):
     ours, theirs = first.state_dict(), second.state_dict()
-    return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return list(ours) == list(theirs) and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def verify(folder):
@@ -54,7 +66,9 @@ def verify(folder):
 
 
 def problems(verification):
-    return [f"{check.name}: {check.detail}" for check in verification.checks if check.ok is not True]
+    return [
+        f"{check.name}: {check.detail}" for check in verification.checks if check.ok is not True
+    ]
 
 
 def contents(path):
@@ -67,7 +81,13 @@ def places(data, path=()):
     """Paths to all values of a JSON document."""
     if path:
         yield path
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    items = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, value in items:
         yield from places(value, (*path, key))
 
@@ -82,7 +102,11 @@ def edit_stamp(folder, change):
     """`change` takes the stamp and returns another, or a text, or None for no metadata."""
     tensors, metadata = contents(folder / WEIGHTS)
     stamp = change(json.loads(metadata[METADATA_KEY]))
-    new = None if stamp is None else {METADATA_KEY: stamp if isinstance(stamp, str) else json.dumps(stamp)}
+    new = (
+        None
+        if stamp is None
+        else {METADATA_KEY: stamp if isinstance(stamp, str) else json.dumps(stamp)}
+    )
     save_file(tensors, folder / WEIGHTS, metadata=new)
 
 
@@ -96,7 +120,10 @@ def seal(folder):
     """Let the folder say that it was written as it is now."""
     tensors = tensors_hash(contents(folder / WEIGHTS)[0].items())
     edit_json(folder / CONFIG, lambda config: config.update({METADATA_KEY: {"tensors": tensors}}))
-    edit_stamp(folder, lambda stamp: stamp | {"config": config_hash(json.loads((folder / CONFIG).read_text()))})
+    edit_stamp(
+        folder,
+        lambda stamp: stamp | {"config": config_hash(json.loads((folder / CONFIG).read_text()))},
+    )
 
 
 class Allocated(TorchDispatchMode):
@@ -108,7 +135,11 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        known = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 memory = tensor.untyped_storage()

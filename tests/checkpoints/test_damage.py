@@ -15,13 +15,32 @@ from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion, save_converted
 from dcls_convert.checkpoints import verify as verification
-from dcls_convert.checkpoints.folder import CARD, CONFIG, DESCRIPTIVE, METADATA_KEY, REPORT, WEIGHTS, config_hash
+from dcls_convert.checkpoints.folder import (
+    CARD,
+    CONFIG,
+    DESCRIPTIVE,
+    METADATA_KEY,
+    REPORT,
+    WEIGHTS,
+    config_hash,
+)
 from dcls_convert.errors import CheckpointError, DclsConvertError, ModelError
 from dcls_convert.export.formats import fold_checkpoint
 from dcls_convert.surgery.fold import fold_to_dense_
 
 from ..command_line import run
-from .folders import Allocated, edit_json, edit_stamp, edit_tensors, outputs, places, problems, save, seal, verify
+from .folders import (
+    Allocated,
+    edit_json,
+    edit_stamp,
+    edit_tensors,
+    outputs,
+    places,
+    problems,
+    save,
+    seal,
+    verify,
+)
 
 POSITIONS = "stages.2.blocks.dcls_positions"  # shared by four layers
 WEIGHT = "stages.1.blocks.0.conv_dw.weight"
@@ -96,25 +115,56 @@ DAMAGES = {
     "no weights": (instead(WEIGHTS), "model.safetensors: there is no such file"),
     "a flipped bit, in the middle": (flipped(-50_000), CHANGED),
     "weights of another seed": (swapped(WEIGHTS, "seed"), APART, CHANGED),
-    "outside the window": (tensors(fill(POSITIONS, 7, 4.5)), CHANGED, "has 1 of 1248 elements outside the window"),
+    "outside the window": (
+        tensors(fill(POSITIONS, 7, 4.5)),
+        CHANGED,
+        "has 1 of 1248 elements outside the window",
+    ),
     "a tensor renamed": (tensors(renamed), CHANGED, f"lacks {WEIGHT} and has renamed too many"),
-    "a tensor of integers": (tensors(lambda t: t.update({WEIGHT: t[WEIGHT].int()})), CHANGED, "is torch.int32"),
-    "no metadata": (stamp(lambda _: None), "has no metadata of dcls-convert, but config.json states its tensors"),
+    "a tensor of integers": (
+        tensors(lambda t: t.update({WEIGHT: t[WEIGHT].int()})),
+        CHANGED,
+        "is torch.int32",
+    ),
+    "no metadata": (
+        stamp(lambda _: None),
+        "has no metadata of dcls-convert, but config.json states its tensors",
+    ),
     "metadata of a newer format": (stamp(lambda s: s | {"format": 7}), f"has format 7, {LATER}"),
-    "damaged outputs": (stamp(lambda s: s | {"fingerprint": {"outputs": [3]}}), "metadata 'dcls_convert': fingerprint"),
+    "damaged outputs": (
+        stamp(lambda s: s | {"fingerprint": {"outputs": [3]}}),
+        "metadata 'dcls_convert': fingerprint",
+    ),
     # The config, and the plan in it
     "no config": (instead(CONFIG), "config.json: cannot be read"),
-    "a folder for the config": (instead(CONFIG, Path.mkdir), "config.json: cannot be read: is not a file"),
-    "a huge config": (lambda folder, _: os.truncate(folder / CONFIG, 100 << 20), "has 104,857,600 bytes"),
+    "a folder for the config": (
+        instead(CONFIG, Path.mkdir),
+        "config.json: cannot be read: is not a file",
+    ),
+    "a huge config": (
+        lambda folder, _: os.truncate(folder / CONFIG, 100 << 20),
+        "has 104,857,600 bytes",
+    ),
     "config not UTF-8": (write(CONFIG, b"\xff\xfe{\x00"), "config.json: cannot be read"),
     "config not JSON": (write(CONFIG, b'{"architecture": '), "config.json: is not JSON"),
     "config of deep lists": (write(CONFIG, b"[" * 100_000), "config.json: is not JSON"),
     "config of another plan": (swapped(CONFIG, "size"), APART, CHANGED),
     "other arguments": (config(lambda c: c["model_args"].update(act_layer="relu")), APART),
-    "another hash": (config(lambda c: c.update({METADATA_KEY: {"tensors": "0" * 64}})), APART, CHANGED),
-    "plan a list": (config(lambda c: c["model_args"].update(plan=[])), "config.json: model_args.plan: "),
+    "another hash": (
+        config(lambda c: c.update({METADATA_KEY: {"tensors": "0" * 64}})),
+        APART,
+        CHANGED,
+    ),
+    "plan a list": (
+        config(lambda c: c["model_args"].update(plan=[])),
+        "config.json: model_args.plan: ",
+    ),
     "another window, of which all shapes are the same": (layer(0, dilated_size=[11, 11]), APART),
-    "another count": (layer(0, kernel_count=25), APART, "stages.0.blocks.0.conv_dw.positions has shape"),
+    "another count": (
+        layer(0, kernel_count=25),
+        APART,
+        "stages.0.blocks.0.conv_dw.positions has shape",
+    ),
 }
 FLIPPED = "a flipped bit, in the middle"
 
@@ -126,7 +176,9 @@ def test_damage_is_named_and_no_wrong_model_loads(folder, folders, name):
     verified = verify(folder)
     assert not verified.ok
     for part in says:
-        assert any(part in line for line in problems(verified)), f"{part!r} is not in {problems(verified)}"
+        assert any(part in line for line in problems(verified)), (
+            f"{part!r} is not in {problems(verified)}"
+        )
     with pytest.raises(CheckpointError, match=r"^[^\n]+$"):
         load_converted(folder)
 
@@ -149,7 +201,9 @@ def test_the_hash_of_a_config_depends_on_all_that_matters(folders):
 def test_an_undamaged_folder_is_ok(folders, kind):
     verified = verify(folders / kind)
     assert problems(verified) == []
-    assert {check.name: check.detail for check in verified.checks}["outputs"].startswith("differ by 0.0e+00")
+    assert {check.name: check.detail for check in verified.checks}["outputs"].startswith(
+        "differ by 0.0e+00"
+    )
 
 
 def test_labels_layout_report_card_and_other_files_are_the_users_business(folder):
@@ -169,12 +223,22 @@ def test_labels_layout_report_card_and_other_files_are_the_users_business(folder
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
-        ("good", fill(WEIGHT, 0, torch.nan), f"values: {WEIGHT} has 1 of 832 values that are NaN or infinite"),
+        (
+            "good",
+            fill(WEIGHT, 0, torch.nan),
+            f"values: {WEIGHT} has 1 of 832 values that are NaN or infinite",
+        ),
         ("good", fill(WEIGHT, 0, 1e6), "outputs: differ by"),
-        ("gauss", fill("stages.2.blocks.dcls_sigma", 0, 0.2), "has 1 of 1728 sigmas below 0.27 cells, the minimum"),
+        (
+            "gauss",
+            fill("stages.2.blocks.dcls_sigma", 0, 0.2),
+            "has 1 of 1728 sigmas below 0.27 cells, the minimum",
+        ),
     ],
 )
-def test_values_are_looked_at_where_the_folder_says_that_they_were_written_so(folders, tmp_path, kind, change, says):
+def test_values_are_looked_at_where_the_folder_says_that_they_were_written_so(
+    folders, tmp_path, kind, change, says
+):
     folder = Path(shutil.copytree(folders / kind, tmp_path / "sealed"))
     edit_tensors(folder, change)
     seal(folder)
@@ -196,7 +260,10 @@ def classes(count):
     [
         (layer(0, dilated_size=[9001, 9001]), "window 9001x9001 for "),
         (classes(20_000_000), "the model needs (20000000,"),
-        (planned(lambda plan: plan.update(input_size=[3, 20001, 20001])), "images of more than 4,194,304"),
+        (
+            planned(lambda plan: plan.update(input_size=[3, 20001, 20001])),
+            "images of more than 4,194,304",
+        ),
     ],
 )
 def test_sizes_are_checked_before_they_take_memory(folder, change, says):
@@ -211,14 +278,19 @@ def test_sizes_are_checked_before_they_take_memory(folder, change, says):
 def test_classes_are_bounded_through_timm_too(folder):
     classes(20_000_000)(folder, None)
     seal(folder)
-    with pytest.raises(ModelError, match=r"^config.json: num_classes=20000000: through timm, 1,000,000 is the most$"):
+    with pytest.raises(
+        ModelError,
+        match=r"^config.json: num_classes=20000000: through timm, 1,000,000 is the most$",
+    ):
         timm.create_model(f"local-dir:{folder}", pretrained=True)
 
 
 def test_messages_are_one_printable_line_whatever_names_a_plan_has(folder):
     layer(0, names=["\x1b[31mred\nline"])(folder, None)
     seal(folder)
-    with pytest.raises(DclsConvertError, match=r"the plan does not fit .*: \\x1b\[31mred\\nline: ") as refused:
+    with pytest.raises(
+        DclsConvertError, match=r"the plan does not fit .*: \\x1b\[31mred\\nline: "
+    ) as refused:
         load_converted(folder)
     assert str(refused.value).isprintable()
 
@@ -239,15 +311,22 @@ def test_what_timm_saves_after_fine_tuning_loads(folder, tmp_path):
     save_for_hf(model, tmp_path / "tuned", safe_serialization=True)
     save_for_hf(model, folder, safe_serialization=True)  # over the folder that it came from
     for path in (tmp_path / "tuned", folder):
-        assert torch.equal(outputs(timm.create_model(f"local-dir:{path}", pretrained=True)), outputs(model))
+        assert torch.equal(
+            outputs(timm.create_model(f"local-dir:{path}", pretrained=True)), outputs(model)
+        )
         assert torch.equal(outputs(load_converted(path)), outputs(model))
-        assert any("nothing says that it belongs to this folder" in line for line in problems(verify(path)))
+        assert any(
+            "nothing says that it belongs to this folder" in line for line in problems(verify(path))
+        )
 
 
 def test_old_weights_are_not_loaded_for_a_new_config(folder):
     """timm prefers model.safetensors to the pytorch_model.bin that its saver writes by default."""
     save_for_hf(fine_tuned(folder), folder)
-    for load in (load_converted, lambda path: timm.create_model(f"local-dir:{path}", pretrained=True)):
+    for load in (
+        load_converted,
+        lambda path: timm.create_model(f"local-dir:{path}", pretrained=True),
+    ):
         with pytest.raises(CheckpointError, match=r"was not written with this config\.json"):
             load(folder)
 
@@ -258,12 +337,16 @@ def test_a_lost_tensor_is_missed_with_a_new_head_too(folder, tmp_path):
     name = f"local-dir:{tmp_path / 'tuned'}"
     timm.create_model(name, pretrained=True, num_classes=5)
     edit_tensors(tmp_path / "tuned", renamed)
-    with pytest.raises(CheckpointError, match=f"lacks {WEIGHT} of the model that config.json describes"):
+    with pytest.raises(
+        CheckpointError, match=f"lacks {WEIGHT} of the model that config.json describes"
+    ):
         timm.create_model(name, pretrained=True, num_classes=5)
 
 
 def test_a_model_that_only_its_user_can_build_is_checked_as_far_as_that_goes(tmp_path):
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), *[nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2)])
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1), *[nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2)]
+    )
     plan = plan_conversion(find_convs(model, (3, 8, 8)), dilated_size=5)
     apply_plan_(model, plan)
     folder = save_converted(model, plan, tmp_path / "own")
@@ -288,7 +371,9 @@ def test_folded_folders_are_checked(converted, folder, tmp_path):
         flipped(-1)(tmp_path / name, None)
         assert any(CHANGED in line for line in problems(verify(tmp_path / name)))
     edit_json(tmp_path / "stock" / CONFIG, lambda c: c["model_args"].update(act_layer="relu"))
-    assert {"outputs", WEIGHTS} == {line.partition(":")[0] for line in problems(verify(tmp_path / "stock"))}
+    assert {"outputs", WEIGHTS} == {
+        line.partition(":")[0] for line in problems(verify(tmp_path / "stock"))
+    }
 
 
 # --- The command, with its fresh process
@@ -307,11 +392,17 @@ def test_the_command_rebuilds_in_a_process_of_its_own(folder, folders):
     data = json.loads(out)
     assert (data["format"], data["folder"], data["ok"]) == (1, str(folder), False)
     assert all(check.keys() == {"name", "ok", "detail"} for check in data["checks"])
-    assert {check["name"] for check in data["checks"] if check["ok"] is False} == {WEIGHTS, "positions"}
+    assert {check["name"] for check in data["checks"] if check["ok"] is False} == {
+        WEIGHTS,
+        "positions",
+    }
     assert err == f"error: {folder}: 2 problems found\n"
     DAMAGES["metadata of a newer format"][0](folder, folders)
     out, _ = run("verify", folder, code=2)
-    assert [line.split()[:2] for line in out.splitlines()] == [["problem", WEIGHTS], ["skipped", "model"]]
+    assert [line.split()[:2] for line in out.splitlines()] == [
+        ["problem", WEIGHTS],
+        ["skipped", "model"],
+    ]
 
 
 OWN_MODULE = """
@@ -325,11 +416,22 @@ def build():
 
 
 @pytest.mark.processes
-def test_models_of_the_users_own_are_built_from_the_current_folder_if_trusted(tmp_path, monkeypatch):
+def test_models_of_the_users_own_are_built_from_the_current_folder_if_trusted(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("mymodel_v.py").write_text(OWN_MODULE)
     Path("random.py").write_text("raise ImportError('not the random module that is meant')")
-    run("mymodel_v:build", "--dilated-size", "5", "--input-size", "3x8x8", "--quiet", "--output", "out")
+    run(
+        "mymodel_v:build",
+        "--dilated-size",
+        "5",
+        "--input-size",
+        "3x8x8",
+        "--quiet",
+        "--output",
+        "out",
+    )
     sys.modules.pop("mymodel_v")
     checks = json.loads(run("verify", "out", "--trust-code", "--json")[0])["checks"]
     assert {"model", "outputs"} <= {check["name"] for check in checks if check["ok"]}

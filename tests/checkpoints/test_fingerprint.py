@@ -82,7 +82,12 @@ def test_the_model_stays_as_it_was_and_its_outputs_do_not_depend_on_the_process(
 def test_outputs_of_all_kinds():
     class Many(nn.Module):
         def forward(self, x):
-            return {"a": (x.mean(), [x[:, :1]]), "empty": x[:0], "nan": x.new_tensor([float("nan"), 1.0]), "n": x.int()}
+            return {
+                "a": (x.mean(), [x[:, :1]]),
+                "empty": x[:0],
+                "nan": x.new_tensor([float("nan"), 1.0]),
+                "n": x.int(),
+            }
 
     taken = take_fingerprint(Many(), (3, 5, 5))
     assert [output.shape for output in taken.outputs] == [(), (1, 1, 5, 5), (0, 3, 5, 5), (2,)]
@@ -108,7 +113,9 @@ def test_a_model_that_cannot_run_says_why():
     [
         {"a": torch.arange(6.0).reshape(3, 2)},
         {"a": torch.arange(6.0).reshape(2, 3).view(torch.int32)},
-        {"a": torch.arange(6.0).reshape(2, 3) * torch.tensor([-1.0, 1, 1])},  # 0.0 becomes -0.0: the bytes count
+        {
+            "a": torch.arange(6.0).reshape(2, 3) * torch.tensor([-1.0, 1, 1])
+        },  # 0.0 becomes -0.0: the bytes count
         {"c": torch.zeros(2, 0)},
         {"d": torch.tensor(1)},
     ],
@@ -117,4 +124,6 @@ def test_the_hash_depends_on_names_types_shapes_and_bytes_alone(other):
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1), "c": torch.zeros(0, 2)}
     assert tensors_hash((tensors | other).items()) != tensors_hash(tensors.items())
     transposed = tensors["a"].T.contiguous().T  # another layout
-    assert tensors_hash(list((tensors | {"a": transposed}).items())[::-1]) == tensors_hash(tensors.items())
+    assert tensors_hash(list((tensors | {"a": transposed}).items())[::-1]) == tensors_hash(
+        tensors.items()
+    )

@@ -13,7 +13,15 @@ from torch import nn
 import dcls_convert
 from dcls_convert import convert_and_save_, load_converted, predict_report, save_converted
 from dcls_convert.checkpoints.fingerprint import take_fingerprint
-from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, config_hash, read_plan, read_stamp, tensors_hash
+from dcls_convert.checkpoints.folder import (
+    CONFIG,
+    FILES,
+    WEIGHTS,
+    config_hash,
+    read_plan,
+    read_stamp,
+    tensors_hash,
+)
 from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.planning.rules import builtin_rules, parse_rules
@@ -25,14 +33,20 @@ FAMILIES = [
     (f"timm:{TINY}", 17, {"num_classes": 7, "in_chans": 1}),
     ("timm:test_efficientnet", 9, {}),
     ("timm:test_resnet", 7, {}),
-    ("timm:coat_lite_tiny", 9, {"img_size": 64, "serial_depths": [1, 1, 1, 1]}),  # modules in several places
+    (
+        "timm:coat_lite_tiny",
+        9,
+        {"img_size": 64, "serial_depths": [1, 1, 1, 1]},
+    ),  # modules in several places
     ("torchvision:squeezenet1_1", 7, {"num_classes": 10}),
 ]
 
 
 def own():
     """A network of the user's own, whose mask holds -inf."""
-    model = nn.Sequential(nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2)]), nn.ReLU())
+    model = nn.Sequential(
+        nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2)]), nn.ReLU()
+    )
     model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
     return model
 
@@ -52,7 +66,10 @@ def test_an_existing_folder_is_refused_before_the_model_is_converted(tmp_path):
 
 def test_a_meta_model_that_the_caller_has_is_taken(converted, tmp_path, monkeypatch):
     model, plan = converted
-    meta, other = (build_model(ModelSource(name=f"timm:{name}"), device="meta") for name in (TINY, "test_resnet"))
+    meta, other = (
+        build_model(ModelSource(name=f"timm:{name}"), device="meta")
+        for name in (TINY, "test_resnet")
+    )
     monkeypatch.setattr("dcls_convert.checkpoints.save.build_model", None)
     assert save(tmp_path / "out", model, plan, meta=meta, fingerprint=False).is_dir()
     with pytest.raises(CheckpointError, match="does not fit"):
@@ -65,7 +82,10 @@ def test_a_meta_model_that_the_caller_has_is_taken(converted, tmp_path, monkeypa
 def test_a_loaded_model_is_the_saved_one(tmp_path, name, size, args):
     model, plan = convert(name, size, args=args)
     folder = save(tmp_path / "out", model, plan, fingerprint=False)
-    loaded, by_timm = load_converted(folder), timm.create_model(f"local-dir:{folder}", pretrained=True)
+    loaded, by_timm = (
+        load_converted(folder),
+        timm.create_model(f"local-dir:{folder}", pretrained=True),
+    )
     channels = args.get("in_chans", 3)
     for other in (loaded, by_timm):
         assert same_states(other, model)
@@ -100,7 +120,9 @@ def test_dtype_is_kept_and_compared_in_and_channels_may_come_last(tmp_path):
     model, plan = convert("timm:test_resnet", 7)
     model = model.to(torch.bfloat16, memory_format=torch.channels_last)
     folder = save(tmp_path / "out", model, plan)
-    assert {t.dtype for t in load_file(folder / WEIGHTS).values() if t.is_floating_point()} == {torch.bfloat16}
+    assert {t.dtype for t in load_file(folder / WEIGHTS).values() if t.is_floating_point()} == {
+        torch.bfloat16
+    }
     verified = verify(folder)
     assert problems(verified) == []
     assert verified.checks[-1].detail.startswith("differ by 0.0e+00 ")
@@ -111,10 +133,14 @@ def test_dtype_is_kept_and_compared_in_and_channels_may_come_last(tmp_path):
 
 def test_timm_loads_with_another_head_and_other_input_channels(folder):
     model, name = load_converted(folder), f"local-dir:{folder}"
-    fine = timm.create_model(name, pretrained=True, num_classes=10, drop_path_rate=0.1, act_layer=nn.ReLU)
+    fine = timm.create_model(
+        name, pretrained=True, num_classes=10, drop_path_rate=0.1, act_layer=nn.ReLU
+    )
     assert outputs(fine).shape == (1, 10)
     state = model.state_dict()
-    changed = {key for key, value in fine.state_dict().items() if not torch.equal(state[key], value)}
+    changed = {
+        key for key, value in fine.state_dict().items() if not torch.equal(state[key], value)
+    }
     assert changed == {"head.fc.weight", "head.fc.bias"}
     grey = timm.create_model(name, pretrained=True, in_chans=1)
     assert outputs(grey, channels=1).shape == (1, 1000)
@@ -124,8 +150,12 @@ def test_timm_loads_with_another_head_and_other_input_channels(folder):
     assert torch.equal(headless.forward_features(image), model.forward_features(image))
 
 
-def test_a_tuned_model_with_another_head_or_channels_is_saved_by_the_folder_it_came_from(folder, tmp_path):
-    tuned = timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=10, in_chans=1).eval()
+def test_a_tuned_model_with_another_head_or_channels_is_saved_by_the_folder_it_came_from(
+    folder, tmp_path
+):
+    tuned = timm.create_model(
+        f"local-dir:{folder}", pretrained=True, num_classes=10, in_chans=1
+    ).eval()
     new = save_converted(tuned, folder, tmp_path / "tuned")
     for loaded in (load_converted(new), timm.create_model(f"local-dir:{new}", pretrained=True)):
         assert same_states(loaded, tuned)
@@ -194,9 +224,18 @@ NOT_FINITE = r"has \d+ of \d+ values that are NaN or infinite"
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (with_conv(copy.deepcopy), rf"{BLOCK} has positions of its own; the plan shares them in stages\.2"),
-        (with_conv(nn.Sequential), rf"{BLOCK} is a Sequential, not a layer with learnable positions"),
-        (lambda m: m.reset_classifier(5), r"head\.fc\.weight has shape \(5, 64\), the model needs \(1000, 64\)"),
+        (
+            with_conv(copy.deepcopy),
+            rf"{BLOCK} has positions of its own; the plan shares them in stages\.2",
+        ),
+        (
+            with_conv(nn.Sequential),
+            rf"{BLOCK} is a Sequential, not a layer with learnable positions",
+        ),
+        (
+            lambda m: m.reset_classifier(5),
+            r"head\.fc\.weight has shape \(5, 64\), the model needs \(1000, 64\)",
+        ),
         (lambda m: m.add_module("extra", nn.Linear(2, 2)), "has extra.weight, extra.bias too many"),
         (lambda m: m.stages.__setitem__(0, convert(kernel_count=5)[0].stages[0]), WINDOW),
         (lambda m: m.stem[0].weight.data[0].fill_(torch.nan), rf"stem\.0\.weight {NOT_FINITE}"),

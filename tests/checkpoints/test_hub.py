@@ -52,7 +52,9 @@ def test_an_uploaded_folder_is_loaded_and_checked(hub, folder, damage):
     assert torch.equal(from_hub("me/folder"), outputs(dcls_convert.load_converted(folder)))
     DAMAGES[damage][0](folder, None)
     upload(folder, "me/folder", hub)
-    with pytest.raises(dcls_convert.CheckpointError, match=r"are not those that were written|was not written with"):
+    with pytest.raises(
+        dcls_convert.CheckpointError, match=r"are not those that were written|was not written with"
+    ):
         from_hub("me/folder")
 
 
@@ -82,7 +84,10 @@ class NoRepositoryError(RepositoryNotFoundError):
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (NoRepositoryError(), r"http.* has no such repository, or it is private and there is no token for it"),
+        (
+            NoRepositoryError(),
+            r"http.* has no such repository, or it is private and there is no token for it",
+        ),
         (ConnectionError("refused\nby peer"), "ConnectionError: refused by peer$"),
     ],
 )

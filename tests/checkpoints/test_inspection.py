@@ -14,7 +14,12 @@ from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversio
 from dcls_convert.checkpoints.folder import read_plan
 from dcls_convert.checkpoints.inspection import inspect_folder, position_sets
 from dcls_convert.errors import CheckpointError
-from dcls_convert.layers.position_statistics import border_share, mean_distance, overlap_share, spread
+from dcls_convert.layers.position_statistics import (
+    border_share,
+    mean_distance,
+    overlap_share,
+    spread,
+)
 from dcls_convert.surgery.fold import fold_to_dense_
 
 from ..command_line import run
@@ -22,13 +27,17 @@ from ..conftest import TINY
 from .folders import IMAGE, convert, edit_tensors, save
 
 
-@pytest.mark.parametrize("options", [{"tie": "none"}, {"interpolation": "gaussian", "size": (9, 11), "scope": "stage"}])
+@pytest.mark.parametrize(
+    "options", [{"tie": "none"}, {"interpolation": "gaussian", "size": (9, 11), "scope": "stage"}]
+)
 def test_rows_are_those_of_the_model(tmp_path, options):
     model, plan = convert(**options)
     inspection = inspect_folder(save(tmp_path / "out", model, plan, fingerprint=False))
     names = [name for row in inspection.positions for name in row.layers]
     assert sorted(names) == sorted(layer.name for layer in plan.layers)
-    assert [row.name for row in inspection.positions if row.tied] == [group.name for group in plan.tie_groups]
+    assert [row.name for row in inspection.positions if row.tied] == [
+        group.name for group in plan.tie_groups
+    ]
     for row in inspection.positions:
         for layer in map(model.get_submodule, row.layers):
             assert row.elements == layer.positions[0].numel()
@@ -44,7 +53,9 @@ def test_rows_are_those_of_the_model(tmp_path, options):
     registered = [p for name, p in model.named_parameters() if name.endswith("positions")]
     assert total["elements"] == sum(p[0].numel() for p in registered)
     flat = [(row.border_share, row.elements) for row in inspection.positions]
-    assert total["border_share"] == pytest.approx(sum(a * b for a, b in flat) / sum(b for _, b in flat))
+    assert total["border_share"] == pytest.approx(
+        sum(a * b for a, b in flat) / sum(b for _, b in flat)
+    )
 
 
 def test_nothing_is_built(folders, monkeypatch):
@@ -81,9 +92,18 @@ NAME = "stages.2.blocks.dcls_positions"
     ("edit", "says"),
     [
         (lambda t: t.pop(NAME), f"{NAME} is missing; the plan has .*, for stages.2"),
-        (lambda t: t[NAME].fill_(torch.nan), "values that are NaN or infinite; dcls-convert verify lists all problems"),
-        (lambda t: t.update({NAME: t[NAME][:1].clone()}), r"has shape \(1, 48, 1, \d+\) and is torch.float32"),
-        (lambda t: t.update({NAME: t[NAME].to(torch.float8_e5m2)}), "floating-point of 16 bits or more"),
+        (
+            lambda t: t[NAME].fill_(torch.nan),
+            "values that are NaN or infinite; dcls-convert verify lists all problems",
+        ),
+        (
+            lambda t: t.update({NAME: t[NAME][:1].clone()}),
+            r"has shape \(1, 48, 1, \d+\) and is torch.float32",
+        ),
+        (
+            lambda t: t.update({NAME: t[NAME].to(torch.float8_e5m2)}),
+            "floating-point of 16 bits or more",
+        ),
     ],
 )
 def test_damage_is_one_line(folder, edit, says):
@@ -106,7 +126,11 @@ def test_the_command_has_a_row_for_every_tensor_in_text_and_json(folders, monkey
         assert cells[1] == str(len(row.layers))
         shares = (f"{100 * row.border_share:.1f} %", f"{100 * row.overlap_share:.1f} %")
         assert all(part in line for part in (f"{row.kernel_count} in 9x9", *shares))
-        assert cells[-4:] == [*(f"{s:.2f}" for s in row.spread), f"{row.mean_distance:.2f}", f"{row.mean_sigma:.2f}"]
+        assert cells[-4:] == [
+            *(f"{s:.2f}" for s in row.spread),
+            f"{row.mean_distance:.2f}",
+            f"{row.mean_sigma:.2f}",
+        ]
     assert f"{inspection.elements:,} distinct elements" in out
     out, err = run("inspect", folder, "--json")
     data = json.loads(out)

@@ -11,7 +11,12 @@ from dcls_convert import load_converted
 from dcls_convert.errors import CheckpointError
 from dcls_convert.networks import weights
 from dcls_convert.networks.source import ModelSource, build_model
-from dcls_convert.networks.weights import assign_weights_, build_with_state, load_weights_, read_weights
+from dcls_convert.networks.weights import (
+    assign_weights_,
+    build_with_state,
+    load_weights_,
+    read_weights,
+)
 
 from ..planning.nets import state_of
 from .folders import convert, save
@@ -20,7 +25,10 @@ FAMILIES = {
     "timm:test_convnext": {},
     "timm:test_vit": {},
     "timm:resnetblur18": {},  # blur kernels, not in the file
-    "timm:swin_tiny_patch4_window7_224": {"depths": (1, 1, 1, 1), "embed_dim": 24},  # relative positions
+    "timm:swin_tiny_patch4_window7_224": {
+        "depths": (1, 1, 1, 1),
+        "embed_dim": 24,
+    },  # relative positions
     "torchvision:mnasnet0_5": {},  # asks for the version of its format
     "torchvision:ssdlite320_mobilenet_v3_large": {},  # anchors in a plain attribute
 }
@@ -44,7 +52,11 @@ def check_equal_tensors(filled, ordinary):
     assert ours.keys() == theirs.keys()
     for place, tensor in theirs.items():
         mine = ours[place]
-        assert (mine.dtype, mine.device, mine.stride()) == (tensor.dtype, tensor.device, tensor.stride()), place
+        assert (mine.dtype, mine.device, mine.stride()) == (
+            tensor.dtype,
+            tensor.device,
+            tensor.stride(),
+        ), place
         assert (mine.requires_grad, type(mine)) == (tensor.requires_grad, type(tensor)), place
         assert torch.equal(mine, tensor), place
         assert mine.data_ptr() % weights.ALIGNMENT == 0, place
@@ -64,7 +76,9 @@ def test_a_model_filled_from_a_file_is_the_ordinary_one(tmp_path, name):
         assert [m.training for m in meta.modules()] == [m.training for m in ordinary.modules()]
 
 
-@pytest.mark.parametrize("values", [lambda: torch.empty(3).normal_(), lambda: torch.randn(3)], ids=["empty", "randn"])
+@pytest.mark.parametrize(
+    "values", [lambda: torch.empty(3).normal_(), lambda: torch.randn(3)], ids=["empty", "randn"]
+)
 def test_a_model_with_random_values_that_no_file_has_is_built(monkeypatch, values):
     class Unsaved(nn.Module):
         def __init__(self):
@@ -79,16 +93,23 @@ def test_a_model_with_random_values_that_no_file_has_is_built(monkeypatch, value
 
 def test_the_users_own_code_is_run_once(monkeypatch):
     calls = []
-    monkeypatch.setattr("builtins.build_own", lambda: calls.append(1) or nn.Linear(2, 2), raising=False)
+    monkeypatch.setattr(
+        "builtins.build_own", lambda: calls.append(1) or nn.Linear(2, 2), raising=False
+    )
     build_with_state(
-        ModelSource(name="builtins:build_own"), nn.Linear(2, 2).state_dict(), "file", prepare_=nn.Module.eval
+        ModelSource(name="builtins:build_own"),
+        nn.Linear(2, 2).state_dict(),
+        "file",
+        prepare_=nn.Module.eval,
     )
     assert calls == [1]
 
 
 def test_a_view_in_a_file_does_not_share_its_memory_with_the_model():
     whole, views = torch.arange(8.0), nn.Linear(4, 1, device="meta")
-    assert assign_weights_(views, {"weight": whole[:4].reshape(1, 4), "bias": whole[4:5].half()}, "file")
+    assert assign_weights_(
+        views, {"weight": whole[:4].reshape(1, 4), "bias": whole[4:5].half()}, "file"
+    )
     with torch.no_grad():
         views.weight.zero_()
     assert torch.equal(whole, torch.arange(8.0))

@@ -52,11 +52,21 @@ ARGUMENTS = {
     "act_layer": "../CANARY",
     "block": {"inner": [{"source": "x"}]},
 }
-OF_TIMM = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")  # its factory's
+OF_TIMM = (
+    "checkpoint_path",
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "cache_dir",
+)  # its factory's
 ATTACKS = {
-    name: MODELS[name] for name in ("os.system", "torch.load", "module", "local-dir", "our own entry", "no model")
+    name: MODELS[name]
+    for name in ("os.system", "torch.load", "module", "local-dir", "our own entry", "no model")
 }
-ATTACKS |= {f"argument {name}": (f"timm:{TINY}", {name: ARGUMENTS[name]}) for name in (*OF_TIMM, "act_layer")}
+ATTACKS |= {
+    f"argument {name}": (f"timm:{TINY}", {name: ARGUMENTS[name]})
+    for name in (*OF_TIMM, "act_layer")
+}
 REFUSALS = (
     "is not the name of a model of timm or torchvision|is not allowed|does not say how its model is built|"
     "is not a model by itself|timm cannot build this folder's model|"
@@ -64,13 +74,17 @@ REFUSALS = (
     "got multiple values for keyword argument|pretrained_cfg should not be set"
 )
 # What Python does for nobody who reads a folder: audit events.
-ACTS = {f"os.{name}" for name in "system exec posix_spawn spawn fork forkpty".split()} | {"pickle.find_class"}
+ACTS = {f"os.{name}" for name in "system exec posix_spawn spawn fork forkpty".split()} | {
+    "pickle.find_class"
+}
 ACTS |= {"subprocess.Popen", "socket.connect", "socket.getaddrinfo", "urllib.Request"}
 _events = None  # the list to note them in; a process cannot lose its audit hook
 
 
 def _hook(event, args):
-    if _events is not None and (event in ACTS or (event in ("open", "import") and "canary" in str(args[0]).lower())):
+    if _events is not None and (
+        event in ACTS or (event in ("open", "import") and "canary" in str(args[0]).lower())
+    ):
         _events.append(f"{event} {str(args)[:200]}")
 
 
@@ -104,7 +118,9 @@ def ways(folder):
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_way_in_runs_imports_opens_or_downloads_what_a_folder_names(folder, hub, tmp_path, monkeypatch, attack):
+def test_no_way_in_runs_imports_opens_or_downloads_what_a_folder_names(
+    folder, hub, tmp_path, monkeypatch, attack
+):
     """The folder names the model, or the arguments, in all places, and says that it was written so."""
     canary = tmp_path / "elsewhere" / "CANARY"
     canary.parent.mkdir()
@@ -132,7 +148,17 @@ def test_no_way_in_runs_imports_opens_or_downloads_what_a_folder_names(folder, h
 
 
 NUMBERS = [-1, 0, 1, 20001, 2 * 10**7, 2**63, 10**30, 1.5, 1e300, True]
-TEXTS = ["", "..", "CANARY", "canary_module:build", "local-dir:CANARY", "timm:test_vit", "\x1b[31m", "a\nb", "\ud800"]
+TEXTS = [
+    "",
+    "..",
+    "CANARY",
+    "canary_module:build",
+    "local-dir:CANARY",
+    "timm:test_vit",
+    "\x1b[31m",
+    "a\nb",
+    "\ud800",
+]
 VALUES = st.sampled_from([*NUMBERS, *TEXTS, None, [], {}, [20001, 20001], [3, 9999, 9999]])
 
 
@@ -140,7 +166,9 @@ VALUES = st.sampled_from([*NUMBERS, *TEXTS, None, [], {}, [20001, 20001], [3, 99
     changes=st.lists(st.tuples(st.integers(0, 2000), VALUES), min_size=1, max_size=3),
     read=st.sampled_from([load_converted, verify, inspect_folder]),
 )
-def test_whatever_a_config_says_is_read_or_refused_in_one_line(folders, tmp_path_factory, changes, read):
+def test_whatever_a_config_says_is_read_or_refused_in_one_line(
+    folders, tmp_path_factory, changes, read
+):
     """In a folder that says that it was written so."""
     folder = shutil.copytree(folders / "good", tmp_path_factory.mktemp("edited") / "folder")
 
@@ -154,7 +182,9 @@ def test_whatever_a_config_says_is_read_or_refused_in_one_line(folders, tmp_path
     with watched() as events:
         try:
             result = read(folder)
-            lines = [f"{check.name}{check.detail}" for check in result.checks] if read is verify else []
+            lines = (
+                [f"{check.name}{check.detail}" for check in result.checks] if read is verify else []
+            )
         except DclsConvertError as error:
             lines = [str(error)]
     assert events == []
@@ -162,13 +192,25 @@ def test_whatever_a_config_says_is_read_or_refused_in_one_line(folders, tmp_path
 
 
 def test_plain_arguments_of_registered_models_alone_are_allowed():
-    plain = {"rate": 0.1, "img_size": [64, 64], "dims": (1, 2), "act_layer": "relu", "kw": {"a": None, "b": True}}
+    plain = {
+        "rate": 0.1,
+        "img_size": [64, 64],
+        "dims": (1, 2),
+        "act_layer": "relu",
+        "kw": {"a": None, "b": True},
+    }
     check_source(ModelSource(name=f"timm:{TINY}", args=plain))
     check_source(ModelSource(name="timm:convnext_tiny.fb_in22k"))
     for name, _ in MODELS.values():
         with pytest.raises(ModelError):
             check_source(ModelSource(name=name or ""))
-    more = [("depth", 10**9), ("depths", [3, 10**9]), ("layer", torch.nn.ReLU), ("x", 1j), ("x", {1: 2})]
+    more = [
+        ("depth", 10**9),
+        ("depths", [3, 10**9]),
+        ("layer", torch.nn.ReLU),
+        ("x", 1j),
+        ("x", {1: 2}),
+    ]
     for name, value in [*ARGUMENTS.items(), *more]:
         with pytest.raises(ModelError):
             check_source(ModelSource(name=f"timm:{TINY}", args={name: value}))
@@ -177,7 +219,9 @@ def test_plain_arguments_of_registered_models_alone_are_allowed():
 def test_a_folders_arguments_cannot_ask_for_a_network_without_end(monkeypatch):
     tries, create_model = [], timm.create_model
     monkeypatch.setattr(
-        timm, "create_model", lambda *args, **kwargs: tries.append(args) or create_model(*args, **kwargs)
+        timm,
+        "create_model",
+        lambda *args, **kwargs: tries.append(args) or create_model(*args, **kwargs),
     )
     with pytest.raises(ModelError, match=r"its arguments ask for more than 4,000 modules"):
         build_model(ModelSource(name=f"timm:{TINY}", args={"depths": [10**6]}), device="meta")
@@ -187,15 +231,25 @@ def test_a_folders_arguments_cannot_ask_for_a_network_without_end(monkeypatch):
 def test_a_plan_names_registered_models_alone():
     """A model that no registry can build again is its user's to build."""
     unnoted = timm.create_model(TINY, num_classes=3)
-    del unnoted._model_args  # as by a timm that keeps its arguments elsewhere: they cannot be guessed
+    del (
+        unnoted._model_args
+    )  # as by a timm that keeps its arguments elsewhere: they cannot be guessed
     other = torchvision.models.resnet18(norm_layer=torch.nn.SyncBatchNorm)
-    for model in (torch.nn.ReLU(), timm.create_model(TINY, act_layer=torch.nn.ReLU), unnoted, other):
+    for model in (
+        torch.nn.ReLU(),
+        timm.create_model(TINY, act_layer=torch.nn.ReLU),
+        unnoted,
+        other,
+    ):
         assert known_source(model) is None
     changed = timm.create_model(TINY)
     changed.reset_classifier(3)
     assert known_source(changed) == ModelSource(name=f"timm:{TINY}", args={"num_classes": 3})
     changed.head.fc = torch.nn.Linear(64, 5)
     assert known_source(changed) is None
-    for name, build in ((f"timm:{TINY}", timm.create_model), ("torchvision:resnet18", torchvision.models.get_model)):
+    for name, build in (
+        (f"timm:{TINY}", timm.create_model),
+        ("torchvision:resnet18", torchvision.models.get_model),
+    ):
         known = ModelSource(name=name, args={"num_classes": 3})
         assert known_source(build(name.partition(":")[2], num_classes=3)) == known

@@ -7,7 +7,13 @@ import pytest
 def _in_an_empty_folder(tmp_path, monkeypatch):
     """Without what terminals wish for, and without bytecode; the user's module goes afterwards."""
     monkeypatch.chdir(tmp_path)
-    for variable in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "DCLS_CONVERT_TRACEBACK"):
+    for variable in (
+        "FORCE_COLOR",
+        "CLICOLOR_FORCE",
+        "TTY_COMPATIBLE",
+        "TTY_INTERACTIVE",
+        "DCLS_CONVERT_TRACEBACK",
+    ):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield

@@ -55,7 +55,11 @@ def test_what_is_to_be_pasted_is_python_whatever_the_folder_is_called():
 
 
 def test_two_checkpoints_are_compared():
-    for folder, options in {"a": [], "b": ["--seed", 1], "c": ["--scope", "stage", "--budget", 90]}.items():
+    for folder, options in {
+        "a": [],
+        "b": ["--seed", 1],
+        "c": ["--scope", "stage", "--budget", 90],
+    }.items():
         run(NET, *SMALL, "--dilated-size", 9, "--output", folder, *options)
     assert run("diff", "a", "a")[0] == "plans: the same\nweights: the same\n"
     assert run("diff", "a", "b")[0] == "plans: the same\nweights: other values\n"
@@ -66,7 +70,11 @@ def test_two_checkpoints_are_compared():
     assert run("diff", "b", "damaged")[0] == "plans: the same\nweights: other values\n"
     out = run("diff", "a", "c")[0]
     assert "scope: model → stage\nshare: 1 → 9/10\n" in out
-    (row, *_) = [row for row in json.loads(run("diff", "a", "c", "--json")[0])["differences"] if row["layers"]]
+    (row, *_) = [
+        row
+        for row in json.loads(run("diff", "a", "c", "--json")[0])["differences"]
+        if row["layers"]
+    ]
     names = row["layers"]
     more = f" ({len(names) - 1} more like it)" if names[1:] else ""
     assert f"kernel_count: {row['one']} → {row['other']} in {len(names)} layer" in out
@@ -94,7 +102,8 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
 
     monkeypatch.setattr("dcls_convert.pipeline.Job.plan", plan)
     monkeypatch.setattr(
-        "dcls_convert.compare.survey.survey_models", lambda _, options, **__: plan(Job(options=options))
+        "dcls_convert.compare.survey.survey_models",
+        lambda _, options, **__: plan(Job(options=options)),
     )
     text, value = given[name]
     for command in ([NET], ["models", TINY]):
@@ -105,10 +114,15 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
 def test_a_plan_is_carried_out_on_other_weights_of_the_same_model():
     run(NET, *SMALL, "--dilated-size", "9", "--budget", "60", "--output", "first", "--quiet")
     run(NET, "--plan", "first", "--seed", "1", "--output", "second", "--quiet")
-    first, second = (json.loads(run("inspect", folder, "--plan")[0]) for folder in ("first", "second"))
+    first, second = (
+        json.loads(run("inspect", folder, "--plan")[0]) for folder in ("first", "second")
+    )
     assert first == second
     assert first["share"] == "3/5"
-    assert Path("first/model.safetensors").read_bytes() != Path("second/model.safetensors").read_bytes()
+    assert (
+        Path("first/model.safetensors").read_bytes()
+        != Path("second/model.safetensors").read_bytes()
+    )
     run(TINY, "--plan", "first", code=2)
     run(NET, "--num-classes", "5", "--plan", "first", code=2)
 
@@ -147,7 +161,9 @@ def test_quiet_prints_the_folder_alone_and_sizes_name_it():
 
 def test_own_factory_is_run_with_its_arguments():
     Path("mymodel.py").write_text(f"from {net.__module__} import net as build")
-    out, _ = run("mymodel:build", "--num-classes", "5", "--dilated-size", "7", *SMALL, "--seed", "3")
+    out, _ = run(
+        "mymodel:build", "--num-classes", "5", "--dilated-size", "7", *SMALL, "--seed", "3"
+    )
     assert 'load_converted("build-dcls7", trust_code=True)' in out
     sys.modules.pop("mymodel")
     model = load_converted("build-dcls7", trust_code=True)
@@ -174,5 +190,7 @@ def test_torch_and_torchvision_that_do_not_fit_are_one_line(monkeypatch):
 
     monkeypatch.setattr("dcls_convert.networks.source.importlib.import_module", import_module)
     last = run(TINY, code=2)[1].splitlines()[-1]
-    assert last.startswith("error: timm cannot be imported: operator torchvision::nms does not exist; install matching")
+    assert last.startswith(
+        "error: timm cannot be imported: operator torchvision::nms does not exist; install matching"
+    )
     assert "pip install --upgrade torch torchvision timm" in last

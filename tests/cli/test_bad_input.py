@@ -20,26 +20,39 @@ from ..conftest import TINY  # 9 depthwise 7x7 convolutions, first stages.0.bloc
 
 MISTAKE, NOTHING_MATCHES = 2, 3
 SMALL = ("--input-size", "3x32x32")  # for speed
-SIZED = (NET, *SMALL, "--dilated-size", "17")  # of an option that is repeated, the last value counts
+SIZED = (
+    NET,
+    *SMALL,
+    "--dilated-size",
+    "17",
+)  # of an option that is repeated, the last value counts
 OWN = f"{__name__}:build"
 
 
 def build():
     """A network of the user's own that converts in no time."""
-    return nn.Sequential(nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64)))
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64))
+    )
 
 
 def table(rows):
     """Rows of given: what the line must say, or id: (given, what it must say...)."""
     rows = {kind: row if isinstance(row, tuple) else (kind, row) for kind, row in rows.items()}
     return pytest.mark.parametrize(
-        ("given", "says"), [pytest.param(given, says, id=kind) for kind, (given, *says) in rows.items()]
+        ("given", "says"),
+        [pytest.param(given, says, id=kind) for kind, (given, *says) in rows.items()],
     )
 
 
 def snapshot(folder="."):
     """Everything in the folder, hidden files too, with its mode and its content or where the link points."""
-    content = lambda path: path.readlink() if path.is_symlink() else path.is_file() and path.read_bytes()  # noqa: E731
+
+    def content(path):
+        if path.is_symlink():
+            return path.readlink()
+        return path.is_file() and path.read_bytes()
+
     return {path: (path.lstat().st_mode, content(path)) for path in Path(folder).rglob("*")}
 
 
@@ -47,9 +60,13 @@ def check_line(out, err, says):
     """One line of error, the last, that says all of `says` (texts or patterns); nothing on stdout."""
     assert (out, "Traceback" in err) == ("", False)
     lines = err.splitlines()
-    assert [line for line in lines if line.startswith("error: ")] == lines[-1:], f"not one line of error: {err!r}"
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:], (
+        f"not one line of error: {err!r}"
+    )
     for part in says:
-        assert re.search(part if isinstance(part, re.Pattern) else re.escape(part), lines[-1]), f"{part!r}: {err}"
+        assert re.search(part if isinstance(part, re.Pattern) else re.escape(part), lines[-1]), (
+            f"{part!r}: {err}"
+        )
     return lines[-1]
 
 
@@ -86,16 +103,30 @@ def test_nothing_at_all_shows_the_help(given):
 
 @table(
     {
-        "newline": ("convnext_atto\n", r"no model 'convnext_atto\n'", "did you mean 'convnext_atto'"),
+        "newline": (
+            "convnext_atto\n",
+            r"no model 'convnext_atto\n'",
+            "did you mean 'convnext_atto'",
+        ),
         "empty": ("", "model '' has no name"),
         "unknown tag": ("resnet18.nope", "no weights tagged 'nope'", "a1_in1k", "tv_in1k"),
-        "unknown in torchvision": ("torchvision:resnet81", "'torchvision:resnet81' (did you mean 'resnet18'"),
-        "a file": ("my/weights.pth", "is a file of weights; name the model, and give --checkpoint my/weights.pth"),
+        "unknown in torchvision": (
+            "torchvision:resnet81",
+            "'torchvision:resnet81' (did you mean 'resnet18'",
+        ),
+        "a file": (
+            "my/weights.pth",
+            "is a file of weights; name the model, and give --checkpoint my/weights.pth",
+        ),
         "of the hub": ("facebook/convnext", "one of the hub is hf-hub:facebook/convnext"),
         "a module's file": ("my/module.py:build", "name the module, not its file: my.module:build"),
         "our entry": ("dcls_convert", re.compile("no model 'dcls_convert'|not a model by itself")),
         "no attribute": ("os:nothing", "module 'os' has no function 'nothing'"),
-        "hub, not cached": ("hf-hub:timm/nope-nope", "hf-hub:timm/nope-nope", "not in the local cache"),
+        "hub, not cached": (
+            "hf-hub:timm/nope-nope",
+            "hf-hub:timm/nope-nope",
+            "not in the local cache",
+        ),
     }
 )
 def test_model_names(given, says):
@@ -112,10 +143,24 @@ def conv(size, **k):
     {
         "syntax error": ("def build(:", "mymodel:build", "SyntaxError", "mymodel.py, line 1"),
         "fails on import": ("1 / 0", "ZeroDivisionError: division by zero"),
-        "several lines": ("def build(): raise ValueError('first\\nsecond')", "ValueError: first second"),
-        "leaves the program": ("import sys\ndef build(): sys.exit(7)", "mymodel:build", "SystemExit"),
-        "gives a class": (f"{CONV}def build(): return nn.Linear", "gives a type, not a torch.nn.Module"),
-        "gives no weights": (f"{CONV}def build(): return conv(3, device='meta')", "mymodel:build", "meta"),
+        "several lines": (
+            "def build(): raise ValueError('first\\nsecond')",
+            "ValueError: first second",
+        ),
+        "leaves the program": (
+            "import sys\ndef build(): sys.exit(7)",
+            "mymodel:build",
+            "SystemExit",
+        ),
+        "gives a class": (
+            f"{CONV}def build(): return nn.Linear",
+            "gives a type, not a torch.nn.Module",
+        ),
+        "gives no weights": (
+            f"{CONV}def build(): return conv(3, device='meta')",
+            "mymodel:build",
+            "meta",
+        ),
         "gives other models": (
             f"{CONV}sizes = [3, 5]\ndef build(): return conv(sizes.pop(0))",
             "kernel_size is (5, 5), the plan has (3, 3)",
@@ -142,9 +187,19 @@ def test_options_that_the_users_model_does_not_take(given, says):
 @table(
     {
         "no config": (None, "local-dir:folder: folder/config.json: cannot be read: No such file"),
-        "no architecture": ("{}", "local-dir:folder: folder/config.json names no architecture; it is not a config of"),
-        "our architecture": ('{"architecture": "dcls_convert"}', '"dcls_convert" is not a model by itself'),
-        "no weights": ('{"architecture": "test_convnext"}', "pretrained weights cannot be loaded", "folder"),
+        "no architecture": (
+            "{}",
+            "local-dir:folder: folder/config.json names no architecture; it is not a config of",
+        ),
+        "our architecture": (
+            '{"architecture": "dcls_convert"}',
+            '"dcls_convert" is not a model by itself',
+        ),
+        "no weights": (
+            '{"architecture": "test_convnext"}',
+            "pretrained weights cannot be loaded",
+            "folder",
+        ),
     }
 )
 def test_local_folders(given, says):
@@ -191,7 +246,9 @@ NEITHER = ["", "1_0", " 17 ", "\uff11\uff17", "-1", "1e3", "nan", "9" * 5000]
 )
 def test_numbers_that_are_none(option, values, allowed):
     for value in [*NEITHER, *values]:
-        refused(NET, option, value, says=[f"Invalid value for '{option}': '{shown(value)}' {allowed}"])
+        refused(
+            NET, option, value, says=[f"Invalid value for '{option}': '{shown(value)}' {allowed}"]
+        )
 
 
 @table(
@@ -217,7 +274,9 @@ def test_numbers_that_are_none(option, values, allowed):
         "--scope error --pretrained --init largest": "--scope error is for --init fit",
         "--calibrate .": "--calibrate is for --init fit, with --pretrained or --checkpoint",
         "--authors-version v0": "--authors-version describes the file of --checkpoint",
-        "--positions uniform --pretrained": re.compile("--positions is for random positions.*use --init random"),
+        "--positions uniform --pretrained": re.compile(
+            "--positions is for random positions.*use --init random"
+        ),
     }
 )
 def test_options(given, says):
@@ -228,7 +287,9 @@ def test_options(given, says):
     {
         "--dilated-size 16": re.compile(r"use (\d+) or (\d+)"),
         "--dilated-size 5": re.compile(r"use (\d+) or more"),
-        "--kernel-count 290": re.compile(r"count 290 is more than the 289 cells of its window; use (\d+) or fewer"),
+        "--kernel-count 290": re.compile(
+            r"count 290 is more than the 289 cells of its window; use (\d+) or fewer"
+        ),
     }
 )
 def test_what_a_message_advises_works(given, says):
@@ -247,7 +308,9 @@ def test_a_model_in_which_nothing_matches():
 
 
 def test_a_model_without_a_convolution_that_could_match():
-    Path("mymodel.py").write_text("from torch import nn\ndef build(): return nn.ConvTranspose2d(3, 8, 3)")
+    Path("mymodel.py").write_text(
+        "from torch import nn\ndef build(): return nn.ConvTranspose2d(3, 8, 3)"
+    )
     says = ["it has 1 ConvTranspose2d (transposed convolution)"]
     refused("mymodel:build", says=says, code=NOTHING_MATCHES)
 
@@ -262,7 +325,9 @@ def test_a_converted_model_is_not_converted_again():
 
 @table(
     {
-        "--output foreign --force": re.compile("output foreign holds 'data.txt'.* it is left as it is"),
+        "--output foreign --force": re.compile(
+            "output foreign holds 'data.txt'.* it is left as it is"
+        ),
         "--output ''": "output .: name a new folder, not one that is there already",
         "--output half.safetensors/x": "half.safetensors is not a folder",
     }

@@ -20,15 +20,37 @@ SMALL = ("--input-size", "3x32x32")
 OWN = f"{__name__}:build"
 FOLDERS = ["good", "empty", "nowhere", "file", "mine", "out", "out\x1b[31m", "out\nput"]
 PATHS = st.sampled_from([*FOLDERS, "weights.pth", "rules.yaml", "page.html", "picture.png"])
-WORDS = st.sampled_from(["7", "9", "9x9", "7..11", "auto", "depthwise", "conv3x3", "3x32x32", "60%,100%", "99.5", "-1"])
-TEXTS = st.text(max_size=20).map(lambda text: text.replace("\0", "").replace("../", "./").replace(":", ";"))
+WORDS = st.sampled_from(
+    ["7", "9", "9x9", "7..11", "auto", "depthwise", "conv3x3", "3x32x32", "60%,100%", "99.5", "-1"]
+)
+TEXTS = st.text(max_size=20).map(
+    lambda text: text.replace("\0", "").replace("../", "./").replace(":", ";")
+)
 # Slow, of typer, or meant to run code.
-NEVER = {"--pretrained", "--jobs", "--time", "--install-completion", "--show-completion", "--help", "--trust-code"}
+NEVER = {
+    "--pretrained",
+    "--jobs",
+    "--time",
+    "--install-completion",
+    "--show-completion",
+    "--help",
+    "--trust-code",
+}
 EXPORTERS = {"onnx", "pt2"}  # compile code of their own
 REPLACEABLE = {"good", "out", "empty", "file", "weights.pth", "rules.yaml"}  # with --force
 RIGHT = [
     (OWN, "--dilated-size", "9", *SMALL),
-    (OWN, "--rules", "rules.yaml", *SMALL, "--quiet", "--checkpoint", "weights.pth", "--init", "random"),
+    (
+        OWN,
+        "--rules",
+        "rules.yaml",
+        *SMALL,
+        "--quiet",
+        "--checkpoint",
+        "weights.pth",
+        "--init",
+        "random",
+    ),
     (OWN, "--plan", "good", "--dry-run", "--json"),
     ("fold", "good", "--trust-code"),
     ("inspect", "good", "--trust-code"),
@@ -42,14 +64,20 @@ RIGHT = [
 def build():
     """A network of the user's own that converts in no time."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 1), *[nn.Conv2d(8, 8, 3, padding=1, groups=8) for _ in range(2)])
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 1), *[nn.Conv2d(8, 8, 3, padding=1, groups=8) for _ in range(2)]
+    )
 
 
 def commands():
     """Every command of the program, by its words."""
     for name, command in typer.main.get_command(app).commands.items():
         inner = getattr(command, "commands", None)
-        yield from [((name, word), each) for word, each in inner.items()] if inner else [((name,), command)]
+        yield from (
+            [((name, word), each) for word, each in inner.items()]
+            if inner
+            else [((name,), command)]
+        )
 
 
 def values_of(parameter):
@@ -67,8 +95,15 @@ def values_of(parameter):
 @st.composite
 def any_command(draw):
     words, command = draw(st.sampled_from(list(commands())))
-    line = [*words, *(draw(values_of(each)) for each in command.params if each.param_type_name == "argument")]
-    options = [each for each in command.params if each.param_type_name == "option" and each.opts[0] not in NEVER]
+    line = [
+        *words,
+        *(draw(values_of(each)) for each in command.params if each.param_type_name == "argument"),
+    ]
+    options = [
+        each
+        for each in command.params
+        if each.param_type_name == "option" and each.opts[0] not in NEVER
+    ]
     for option in draw(st.lists(st.sampled_from(options), max_size=6)) if options else ():
         line.append(draw(st.sampled_from(option.opts)))
         if not option.is_flag and not option.count:
@@ -85,7 +120,9 @@ def nearly_right(draw):
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         place = draw(st.integers(0, len(line) - 1))
         if line[place] != OWN:
-            line[place : place + 1] = draw(st.sampled_from([[], [draw(PATHS | WORDS | TEXTS)], line[place:][:1] * 2]))
+            line[place : place + 1] = draw(
+                st.sampled_from([[], [draw(PATHS | WORDS | TEXTS)], line[place:][:1] * 2])
+            )
     return line
 
 
@@ -102,7 +139,9 @@ def original(tmp_path_factory):
         (place / folder).mkdir()
     for file in ("mine/notes.txt", "file"):
         (place / file).write_text("the user's own")
-    (place / "rules.yaml").write_text("format: 1\nrules: [{match: {kind: depthwise}, dilated_size: 7}]\n")
+    (place / "rules.yaml").write_text(
+        "format: 1\nrules: [{match: {kind: depthwise}, dilated_size: 7}]\n"
+    )
     torch.save(build().state_dict(), place / "weights.pth")
     return place
 

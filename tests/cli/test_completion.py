@@ -14,7 +14,10 @@ from ..test_house import imported_by
 SHELLS = {
     "bash": lambda typed: {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)},
     "zsh": lambda typed: {"_TYPER_COMPLETE_ARGS": typed},
-    "fish": lambda typed: {"_TYPER_COMPLETE_ARGS": typed, "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+    "fish": lambda typed: {
+        "_TYPER_COMPLETE_ARGS": typed,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    },
 }
 
 

@@ -22,7 +22,14 @@ def trained(tmp_path_factory):
 
 
 def convert(trained, tmp_path, *options, output="out"):
-    given = ("--dilated-size", 5, "--checkpoint", trained / "weights.safetensors", "--output", tmp_path / output)
+    given = (
+        "--dilated-size",
+        5,
+        "--checkpoint",
+        trained / "weights.safetensors",
+        "--output",
+        tmp_path / output,
+    )
     out, _ = run(MODEL, *given, "--budget", 80, "--input-size", "3x32x32", *options)
     report = json.loads((tmp_path / output / "report.json").read_text())
     return out, report, (tmp_path / output / "README.md").read_text()
@@ -57,7 +64,9 @@ def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained, tmp_pa
         one, other = old(images), new(images)
         moved = old(torch.cat([images[..., :1], images[..., :-1]], dim=-1))
     for agreed, new in ((outcome, other), (outcome["shifted"], moved)):
-        assert agreed["output_error"] == pytest.approx(float((one - new).norm() / one.norm()), rel=1e-3)
+        assert agreed["output_error"] == pytest.approx(
+            float((one - new).norm() / one.norm()), rel=1e-3
+        )
         assert agreed["same_top1"] == float((one.argmax(1) == new.argmax(1)).double().mean())
         one, new = one.double(), new.double()
         kl = (one.softmax(1) * (one.log_softmax(1) - new.log_softmax(1))).sum(1).mean()

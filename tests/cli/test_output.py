@@ -49,14 +49,25 @@ PLAIN = f"{__name__}:plain"
 # Text from outside.
 
 
-OPTIONS = (f"--{EVIL}", "--scope", "--seed", "--dilated-size", "--output", "--checkpoint", "--rules")
+OPTIONS = (
+    f"--{EVIL}",
+    "--scope",
+    "--seed",
+    "--dilated-size",
+    "--output",
+    "--checkpoint",
+    "--rules",
+)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         *[["convert", OWN, "--dry-run", option] for option in ("--verbose", "--json")],
-        *[["convert", OWN, "--dry-run", "--rules", "evil.yaml", *more] for more in ([], ["--verbose"])],
+        *[
+            ["convert", OWN, "--dry-run", "--rules", "evil.yaml", *more]
+            for more in ([], ["--verbose"])
+        ],
         ["rules", "check", "evil.yaml", "--model", OWN],
         ["rules", "show", "evil.yaml"],
         *[["convert", f"timm:{EVIL}", "--dry-run"], ["models", EVIL], ["inspect", EVIL]],
@@ -99,7 +110,9 @@ def closed_pipe():
     ids=["full", "closed", "pipe"],
 )
 @pytest.mark.parametrize("options", [[], ["--json"], ["--quiet"]], ids=" ".join)
-def test_a_stdout_that_takes_nothing_does_not_take_back_the_checkpoint(capsys, monkeypatch, stdout, says, options):
+def test_a_stdout_that_takes_nothing_does_not_take_back_the_checkpoint(
+    capsys, monkeypatch, stdout, says, options
+):
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", stdout())
         assert exit_code(PLAIN, "--output", "out", *options) == console.EXIT_UNPRINTED
@@ -161,7 +174,10 @@ def signalled():
 
 
 def test_signals_that_were_ignored_stay_ignored():
-    for number in (signal.SIGINT, signal.SIGHUP):  # as nohup does, and a shell for a job in the background
+    for number in (
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # as nohup does, and a shell for a job in the background
         signal.signal(number, signal.SIG_IGN)
     assert exit_code(f"{__name__}:signalled", "--output", "out", "--quiet") == 0
 

@@ -23,16 +23,43 @@ COMMANDS = (
     ("fold", "calibrated", "--format", "onnx"),
     ("fold", "calibrated", "--format", "onnx", "--opset", "17", "--output", "older.onnx"),
     ("fold", "calibrated", "--format", "pt2"),
-    ("inspect", "calibrated", "--json", "--html", "page.html", "--images", "images", "--original", WEIGHTS[1]),
+    (
+        "inspect",
+        "calibrated",
+        "--json",
+        "--html",
+        "page.html",
+        "--images",
+        "images",
+        "--original",
+        WEIGHTS[1],
+    ),
     (*PICTURE, "field.svg", "--figure", "receptive-field"),
     (*PICTURE, "kernels.pdf", "--figure", "kernels"),
-    ("sweep", MODEL, "--sizes", "7", *WEIGHTS, "--calibrate", "images", "--json", "--picture", "sweep.svg"),
+    (
+        "sweep",
+        MODEL,
+        "--sizes",
+        "7",
+        *WEIGHTS,
+        "--calibrate",
+        "images",
+        "--json",
+        "--picture",
+        "sweep.svg",
+    ),
     ("models", "timm:test_byobnet", "--json", "--jobs", "1"),
 )
 ENVIRONMENTS = (
     {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8"},
     # Where Python reads and writes texts as ASCII, if nothing else is said.
-    {"OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "2", "TZ": "Pacific/Auckland", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    {
+        "OMP_NUM_THREADS": "2",
+        "PYTHONHASHSEED": "2",
+        "TZ": "Pacific/Auckland",
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+    }
     | {"PYTHONCOERCECLOCALE": "0"},
 )
 PROGRAM = """
@@ -53,17 +80,30 @@ def start(folder, environment):
     folder.mkdir(parents=True)
     for name in ("weights.safetensors", "images"):
         (folder / name).symlink_to(folder.parents[1] / name)
-    changed = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "SOURCE_DATE_EPOCH": str(len(folder.name))}
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG"))}
+    changed = {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "SOURCE_DATE_EPOCH": str(len(folder.name)),
+    }
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG"))
+    }
     command = [sys.executable, "-c", PROGRAM, json.dumps(COMMANDS)]
     return subprocess.Popen(
-        command, cwd=folder, env={**kept, **changed, **environment}, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=folder,
+        env={**kept, **changed, **environment},
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
 def written(folder):
     files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "printed.txt"}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in files
+        if path.name != "printed.txt"
+    }
 
 
 def test_threads_hash_seed_locale_time_zone_and_folder_leave_no_trace(tmp_path):

@@ -21,5 +21,7 @@ def write_trained(base: Path, model: str | nn.Module, images: int) -> Path:
         (base / "images").mkdir()
         for index in range(images):
             pixels = torch.randint(256, (6, 6, 3), dtype=torch.uint8)
-            Image.fromarray(pixels.numpy()).resize((70, 70)).save(base / "images" / f"{index:02d}.png")
+            Image.fromarray(pixels.numpy()).resize((70, 70)).save(
+                base / "images" / f"{index:02d}.png"
+            )
     return base

@@ -46,7 +46,9 @@ def test_the_interval_over_seeds_is_that_of_a_paired_t_test(ours, theirs):
         assert interval.high - interval.low < 1e-6
         return
     expected = stats.ttest_rel(*zip(*pairs, strict=True)).confidence_interval(0.95)
-    assert [interval.low, interval.high] == pytest.approx([expected.low, expected.high], rel=1e-9, abs=1e-9)
+    assert [interval.low, interval.high] == pytest.approx(
+        [expected.low, expected.high], rel=1e-9, abs=1e-9
+    )
 
 
 def test_the_interval_over_images_is_near_the_normal_one_for_many():
@@ -54,7 +56,9 @@ def test_the_interval_over_images_is_near_the_normal_one_for_many():
     interval = over_all_images(differences)
     half = 1.96 * 100 * differences.std() / math.sqrt(len(differences))
     assert interval.mean == 100 * differences.mean()
-    assert [interval.mean - interval.low, interval.high - interval.mean] == pytest.approx([half] * 2, rel=0.1)
+    assert [interval.mean - interval.low, interval.high - interval.mean] == pytest.approx(
+        [half] * 2, rel=0.1
+    )
 
 
 @many_examples
@@ -73,10 +77,19 @@ def test_a_gain_or_a_loss_is_claimed_only_where_no_interval_holds_0(differences,
 
 def test_the_three_answers():
     narrow = Interval(mean=1.2, low=0.7, high=1.7)
-    assert sentence([1.2, 1.1, 1.3], narrow, narrow, 1.31) == "helps by 1.2 ± 0.5 points at 1.3 times the time"
+    assert (
+        sentence([1.2, 1.1, 1.3], narrow, narrow, 1.31)
+        == "helps by 1.2 ± 0.5 points at 1.3 times the time"
+    )
     around = Interval(mean=0.1, low=-0.6, high=0.8)
-    assert sentence([0.1] * 3, around, around, 2.0) == "no difference larger than 0.8 points, at 2 times the time"
-    assert sentence([0.3, -0.4], around, around, 1.0) == "too few seeds to tell: differences of +0.3, -0.4 points"
+    assert (
+        sentence([0.1] * 3, around, around, 2.0)
+        == "no difference larger than 0.8 points, at 2 times the time"
+    )
+    assert (
+        sentence([0.3, -0.4], around, around, 1.0)
+        == "too few seeds to tell: differences of +0.3, -0.4 points"
+    )
 
 
 def test_results_pair_runs_by_seed():
@@ -97,6 +110,13 @@ def test_results_pair_runs_by_seed():
 
 def test_labels_and_names_of_files_tell_arms_apart():
     arms = make_arms([None, 17, (17, 9)], ["normal", "uniform"], ablate=True)
-    assert len({arm.label for arm in arms}) == len({arm.file_name for arm in arms}) == len(arms) == 1 + 3 * 5
-    assert {"as it is", "17x17", "17x17 uniform", "17x17 frozen", "17x17 dense", "17x9"} < {arm.label for arm in arms}
+    assert (
+        len({arm.label for arm in arms})
+        == len({arm.file_name for arm in arms})
+        == len(arms)
+        == 1 + 3 * 5
+    )
+    assert {"as it is", "17x17", "17x17 uniform", "17x17 frozen", "17x17 dense", "17x9"} < {
+        arm.label for arm in arms
+    }
     assert Arm(kind="frozen", size=9, positions="uniform").label == "9x9 frozen uniform"

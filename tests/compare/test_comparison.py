@@ -26,7 +26,9 @@ from dcls_convert.tuning.training import Training, accelerator_for
 from ..command_line import NET, net, run
 from ..photographs import photographs
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves images open
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning"
+)  # timm leaves images open
 SIZE = ("--input-size", "3x32x32")
 QUICK = (*SIZE, "--batch-size", "4", "--device", "cpu")
 
@@ -60,17 +62,25 @@ def test_arms_of_a_seed_share_all_weights_that_are_not_converted():
         original = networks[0].model.state_dict()
         shared = [name for name in original if "stages" not in name]
         for network in networks:
-            assert all(torch.equal(network.model.state_dict()[name], original[name]) for name in shared)
-        assert not torch.equal(original["stem.weight"], make_network(job(seed=2), arms[0]).model.stem.weight)
+            assert all(
+                torch.equal(network.model.state_dict()[name], original[name]) for name in shared
+            )
+        assert not torch.equal(
+            original["stem.weight"], make_network(job(seed=2), arms[0]).model.stem.weight
+        )
 
 
 def test_frozen_arms_start_like_those_that_move_and_dense_ones_compute_what_the_network_does():
-    original, moving, frozen, dense = (make_network(job(), arm) for arm in make_arms([9], ["normal"], ablate=True))
+    original, moving, frozen, dense = (
+        make_network(job(), arm) for arm in make_arms([9], ["normal"], ablate=True)
+    )
     images = torch.randn(2, 3, 32, 32)
     outputs = [network.model.eval()(images) for network in (original, moving, frozen, dense)]
     torch.testing.assert_close(outputs[1], outputs[2], rtol=0, atol=0)
     torch.testing.assert_close(outputs[3], outputs[0])
-    gaussian = make_network(job(options=PlanOptions(interpolation="gaussian")), Arm(kind="dense", size=9))
+    gaussian = make_network(
+        job(options=PlanOptions(interpolation="gaussian")), Arm(kind="dense", size=9)
+    )
     torch.testing.assert_close(gaussian.model.eval()(images), outputs[0])
     assert not any(one.tensor.requires_grad for one in position_parameters(frozen.model))
     assert dense.model.stages[0][1].weight.shape[2:] == (9, 9)
@@ -86,7 +96,9 @@ def test_what_moved_is_measured_from_the_start():
             one.tensor.zero_()
             one.tensor[0, ..., :1] = 6.0
     moved = network.moved(trained)
-    assert moved.outside == pytest.approx(1 / network.plan.layers[0].kernel_count)  # the kernel was 7x7
+    assert moved.outside == pytest.approx(
+        1 / network.plan.layers[0].kernel_count
+    )  # the kernel was 7x7
     assert moved.outside_before == 0
     assert make_network(job(), Arm()).moved(make_network(job(), Arm()).model) is None
 
@@ -104,9 +116,16 @@ def test_trained_networks_are_calibrated_on_images_to_train_on():
         augmentation="light",
         recipe=Recipe(epochs=1, batch_size=4),
     )
-    parts = {"data": data, "settings": settings, "folder": Path("out"), "accelerator": accelerator_for(device="cpu")}
+    parts = {
+        "data": data,
+        "settings": settings,
+        "folder": Path("out"),
+        "accelerator": accelerator_for(device="cpu"),
+    }
     trainer = Trainer(job=job(weights=weights, options=PlanOptions()), **parts)
-    with patch("dcls_convert.compare.runs.make_network", side_effect=lambda job, arm: (job, arm)) as made:
+    with patch(
+        "dcls_convert.compare.runs.make_network", side_effect=lambda job, arm: (job, arm)
+    ) as made:
         for arm in (Arm(kind="converted", size=9), Arm()):
             trainer.prepare(arm, 0)
     calibrated, plain = (call.args[0].calibration for call in made.call_args_list)
@@ -127,17 +146,25 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     assert [(run.arm.label, run.seed) for run in comparison.runs] == [
         (label, seed) for label in ("as it is", "9x9 uniform") for seed in range(3)
     ]
-    assert all(len(run.loss) == len(run.top1) == 2 and len(run.right) == 4 for run in comparison.runs)
+    assert all(
+        len(run.loss) == len(run.top1) == 2 and len(run.right) == 4 for run in comparison.runs
+    )
     assert all(run.top1[-1] == 25 * run.right.count("1") for run in comparison.runs)
     assert comparison.missing == ()
     assert comparison.arms[1].distance > 0
     page = (tmp_path / "out/comparison.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
-    assert data["comparison"]["names"] == [f"{run.arm.label}, seed {run.seed}" for run in comparison.runs]
-    assert [history["title"] for history in data["histories"]] == ["Positions of 9x9 uniform, seed 0"]
+    assert data["comparison"]["names"] == [
+        f"{run.arm.label}, seed {run.seed}" for run in comparison.runs
+    ]
+    assert [history["title"] for history in data["histories"]] == [
+        "Positions of 9x9 uniform, seed 0"
+    ]
     assert not list((tmp_path / "out").rglob("state.pt"))
     assert verify_folder(tmp_path / "out/models/9x9-uniform-seed0", rebuild=rebuild_here).ok
-    again, err = compare("--sizes", "9", "--epochs", "2", "--seeds", "3", "--output", "out", "--json")
+    again, err = compare(
+        "--sizes", "9", "--epochs", "2", "--seeds", "3", "--output", "out", "--json"
+    )
     assert "runs of" not in err
     assert json.loads(again) == comparison.to_dict()
 
@@ -150,16 +177,28 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
     assert "missing" not in out
     one, other = (read_comparison(tmp_path / name) for name in ("whole", "parts"))
     for mine, theirs in zip(one.runs, other.runs, strict=True):
-        assert (mine.arm, mine.seed, mine.loss, mine.right) == (theirs.arm, theirs.seed, theirs.loss, theirs.right)
+        assert (mine.arm, mine.seed, mine.loss, mine.right) == (
+            theirs.arm,
+            theirs.seed,
+            theirs.loss,
+            theirs.right,
+        )
         assert mine.moved == theirs.moved
-    with patch("dcls_convert.compare.runs.Trainer.time_trial", side_effect=AssertionError("timed first")):
+    with patch(
+        "dcls_convert.compare.runs.Trainer.time_trial", side_effect=AssertionError("timed first")
+    ):
         _, err = compare("--sizes", "9", "--epochs", "2", "--output", "whole", code=2)
     assert "output whole: compares with epochs 1, not 2; name another folder" in err
-    out, _ = compare("--sizes", "9,11", "--epochs", "1", "--seeds", "3", "--only", "1/9", "--output", "whole")
+    out, _ = compare(
+        "--sizes", "9,11", "--epochs", "1", "--seeds", "3", "--only", "1/9", "--output", "whole"
+    )
     missing = "11x11 uniform, seed 0; 11x11 uniform, seed 1; as it is, seed 2; 9x9 uniform, seed 2; and 1 more"
     assert f"5 runs missing: {missing}" in " ".join(out.split())
     _, err = compare(*whole, "--output", "images", code=2)
-    assert err.splitlines()[-1] == "error: output images: holds other things than a comparison; name another folder"
+    assert (
+        err.splitlines()[-1]
+        == "error: output images: holds other things than a comparison; name another folder"
+    )
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path):
@@ -182,8 +221,12 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     ]
     assert err.splitlines()[-1] == "error: interrupted"
     assert (tmp_path / "killed/settings.json").exists()
-    assert [path.parent.name for path in (tmp_path / "killed").rglob("state.pt")] == ["9x9-uniform-seed0"]
-    with patch("dcls_convert.compare.runs.save_trained", side_effect=KeyboardInterrupt):  # after its last epoch
+    assert [path.parent.name for path in (tmp_path / "killed").rglob("state.pt")] == [
+        "9x9-uniform-seed0"
+    ]
+    with patch(
+        "dcls_convert.compare.runs.save_trained", side_effect=KeyboardInterrupt
+    ):  # after its last epoch
         compare(*options, "--output", "killed", code=130)
     compare(*options, "--output", "killed")
     one, other = (read_comparison(tmp_path / name) for name in ("whole", "killed"))
@@ -193,9 +236,15 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
 
 
 def test_minutes_decide_the_epochs_once(tmp_path):
-    with patch("dcls_convert.compare.runs.Trainer.time_trial", return_value=(1.0, 1.0)):  # 5 s an epoch, 4 runs
-        compare("--sizes", "9", "--seeds", "2", "--minutes", "1", "--only", "1/99", "--output", "out")
-        _, err = compare("--sizes", "9", "--seeds", "8", "--minutes", "1", "--output", "other", code=2)
+    with patch(
+        "dcls_convert.compare.runs.Trainer.time_trial", return_value=(1.0, 1.0)
+    ):  # 5 s an epoch, 4 runs
+        compare(
+            "--sizes", "9", "--seeds", "2", "--minutes", "1", "--only", "1/99", "--output", "out"
+        )
+        _, err = compare(
+            "--sizes", "9", "--seeds", "8", "--minutes", "1", "--output", "other", code=2
+        )
     assert "1 minutes: an epoch of all 16 runs takes 2 here; give more, or take fewer" in err
     assert read_comparison(tmp_path / "out").settings.recipe.epochs == 3
     compare("--sizes", "9", "--seeds", "2", "--minutes", "9", "--only", "99/99", "--output", "out")
@@ -209,10 +258,19 @@ def test_minutes_decide_the_epochs_once(tmp_path):
         (("--data", "nowhere"), "--data nowhere: is not a folder"),
         (("--data", "images", "--epochs", "1", "--minutes", "1"), "exclude each other"),
         (("--data", "images", "--only", "4/3"), "'4/3' is not a part such as 3/12"),
-        (("--data", "images", "--positions", "normal,there"), "is not some of normal, kernel, uniform"),
-        (("--data", "images", "--batch-size", "512"), "--batch-size: an update takes 512 images, more than all 16"),
+        (
+            ("--data", "images", "--positions", "normal,there"),
+            "is not some of normal, kernel, uniform",
+        ),
+        (
+            ("--data", "images", "--batch-size", "512"),
+            "--batch-size: an update takes 512 images, more than all 16",
+        ),
         (("--data", "images", "--num-classes", "7"), "--num-classes 7: the images have 2 classes"),
-        (("--data", "images/train/light"), "has fewer than two classes; each is a folder of images"),
+        (
+            ("--data", "images/train/light"),
+            "has fewer than two classes; each is a folder of images",
+        ),
         (("--data", "images", "--fsdp"), "--fsdp: needs several processes"),
         (("--data", "images", "--sizes", "8", "--batch-size", "4"), "8x8"),
     ],
@@ -269,16 +327,41 @@ def test_shards_give_the_runs_that_a_folder_of_the_same_images_gives(tmp_path):
     for split, images in (("train", folder.train), ("validation", folder.test)):
         names = [f"{split}-0.tar", f"{split}-1.tar"]
         half = len(images) // 2
-        for name, samples in zip(names, (images.reader.samples[:half], images.reader.samples[half:]), strict=True):
+        for name, samples in zip(
+            names, (images.reader.samples[:half], images.reader.samples[half:]), strict=True
+        ):
             with tarfile.open(tmp_path / name, "w") as shard:
-                for image, label in [*samples, (samples[0][0], -1)]:  # the last has no label, for timm
+                for image, label in [
+                    *samples,
+                    (samples[0][0], -1),
+                ]:  # the last has no label, for timm
                     (tmp_path / "label").write_text(str(label))
                     shard.add(image, f"some.folder/{Path(image).stem}{label}.png")
                     shard.add(tmp_path / "label", f"some.folder/{Path(image).stem}{label}.cls")
-        splits[split] = {"name": split, "filenames": names, "shard_lengths": [half, half], "num_samples": len(images)}
+        splits[split] = {
+            "name": split,
+            "filenames": names,
+            "shard_lengths": [half, half],
+            "num_samples": len(images),
+        }
     (tmp_path / "info.json").write_text(json.dumps({"splits": splits}))
-    for output, data in {"one": ("--data", "images"), "other": ("--dataset", "wds/", "--data", ".")}.items():
-        settings = (*QUICK, "--num-classes", "2", "--sizes", "9", "--epochs", "1", "--seeds", "1", "--output", output)
+    for output, data in {
+        "one": ("--data", "images"),
+        "other": ("--dataset", "wds/", "--data", "."),
+    }.items():
+        settings = (
+            *QUICK,
+            "--num-classes",
+            "2",
+            "--sizes",
+            "9",
+            "--epochs",
+            "1",
+            "--seeds",
+            "1",
+            "--output",
+            output,
+        )
         run("compare", NET, *data, *settings)
     one, other = (read_comparison(tmp_path / output).runs for output in ("one", "other"))
     assert [(run.loss, run.right) for run in one] == [(run.loss, run.right) for run in other]

@@ -49,7 +49,9 @@ def compared(tmp_path, monkeypatch):
     Path("planted.py").write_text(NETWORK)
 
     def compare(options):
-        usual = "--data noise --sizes 9 --batch-size 16 --device cpu --input-size 3x24x24 --output out"
+        usual = (
+            "--data noise --sizes 9 --batch-size 16 --device cpu --input-size 3x24x24 --output out"
+        )
         run("compare", "planted:net", *usual.split(), *options.split())
         return read_comparison(tmp_path / "out")
 

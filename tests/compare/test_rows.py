@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcls_convert.compare.sweep import Asked, SweepRow, Timing, choose, compared, dominates, growth, with_dominated
+from dcls_convert.compare.sweep import (
+    Asked,
+    SweepRow,
+    Timing,
+    choose,
+    compared,
+    dominates,
+    growth,
+    with_dominated,
+)
 
 few = st.integers(1, 4)
 maybe = st.none() | few
@@ -33,12 +42,25 @@ def sweep_rows(draw):
             step_ms=timing(ms if "time" in known else None),
             kernel_error=error if "error" in known else None,
         ),
-        *(few | st.tuples(few, few), few, few, few, few, few, st.floats(0, 1), st.sampled_from([False, False, True])),
+        *(
+            few | st.tuples(few, few),
+            few,
+            few,
+            few,
+            few,
+            few,
+            st.floats(0, 1),
+            st.sampled_from([False, False, True]),
+        ),
     )
     rows = draw(st.lists(row, max_size=8))
     if draw(st.booleans()):  # interrupted
         rows += [replace(found, step_ms=None, kernel_error=None) for found in rows[-1:]]
-    original = replace(ORIGINAL, macs=2 if "macs" in known else None, step_ms=timing(2 if "time" in known else None))
+    original = replace(
+        ORIGINAL,
+        macs=2 if "macs" in known else None,
+        step_ms=timing(2 if "time" in known else None),
+    )
     return [original, *rows]
 
 
@@ -57,7 +79,9 @@ def test_no_row_that_is_left_is_dominated_and_every_other_one_is_by_one_that_is_
 
 def row(size, **known):
     return SweepRow(
-        asked=Asked(size=size), status="done", **{"folded_bytes": 3, "params": 2, "elements": 2, "macs": 2} | known
+        asked=Asked(size=size),
+        status="done",
+        **{"folded_bytes": 3, "params": 2, "elements": 2, "macs": 2} | known,
     )
 
 
@@ -70,17 +94,29 @@ def row(size, **known):
         (row(9, elements=3), row(9)),
         (row(9), row(9, params=3)),
         (row(9), row(9, macs=3)),
-        (row(9, macs=3, step_ms=timing(1)), row(9, step_ms=timing(2))),  # measured times count instead
+        (
+            row(9, macs=3, step_ms=timing(1)),
+            row(9, step_ms=timing(2)),
+        ),  # measured times count instead
         (row(9, elements=1, kernel_error=0.1), row(9, kernel_error=0.2)),  # so does the error
-        (row(9, kernel_error=0.3, images=2, output_error=0.1), row(9, kernel_error=0.2, images=2, output_error=0.2)),
+        (
+            row(9, kernel_error=0.3, images=2, output_error=0.1),
+            row(9, kernel_error=0.2, images=2, output_error=0.2),
+        ),
     ],
 )
 def test_what_is_better(better, worse):
-    assert [found.dominated for found in with_dominated([ORIGINAL, better, worse])] == [False, False, True]
+    assert [found.dominated for found in with_dominated([ORIGINAL, better, worse])] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_windows_of_which_neither_holds_the_other_do_not_dominate():
-    assert not any(found.dominated for found in with_dominated([ORIGINAL, row((9, 7)), row((7, 9))]))
+    assert not any(
+        found.dominated for found in with_dominated([ORIGINAL, row((9, 7)), row((7, 9))])
+    )
 
 
 @given(sweep_rows(), st.floats(0, 300), st.floats(0, 300))
@@ -106,24 +142,35 @@ def test_the_row_to_take_keeps_what_its_reason_says(rows, slower, more):
         assert taken.kernel_error <= min(found.kernel_error for found in within) + 0.005
     elif within:
         assert not any(larger(found, taken) for found in within)
-        assert not larger(taken, rows[choose(rows, max(slower, more)).row])  # who may spend more gets no less
+        assert not larger(
+            taken, rows[choose(rows, max(slower, more)).row]
+        )  # who may spend more gets no less
 
 
 def larger(one, other):
     one, other = (
-        ((found.asked.size,) * 2 if isinstance(found.asked.size, int) else found.asked.size) for found in (one, other)
+        ((found.asked.size,) * 2 if isinstance(found.asked.size, int) else found.asked.size)
+        for found in (one, other)
     )
     return one != other and all(a >= b for a, b in zip(one, other, strict=True))
 
 
 def test_it_says_why():
-    rows = [replace(ORIGINAL, macs=100), row(7, macs=105), row(9, macs=120), row(9, macs=110, params=3)]
+    rows = [
+        replace(ORIGINAL, macs=100),
+        row(7, macs=105),
+        row(9, macs=120),
+        row(9, macs=110, params=3),
+    ]
     assert (
         choose(rows, 12).why
         == "the largest window with no more parameters than the original and at most 12 % more MACs (+5.0 %)"
     )
     larger = "of windows larger than the old kernels with no more parameters than the original"
-    assert choose(rows, 1).why == f"it costs the least (+5.0 %) {larger}; none has at most 1 % more MACs"
+    assert (
+        choose(rows, 1).why
+        == f"it costs the least (+5.0 %) {larger}; none has at most 1 % more MACs"
+    )
     same = [rows[0], row(7, macs=100, folded_bytes=2), *rows[2:]]
     assert choose(same, 12).row == 2, "not the window of the old kernel"
     assert choose(rows[:1], 12).why == "no row is done"

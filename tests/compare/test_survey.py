@@ -12,13 +12,25 @@ import torchvision
 from rich.console import Console
 from torch import nn
 
-from dcls_convert.compare.survey import ModelRow, chosen_rows, model_row, names_matching, survey_models
+from dcls_convert.compare.survey import (
+    ModelRow,
+    chosen_rows,
+    model_row,
+    names_matching,
+    survey_models,
+)
 from dcls_convert.errors import ModelError
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.source import ModelSource, build_model, stated_input_size
 from dcls_convert.options import PlanOptions
 from dcls_convert.reports.report import Change, MacsChange
-from dcls_convert.views.survey import CSV_COLUMNS, summary_line, survey_csv, survey_json, survey_view
+from dcls_convert.views.survey import (
+    CSV_COLUMNS,
+    summary_line,
+    survey_csv,
+    survey_json,
+    survey_view,
+)
 
 from ..command_line import run
 from ..conftest import TINY
@@ -46,7 +58,9 @@ def test_patterns(pattern, found):
     assert names_matching(pattern) == found
 
 
-@pytest.mark.parametrize(("pattern", "near"), {"resnet81": "resnet18", "timm:resnet1_*": "resnet18", "": None}.items())
+@pytest.mark.parametrize(
+    ("pattern", "near"), {"resnet81": "resnet18", "timm:resnet1_*": "resnet18", "": None}.items()
+)
 @pytest.mark.usefixtures("_known")
 def test_a_pattern_that_matches_nothing_names_what_is_near(pattern, near):
     with pytest.raises(ModelError, match="no model of timm or torchvision matches") as error:
@@ -59,7 +73,11 @@ def test_a_pattern_that_matches_nothing_names_what_is_near(pattern, near):
     ("name", "size"),
     {
         "resnet50": (3, 224, 224),
-        "vit_h_14": (3, 224, 224),  # its weights are for 518 pixels, without them it is built for 224
+        "vit_h_14": (
+            3,
+            224,
+            224,
+        ),  # its weights are for 518 pixels, without them it is built for 224
         "deeplabv3_mobilenet_v3_large": (3, 520, 520),
         "raft_small": (3, 224, 224),  # nothing is stated
     }.items(),
@@ -101,9 +119,15 @@ def test_macs_that_depend_on_the_image_are_not_counted():
 
 SOME = [
     ModelRow(
-        name="timm:b", status="planned", replaced={"depthwise 3x3": 9}, kernel_counts=(5, 7), params=Change(before=3)
+        name="timm:b",
+        status="planned",
+        replaced={"depthwise 3x3": 9},
+        kernel_counts=(5, 7),
+        params=Change(before=3),
     ),
-    ModelRow(name="torchvision:a", status="planned", replaced={"dense 3x3": 2}, params=Change(before=1)),
+    ModelRow(
+        name="torchvision:a", status="planned", replaced={"dense 3x3": 2}, params=Change(before=1)
+    ),
     ModelRow(name="timm:c", status="failed", reason="no"),
     ModelRow(name="timm:d", status="nothing matches", reason="no", params=Change(before=2)),
 ]
@@ -111,13 +135,22 @@ SOME = [
 
 @pytest.mark.parametrize(
     ("sort", "order"),
-    {"name": "abcd", "params": "adbc", "macs": "bacd", "count": "bacd", "layers": "abcd", None: "bacd"}.items(),
+    {
+        "name": "abcd",
+        "params": "adbc",
+        "macs": "bacd",
+        "count": "bacd",
+        "layers": "abcd",
+        None: "bacd",
+    }.items(),
 )
 def test_models_are_sorted_and_what_is_not_known_comes_last(sort, order):
     assert "".join(row.name[-1] for row in chosen_rows(SOME, sort=sort)) == order
 
 
-@pytest.mark.parametrize(("kind", "kept"), {"depthwise": "bc", "dense": "ac", "grouped": "c", None: "bacd"}.items())
+@pytest.mark.parametrize(
+    ("kind", "kept"), {"depthwise": "bc", "dense": "ac", "grouped": "c", None: "bacd"}.items()
+)
 def test_models_are_chosen_by_what_is_replaced_and_failures_stay(kind, kept):
     assert "".join(row.name[-1] for row in chosen_rows(SOME, kind=kind)) == kept
 
@@ -167,12 +200,25 @@ FULL = ModelRow(
 
 def test_json_and_csv_tell_every_field_of_a_row():
     empty = ModelRow(name="timm:b", status="failed")
-    assert all(getattr(FULL, x.name) != getattr(empty, x.name) or x.name == "status" for x in fields(FULL))
+    assert all(
+        getattr(FULL, x.name) != getattr(empty, x.name) or x.name == "status" for x in fields(FULL)
+    )
     text = survey_json([FULL, empty], PlanOptions(dilated_size=9), pattern="*", input_size=None)
     data, lines = json.loads(text), list(csv.DictReader(io.StringIO(survey_csv([FULL, empty]))))
-    assert {"pattern": "*", "dilated_size": 9, "rules": "auto", "budget": 100.0}.items() <= data["options"].items()
-    assert data["summary"] == {"models": 2, "planned": 0, "nothing_matches": 0, "does_not_fit": 0, "failed": 2}
-    plain = {name: getattr(FULL, name) for name in "name status reason rules convolutions replaced".split()}
+    assert {"pattern": "*", "dilated_size": 9, "rules": "auto", "budget": 100.0}.items() <= data[
+        "options"
+    ].items()
+    assert data["summary"] == {
+        "models": 2,
+        "planned": 0,
+        "nothing_matches": 0,
+        "does_not_fit": 0,
+        "failed": 2,
+    }
+    plain = {
+        name: getattr(FULL, name)
+        for name in "name status reason rules convolutions replaced".split()
+    }
     assert data["models"][0] == plain | {
         "input_size": [3, 8, 8],
         "dilated_sizes": [[7, 7]],
@@ -190,7 +236,9 @@ def test_json_and_csv_tell_every_field_of_a_row():
 def test_the_table_has_a_line_for_each_model_and_the_failures_again():
     recorder = Console(width=160, file=io.StringIO(), highlight=False)
     planned = model_row(f"timm:{TINY}", PlanOptions())
-    failed = ModelRow(name="timm:b", status="failed", reason="its process was killed [by] SIGKILL\x1b")
+    failed = ModelRow(
+        name="timm:b", status="failed", reason="its process was killed [by] SIGKILL\x1b"
+    )
     recorder.print(survey_view([planned, failed]))
     lines = recorder.file.getvalue().splitlines()
     (line,) = [line for line in lines if line.startswith(f"timm:{TINY} ")]
@@ -206,13 +254,28 @@ def test_the_table_has_a_line_for_each_model_and_the_failures_again():
 def test_json_is_all_of_stdout_and_a_failure_is_exit_code_1(monkeypatch):
     names = ["torchvision:vit_b_32", "timm:no_such_model", f"timm:{TINY}", "timm:test_mambaout"]
     monkeypatch.setattr("dcls_convert.compare.survey.registry_names", lambda: names)
-    line = ("--json", "--dilated-size", 9, "--scope", "stage", "--kind", "depthwise", "--sort", "macs", "--jobs", 1)
+    line = (
+        "--json",
+        "--dilated-size",
+        9,
+        "--scope",
+        "stage",
+        "--kind",
+        "depthwise",
+        "--sort",
+        "macs",
+        "--jobs",
+        1,
+    )
     out, err = run("models", *line, code=1)
     data = json.loads(out)
     assert list(data) == ["format", "options", "models", "summary"]
     rows = [model_row(name, PlanOptions(dilated_size=9, scope="stage")) for name in names]
     rows = chosen_rows(rows, kind="depthwise", sort="macs")
-    assert data["models"] == json.loads(survey_json(rows, PlanOptions(), pattern=None, input_size=None))["models"]
+    assert (
+        data["models"]
+        == json.loads(survey_json(rows, PlanOptions(), pattern=None, input_size=None))["models"]
+    )
     assert [row["status"] for row in data["models"]] == ["planned", "planned", "failed"]
     assert err.splitlines()[-1] == "3 models: 2 planned, 0 nothing matches, 1 failed"
     assert "failed: timm:no_such_model: " in err
@@ -230,23 +293,34 @@ def test_an_option_that_the_rules_overrule_is_refused_once(tmp_path):
 
 def module_of(name):
     library, _, bare = name.partition(":")
-    builder = timm.model_entrypoint(bare) if library == "timm" else torchvision.models.get_model_builder(bare)
+    builder = (
+        timm.model_entrypoint(bare)
+        if library == "timm"
+        else torchvision.models.get_model_builder(bare)
+    )
     return builder.__module__
 
 
 @pytest.mark.parametrize(
-    "every", [pytest.param(True, marks=pytest.mark.zoo), pytest.param(False, marks=pytest.mark.processes)]
+    "every",
+    [pytest.param(True, marks=pytest.mark.zoo), pytest.param(False, marks=pytest.mark.processes)],
 )
 def test_a_model_of_the_registries_is_planned_or_says_why_not(every):
     names = names_matching(None)
-    assert len(names) == len(timm.list_models()) - timm.is_model("dcls_convert") + len(torchvision.models.list_models())
+    assert len(names) == len(timm.list_models()) - timm.is_model("dcls_convert") + len(
+        torchvision.models.list_models()
+    )
     if not every:
         names = [*{module_of(name): name for name in reversed(names)}.values()]
     started = time.monotonic()
     rows = survey_models(names, PlanOptions(), workers=2, timeout=120)
     print(f"\n{summary_line(rows)}; {time.monotonic() - started:.0f} s")
     assert [row.name for row in rows] == names
-    assert [f"{row.name}: {row.reason}" for row in rows if row.status not in ("planned", "nothing matches")] == []
+    assert [
+        f"{row.name}: {row.reason}"
+        for row in rows
+        if row.status not in ("planned", "nothing matches")
+    ] == []
     for row in rows:
         if row.status == "planned":
             assert row.replaced, row

@@ -30,4 +30,6 @@ def test_models_share_what_is_not_converted_and_no_parameter_changes():
 
 def test_times_are_medians_and_quartiles():
     assert summary([3.0]) == Timing(median=3.0, first_quartile=3.0, third_quartile=3.0, runs=1)
-    assert summary([1.0, 2.0, 3.0, 4.0, 5.0]) == Timing(median=3.0, first_quartile=2.0, third_quartile=4.0, runs=5)
+    assert summary([1.0, 2.0, 3.0, 4.0, 5.0]) == Timing(
+        median=3.0, first_quartile=2.0, third_quartile=4.0, runs=5
+    )

@@ -15,7 +15,9 @@ from dcls_convert.compare.workers import run_jobs
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT = 3.0  # seconds for a job; the jobs that are to end in time take milliseconds on a quiet machine
+TIMEOUT = (
+    3.0  # seconds for a job; the jobs that are to end in time take milliseconds on a quiet machine
+)
 SECONDS_A_MODEL = 15  # the good ones take a second on an idle core
 
 
@@ -93,7 +95,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("moment", ["the workers start", "the workers work"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name
+)
 def test_a_signal_ends_everything_without_a_word(tmp_path, number, moment):
     """SIGINT to the whole group, as a terminal sends it; the others to the parent alone, whose workers must notice."""
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -106,7 +110,9 @@ def test_a_signal_ends_everything_without_a_word(tmp_path, number, moment):
         start_new_session=True,
     )
     parent = psutil.Process(process.pid)
-    while len(children := parent.children(recursive=True)) < 3:  # two workers and CPython's tracker of resources
+    while (
+        len(children := parent.children(recursive=True)) < 3
+    ):  # two workers and CPython's tracker of resources
         assert process.poll() is None
         time.sleep(0.01)
     time.sleep(0.1)  # CPython has handed the last one its orders; one that gets none says so
@@ -118,7 +124,9 @@ def test_a_signal_ends_everything_without_a_word(tmp_path, number, moment):
     _, errors = process.communicate(timeout=30)
     assert process.returncode == (130 if number != signal.SIGKILL else -9)
     # The tracker outlives a killed parent, and may say that it cleans up.
-    assert errors == "" or (number == signal.SIGKILL and all("semaphore" in line for line in errors.splitlines()[::2]))
+    assert errors == "" or (
+        number == signal.SIGKILL and all("semaphore" in line for line in errors.splitlines()[::2])
+    )
     assert psutil.wait_procs(children, timeout=10)[1] == []
 
 
@@ -135,7 +143,10 @@ def shout():
 
 
 HOSTILE = {
-    "kill": (lambda: os.kill(os.getpid(), signal.SIGKILL), "its process was killed by SIGKILL (out of memory?)"),
+    "kill": (
+        lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "its process was killed by SIGKILL (out of memory?)",
+    ),
     "hang": (hang_without_signals, f"took longer than {SECONDS_A_MODEL} s"),
     "shout": (shout, "timm:hostile_shout: cannot be built: ValueError: hoarse\\x1b[2J"),
     "no_module": (lambda: 7, "timm:hostile_no_module: cannot be built: AttributeError: "),

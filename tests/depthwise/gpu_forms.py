@@ -9,8 +9,24 @@ from dcls_convert.layers import bilinear, interpolation
 
 FORMS = ("eager", "compiled")
 
-HOST = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "lift_fresh", "index", "_unique2"}
-UNORDERED = {"scatter", "scatter_add", "scatter_add_", "index_put", "index_put_", "index_add", "index_add_"}
+HOST = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "lift_fresh",
+    "index",
+    "_unique2",
+}
+UNORDERED = {
+    "scatter",
+    "scatter_add",
+    "scatter_add_",
+    "index_put",
+    "index_put_",
+    "index_add",
+    "index_add_",
+}
 ROUNDED = {"mm", "bmm", "addmm", "baddbmm"}  # to 11 bits, where TF32 is allowed
 
 

@@ -13,8 +13,19 @@ from dcls_convert.errors import DclsConvertError
 from .gpu_forms import Watch
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-CASE = {"device": CUDA, "dtype": torch.bfloat16, "channels_last": False, "input_size": (128, 96, 56, 56)}
-GEOMETRY = {"kernel_size": (96, 1, 17, 17), "stride": (1, 1), "padding": (8, 8), "dilation": (1, 1), "groups": 96}
+CASE = {
+    "device": CUDA,
+    "dtype": torch.bfloat16,
+    "channels_last": False,
+    "input_size": (128, 96, 56, 56),
+}
+GEOMETRY = {
+    "kernel_size": (96, 1, 17, 17),
+    "stride": (1, 1),
+    "padding": (8, 8),
+    "dilation": (1, 1),
+    "groups": 96,
+}
 
 
 def way(**changes):
@@ -31,7 +42,12 @@ def _a_process_of_its_own(monkeypatch):
 @pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
 def test_the_rule_on_gpus(device):
     on_gpu = {"device": torch.device(device)}
-    assert way(**on_gpu) == way(**on_gpu, padding="same") == way(**on_gpu, dtype=torch.float64) == "matmul"
+    assert (
+        way(**on_gpu)
+        == way(**on_gpu, padding="same")
+        == way(**on_gpu, dtype=torch.float64)
+        == "matmul"
+    )
     assert way(**on_gpu, kernel_size=(96, 1, 9, 9), padding=(4, 4)) == "matmul"
     assert way(**on_gpu, kernel_size=(96, 1, 9, 7), padding=(4, 3)) == "torch"
 
@@ -58,7 +74,10 @@ def test_the_environment_overrules_where_products_can(monkeypatch):
         ({"padding": (0, 0), "input_size": (128, 96, 16, 56)}, "onednn"),  # whose error is torch's
         ({"dilation": (1, 2)}, "torch"),
         ({"kernel_size": (96, 1, 16, 16), "padding": "same"}, "torch"),
-        ({"padding": (9, 8), "input_size": (128, 96, 0, 56)}, "torch"),  # padding alone is enough for the window
+        (
+            {"padding": (9, 8), "input_size": (128, 96, 0, 56)},
+            "torch",
+        ),  # padding alone is enough for the window
         ({"input_size": (0, 96, 56, 56)}, "torch"),
         ({"dtype": torch.int32}, "torch"),
         ({"dtype": None}, "torch"),
@@ -81,8 +100,12 @@ def clock(monkeypatch):
     monkeypatch.setattr(choice, "GPUS", frozenset({"cpu"}))
 
     def set_times(matmul, torch):
-        times = itertools.accumulate(itertools.cycle([0, 1e-3 * matmul, 0, 1e-3 * torch]))  # a begin, an end, and so on
-        monkeypatch.setattr(choice, "_now", lambda device: set_times.taken.append(device) or next(times))
+        times = itertools.accumulate(
+            itertools.cycle([0, 1e-3 * matmul, 0, 1e-3 * torch])
+        )  # a begin, an end, and so on
+        monkeypatch.setattr(
+            choice, "_now", lambda device: set_times.taken.append(device) or next(times)
+        )
 
     set_times.taken = []
     set_times(1.0, 2.0)
@@ -97,7 +120,9 @@ def convolve(maps=MAPS, kernel=KERNEL):
     return conv2d(maps, kernel, None, (1, 1), (4, 4), (1, 1), 3)
 
 
-@pytest.mark.parametrize(("torchs", "taken"), [(2.0, "matmul"), (1.16, "matmul"), (1.14, "torch"), (0.5, "torch")])
+@pytest.mark.parametrize(
+    ("torchs", "taken"), [(2.0, "matmul"), (1.16, "matmul"), (1.14, "torch"), (0.5, "torch")]
+)
 def test_the_faster_way_is_taken_if_it_wins_by_15_percent_and_for_good(clock, torchs, taken):
     clock(1.0, torchs)
     convolve()
@@ -111,7 +136,14 @@ def test_the_faster_way_is_taken_if_it_wins_by_15_percent_and_for_good(clock, to
 
 def test_each_case_is_timed_once(clock):
     last = {"memory_format": torch.channels_last}
-    others = [MAPS, MAPS[:1], torch.ones(4, 3, 9, 9), torch.ones(2, 3, 9, 10), MAPS.to(**last), MAPS.double()]
+    others = [
+        MAPS,
+        MAPS[:1],
+        torch.ones(4, 3, 9, 9),
+        torch.ones(2, 3, 9, 10),
+        MAPS.to(**last),
+        MAPS.double(),
+    ]
     for _ in range(2):
         for maps in others:
             convolve(maps, KERNEL.to(maps.dtype))
@@ -141,7 +173,9 @@ def compiled():
     ],
 )
 def test_nothing_is_timed(clock, monkeypatch, state, run, by_rule):
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: "deterministic" in state)
+    monkeypatch.setattr(
+        torch, "are_deterministic_algorithms_enabled", lambda: "deterministic" in state
+    )
     torch.backends.cudnn.benchmark = state.get("benchmark", True)
     run()
     assert not clock.taken
@@ -167,5 +201,7 @@ def test_a_block_that_is_computed_again_goes_the_same_way(clock, monkeypatch, re
     clock(2.0, 1.0)
     output.sum().backward()
     assert len(gone) == 2
-    expected = torch.autograd.grad(torch.nn.functional.conv2d(maps, kernel, padding=4, groups=3).sum(), (maps, kernel))
+    expected = torch.autograd.grad(
+        torch.nn.functional.conv2d(maps, kernel, padding=4, groups=3).sum(), (maps, kernel)
+    )
     torch.testing.assert_close((maps.grad, kernel.grad), expected)

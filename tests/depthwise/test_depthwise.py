@@ -38,11 +38,25 @@ def going(way):
         patch.setattr(onednn, "most_columns", lambda: LIMIT)
         patch.setattr(onednn, "DTYPES", choice.FLOATS)
         patch.setenv(VARIABLE, "matmul" if way == "matmul" else "auto")
-        patch.setattr(module, "depthwise", lambda *args: paddings.append(args[-1]) or convolve(*args))
+        patch.setattr(
+            module, "depthwise", lambda *args: paddings.append(args[-1]) or convolve(*args)
+        )
         yield paddings
 
 
-def geometry(window, padding, side, *, stride=(1, 1), last=False, channels=3, batch=2, bias=True, part=2**29, each=1):
+def geometry(
+    window,
+    padding,
+    side,
+    *,
+    stride=(1, 1),
+    last=False,
+    channels=3,
+    batch=2,
+    bias=True,
+    part=2**29,
+    each=1,
+):
     return locals()
 
 
@@ -60,7 +74,9 @@ def geometries(draw, most=24):
 def tensors(geometry, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     channels, kernels = geometry["channels"], geometry["channels"] * geometry["each"]
-    input = torch.randn(geometry["batch"], channels, *geometry["side"], dtype=torch.float64, generator=generator)
+    input = torch.randn(
+        geometry["batch"], channels, *geometry["side"], dtype=torch.float64, generator=generator
+    )
     kernel = torch.randn(kernels, 1, *geometry["window"], dtype=torch.float64, generator=generator)
     bias = [torch.randn(kernels, dtype=torch.float64, generator=generator)] * geometry["bias"]
     input = input.to(memory_format=LAST if geometry["last"] else torch.contiguous_format)
@@ -74,7 +90,9 @@ def call(function, inputs, arguments):
 
 def outputs_and_gradients(function, inputs, arguments):
     output = call(function, inputs, arguments)
-    weights = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(
+        output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     return [output, *torch.autograd.grad((output * weights.to(output.dtype)).sum(), inputs)]
 
 
@@ -109,7 +127,9 @@ def test_gradients_and_gradients_of_gradients(way, geometry):
         patch.setattr(onednn, "FEWEST_CELLS", 1)
         patch.setattr(matmul, "MOST_SIDE", 2)
         for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-            assert check(lambda *given: call(conv2d, given, arguments).tanh(), inputs, fast_mode=True)
+            assert check(
+                lambda *given: call(conv2d, given, arguments).tanh(), inputs, fast_mode=True
+            )
 
 
 @every_way
@@ -117,12 +137,16 @@ def test_gradients_and_gradients_of_gradients(way, geometry):
 @pytest.mark.parametrize("side", [(28, 28), (14, 14)])
 def test_rounding_is_little_more_than_torchs(way, dtype, side):
     inputs, arguments = tensors(geometry((17, 17), (8, 8), side, channels=4, batch=4), dtype)
-    exact = outputs_and_gradients(F.conv2d, [given.detach().double().requires_grad_() for given in inputs], arguments)
+    exact = outputs_and_gradients(
+        F.conv2d, [given.detach().double().requires_grad_() for given in inputs], arguments
+    )
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
     with going(way) as paddings:
         ours = outputs_and_gradients(conv2d, inputs, arguments)
     assert paddings
-    factor = 10 if (way, dtype) == ("onednn", torch.float32) else 1.5  # there, sums in an order of its own
+    factor = (
+        10 if (way, dtype) == ("onednn", torch.float32) else 1.5
+    )  # there, sums in an order of its own
     for mine, other, true in zip(ours, theirs, exact, strict=True):
         assert mine.dtype == dtype
         least = 0.5 * torch.finfo(dtype).eps * true.norm()
@@ -144,11 +168,15 @@ def test_function_transforms_tangents_and_batches_of_gradients(way):
             return function(images.reshape(-1, *images.shape[-3:]), *given, *arguments).tanh().sum()
 
         yield torch.func.jvp(torch.func.grad(loss, argnums=1), tuple(plain), tangents)[1]
-        yield from torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)), (0, None, None))(*plain)
+        yield from torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)), (0, None, None))(
+            *plain
+        )
         with forward_ad.dual_level():
             yield forward_ad.unpack_dual(loss(*map(forward_ad.make_dual, inputs, tangents))).tangent
         output = function(*inputs, *arguments)
-        directions = torch.randn(3, *output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
+        directions = torch.randn(
+            3, *output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1)
+        )
         yield from torch.autograd.grad(output, inputs, directions, is_grads_batched=True)
 
     theirs = list(results(F.conv2d))
@@ -169,10 +197,20 @@ def test_autocast(way):
 
 
 @every_way
-@pytest.mark.parametrize("shape", [(4, 4, 20), (2, 4, 20, 20)])  # as many rows as channels, the one without a batch
+@pytest.mark.parametrize(
+    "shape", [(4, 4, 20), (2, 4, 20, 20)]
+)  # as many rows as channels, the one without a batch
 def test_maps_without_a_batch_and_dense_kernels_are_left_alone(way, shape):
     groups = 4 if len(shape) == 3 else 1
-    arguments = torch.randn(shape), torch.randn(4, 4 // groups, 17, 17), None, (1, 1), (8, 8), (1, 1), groups
+    arguments = (
+        torch.randn(shape),
+        torch.randn(4, 4 // groups, 17, 17),
+        None,
+        (1, 1),
+        (8, 8),
+        (1, 1),
+        groups,
+    )
     with going(way) as paddings:
         assert torch.equal(conv2d(*arguments), F.conv2d(*arguments))
     assert not paddings
@@ -192,7 +230,10 @@ def test_layers_go_the_way_and_programs_hold_one_plain_convolution(way):
         traced = torch.jit.trace(layer, images, check_trace=False)
     assert paddings == [(8, 8)]
     names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
-    assert (sum("conv2d" in name for name in names), sum("pad" in name or "bmm" in name for name in names)) == (1, 0)
+    assert (
+        sum("conv2d" in name for name in names),
+        sum("pad" in name or "bmm" in name for name in names),
+    ) == (1, 0)
     torch.testing.assert_close(traced(images), layer(images))
 
 
@@ -219,7 +260,9 @@ def stage(batch):
 
 def test_a_step_adds_in_one_order_and_keeps_map_and_window_alone():
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         with Watch(HOST | UNORDERED):
             maps, kernel, output = stage(1)
             torch.autograd.grad(output, (maps, kernel), torch.ones_like(output))
@@ -238,7 +281,9 @@ def test_memory_is_that_on_paper(monkeypatch, most):
         maps, kernel, output = stage(8)
         torch.autograd.grad(output, (maps, kernel), output.detach())
     allocated = [event.self_cpu_memory_usage for event in profile.events()]
-    assert max(allocated) <= max(channels * max(patches, bank), 4 * 8 * 96 * 72 * 72)  # or the padded map
+    assert max(allocated) <= max(
+        channels * max(patches, bank), 4 * 8 * 96 * 72 * 72
+    )  # or the padded map
 
 
 # Networks, compiled and spread over processes: `matmul` against torch's way.
@@ -258,7 +303,9 @@ def steps(model, images):
 
 def network():
     torch.manual_seed(0)
-    layer = DclsConv2d(4, 4, kernel_count=5, dilated_kernel_size=17, padding=8, groups=4, dtype=torch.float64)
+    layer = DclsConv2d(
+        4, 4, kernel_count=5, dilated_kernel_size=17, padding=8, groups=4, dtype=torch.float64
+    )
     return torch.nn.Sequential(layer, torch.nn.GELU(), copy.deepcopy(layer))
 
 
@@ -275,14 +322,22 @@ def test_a_compiled_training_step(monkeypatch):
         graphs.append(str(graph.graph))
         return lookup_backend("aot_eager")(graph, inputs)
 
-    close(steps(torch.compile(network(), fullgraph=True, backend=backend), images), expected, atol=1e-9)
-    assert all(("bmm" in graph or "autograd_function" in graph) and "conv2d" not in graph for graph in graphs)
+    close(
+        steps(torch.compile(network(), fullgraph=True, backend=backend), images),
+        expected,
+        atol=1e-9,
+    )
+    assert all(
+        ("bmm" in graph or "autograd_function" in graph) and "conv2d" not in graph
+        for graph in graphs
+    )
     assert graphs
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "spread", [DistributedDataParallel, lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,)))]
+    "spread",
+    [DistributedDataParallel, lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,)))],
 )
 def test_spread_layers(tmp_path, monkeypatch, spread):
     images = torch.randn(2, 4, 20, 18, dtype=torch.float64)
@@ -291,7 +346,10 @@ def test_spread_layers(tmp_path, monkeypatch, spread):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         with going("matmul") as paddings:
-            ours = [getattr(tensor, "to_local", tensor.detach)() for tensor in steps(spread(network()), images)]
+            ours = [
+                getattr(tensor, "to_local", tensor.detach)()
+                for tensor in steps(spread(network()), images)
+            ]
     finally:
         dist.destroy_process_group()
     assert len(paddings) == 6

@@ -37,5 +37,7 @@ def checkpoint_of(factory, folder):
     name = f"{factory.__module__}:{factory.__name__}"
     model = build_model(ModelSource(name=name), trust_code=True)
     plan = plan_conversion(find_convs(model, IMAGE), dilated_size=5, model=name)
-    apply_plan_(model, plan, init="random", positions="uniform", generator=torch.Generator().manual_seed(0))
+    apply_plan_(
+        model, plan, init="random", positions="uniform", generator=torch.Generator().manual_seed(0)
+    )
     return save_converted(model.eval(), plan, folder)

@@ -60,7 +60,9 @@ def test_exported_files_give_the_same_for_any_number_of_images(checkpoints, form
 
 def test_a_folded_checkpoint_can_be_exported_but_not_folded_again(tmp_path, checkpoints):
     fold_checkpoint(checkpoints / "Plain", "timm", tmp_path / "once", trust_code=True)
-    with pytest.raises(DclsConvertError, match=r"is folded already, and .*:Plain is not of timm's registry"):
+    with pytest.raises(
+        DclsConvertError, match=r"is folded already, and .*:Plain is not of timm's registry"
+    ):
         fold_checkpoint(tmp_path / "once", "timm", tmp_path / "twice", trust_code=True)
     written = fold_checkpoint(tmp_path / "once", "pt2", tmp_path / "x.pt2", trust_code=True)
     assert written.params_before == written.params_after
@@ -73,7 +75,9 @@ def test_a_folded_checkpoint_can_be_exported_but_not_folded_again(tmp_path, chec
 def test_a_model_for_one_number_of_images_is_exported_for_one(checkpoints, format):
     written = fold_checkpoint(checkpoints / "ByImage", format, trust_code=True)
     assert written.batch == 1
-    assert written.note.startswith(f"the export to {format} ")  # fails, or with torch 2.8 gives what does not run
+    assert written.note.startswith(
+        f"the export to {format} "
+    )  # fails, or with torch 2.8 gives what does not run
     assert not {"\x1b", "\n"} & set(written.note)
     assert error_of(checkpoints / "ByImage", written, batch=1) < FLOAT32_ERROR
     assert [path.name for path in Path().iterdir()] == [written.output]
@@ -91,7 +95,10 @@ def test_what_a_failed_export_wrote_is_gone(monkeypatch, checkpoints):
 
     monkeypatch.setattr("torch.onnx.export", for_one_image)
     written = fold_checkpoint(checkpoints / "Plain", "onnx", Path("x.onnx"), trust_code=True)
-    assert (written.batch, written.note) == (1, "the export to onnx fails: RuntimeError: not for any number")
+    assert (written.batch, written.note) == (
+        1,
+        "the export to onnx fails: RuntimeError: not for any number",
+    )
     assert [path.name for path in Path().iterdir()] == ["x.onnx"]
 
 
@@ -156,7 +163,10 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
     [
         ("in --format onnx --output notes.txt --force", "must end in .onnx"),
         ("in --output in --force", "is the checkpoint itself"),
-        ("in --format onnx --output x.onnx", "--format onnx needs packages: pip install onnxscript"),
+        (
+            "in --format onnx --output x.onnx",
+            "--format onnx needs packages: pip install onnxscript",
+        ),
         ("in --format pt2 --opset 17", "--opset 17 is for --format onnx, not for --format pt2"),
         ("in --opset 17", "--opset 17 is for --format onnx, not for --format timm"),
         ("in --format onnx --opset 6", "'6' is not an integer from 7 to 25"),
@@ -178,7 +188,9 @@ def test_refusals_come_before_any_work(tmp_path, checkpoints, monkeypatch, argum
 # The command.
 
 
-@pytest.mark.parametrize("format", [pytest.param("timm"), *(pytest.param(f, marks=pytest.mark.slow) for f in EXPORTS)])
+@pytest.mark.parametrize(
+    "format", [pytest.param("timm"), *(pytest.param(f, marks=pytest.mark.slow) for f in EXPORTS)]
+)
 def test_the_command_says_what_it_wrote(checkpoints, format):
     checkpoint = str(checkpoints / "Plain")
     fold = ["fold", checkpoint, "--trust-code", "--format", format]
@@ -208,7 +220,8 @@ def test_onnxruntime_does_not_phone_home(tmp_path, checkpoints):
     (tmp_path / "home").mkdir()
     subprocess.run(
         [sys.executable, "-c", "from dcls_convert.cli.app import main; main()", *line],
-        env=environment | {"HOME": str(tmp_path / "home"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=environment
+        | {"HOME": str(tmp_path / "home"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         check=True,
     )
     assert (tmp_path / "a.onnx").is_file()

@@ -53,7 +53,9 @@ def by_stock_timm(folder, images):
     """Outputs of the folder's model in a process that has timm and torch, but not this package."""
     torch.save(images, "images.pt")
     code = STOCK_TIMM.format(folder=folder)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return torch.load("outputs.pt")
 
@@ -61,7 +63,11 @@ def by_stock_timm(folder, images):
 @pytest.mark.processes
 def test_stock_timm_loads_a_folded_convnext(checkpoints):
     written = fold_checkpoint(checkpoints / "convnext", "timm")
-    assert (written.kind, written.output, written.kernel_args) == ("stock timm", "convnext-folded", {"kernel_sizes": 9})
+    assert (written.kind, written.output, written.kernel_args) == (
+        "stock timm",
+        "convnext-folded",
+        {"kernel_sizes": 9},
+    )
     folder = Path("convnext-folded")
     assert {path.name for path in folder.iterdir()} == {CONFIG, WEIGHTS, CARD}
     images = torch.randn(2, *IMAGE)
@@ -76,11 +82,16 @@ def test_stock_timm_loads_a_folded_convnext(checkpoints):
     assert written.params_before == sum(p.numel() for p in original.parameters())
     config = json.loads((folder / CONFIG).read_text())
     assert (config["architecture"], config["model_args"]) == (TINY, {"kernel_sizes": 9})
-    assert config["pretrained_cfg"] == json.loads((checkpoints / "convnext" / CONFIG).read_text())["pretrained_cfg"]
+    assert (
+        config["pretrained_cfg"]
+        == json.loads((checkpoints / "convnext" / CONFIG).read_text())["pretrained_cfg"]
+    )
 
 
 def test_stock_timm_gets_a_size_a_stage_and_the_models_own_arguments(tmp_path):
-    model, plan = convert(args={"num_classes": 7, "in_chans": 1}, rules=parse_rules(LATE_STAGES), size="auto")
+    model, plan = convert(
+        args={"num_classes": 7, "in_chans": 1}, rules=parse_rules(LATE_STAGES), size="auto"
+    )
     save(tmp_path / "in", model, plan, fingerprint=False)
     written = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
     assert (written.kind, written.kernel_args) == ("stock timm", {"kernel_sizes": [7, 11, 9, 9]})
@@ -131,7 +142,11 @@ def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
     report = json.loads((tmp_path / "out" / REPORT).read_text())
     assert report == replace(predict_report(plan), output=".").to_dict()
     assert report["folded"] is True
-    assert report["params"]["after"] == written.params_after == sum(p.numel() for p in loaded.parameters())
+    assert (
+        report["params"]["after"]
+        == written.params_after
+        == sum(p.numel() for p in loaded.parameters())
+    )
     assert report["params"]["positions"] == 0
     card = (tmp_path / "out" / CARD).read_text()
     assert "The model is folded" in card

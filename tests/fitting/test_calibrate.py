@@ -9,7 +9,14 @@ import torch
 from timm.layers import StdConv2d
 from torch import nn
 
-from dcls_convert import DclsConvertError, apply_plan_, calibrate, convert_, find_convs, plan_conversion
+from dcls_convert import (
+    DclsConvertError,
+    apply_plan_,
+    calibrate,
+    convert_,
+    find_convs,
+    plan_conversion,
+)
 from dcls_convert.checkpoints.folder import tensors_hash
 from dcls_convert.fitting import warm_start
 from dcls_convert.fitting.calibrate import measure_inputs
@@ -52,7 +59,9 @@ def means(model, images):
     seen = []
     with torch.no_grad(), contextlib.ExitStack() as hooks:
         for part in model[1]:
-            handle = part[1].register_forward_hook(lambda *call: seen.append(call[-1].transpose(0, 1).flatten(1)))
+            handle = part[1].register_forward_hook(
+                lambda *call: seen.append(call[-1].transpose(0, 1).flatten(1))
+            )
             hooks.callback(handle.remove)
         model(images)
     return torch.stack([part.mean(1) for part in seen])
@@ -66,7 +75,12 @@ def error_of(model, before, images):
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize(
     ("options", "tie"),
-    [({}, "stage"), ({}, "none"), ({"bias": True}, "stage"), ({"bias": True, "norm": False}, "none")],
+    [
+        ({}, "stage"),
+        ({}, "none"),
+        ({"bias": True}, "stage"),
+        ({"bias": True, "norm": False}, "none"),
+    ],
 )
 def test_every_channel_has_its_mean_again(options, tie):
     """Over the places that are sampled; here, all."""
@@ -132,7 +146,9 @@ def test_autocast_tf32_threads_and_the_global_generator_leave_no_trace(calibrate
     monkeypatch.setattr(warm_start, "fit_lines", watched)
     plain, other, images = network(channels=24), network(channels=24), photos(3, size=48)
     options = {"dilated_size": 9, "budget": 60, "input_size": (3, 48, 48)}
-    options["calibration"] = Calibration(batches=(images[:2],), held_out=(images[2:],)) if calibrated else None
+    options["calibration"] = (
+        Calibration(batches=(images[:2],), held_out=(images[2:],)) if calibrated else None
+    )
     report, threads = convert_(plain, **options), torch.get_num_threads()
     torch.set_float32_matmul_precision("high")
     torch.set_num_threads(3)
@@ -206,7 +222,9 @@ def test_awkward_cases_work(case):
     ],
     ids=["overflow", "channels"],
 )
-def test_what_cannot_be_calibrated_is_refused_by_name_and_the_model_left_as_it_was(scale, images, message):
+def test_what_cannot_be_calibrated_is_refused_by_name_and_the_model_left_as_it_was(
+    scale, images, message
+):
     model = network().half()
     model[1][1][0].weight.data *= scale
     before = state_of(model)
@@ -217,7 +235,9 @@ def test_what_cannot_be_calibrated_is_refused_by_name_and_the_model_left_as_it_w
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("fails_at", [None, 0, 3, 5])
-def test_every_module_keeps_its_own_mode_without_hooks_and_a_model_that_fails_in_the_middle_is_unchanged(fails_at):
+def test_every_module_keeps_its_own_mode_without_hooks_and_a_model_that_fails_in_the_middle_is_unchanged(
+    fails_at,
+):
     model, calls = network(bias=True), []
     model.train()
     model[1][0][1].eval()
@@ -230,7 +250,10 @@ def test_every_module_keeps_its_own_mode_without_hooks_and_a_model_that_fails_in
             return input
 
     model[1][1][2] = Failing()
-    modes, before = {name: module.training for name, module in model.named_modules()}, state_of(model)
+    modes, before = (
+        {name: module.training for name, module in model.named_modules()},
+        state_of(model),
+    )
     with pytest.raises(MemoryError) if fails_at is not None else contextlib.nullcontext():
         convert_(model, dilated_size=9, calibration=[photos()], input_size=SMALL)
     if fails_at is not None:
@@ -275,7 +298,9 @@ def test_statistics_of_a_convolution_called_twice_are_of_both_calls():
     statistics = statistics_of(model, images)
     assert statistics.calls == {model.conv: 2}
     alone = nn.Sequential(model.conv)
-    places = [of.by_line[model.conv].sums[0, -1, -1] for of in (statistics, statistics_of(alone, images))]
+    places = [
+        of.by_line[model.conv].sums[0, -1, -1] for of in (statistics, statistics_of(alone, images))
+    ]
     assert places[0] == 2 * places[1] == statistics.by_channel[model.conv].sums[0, -1, -1]
     assert not statistics_of(alone, images).by_channel
 
@@ -339,7 +364,13 @@ def test_all_kinds_of_layers_keep_outputs_closer_with_images(change, options, sh
     for calibration in (None, [images]):
         converted = copy.deepcopy(model)
         convert_(
-            converted, dilated_size=7, budget=60, scope="model", input_size=SMALL, calibration=calibration, **options
+            converted,
+            dilated_size=7,
+            budget=60,
+            scope="model",
+            input_size=SMALL,
+            calibration=calibration,
+            **options,
         )
         errors.append(error_of(converted, before, others))
     assert errors[1] < share * errors[0]

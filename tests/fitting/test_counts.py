@@ -19,7 +19,9 @@ from .test_calibrate import SMALL, error_of, network, photos
 
 
 def errors(most):
-    return st.lists(st.floats(0, 1), min_size=1, max_size=most).map(lambda values: dict(enumerate(values, start=1)))
+    return st.lists(st.floats(0, 1), min_size=1, max_size=most).map(
+        lambda values: dict(enumerate(values, start=1))
+    )
 
 
 GROUPS = st.lists(st.tuples(st.integers(1, 12), errors(5)), min_size=1, max_size=4)
@@ -39,7 +41,11 @@ def test_no_other_counts_within_the_limit_have_a_smaller_sum(groups, more):
     possible = [counts for counts in itertools.product(*known) if spent(costs, counts) <= limit]
     assert tuple(chosen) in possible
     assert total == pytest.approx(
-        min(sum(error[count] for error, count in zip(known, counts, strict=True)) for counts in possible), abs=1e-12
+        min(
+            sum(error[count] for error, count in zip(known, counts, strict=True))
+            for counts in possible
+        ),
+        abs=1e-12,
     )
 
 
@@ -70,7 +76,10 @@ def test_no_counts_that_were_tried_are_better(groups, data):
     chosen = least_error(group_errors, limit)
     assert spent(costs, chosen) <= limit
     total = sum(group.error(count) for group, count in zip(group_errors, chosen, strict=True))
-    assert total <= sum(group.error(count) for group, count in zip(group_errors, tried, strict=True)) + 1e-12
+    assert (
+        total
+        <= sum(group.error(count) for group, count in zip(group_errors, tried, strict=True)) + 1e-12
+    )
 
 
 # In a model.
@@ -80,7 +89,9 @@ def two_stages():
     """Kernels of two sizes, and some that few elements hold."""
     torch.manual_seed(1)
     stages = [
-        nn.Sequential(*[nn.Conv2d(4, 4, side, padding=side // 2, groups=4, bias=False) for _ in range(2)])
+        nn.Sequential(
+            *[nn.Conv2d(4, 4, side, padding=side // 2, groups=4, bias=False) for _ in range(2)]
+        )
         for side in (3, 5, 5)
     ]
     stages[2][0].weight.data[..., 2:, :] = 0
@@ -90,7 +101,8 @@ def two_stages():
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize(
-    ("budget", "tie", "calibrated"), [(60, "stage", False), (100, "none", False), (60, "none", True)]
+    ("budget", "tie", "calibrated"),
+    [(60, "stage", False), (100, "none", False), (60, "none", True)],
 )
 def test_scope_error_has_the_least_summed_error_within_the_budget(budget, tie, calibrated):
     """With images, the error of the outputs."""
@@ -115,14 +127,23 @@ rules:
   - {name: stated, match: {path: "stages.1.*"}, kernel_count: 3}
   - {name: free, match: {kernel_size: {min: 3}}}
 """
-ALL_STATED = parse_rules("format: 1\nrules:\n  - {match: {kernel_size: {min: 3}}, kernel_count: 3}\n")
+ALL_STATED = parse_rules(
+    "format: 1\nrules:\n  - {match: {kernel_size: {min: 3}}, kernel_count: 3}\n"
+)
 
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("tie", ["stage", "none"])
 def test_counts_that_rules_state_stay_and_the_rest_of_the_budget_is_allocated(tie):
     reports = [
-        convert_(two_stages(), dilated_size=9, input_size=SMALL, rules=parse_rules(RULES), tie=tie, scope=scope)
+        convert_(
+            two_stages(),
+            dilated_size=9,
+            input_size=SMALL,
+            rules=parse_rules(RULES),
+            tie=tie,
+            scope=scope,
+        )
         for scope in ("model", "error")
     ]
     for report in reports:
@@ -132,7 +153,9 @@ def test_counts_that_rules_state_stay_and_the_rest_of_the_budget_is_allocated(ti
 
 
 @pytest.mark.usefixtures("quick_fit")
-@pytest.mark.parametrize("options", [{"kernel_count": 4}, {"rules": ALL_STATED}, {"init": "largest"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"kernel_count": 4}, {"rules": ALL_STATED}, {"init": "largest"}], ids=str
+)
 def test_where_there_is_nothing_to_measure_images_change_no_count(options):
     reports = [
         convert_(two_stages(), dilated_size=9, input_size=SMALL, calibration=images, **options)
@@ -160,7 +183,10 @@ def test_the_scope_is_error_with_images_and_else_the_papers():
     plain, images = convert_(two_stages(), **options), [photos()]
     assert (plain.budget.scope, plain.plan.scope) == ("model", "model")
     counts = [
-        {layer.name: layer.kernel_count for layer in convert_(two_stages(), calibration=images, **more).layers}
+        {
+            layer.name: layer.kernel_count
+            for layer in convert_(two_stages(), calibration=images, **more).layers
+        }
         for more in (options, options | {"scope": "error"}, options | {"scope": "model"})
     ]
     assert counts[0] == counts[1] != counts[2]
@@ -172,10 +198,14 @@ def test_the_scope_is_error_with_images_and_else_the_papers():
 def test_some_lines_go_with_the_roots_of_their_input_channels(data):
     groups, inputs, outputs = (data.draw(st.integers(1, 40)) for _ in range(3))
     channels = torch.arange(groups * inputs)
-    kernels = channels.reshape(groups, 1, inputs, 1).expand(-1, outputs, -1, -1).flatten(0, 1)  # (O, I, 1)
+    kernels = (
+        channels.reshape(groups, 1, inputs, 1).expand(-1, outputs, -1, -1).flatten(0, 1)
+    )  # (O, I, 1)
     (some,), roots = sample_lines([kernels], channels.reshape(-1, 1, 1), groups)
     left = groups * inputs * outputs
-    assert min(left, module.MOST_LINES) <= some[..., 0].numel() < max(left + 1, 4 * module.MOST_LINES)
+    assert (
+        min(left, module.MOST_LINES) <= some[..., 0].numel() < max(left + 1, 4 * module.MOST_LINES)
+    )
     per_group = some.shape[1]
     seen = roots.reshape(-1, 1, per_group).expand(-1, len(some) // (len(roots) // per_group), -1)
     assert torch.equal(seen.reshape(some[..., 0].shape), some[..., 0])

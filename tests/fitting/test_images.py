@@ -47,8 +47,12 @@ def shades(batches):
     return [float(image[0, 0, 0]) for batch in batches for image in batch]
 
 
-@pytest.mark.parametrize(("count", "held"), [(1, []), (2, [1]), (4, [1]), (5, [4]), (23, [4, 9, 14, 19])])
-def test_every_fifth_image_or_one_of_a_few_is_held_out_and_none_is_in_both(planned, tmp_path, count, held):
+@pytest.mark.parametrize(
+    ("count", "held"), [(1, []), (2, [1]), (4, [1]), (5, [4]), (23, [4, 9, 14, 19])]
+)
+def test_every_fifth_image_or_one_of_a_few_is_held_out_and_none_is_in_both(
+    planned, tmp_path, count, held
+):
     write_images(tmp_path, count)
     calibration = calibrate(*planned, tmp_path)
     fitted, out = shades(calibration.batches), shades(calibration.held_out)
@@ -82,14 +86,18 @@ def test_files_that_are_no_images_are_named_and_the_model_is_left_alone(planned,
 
 def test_no_image_is_run_as_a_program(planned, tmp_path, monkeypatch):
     write_images(tmp_path / "images", 2)
-    (tmp_path / "images" / "program.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n")
+    (tmp_path / "images" / "program.png").write_text(
+        "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n"
+    )
     ghostscript = tmp_path / "gs"
     ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
     ghostscript.chmod(0o755)
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", str(ghostscript))
     notes = []
     assert len(calibrate(*planned, tmp_path / "images", note=notes.append)) == 1
-    assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'images' / 'program.png'} is not taken"]
+    assert [note.partition(":")[0] for note in notes] == [
+        f"{tmp_path / 'images' / 'program.png'} is not taken"
+    ]
     assert not (tmp_path / "ran").exists()
 
 
@@ -111,11 +119,18 @@ def saved(image, form, **options):
 
 
 def test_damaged_files_are_read_or_one_line_without_a_word_of_the_library(tmp_path, monkeypatch):
-    monkeypatch.setattr(logging.root, "handlers", [])  # as in the program, where what is logged goes to stderr
-    chunks, tiff = saved(Image.effect_noise((400, 400), 90), "PNG").rpartition(b"IDAT"), saved(PHOTO, "TIFF")
+    monkeypatch.setattr(
+        logging.root, "handlers", []
+    )  # as in the program, where what is logged goes to stderr
+    chunks, tiff = (
+        saved(Image.effect_noise((400, 400), 90), "PNG").rpartition(b"IDAT"),
+        saved(PHOTO, "TIFF"),
+    )
     assert tiff.count(SAMPLES + b"\3\0") == 1
     taken = {
-        "exif.jpg": saved(PHOTO, "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\x05\0"),  # five entries, none of them there
+        "exif.jpg": saved(
+            PHOTO, "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\x05\0"
+        ),  # five entries, none of them there
         "palette.png": saved(PHOTO.quantize(16), "PNG", transparency=bytes(range(16))),
     }
     others = {
@@ -130,7 +145,9 @@ def test_damaged_files_are_read_or_one_line_without_a_word_of_the_library(tmp_pa
         images = read_images(tmp_path, IMAGENET, SIZE, notes.append)
     assert said.getvalue() == ""
     assert [path.name for path in images] == [*taken]
-    assert [note.partition(" is not taken: ")[0] for note in notes] == [str(tmp_path / name) for name in others]
+    assert [note.partition(" is not taken: ")[0] for note in notes] == [
+        str(tmp_path / name) for name in others
+    ]
     assert all(note.isprintable() for note in notes)
 
 
@@ -141,7 +158,9 @@ def grey(mode, low, high):
     return image
 
 
-@pytest.mark.parametrize(("form", "mode"), [("PNG", "I;16"), ("TIFF", "I;16"), ("TIFF", "I;16B"), ("PPM", "I")])
+@pytest.mark.parametrize(
+    ("form", "mode"), [("PNG", "I;16"), ("TIFF", "I;16"), ("TIFF", "I;16B"), ("PPM", "I")]
+)
 def test_grey_values_of_16_bits_are_scaled(tmp_path, form, mode):
     (tmp_path / "a.png").write_bytes(saved(grey("L", 64, 192), "PNG"))
     (tmp_path / "b.png").write_bytes(saved(grey(mode, 64 * 257, 192 * 257), form))
@@ -168,9 +187,13 @@ def test_an_image_is_turned_as_its_camera_was(tmp_path):
     torch.testing.assert_close(one, other)
 
 
-def test_of_what_is_held_out_the_corners_are_too_where_they_are_larger_than_the_input(planned, tmp_path):
+def test_of_what_is_held_out_the_corners_are_too_where_they_are_larger_than_the_input(
+    planned, tmp_path
+):
     _, rows, columns = planned[1].input_size
-    for index, (width, height) in enumerate([(9, 9), (2 * columns, 2 * rows), (9, 9), (2 * columns, 9)] * 5):
+    for index, (width, height) in enumerate(
+        [(9, 9), (2 * columns, 2 * rows), (9, 9), (2 * columns, 9)] * 5
+    ):
         colour = Image.new("RGB", (width, height))
         colour.paste((255, 0, 0), (0, 0, width // 4, height // 4))
         colour.save(tmp_path / f"{index:02d}.png")
@@ -216,12 +239,18 @@ def test_the_normalisation_is_the_one_that_the_model_states(make, expected):
 def test_a_folder_for_a_model_that_states_no_normalisation_needs_one(tmp_path):
     write_images(tmp_path, 1)
     model, plan = own_model()
-    with pytest.raises(DclsConvertError, match="does not state how its images are normalised; give mean and std"):
+    with pytest.raises(
+        DclsConvertError, match="does not state how its images are normalised; give mean and std"
+    ):
         calibrate(model, plan, tmp_path)
-    (red, green, _) = calibrate(model, plan, tmp_path, mean=(0.5, 0.25, 0), std=(2.0,)).batches[0][0, :, 0, 0]
+    (red, green, _) = calibrate(model, plan, tmp_path, mean=(0.5, 0.25, 0), std=(2.0,)).batches[0][
+        0, :, 0, 0
+    ]
     assert red.item() == pytest.approx((0 / 255 - 0.5) / 2)
     assert green.item() == pytest.approx((90 / 255 - 0.25) / 2)
-    report = convert_(model, dilated_size=9, calibration=tmp_path, mean=(0.5,), std=(0.5,), input_size=(3, 8, 8))
+    report = convert_(
+        model, dilated_size=9, calibration=tmp_path, mean=(0.5,), std=(0.5,), input_size=(3, 8, 8)
+    )
     assert report.layers
 
 
@@ -264,4 +293,8 @@ def test_what_holds_no_images_is_refused(planned, tmp_path, images, size, messag
     for name in ("file", "a.png"):
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(DclsConvertError, match=message):
-        calibrate(model, replace(plan, input_size=size), tmp_path / images if isinstance(images, str) else images)
+        calibrate(
+            model,
+            replace(plan, input_size=size),
+            tmp_path / images if isinstance(images, str) else images,
+        )

@@ -18,7 +18,11 @@ CASES = {
     "dense": (nn.Conv2d(4, 5, 3, padding=1, bias=False), 7, ()),
     "groups, stride": (nn.Conv2d(4, 6, 3, padding=1, groups=2, stride=2), 7, ()),
     "multiplier": (nn.Conv2d(3, 6, 3, padding=1, groups=3), (7, 5), ()),
-    "dilated, reflected": (nn.Conv2d(4, 4, 3, padding=2, dilation=2, padding_mode="reflect", groups=4), 7, ()),
+    "dilated, reflected": (
+        nn.Conv2d(4, 4, 3, padding=2, dilation=2, padding_mode="reflect", groups=4),
+        7,
+        (),
+    ),
     "not padded": (nn.Conv2d(4, 4, 3, groups=4), 7, ()),
     "1-D": (nn.Conv1d(4, 4, 5, padding=2, groups=2), 9, ()),
     "partly dense": (nn.Conv3d(2, 3, 3, padding=1), (3, 5, 5), (0,)),
@@ -26,7 +30,9 @@ CASES = {
 
 
 EVERY_PLACE = CalibrationSettings(places_per_image=10**6)
-EXACT = CalibrationSettings(places_per_image=10**6, ridge=1e-10, most_steps=1000, least_residual=1e-12)
+EXACT = CalibrationSettings(
+    places_per_image=10**6, ridge=1e-10, most_steps=1000, least_residual=1e-12
+)
 
 
 def layer_of(name, count=4):
@@ -69,12 +75,17 @@ def test_the_best_weights_are_those_of_least_squares(name):
     wanted = torch.randn_like(layer(images))
     joint = moments_of(layer, box, images, wanted)
     patches = all_patches(layer, box, images)
-    old, places = box.lines_of(conv.weight.detach().double()), box.places_of(layer.positions.detach())
+    old, places = (
+        box.lines_of(conv.weight.detach().double()),
+        box.places_of(layer.positions.detach()),
+    )
     solution = solve_weights(joint, places, old, layer.weight.detach().flatten(0, -2))
     weights = solution.weights
     footprint, cells = box.footprint(places), math.prod(box.sides)
     centred = patches - patches.mean(2, keepdim=True)
-    energy = centred.square().mean(2).unflatten(1, (-1, cells)).mean(2).repeat_interleave(cells, 1)  # (G, R * S)
+    energy = (
+        centred.square().mean(2).unflatten(1, (-1, cells)).mean(2).repeat_interleave(cells, 1)
+    )  # (G, R * S)
     priors = 0.01 * torch.diag_embed(energy)
     if patches.shape[1] == cells:  # one line for each output channel
         mean, scales = patches.mean(2), energy.unsqueeze(2).sqrt() * energy.unsqueeze(1).sqrt()
@@ -88,9 +99,13 @@ def test_the_best_weights_are_those_of_least_squares(name):
         seen, prior = centred[group], priors[group]
         goal = seen @ (target - target.mean()) / len(target) + prior @ old[own].flatten()
         matrix = seen @ seen.T / len(target) + prior
-        exact = torch.linalg.solve(into @ matrix @ into.T + 1e-13 * torch.eye(len(into)), into @ goal)
+        exact = torch.linalg.solve(
+            into @ matrix @ into.T + 1e-13 * torch.eye(len(into)), into @ goal
+        )
         kernels = exact @ into
-        torch.testing.assert_close(weights[own].flatten() @ into, kernels, rtol=0, atol=1e-3 * float(kernels.norm()))
+        torch.testing.assert_close(
+            weights[own].flatten() @ into, kernels, rtol=0, atol=1e-3 * float(kernels.norm())
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -99,7 +114,10 @@ def test_the_output_error_is_that_of_the_layer_with_the_mean_shift(name, fixed):
     conv, layer, box, images = layer_of(name)
     wanted = layer(images).detach() + 0.3 * torch.randn_like(layer(images))
     joint = moments_of(layer, box, images, wanted)
-    places, old = box.places_of(layer.positions.detach()), box.lines_of(conv.weight.detach().double())
+    places, old = (
+        box.places_of(layer.positions.detach()),
+        box.lines_of(conv.weight.detach().double()),
+    )
     solution = solve_weights(joint, places, old, layer.weight.detach().flatten(0, -2), fixed=fixed)
     with torch.no_grad():
         layer.weight.copy_(solution.weights.reshape(layer.weight.shape))
@@ -150,7 +168,10 @@ def test_the_root_measures_what_an_error_does_to_the_output(conv):
 def test_in_the_root_that_layers_share_each_counts_alike():
     torch.manual_seed(0)
     layer = DCLS_LAYERS[2].like(nn.Conv2d(4, 4, 3, groups=4, padding=1), 4, 7, "bilinear", ())
-    rough, smooth = torch.randn(2, 4, 20, 20), nn.functional.avg_pool2d(torch.randn(2, 4, 20, 20), 3, stride=1)
+    rough, smooth = (
+        torch.randn(2, 4, 20, 20),
+        nn.functional.avg_pool2d(torch.randn(2, 4, 20, 20), 3, stride=1),
+    )
 
     def seeing(*batches):
         box = Box((3, 3), (1, 1), (7, 7), "bilinear")

@@ -46,7 +46,10 @@ def box_for(case, interpolation="bilinear"):
 def in_window(kernel, box):
     """The old kernel in the middle of the window, in float64."""
     shapes = zip(kernel.shape[2:], box.dilation, box.size, strict=True)
-    places = [[cell + size // 2 for cell in grid_positions(side, step, size)] for side, step, size in shapes]
+    places = [
+        [cell + size // 2 for cell in grid_positions(side, step, size)]
+        for side, step, size in shapes
+    ]
     padded = torch.zeros(*kernel.shape[:2], *box.size, dtype=torch.double)
     padded[:, :, *torch.meshgrid(*map(torch.tensor, places), indexing="ij")] = kernel.double()
     return padded
@@ -63,7 +66,10 @@ def constructed(weight, positions, box):
 def distances(kernels, weights, positions, box):
     """|constructed - old| of each layer."""
     pairs = zip(kernels, weights, strict=True)
-    return [float((constructed(weight, positions, box) - in_window(kernel, box)).norm()) for kernel, weight in pairs]
+    return [
+        float((constructed(weight, positions, box) - in_window(kernel, box)).norm())
+        for kernel, weight in pairs
+    ]
 
 
 MATRIX = [(name, "bilinear") for name in CASES] + [
@@ -74,7 +80,9 @@ MATRIX = [(name, "bilinear") for name in CASES] + [
 
 
 @pytest.mark.parametrize(("name", "interpolation"), MATRIX)
-def test_the_fit_is_least_squares_and_closer_than_the_largest_cells_in_every_layer(name, interpolation):
+def test_the_fit_is_least_squares_and_closer_than_the_largest_cells_in_every_layer(
+    name, interpolation
+):
     """For its positions, which lie where the old kernel was: a weight's gradient is nearly nothing, the ridge's."""
     case = CASES[name]
     box, kernels = box_for(case, interpolation), kernels_of(case)
@@ -82,7 +90,10 @@ def test_the_fit_is_least_squares_and_closer_than_the_largest_cells_in_every_lay
     others, grid = box.largest(kernels, case["count"])
     assert positions.shape == grid.shape
     assert [weight.shape for weight in weights] == [weight.shape for weight in others]
-    fitted, largest = distances(kernels, weights, positions, box), distances(kernels, others, grid, box)
+    fitted, largest = (
+        distances(kernels, weights, positions, box),
+        distances(kernels, others, grid, box),
+    )
     assert all(near <= far * (1 + 1e-6) for near, far in zip(fitted, largest, strict=True))
     assert sum(fitted) < 0.95 * sum(largest)
     most = max(float(kernel.abs().max()) for kernel in kernels)
@@ -103,10 +114,14 @@ def test_a_kernel_that_was_constructed_from_elements_is_found_again():
     """One layer, elements apart from each other: the fit has no reason to leave anything."""
     torch.manual_seed(0)
     cells = torch.tensor(list(itertools.product([-2.0, 0.0, 2.0], repeat=2)))
-    positions = (cells + torch.rand(16, 9, 2)).clamp(max=3).permute(2, 0, 1).unsqueeze(2)  # (A, O, I, E)
+    positions = (
+        (cells + torch.rand(16, 9, 2)).clamp(max=3).permute(2, 0, 1).unsqueeze(2)
+    )  # (A, O, I, E)
     kernel = construct_kernel(torch.rand(16, 1, 9) + 0.5, positions, (7, 7))
     box = Box((7, 7), (1, 1), (17, 17), "bilinear")
-    assert distances([kernel], *fit_elements([kernel], box, kernel_count=18), box)[0] < 0.02 * float(kernel.norm())
+    assert distances([kernel], *fit_elements([kernel], box, kernel_count=18), box)[
+        0
+    ] < 0.02 * float(kernel.norm())
 
 
 @pytest.mark.usefixtures("quick_fit")
@@ -126,7 +141,9 @@ def test_lines_are_fitted_alike_however_many_are_fitted_together(monkeypatch):
     box, kernels = box_for(case), kernels_of(case, dtype=torch.float64)
     together = fit_elements(kernels, box, kernel_count=5)
     monkeypatch.setattr("dcls_convert.fitting.warm_start.FLOATS_AT_ONCE", 1)
-    torch.testing.assert_close(fit_elements(kernels, box, kernel_count=5), together, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        fit_elements(kernels, box, kernel_count=5), together, rtol=0, atol=1e-6
+    )
 
 
 CELLS = st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-20, 1e10, 0.5]), min_size=9, max_size=9)
@@ -139,12 +156,18 @@ CELLS = st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-20, 1e10, 0.5]), min_size=9
     st.sampled_from(["bilinear", "gaussian"]),
     st.sampled_from([None, "any", "no input", "flat input"]),
 )
-def test_odd_kernels_and_images_give_finite_elements_no_worse_than_the_largest(cells, count, interpolation, seen):
+def test_odd_kernels_and_images_give_finite_elements_no_worse_than_the_largest(
+    cells, count, interpolation, seen
+):
     """Kernels of zeros, equal cells, cells that drown others; channels in which nothing is ever seen."""
     kernels = [torch.tensor(layer).reshape(1, 1, 3, 3) for layer in cells]
     box = Box((3, 3), (1, 1), (7, 7), interpolation)
     sides = math.prod(box.sides)
-    roots = None if seen is None else torch.randn(1, sides, sides, generator=torch.Generator().manual_seed(0))
+    roots = (
+        None
+        if seen is None
+        else torch.randn(1, sides, sides, generator=torch.Generator().manual_seed(0))
+    )
     if seen in ("no input", "flat input"):
         roots[..., 1 if seen == "flat input" else 0 :] = 0
     weights, positions = fit_elements(kernels, box, kernel_count=count, roots=roots)
@@ -154,10 +177,16 @@ def test_odd_kernels_and_images_give_finite_elements_no_worse_than_the_largest(c
         """As the fit sees them: in the box."""
         footprint = box.footprint(box.places_of(positions.double()))
         pairs = zip(kernels, weights, strict=True)
-        lefts = [box.lines_of(k.double()) - (w.double().flatten(0, -2) @ footprint[0]) for k, w in pairs]
-        return [float((left if roots is None else left @ roots[0].double()).norm()) for left in lefts]
+        lefts = [
+            box.lines_of(k.double()) - (w.double().flatten(0, -2) @ footprint[0]) for k, w in pairs
+        ]
+        return [
+            float((left if roots is None else left @ roots[0].double()).norm()) for left in lefts
+        ]
 
-    rows = zip(errors(weights, positions), errors(*box.largest(kernels, count)), kernels, strict=True)
+    rows = zip(
+        errors(weights, positions), errors(*box.largest(kernels, count)), kernels, strict=True
+    )
     assert all(near <= far * (1 + 1e-4) + 1e-5 * float(kernel.norm()) for near, far, kernel in rows)
 
 
@@ -176,9 +205,15 @@ def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
         moved.view(-1)[index] += 1e-6
         gradient[index] = (problem.solve(moved).cost - state.cost)[0] / 1e-6
     torch.testing.assert_close(-2 * state.descent.mT.flatten(), gradient, rtol=1e-3, atol=1e-3)
-    for name, value in problem.map(lines_innermost).solve(lines_innermost(places))._asdict().items():
-        torch.testing.assert_close(value, getattr(state, name), msg=lambda text, name=name: f"{name}: {text}")
-    step = _step(state, torch.full((1,), 1e6, dtype=torch.double)).flatten()  # so damped that it is steepest descent
+    for name, value in (
+        problem.map(lines_innermost).solve(lines_innermost(places))._asdict().items()
+    ):
+        torch.testing.assert_close(
+            value, getattr(state, name), msg=lambda text, name=name: f"{name}: {text}"
+        )
+    step = _step(
+        state, torch.full((1,), 1e6, dtype=torch.double)
+    ).flatten()  # so damped that it is steepest descent
     assert float(step @ gradient) < 0
 
 
@@ -193,12 +228,17 @@ def depthwise_net():
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize(
-    ("init", "device"), [*((i, "cpu") for i in ("fit", "largest", "exact", "random")), ("fit", "meta")]
+    ("init", "device"),
+    [*((i, "cpu") for i in ("fit", "largest", "exact", "random")), ("fit", "meta")],
 )
 def test_the_report_states_each_layers_relative_kernel_error(init, device):
     """None where elements are random or have no values. Positions of a fit get a gradient at once."""
     model = depthwise_net().to(device)
-    old = {name: module.weight.detach() for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
+    old = {
+        name: module.weight.detach()
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d)
+    }
     report = convert_(model, init=init, dilated_size=9, input_size=(3, 16, 16))
     assert len(report.layers) == 3
     for layer in report.layers:
@@ -207,7 +247,9 @@ def test_the_report_states_each_layers_relative_kernel_error(init, device):
             continue
         left = model.get_submodule(layer.name).kernel().detach()
         left[..., 2:7, 2:7] -= old[layer.name]
-        assert math.isclose(layer.fit_error, float(left.norm() / old[layer.name].norm()), rel_tol=1e-4, abs_tol=1e-6)
+        assert math.isclose(
+            layer.fit_error, float(left.norm() / old[layer.name].norm()), rel_tol=1e-4, abs_tol=1e-6
+        )
         assert (init == "exact") == (layer.fit_error < 1e-6)
     if init == "fit" and device == "cpu":
         for layer in [module for module in model.modules() if isinstance(module, DclsConv2d)]:
@@ -222,8 +264,12 @@ def test_where_elements_are_standardised_the_start_is_no_worse_than_the_largest(
 
     def errors(init):
         torch.manual_seed(0)
-        model = nn.Sequential(conv_class(3, 8, 3, padding=1), nn.ReLU(), conv_class(8, 8, 3, padding=1))
+        model = nn.Sequential(
+            conv_class(3, 8, 3, padding=1), nn.ReLU(), conv_class(8, 8, 3, padding=1)
+        )
         report = convert_(model, init=init, rules=rules, dilated_size=7, input_size=(3, 8, 8))
         return [layer.fit_error for layer in report.layers]
 
-    assert all(fit <= largest for fit, largest in zip(errors("fit"), errors("largest"), strict=True))
+    assert all(
+        fit <= largest for fit, largest in zip(errors("fit"), errors("largest"), strict=True)
+    )

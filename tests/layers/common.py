@@ -32,10 +32,15 @@ class Sizes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.given:
-                self.kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no address comes twice
+                self.kept[tensor.untyped_storage().data_ptr()] = (
+                    tensor  # alive, so that no address comes twice
+                )
         return result
 
     @property
     def pieces(self):
         """How many numbers each piece of memory holds; tensors that share one count once."""
-        return [tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in self.kept.values()]
+        return [
+            tensor.untyped_storage().nbytes() // tensor.element_size()
+            for tensor in self.kept.values()
+        ]

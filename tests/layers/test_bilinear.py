@@ -53,7 +53,10 @@ def toward(kernel):
 
 
 def kernel_and_gradients(construct, some, size, learnt, create_graph=False):
-    some = [tensor.detach().requires_grad_(is_learnt) for tensor, is_learnt in zip(some, learnt, strict=True)]
+    some = [
+        tensor.detach().requires_grad_(is_learnt)
+        for tensor, is_learnt in zip(some, learnt, strict=True)
+    ]
     kernel = construct(*some, size)
     leaves = list(itertools.compress(some, learnt))
     return kernel, *torch.autograd.grad(kernel, leaves, toward(kernel), create_graph=create_graph)
@@ -61,7 +64,9 @@ def kernel_and_gradients(construct, some, size, learnt, create_graph=False):
 
 @given(
     size=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
-    channels=st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple),  # a dense axis is one channel more
+    channels=st.lists(st.integers(0, 3), min_size=1, max_size=4).map(
+        tuple
+    ),  # a dense axis is one channel more
     count=st.integers(0, 5),
     seed=st.integers(0, 2**16),
     block=st.sampled_from([1, 7, 500, 1 << 26]),
@@ -101,7 +106,9 @@ def test_derivatives_of_all_orders_and_modes_are_exact(size, form):
         return bilinear_kernel(*some, size)
 
     with constructed(form):
-        assert torch.autograd.gradcheck(kernel, some, check_forward_ad=True, check_batched_grad=True)
+        assert torch.autograd.gradcheck(
+            kernel, some, check_forward_ad=True, check_batched_grad=True
+        )
         assert torch.autograd.gradgradcheck(kernel, some)
 
 
@@ -131,7 +138,9 @@ def test_only_kernel_positions_and_gradients_grow_with_the_layer(size, form, mon
     with as_on_a_gpu(form), Sizes([*some, kernel_gradient]) as sizes:
         kernel = bilinear_kernel(*some, size)
         gradients = torch.autograd.grad(kernel, some, kernel_gradient)
-    block = products if form else 64 * torch.get_num_threads() * 2 ** len(size)  # all corners of a block
+    block = (
+        products if form else 64 * torch.get_num_threads() * 2 ** len(size)
+    )  # all corners of a block
     whole = {one.numel() for one in (kernel, some[1], *gradients)}
     assert {pieces for pieces in sizes.pieces if pieces > block} <= whole
 

@@ -15,7 +15,9 @@ from .common import close
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+    ),
 ]
 NETWORKS = ["test_convnext", "mobilenetv3_small_050", "test_efficientnet"]
 
@@ -27,7 +29,9 @@ def _nothing_compiled_before():
 
 def depthwise_layer(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    return DclsConv2d(4, 4, kernel_count=5, dilated_kernel_size=17, padding=8, groups=4, dtype=dtype)
+    return DclsConv2d(
+        4, 4, kernel_count=5, dilated_kernel_size=17, padding=8, groups=4, dtype=dtype
+    )
 
 
 # inductor alone finds out what the sizes in the code must be; it takes half a minute a dtype.

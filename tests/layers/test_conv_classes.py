@@ -39,8 +39,13 @@ def built(conv_class, shape, seed=0):
 
 def there_and_back(conv, sizes):
     """The layer with all cells of `conv` as elements, and it folded, after comparing both with `conv`."""
-    window = [(size - 1) * spacing + 5 for size, spacing in zip(conv.kernel_size, conv.dilation, strict=True)]
-    layer = DclsConv2d.from_conv(conv, kernel_count=math.prod(conv.kernel_size), dilated_kernel_size=window)
+    window = [
+        (size - 1) * spacing + 5
+        for size, spacing in zip(conv.kernel_size, conv.dilation, strict=True)
+    ]
+    layer = DclsConv2d.from_conv(
+        conv, kernel_count=math.prod(conv.kernel_size), dilated_kernel_size=window
+    )
     folded = layer.fuse()
     for size in sizes:
         image = randn(2, 6, *size)
@@ -51,7 +56,9 @@ def there_and_back(conv, sizes):
 
 @pytest.mark.parametrize("conv_class", CLASSES, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_dense_grid_of_elements_is_the_old_layer_with_its_gradients_there_and_back(conv_class, shape):
+def test_a_dense_grid_of_elements_is_the_old_layer_with_its_gradients_there_and_back(
+    conv_class, shape
+):
     conv = built(conv_class, shape)
     other, image = copy.deepcopy(conv), randn(2, 6, 9, 9)
     layer, folded = there_and_back(other, SIZES)
@@ -60,10 +67,14 @@ def test_a_dense_grid_of_elements_is_the_old_layer_with_its_gradients_there_and_
     assert set(folded.state_dict()) <= {"weight", "bias"}
     conv(image).square().sum().backward()
     layer(image).square().sum().backward()
-    torch.testing.assert_close(layer.weight.grad.flatten(2), conv.weight.grad.flatten(2), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        layer.weight.grad.flatten(2), conv.weight.grad.flatten(2), rtol=1e-9, atol=1e-9
+    )
     for name in {"bias", "gain"} & set(dict(conv.named_parameters())):
         assert getattr(layer, name) is getattr(other, name)
-        torch.testing.assert_close(getattr(layer, name).grad, getattr(conv, name).grad, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            getattr(layer, name).grad, getattr(conv, name).grad, rtol=1e-9, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize("count", [1, 4, 9, 16])
@@ -80,7 +91,9 @@ def test_the_elements_that_are_kept_are_the_largest_as_they_are_convolved():
     """A weight that is the filter's mean is nothing after standardisation, however large it is."""
     conv = StdConv2d(1, 1, 3, padding=1)
     with torch.no_grad():
-        conv.weight.copy_(torch.tensor([5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 4.0, 6.0]).reshape(1, 1, 3, 3))
+        conv.weight.copy_(
+            torch.tensor([5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 4.0, 6.0]).reshape(1, 1, 3, 3)
+        )
     layer = DclsConv2d.from_conv(conv, kernel_count=2, dilated_kernel_size=3)
     assert layer.weight.flatten().tolist() == [4, 6]
     assert layer.positions.flatten(1).T.tolist() == [[1, 0], [1, 1]]
@@ -89,7 +102,9 @@ def test_the_elements_that_are_kept_are_the_largest_as_they_are_convolved():
 def test_same_padding_with_a_stride_above_the_kernel_is_refused():
     """There the old layer drops cells at the border, where a larger window would see them."""
     conv = Conv2dSame(6, 4, 1, stride=2)
-    with pytest.raises(PlanError, match="dynamic SAME padding needs a kernel of at least the stride 2, not 1"):
+    with pytest.raises(
+        PlanError, match="dynamic SAME padding needs a kernel of at least the stride 2, not 1"
+    ):
         DclsConv2d.from_conv(conv, kernel_count=1, dilated_kernel_size=5)
 
 
@@ -108,7 +123,9 @@ class Centred(nn.Conv2d):
 
 
 def centred(conv, weight):
-    return (weight - weight.mean(dim=tuple(range(1, weight.dim())), keepdim=True)) / conv.temperature
+    return (
+        weight - weight.mean(dim=tuple(range(1, weight.dim())), keepdim=True)
+    ) / conv.temperature
 
 
 class Overriding(Centred):
@@ -125,7 +142,9 @@ def registered(monkeypatch):
 
 
 @pytest.mark.parametrize("conv_class", [Centred, type("Inheriting", (Centred,), {})])
-def test_a_registered_class_and_what_inherits_its_forward_is_converted_without_loss(registered, conv_class):
+def test_a_registered_class_and_what_inherits_its_forward_is_converted_without_loss(
+    registered, conv_class
+):
     model, image = nn.Sequential(conv_class(3, 4, 3, padding=1)).double(), randn(1, 3, 8, 8)
     expected, temperature = model(image), model[0].temperature
     convert_(model, dilated_size=7, kernel_count=9, rules=RULES, input_size=(3, 8, 8))
@@ -147,7 +166,10 @@ def test_a_class_is_not_known_before_it_is_registered_nor_is_one_that_overrides_
     assert [skip.name for skip in convs.skipped] == ["1"]
     conv = Centred(3, 4, 3)
     conv.register_parameter("more", nn.Parameter(torch.ones(1)))
-    assert why_not_replaceable(conv) == "its weight is computed from other parameters (bias, more, temperature, weight)"
+    assert (
+        why_not_replaceable(conv)
+        == "its weight is computed from other parameters (bias, more, temperature, weight)"
+    )
 
 
 # Classes that pad by a module of their own.
@@ -178,7 +200,9 @@ STATIC = [
 @pytest.mark.parametrize(("shape", "image_size", "even"), STATIC)
 def test_padding_by_a_module_is_kept_there_and_back(registered, shape, image_size, even):
     conv = StaticSame(6, 4, image_size=image_size, **shape).double()
-    layer, folded = there_and_back(conv, [image_size, *SIZES])  # also images for which the padding is not SAME
+    layer, folded = there_and_back(
+        conv, [image_size, *SIZES]
+    )  # also images for which the padding is not SAME
     assert isinstance(layer.padding[0], int) is even
     assert type(folded) is nn.Conv2d
 
@@ -188,7 +212,9 @@ def test_advice_is_given_where_it_helps_alone(registered):
     for padding_class in (nn.ReflectionPad2d, lambda sides: nn.ConstantPad2d(sides, 1.0)):
         other = StaticSame(3, 4, 3, padding_class=padding_class, **options)
         assert "holds static_padding" in why_not_replaceable(other)
-    assert "does not pad" in why_not_replaceable(StaticSame(3, 4, 3, padding_mode="reflect", **options))
+    assert "does not pad" in why_not_replaceable(
+        StaticSame(3, 4, 3, padding_mode="reflect", **options)
+    )
     conv_classes._FORMS.clear()
     assert "register_conv" in why_not_replaceable(StaticSame(3, 4, 3, **options))
     other = StaticSame(3, 4, 3, padding_class=nn.ReflectionPad2d, **options)
@@ -196,7 +222,8 @@ def test_advice_is_given_where_it_helps_alone(registered):
 
 
 @pytest.mark.parametrize(
-    ("cls", "reason"), [(nn.Linear, "not a subclass"), (type("Named", (nn.Conv2d,), {}), "has the forward of Conv2d")]
+    ("cls", "reason"),
+    [(nn.Linear, "not a subclass"), (type("Named", (nn.Conv2d,), {}), "has the forward of Conv2d")],
 )
 def test_what_cannot_or_need_not_be_registered_is_refused(cls, reason):
     with pytest.raises(TypeError, match=reason):

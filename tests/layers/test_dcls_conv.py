@@ -46,10 +46,17 @@ def scattered(layer):
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_signature_is_that_of_the_convolution_but_for_the_window(dims):
-    ours, theirs = (inspect.signature(layer[dims]).parameters for layer in (DCLS_LAYERS, CONV_CLASSES))
+    ours, theirs = (
+        inspect.signature(layer[dims]).parameters for layer in (DCLS_LAYERS, CONV_CLASSES)
+    )
     assert list(ours)[:2] == list(theirs)[:2] == ["in_channels", "out_channels"]
     assert theirs.keys() - ours.keys() == {"kernel_size"}
-    assert ours.keys() - theirs.keys() == {"kernel_count", "dilated_kernel_size", "interpolation", "dense_axes"}
+    assert ours.keys() - theirs.keys() == {
+        "kernel_count",
+        "dilated_kernel_size",
+        "interpolation",
+        "dense_axes",
+    }
     assert all(ours[name].default == theirs[name].default for name in theirs.keys() & ours.keys())
 
 
@@ -79,7 +86,10 @@ def test_parameters_have_the_shapes_and_starting_values_of_the_paper(interpolati
         ({"kernel_count": 0}, "kernel_count=0 must be an integer of at least 1"),
         ({"dilated_kernel_size": (5, 8.0)}, "dilated_kernel_size.* of at least 1, or 2 of them"),
         ({"padding": "sane"}, "Invalid padding string 'sane'"),
-        ({"padding": "dynamic_same", "padding_mode": "reflect"}, "padding='dynamic_same' is for 2-D with zeros"),
+        (
+            {"padding": "dynamic_same", "padding_mode": "reflect"},
+            "padding='dynamic_same' is for 2-D with zeros",
+        ),
         ({"padding": "same", "stride": (1, 2)}, "padding='same' is not supported for strided"),
         ({"padding_mode": "reflection"}, "padding_mode must be one of .*'reflection'"),
         ({"interpolation": "gauss"}, "'gauss' is not known; it is one of bilinear, "),
@@ -123,30 +133,41 @@ def conv_geometries(draw):
     largest = 5 if dims < 3 else 3
     kernel_size, dilation, grown = sizes(1, largest), sizes(1, 2), sizes(0, 2 if dims < 3 else 1)
     stride, groups = sizes(1, 3), draw(st.integers(1, 3))
-    padding = draw(st.one_of(st.integers(0, 2), st.just(sizes(0, 2)), st.sampled_from(["valid", "same"])))
+    padding = draw(
+        st.one_of(st.integers(0, 2), st.just(sizes(0, 2)), st.sampled_from(["valid", "same"]))
+    )
     options = {
         "stride": 1 if padding == "same" else stride,
         "padding": padding,
         "dilation": dilation,
         "groups": groups,
         "bias": draw(st.booleans()),
-        "padding_mode": draw(st.sampled_from(["zeros", "zeros", "reflect", "replicate", "circular"])),
+        "padding_mode": draw(
+            st.sampled_from(["zeros", "zeros", "reflect", "replicate", "circular"])
+        ),
     }
-    window = tuple(extent(k, d) + 2 * g for k, d, g in zip(kernel_size, dilation, grown, strict=True))
+    window = tuple(
+        extent(k, d) + 2 * g for k, d, g in zip(kernel_size, dilation, grown, strict=True)
+    )
     channels = (groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)))
     # Large enough for all paddings: reflect needs more cells than it adds, which is at most half the window and 2.
     spatial = [
-        extent(size, spacing) + 3 + axis for axis, (size, spacing) in enumerate(zip(window, dilation, strict=True))
+        extent(size, spacing) + 3 + axis
+        for axis, (size, spacing) in enumerate(zip(window, dilation, strict=True))
     ]
     maps = randn(2, channels[0], *spatial)
-    return Geometry(kernel_size=kernel_size, window=window, options=options, channels=channels, input=maps)
+    return Geometry(
+        kernel_size=kernel_size, window=window, options=options, channels=channels, input=maps
+    )
 
 
 @even_same
 @given(geometry=conv_geometries(), more=st.integers(0, 2))
 def test_as_many_elements_as_cells_give_the_same_layer(geometry, more):
     conv, cells = seeded(geometry.conv(geometry.kernel_size)), math.prod(geometry.kernel_size)
-    layer = DCLS_LAYERS[geometry.dims].from_conv(conv, kernel_count=cells + more, dilated_kernel_size=geometry.window)
+    layer = DCLS_LAYERS[geometry.dims].from_conv(
+        conv, kernel_count=cells + more, dilated_kernel_size=geometry.window
+    )
     assert layer.dilated_kernel_size == layer.kernel_size == geometry.window
     close(layer(geometry.input), conv(geometry.input))
     assert not layer.weight[..., cells:].any()
@@ -165,10 +186,28 @@ def test_as_many_elements_as_cells_give_the_same_layer(geometry, more):
 @pytest.mark.parametrize(
     ("kernel_size", "dilation", "window", "dense_axes", "message"),
     [
-        ((3, 2), (1, 2), (5, 4), (), "must be odd as the kernel 2 with dilation 2, extent 3, is.*use 3 or 5"),
-        ((3, 3), (1, 3), (5, 5), (), "smaller than the kernel 3 with dilation 3, extent 7, that it replaces; use 7 or"),
+        (
+            (3, 2),
+            (1, 2),
+            (5, 4),
+            (),
+            "must be odd as the kernel 2 with dilation 2, extent 3, is.*use 3 or 5",
+        ),
+        (
+            (3, 3),
+            (1, 3),
+            (5, 5),
+            (),
+            "smaller than the kernel 3 with dilation 3, extent 7, that it replaces; use 7 or",
+        ),
         ((3, 3), (2, 1), (5, 7), (0,), "dense axis 0 must keep its size 3, undilated"),
-        ((1, 3), (1, 1), (3, 7), (0,), "dense axis 0 must keep its size 1"),  # three rows would repeat the kernel's one
+        (
+            (1, 3),
+            (1, 1),
+            (3, 7),
+            (0,),
+            "dense axis 0 must keep its size 1",
+        ),  # three rows would repeat the kernel's one
     ],
 )
 def test_a_window_that_would_shift_cut_or_repeat_the_kernel_is_refused(
@@ -176,7 +215,9 @@ def test_a_window_that_would_shift_cut_or_repeat_the_kernel_is_refused(
 ):
     conv = nn.Conv2d(2, 2, kernel_size, dilation=dilation)
     with pytest.raises(ValueError, match=message):
-        DclsConv2d.from_conv(conv, kernel_count=3, dilated_kernel_size=window, dense_axes=dense_axes)
+        DclsConv2d.from_conv(
+            conv, kernel_count=3, dilated_kernel_size=window, dense_axes=dense_axes
+        )
 
 
 @even_same
@@ -186,7 +227,9 @@ def test_a_window_that_would_shift_cut_or_repeat_the_kernel_is_refused(
     count=st.integers(1, 5),
     dense_axes=st.sampled_from([(), (0,), (1,), (0, 2), (2, 1)]),
 )
-def test_fusing_keeps_the_output_and_leaves_a_plain_convolution(geometry, interpolation, count, dense_axes):
+def test_fusing_keeps_the_output_and_leaves_a_plain_convolution(
+    geometry, interpolation, count, dense_axes
+):
     dense_axes = [axis for axis in dense_axes if axis < geometry.dims and geometry.dims > 1]
     layer = DCLS_LAYERS[geometry.dims](
         *geometry.channels,
@@ -218,16 +261,24 @@ def test_state_of_the_convolution_is_kept_there_and_back(dtype, device, training
     conv.weight.requires_grad_(trainable[0])
     conv.bias.requires_grad_(trainable[1])
     conv.note, generator = "kept", torch.get_rng_state()
-    layer = DclsConv2d.from_conv(conv, kernel_count=5, dilated_kernel_size=(5, 8), interpolation="gaussian")
+    layer = DclsConv2d.from_conv(
+        conv, kernel_count=5, dilated_kernel_size=(5, 8), interpolation="gaussian"
+    )
     fused = layer.fuse()
     assert torch.equal(generator, torch.get_rng_state())  # nothing was drawn
     for new in (layer, fused):
         assert (new.training, new.note) == (training, "kept")
         assert new.bias is conv.bias
         assert new.bias.requires_grad is trainable[1]
-        assert {(parameter.dtype, parameter.device) for parameter in new.parameters()} == {(dtype, conv.weight.device)}
+        assert {(parameter.dtype, parameter.device) for parameter in new.parameters()} == {
+            (dtype, conv.weight.device)
+        }
     # The elements are trained if the weight was.
-    assert {layer.weight.requires_grad, layer.positions.requires_grad, layer.sigma.requires_grad} == {trainable[0]}
+    assert {
+        layer.weight.requires_grad,
+        layer.positions.requires_grad,
+        layer.sigma.requires_grad,
+    } == {trainable[0]}
     assert fused.weight.requires_grad is trainable[0]
 
 
@@ -256,7 +307,11 @@ def test_hooks_go_along_and_their_handles_still_remove_them():
 
 # The elements chosen.
 
-CHOICES = [((3, 4), (2, 1), (7, 8), ()), ((3, 4), (2, 1), (7, 8), (0,)), ((2, 3, 2), (1, 2, 3), (4, 7, 6), (1,))]
+CHOICES = [
+    ((3, 4), (2, 1), (7, 8), ()),
+    ((3, 4), (2, 1), (7, 8), (0,)),
+    ((2, 3, 2), (1, 2, 3), (4, 7, 6), (1,)),
+]
 
 
 @pytest.mark.parametrize(("kernel_size", "dilation", "window", "dense_axes"), CHOICES)
@@ -271,10 +326,18 @@ def test_the_cells_of_largest_energy_are_kept_at_places_that_all_layers_share(
     )
     cells = [range(size) for size in kernel_size]
     learnt = [axis for axis in range(len(window)) if axis not in dense_axes]
-    for o, i, *dense in itertools.product(range(2), range(3), *[cells[axis] for axis in dense_axes]):
+    for o, i, *dense in itertools.product(
+        range(2), range(3), *[cells[axis] for axis in dense_axes]
+    ):
         fixed = dict(zip(dense_axes, dense, strict=True))
-        candidates = [cell for cell in itertools.product(*cells) if all(cell[axis] == at for axis, at in fixed.items())]
-        energy = {cell: sum(kernel[o, i, *cell].item() ** 2 for kernel in kernels) for cell in candidates}
+        candidates = [
+            cell
+            for cell in itertools.product(*cells)
+            if all(cell[axis] == at for axis, at in fixed.items())
+        ]
+        energy = {
+            cell: sum(kernel[o, i, *cell].item() ** 2 for kernel in kernels) for cell in candidates
+        }
         kept = sorted(sorted(candidates, key=energy.get, reverse=True)[:3])
         for kernel, weight in zip(kernels, weights, strict=True):
             assert weight[o, i, *dense].tolist() == [kernel[o, i, *cell].item() for cell in kept]
@@ -289,7 +352,11 @@ def test_the_cells_of_largest_energy_are_kept_at_places_that_all_layers_share(
 
 def strayed(**options):
     """A layer after far too large a step: coordinates on both sides of the window, sigmas below their least value."""
-    layer = seeded(DclsConv2d(2, 4, kernel_count=6, dilated_kernel_size=(5, 8), interpolation="gaussian", **options))
+    layer = seeded(
+        DclsConv2d(
+            2, 4, kernel_count=6, dilated_kernel_size=(5, 8), interpolation="gaussian", **options
+        )
+    )
     with torch.no_grad():
         layer.positions.mul_(9)
         layer.sigma.fill_(0.1)
@@ -305,7 +372,10 @@ def test_training_and_saving_bring_positions_back_into_the_window_and_evaluation
     close(layer.train()(x), expected)
     assert layer.positions is positions
     for one in (saved, layer):  # both borders are met, and none is passed
-        assert [(axis.min().item(), axis.max().item()) for axis in one.positions] == [(-2, 2), (-4, 3)]
+        assert [(axis.min().item(), axis.max().item()) for axis in one.positions] == [
+            (-2, 2),
+            (-4, 3),
+        ]
         assert (one.sigma == 0.27).all()
 
 
@@ -317,11 +387,15 @@ def test_a_layer_may_be_used_twice_in_a_step(interpolation):
     layer(layer(x)).square().sum().backward()
     copies[1](copies[0](x)).square().sum().backward()
     for name, parameter in layer.named_parameters():
-        close(parameter.grad, sum(one.get_parameter(name).grad for one in copies), atol=1e-9)  # sums of about 1e3
+        close(
+            parameter.grad, sum(one.get_parameter(name).grad for one in copies), atol=1e-9
+        )  # sums of about 1e3
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "triangle", "gaussian"])
-@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning", "ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit:FutureWarning", "ignore:`torch.jit:DeprecationWarning"
+)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_exports_hold_no_scattered_additions(interpolation):
     """coremltools 9 makes other kernels of them, in silence."""

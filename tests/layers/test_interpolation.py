@@ -22,7 +22,9 @@ from ..depthwise.gpu_forms import FORMS, Watch, as_on_a_gpu
 from .common import FLOAT64_ATOL, close, every_interpolation, randn
 
 STEP = 1e-7  # cells; of one-sided differences, whose error is of the order of the step itself
-ONE_SIDED_ATOL = 1e-5  # a hundred steps; the derivatives on the two sides of a kink differ by about 1
+ONE_SIDED_ATOL = (
+    1e-5  # a hundred steps; the derivatives on the two sides of a kink differ by about 1
+)
 
 WINDOWS = {1: (7,), 2: (5, 8), 3: (4, 3, 6)}  # odd and even cells
 SMALL_WINDOWS = {1: (5,), 2: (3, 4), 3: (2, 3, 4)}
@@ -40,7 +42,9 @@ class Elements:
 
     @property
     def inputs(self) -> list[Tensor]:
-        return [tensor for tensor in (self.weight, self.positions, self.sigma) if tensor is not None]
+        return [
+            tensor for tensor in (self.weight, self.positions, self.sigma) if tensor is not None
+        ]
 
     def kernel(self, *inputs: Tensor) -> Tensor:
         """The kernel of the elements, or of other tensors in their places."""
@@ -71,7 +75,9 @@ def elements(size, interpolation="bilinear", *, dense_axes=(), count=4, channels
     weight = randn(*channels, *[size[axis] for axis in dense_axes], count, seed=seed)
     lows, highs = borders(size, dense_axes)
     generator = torch.Generator().manual_seed(seed + 1)
-    places, widths = torch.rand(2, len(lows), *weight.shape, generator=generator, dtype=torch.float64)
+    places, widths = torch.rand(
+        2, len(lows), *weight.shape, generator=generator, dtype=torch.float64
+    )
     low, high = (per_axis(border, places) for border in (lows, highs))
     return Elements(
         weight=weight,
@@ -84,7 +90,12 @@ def elements(size, interpolation="bilinear", *, dense_axes=(), count=4, channels
 
 
 def per_axis(values, like):
-    return torch.tensor(values, dtype=like.dtype).view(-1, *[1] * (like.dim() - 1)).expand_as(like).clone()
+    return (
+        torch.tensor(values, dtype=like.dtype)
+        .view(-1, *[1] * (like.dim() - 1))
+        .expand_as(like)
+        .clone()
+    )
 
 
 def random_like(tensor):
@@ -98,9 +109,14 @@ def algorithm_1(weights, positions, size):
     """weights (E), positions (A, E) -> kernel (*size). Autograd's derivative of the fractions makes it Algorithm 2."""
     kernel = torch.zeros(size, dtype=torch.float64)
     for weight, *position in zip(weights, *positions, strict=True):
-        cells = [coordinate + length // 2 for coordinate, length in zip(position, size, strict=True)]
+        cells = [
+            coordinate + length // 2 for coordinate, length in zip(position, size, strict=True)
+        ]
         # At the upper border there is no cell above: the cell below is taken as the last but one, its fraction as 1.
-        floors = [min(int(cell.detach().floor()), length - 2) for cell, length in zip(cells, size, strict=True)]
+        floors = [
+            min(int(cell.detach().floor()), length - 2)
+            for cell, length in zip(cells, size, strict=True)
+        ]
         for choice in itertools.product((0, 1), repeat=len(size)):
             corner = list(zip(cells, floors, choice, strict=True))
             shares = [cell - floor if up else 1 - (cell - floor) for cell, floor, up in corner]
@@ -112,7 +128,12 @@ def placed(where, size, *, count=6, channels=(2, 3)):
     """Elements between cells, on whole cells below the upper border, at a border, or a mixture, axis by axis."""
     inside = elements(size, count=count, channels=channels)
     low, high = (per_axis(border, inside.positions) for border in borders(size))
-    places = {"inside": inside.positions, "whole": inside.positions.floor(), "lower": low, "upper": high}
+    places = {
+        "inside": inside.positions,
+        "whole": inside.positions.floor(),
+        "lower": low,
+        "upper": high,
+    }
     turns = torch.randint(len(places), low.shape, generator=torch.Generator().manual_seed(2))
     places["mixed"] = torch.stack(list(places.values())).gather(0, turns[None])[0]
     return replace(inside, positions=places[where])
@@ -129,14 +150,21 @@ def test_bilinear_is_algorithms_1_and_2(dims, where):
         inputs = [old.weight[o, i].requires_grad_(), old.positions[:, o, i].requires_grad_()]
         expected = algorithm_1(*inputs, old.size)
         close(kernel[o, i], expected.detach())
-        close((grad_weight[o, i], grad_positions[:, o, i]), torch.autograd.grad(expected, inputs, toward[o, i]))
+        close(
+            (grad_weight[o, i], grad_positions[:, o, i]),
+            torch.autograd.grad(expected, inputs, toward[o, i]),
+        )
 
 
 @every_interpolation
 @pytest.mark.parametrize(("dims", "dense_axes"), [(1, ()), (2, ()), (3, (0, 2))])
 def test_gradients_are_the_derivatives_of_the_kernel(interpolation, dims, dense_axes):
-    some = elements(SMALL_WINDOWS[dims], interpolation, dense_axes=dense_axes, count=2, channels=(2, 1))
-    assert torch.autograd.gradcheck(some.kernel, [tensor.requires_grad_() for tensor in some.inputs])
+    some = elements(
+        SMALL_WINDOWS[dims], interpolation, dense_axes=dense_axes, count=2, channels=(2, 1)
+    )
+    assert torch.autograd.gradcheck(
+        some.kernel, [tensor.requires_grad_() for tensor in some.inputs]
+    )
 
 
 @every_interpolation
@@ -175,7 +203,9 @@ def test_an_axis_of_one_cell_takes_part_in_nothing(interpolation, axis):
 @pytest.mark.parametrize("length", [1, 2, 6])
 def test_a_footprint_is_the_normalised_profile_and_its_derivative(interpolation, length):
     method = INTERPOLATIONS[interpolation]
-    cells = torch.cat([torch.arange(length).double(), torch.linspace(0, length - 1, 51, dtype=torch.double)])
+    cells = torch.cat(
+        [torch.arange(length).double(), torch.linspace(0, length - 1, 51, dtype=torch.double)]
+    )
 
     def normalised(places):
         value = method.profile(places, torch.full_like(places, method.initial_sigma or 1.0), length)
@@ -188,17 +218,25 @@ def test_a_footprint_is_the_normalised_profile_and_its_derivative(interpolation,
 
 def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
     gaussian = INTERPOLATIONS["gaussian"]  # here of one width for all elements, 1 cell
-    monkeypatch.setitem(INTERPOLATIONS, "bell", Interpolation(profile=gaussian.profile, slope=gaussian.slope))
-    layer = DclsConv2d(1, 2, kernel_count=2, dilated_kernel_size=(5, 8), interpolation="bell").double()
+    monkeypatch.setitem(
+        INTERPOLATIONS, "bell", Interpolation(profile=gaussian.profile, slope=gaussian.slope)
+    )
+    layer = DclsConv2d(
+        1, 2, kernel_count=2, dilated_kernel_size=(5, 8), interpolation="bell"
+    ).double()
     assert layer.sigma is None
     assert torch.autograd.gradcheck(
-        lambda *some: construct_kernel(*some, (5, 8), interpolation="bell"), (layer.weight, layer.positions)
+        lambda *some: construct_kernel(*some, (5, 8), interpolation="bell"),
+        (layer.weight, layer.positions),
     )
     # In the fit, an element has the very footprint that the constructor gives it.
     places = torch.linspace(0, 4, 9, dtype=torch.float64).reshape(1, -1)
     value, _ = Box((5,), (1,), (5,), "bell").profile(places, 5)
     one = torch.ones(9, 1, 1, dtype=torch.float64)
-    close(value[0], construct_kernel(one, places.reshape(1, 9, 1, 1) - 2, (5,), interpolation="bell")[:, 0])
+    close(
+        value[0],
+        construct_kernel(one, places.reshape(1, 9, 1, 1) - 2, (5,), interpolation="bell")[:, 0],
+    )
 
 
 # The triangle's kinks, and least sigmas.
@@ -226,7 +264,9 @@ def test_triangle_derivatives_at_kinks_are_those_of_the_side_that_is_meant(dims,
         close(grad_sigma[axis], difference("sigma", axis, STEP), ONE_SIDED_ATOL)
 
 
-@pytest.mark.parametrize(("interpolation", "least"), [("triangle", 1.0), ("gaussian", 0.27)])  # DCLS 0.1.1
+@pytest.mark.parametrize(
+    ("interpolation", "least"), [("triangle", 1.0), ("gaussian", 0.27)]
+)  # DCLS 0.1.1
 def test_sigma_below_its_least_value_counts_as_that_value_and_can_grow_back(interpolation, least):
     old = elements((5, 8), interpolation)
     at_least = replace(old, sigma=torch.full_like(old.sigma, least))
@@ -244,16 +284,24 @@ def test_sigma_below_its_least_value_counts_as_that_value_and_can_grow_back(inte
 def elements_anywhere(draw):
     """Windows of every size, elements anywhere in or around them, on and between cells, of every width."""
     size = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
-    dense_axes = draw(st.sampled_from([(), *[(axis,) for axis in range(len(size)) if len(size) > 1]]))
+    dense_axes = draw(
+        st.sampled_from([(), *[(axis,) for axis in range(len(size)) if len(size) > 1]])
+    )
     interpolation = draw(st.sampled_from(list(INTERPOLATIONS)))
-    some = elements(size, interpolation, dense_axes=dense_axes, count=draw(st.integers(1, 3)), channels=(1, 2))
+    some = elements(
+        size, interpolation, dense_axes=dense_axes, count=draw(st.integers(1, 3)), channels=(1, 2)
+    )
     coordinate = st.one_of(st.integers(-12, 12).map(float), st.floats(-12, 12))
 
     def drawn(like, values):
         """A number for each axis and element, the same in all kernels."""
         axes, count = like.shape[0], like.shape[-1]
         numbers = draw(st.lists(values, min_size=axes * count, max_size=axes * count))
-        return torch.tensor(numbers, dtype=torch.float64).view(axes, *[1] * (like.dim() - 2), count).expand_as(like)
+        return (
+            torch.tensor(numbers, dtype=torch.float64)
+            .view(axes, *[1] * (like.dim() - 2), count)
+            .expand_as(like)
+        )
 
     sigma = None if some.sigma is None else drawn(some.sigma, st.floats(0, 6))
     return replace(some, positions=drawn(some.positions, coordinate), sigma=sigma)
@@ -270,7 +318,9 @@ def test_no_weight_is_lost_wherever_the_elements_are(some):
 @every_interpolation
 @every_dims
 @pytest.mark.parametrize("side", [0, 1])
-def test_elements_beyond_the_window_are_taken_at_its_border_and_can_come_back(interpolation, dims, side):
+def test_elements_beyond_the_window_are_taken_at_its_border_and_can_come_back(
+    interpolation, dims, side
+):
     size = WINDOWS[dims]
     some = elements(size, interpolation)
     at_border = replace(some, positions=per_axis(borders(size)[side], some.positions))
@@ -327,12 +377,18 @@ def test_on_a_gpu_kernel_and_gradients_are_those_of_the_cpu(some, form):
 @every_interpolation
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [(7, 7), (4, 7), (1, 4, 5)], ids=str)
-def test_on_a_gpu_a_training_step_neither_waits_nor_adds_in_any_order_nor_rounds(interpolation, form, size):
-    layer = DCLS_LAYERS[len(size)](2, 3, kernel_count=4, dilated_kernel_size=size, interpolation=interpolation)
+def test_on_a_gpu_a_training_step_neither_waits_nor_adds_in_any_order_nor_rounds(
+    interpolation, form, size
+):
+    layer = DCLS_LAYERS[len(size)](
+        2, 3, kernel_count=4, dilated_kernel_size=size, interpolation=interpolation
+    )
     with as_on_a_gpu(form), Watch():
         layer.clamp_positions_()
         layer.kernel().square().sum().backward()
-    assert all(parameter.grad is not None for name, parameter in layer.named_parameters() if name != "bias")
+    assert all(
+        parameter.grad is not None for name, parameter in layer.named_parameters() if name != "bias"
+    )
 
 
 # Mistakes.
@@ -341,16 +397,29 @@ def test_on_a_gpu_a_training_step_neither_waits_nor_adds_in_any_order_nor_rounds
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight": (2, 3, 5, 4)}, r"\(2, 3, 5, 4\).*size=\(5, 8\) it must be \(out, in/groups, count\)"),
+        (
+            {"weight": (2, 3, 5, 4)},
+            r"\(2, 3, 5, 4\).*size=\(5, 8\) it must be \(out, in/groups, count\)",
+        ),
         ({"weight": (2, 3, 4), "dense_axes": (1,)}, r"it must be \(out, in/groups, 8, count\)"),
         ({"positions": (2, 3, 4)}, r"positions of shape \(2, 3, 4\).*must be \(2, 2, 3, 4\)"),
         ({"sigma": (2, 2, 3, 4)}, "bilinear interpolation has no sigma"),
-        ({"interpolation": "gaussian", "sigma": (2, 3, 4)}, r"sigma of shape \(2, 3, 4\).*must be \(2, 2, 3, 4\)"),
+        (
+            {"interpolation": "gaussian", "sigma": (2, 3, 4)},
+            r"sigma of shape \(2, 3, 4\).*must be \(2, 2, 3, 4\)",
+        ),
     ],
 )
 def test_what_does_not_belong_together_is_refused_by_name(changes, message):
     shapes = {"weight": (2, 3, 4), "positions": (2, 2, 3, 4), "sigma": None}
-    tensors = {name: shape and torch.zeros(shape) for name, shape in {**shapes, **changes}.items() if name in shapes}
-    options = {"size": (5, 8), **{name: value for name, value in changes.items() if name not in shapes}}
+    tensors = {
+        name: shape and torch.zeros(shape)
+        for name, shape in {**shapes, **changes}.items()
+        if name in shapes
+    }
+    options = {
+        "size": (5, 8),
+        **{name: value for name, value in changes.items() if name not in shapes},
+    }
     with pytest.raises(ValueError, match=message):
         construct_kernel(**tensors, **options)

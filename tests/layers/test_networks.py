@@ -39,7 +39,11 @@ def stage(*sizes):
 
 
 FORMATS = {
-    "one dense axis in 2-D": (DclsConv2d, {"dilated_kernel_size": (3, 7), "dense_axes": (0,)}, torch.channels_last),
+    "one dense axis in 2-D": (
+        DclsConv2d,
+        {"dilated_kernel_size": (3, 7), "dense_axes": (0,)},
+        torch.channels_last,
+    ),
     "none dense in 3-D": (DclsConv3d, {"dilated_kernel_size": (3, 5, 4)}, torch.channels_last_3d),
 }
 
@@ -53,7 +57,9 @@ def test_positions_and_elements_pass_through_memory_formats(case):
     expected, before = model(images), copy.deepcopy(model.state_dict())
     for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         one.to(memory_format=memory_format)
-        torch.testing.assert_close(one(images.to(memory_format=memory_format)), expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            one(images.to(memory_format=memory_format)), expected, rtol=1e-3, atol=1e-4
+        )
         assert all(torch.equal(tensor, before[name]) for name, tensor in one.state_dict().items())
         for layer in layers(one):
             assert layer.weight.is_contiguous()
@@ -74,8 +80,12 @@ def test_torchvision_extracts_features_without_the_owner_of_positions():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # inductor's
-@pytest.mark.parametrize(("backend", "sizes"), [("aot_eager", [(5, 7), 5, 5]), ("inductor", [5, 5])])
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)  # inductor's
+@pytest.mark.parametrize(
+    ("backend", "sizes"), [("aot_eager", [(5, 7), 5, 5]), ("inductor", [5, 5])]
+)
 def test_compiled_layers_keep_their_positions_inside_as_others_do(backend, sizes):
     torch.compiler.reset()
     start, images, results = stage(*sizes), randn(1, 2, 9, 9, dtype=torch.float32), []

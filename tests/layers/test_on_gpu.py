@@ -17,7 +17,9 @@ from .common import FLOAT64_ATOL, close, every_interpolation, randn
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # compiling: that they are available, but not used
+    pytest.mark.filterwarnings(
+        "ignore:TensorFloat32 tensor cores"
+    ),  # compiling: that they are available, but not used
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # that it is a prototype
 ]
 
@@ -25,7 +27,13 @@ pytestmark = [
 def layer_of(size, interpolation="bilinear", *, dtype=torch.float32, count=9):
     """A depthwise layer on the GPU, its elements on and between cells, inside the window, at its border and beyond."""
     layer = DCLS_LAYERS[len(size)](
-        6, 6, groups=6, kernel_count=count, dilated_kernel_size=size, interpolation=interpolation, dtype=dtype
+        6,
+        6,
+        groups=6,
+        kernel_count=count,
+        dilated_kernel_size=size,
+        interpolation=interpolation,
+        dtype=dtype,
     )
     with torch.no_grad():
         layer.weight.copy_(randn(*layer.weight.shape))
@@ -130,12 +138,22 @@ def test_a_step_can_be_captured_in_a_cuda_graph():
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("side", [7, 14, 28])
 def test_wide_windows_are_convolved_as_on_the_cpu(side, memory_format):
-    maps, kernel = randn(3, 5, side, side).to(memory_format=memory_format), randn(5, 1, 17, 17, seed=1)
+    maps, kernel = (
+        randn(3, 5, side, side).to(memory_format=memory_format),
+        randn(5, 1, 17, 17, seed=1),
+    )
     results = []
     for device in ("cpu", "cuda"):
         pair = [tensor.to(device).requires_grad_() for tensor in (maps, kernel)]
         output = conv2d(*pair, None, (1, 1), (8, 8), (1, 1), 5)
-        results.append([output.detach().cpu(), *(g.cpu() for g in torch.autograd.grad(output.square().sum(), pair))])
+        results.append(
+            [
+                output.detach().cpu(),
+                *(g.cpu() for g in torch.autograd.grad(output.square().sum(), pair)),
+            ]
+        )
         assert output.is_contiguous(memory_format=memory_format)
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=FLOAT64_ATOL, atol=FLOAT64_ATOL * other.abs().max().item())
+        torch.testing.assert_close(
+            one, other, rtol=FLOAT64_ATOL, atol=FLOAT64_ATOL * other.abs().max().item()
+        )

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from dcls_convert.layers import position_statistics
-from dcls_convert.layers.position_statistics import border_share, mean_distance, overlap_share, spread
+from dcls_convert.layers.position_statistics import (
+    border_share,
+    mean_distance,
+    overlap_share,
+    spread,
+)
 
 from .common import randn
 
@@ -28,8 +33,12 @@ def slow_border(elements, size):
     return sum(any(map(at_border, element, size)) for element in elements) / len(elements)
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 1, 6), (2, 3, 2, 5), (2, 9, 1, 1), (3, 2, 2, 4), (2, 3, 1, 4, 7)])
-@pytest.mark.parametrize("whole", [False, True])  # neighbours are exactly a cell apart, and some elements at one place
+@pytest.mark.parametrize(
+    "shape", [(1, 4, 1, 6), (2, 3, 2, 5), (2, 9, 1, 1), (3, 2, 2, 4), (2, 3, 1, 4, 7)]
+)
+@pytest.mark.parametrize(
+    "whole", [False, True]
+)  # neighbours are exactly a cell apart, and some elements at one place
 def test_statistics_are_those_of_plain_loops(shape, whole, monkeypatch):
     positions = 2 * randn(*shape)
     positions, size = positions.round() if whole else positions, (5, 8, 1)[: shape[0]]
@@ -41,9 +50,13 @@ def test_statistics_are_those_of_plain_loops(shape, whole, monkeypatch):
     assert border_share(positions, size) == slow_border(elements, size)
     squares = [sum(place**2 for place in axis) / len(axis) for axis in zip(*elements, strict=True)]
     assert spread(positions) == pytest.approx([math.sqrt(square) for square in squares])
-    assert mean_distance(positions) == pytest.approx(sum(map(math.hypot, *zip(*elements, strict=True))) / len(elements))
+    assert mean_distance(positions) == pytest.approx(
+        sum(map(math.hypot, *zip(*elements, strict=True))) / len(elements)
+    )
 
 
 def test_half_precision_is_compared_exactly():
-    positions = torch.tensor([1.0, 2**-9]).reshape(1, 1, 1, 2)  # their difference would be 1 in bfloat16
+    positions = torch.tensor([1.0, 2**-9]).reshape(
+        1, 1, 1, 2
+    )  # their difference would be 1 in bfloat16
     assert overlap_share(positions.bfloat16()) == overlap_share(positions) == 1

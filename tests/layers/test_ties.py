@@ -92,8 +92,13 @@ def test_ties_survive_copying(converted, converted_on_meta, way):
     assert_a_copy_of(copied, converted)
     before = [layer.kernel() for layer in layers(copied)]
     owner = copied.stages[2].blocks
-    owner.dcls_positions = nn.Parameter(owner.dcls_positions.detach() + 0.4)  # replaced: looked up at each use
-    changed = [not torch.equal(old, layer.kernel()) for old, layer in zip(before, layers(copied), strict=True)]
+    owner.dcls_positions = nn.Parameter(
+        owner.dcls_positions.detach() + 0.4
+    )  # replaced: looked up at each use
+    changed = [
+        not torch.equal(old, layer.kernel())
+        for old, layer in zip(before, layers(copied), strict=True)
+    ]
     assert [index for index, one in enumerate(changed) if one] == EXPECTED_GROUPS[2]
 
 
@@ -131,7 +136,9 @@ def test_ties_values_and_gradients_survive_conversions(converted, prepared, chan
     gradients = [copy.deepcopy(parameter.grad) for parameter in model.parameters()]
     assert model.to(**options) is model
     assert groups(model) == EXPECTED_GROUPS
-    assert [id(parameter) for parameter in model.parameters()] == own  # an optimizer knows them by their identity
+    assert [
+        id(parameter) for parameter in model.parameters()
+    ] == own  # an optimizer knows them by their identity
     dtype = options.get("dtype", torch.float32)
     for parameter, value, gradient in zip(model.parameters(), values, gradients, strict=True):
         assert torch.equal(parameter, value.to(dtype))
@@ -172,5 +179,8 @@ def test_a_part_copied_alone_has_positions_of_its_own(converted):
 def test_folding_leaves_nothing_of_ours_on_the_owners(converted, tiny):
     folded = copy.deepcopy(converted)
     dcls_convert.fold_to_dense_(folded)
-    own = [{name: set(vars(module)) for name, module in model.named_modules()} for model in (folded, tiny)]
+    own = [
+        {name: set(vars(module)) for name, module in model.named_modules()}
+        for model in (folded, tiny)
+    ]
     assert own[0] == own[1]

@@ -31,14 +31,21 @@ class Network(nn.Module):
 
 def run(model, batches, answer):
     """The inputs that the convolutions saw."""
-    run_in_step([model.one, model.other], [functools.partial(model, batch) for batch in batches], answer)
+    run_in_step(
+        [model.one, model.other], [functools.partial(model, batch) for batch in batches], answer
+    )
 
 
 @pytest.mark.parametrize(
-    "within", [contextlib.nullcontext, torch.inference_mode, functools.partial(torch.autocast, "cpu")]
+    "within",
+    [contextlib.nullcontext, torch.inference_mode, functools.partial(torch.autocast, "cpu")],
 )
 def test_passes_give_what_they_give_alone_and_a_call_sees_the_inputs_of_all(within):
-    model, batches, seen = Network(within=within), [torch.randn(count, 3, 9, 9) for count in (2, 1, 3)], []
+    model, batches, seen = (
+        Network(within=within),
+        [torch.randn(count, 3, 9, 9) for count in (2, 1, 3)],
+        [],
+    )
     old = {conv: conv.forward for conv in (model.one, model.other)}
     for batch in batches:
         model(batch)
@@ -60,7 +67,8 @@ def test_passes_give_what_they_give_alone_and_a_call_sees_the_inputs_of_all(with
 
 
 @pytest.mark.parametrize(
-    ("options", "error"), [({"turns": True}, ModelError), ({"fails": True}, MemoryError), ({}, KeyboardInterrupt)]
+    ("options", "error"),
+    [({"turns": True}, ModelError), ({"fails": True}, MemoryError), ({}, KeyboardInterrupt)],
 )
 def test_where_one_fails_all_end_and_the_model_is_as_before(options, error):
     model = Network(**options)

@@ -7,11 +7,20 @@ import math
 import pytest
 import torch
 
-from dcls_convert.networks.outputs import ComparisonError, check_equal, relative_distance, relative_error, tensors_in
+from dcls_convert.networks.outputs import (
+    ComparisonError,
+    check_equal,
+    relative_distance,
+    relative_error,
+    tensors_in,
+)
 
 
 def test_the_relative_error_is_that_of_the_worst_tensor():
-    a = {"x": [torch.tensor([1.0, -4.0]), torch.tensor(100.0)], "n": (torch.tensor([3, 4]), "text", None)}
+    a = {
+        "x": [torch.tensor([1.0, -4.0]), torch.tensor(100.0)],
+        "n": (torch.tensor([3, 4]), "text", None),
+    }
     b = copy.deepcopy(a)
     assert relative_error(a, b) == 0
     b["x"][0][0] = 1.5
@@ -36,9 +45,17 @@ def test_tensors_are_found_in_any_nesting():
     [
         (torch.zeros(2), torch.zeros(3), r"output has shape \(2,\) and \(3,\)"),
         ([torch.zeros(2)], (torch.zeros(2),), "output is a list of 1 and a tuple of 1"),
-        ({"a": [torch.zeros(2)]}, {"a": [torch.zeros(2), 1]}, r"output\['a'\] is a list of 1 and a list of 2"),
+        (
+            {"a": [torch.zeros(2)]},
+            {"a": [torch.zeros(2), 1]},
+            r"output\['a'\] is a list of 1 and a list of 2",
+        ),
         ({"a": [torch.zeros(2), 1]}, {"a": [torch.zeros(2), 2]}, r"output\['a'\]\[1\] is"),
-        ([torch.zeros(2), None], [torch.zeros(2), torch.zeros(2)], r"output\[1\] is a NoneType and a tensor"),
+        (
+            [torch.zeros(2), None],
+            [torch.zeros(2), torch.zeros(2)],
+            r"output\[1\] is a NoneType and a tensor",
+        ),
         (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]), "not finite"),
         (["text"], ["text"], "no tensor"),
     ],
@@ -51,7 +68,11 @@ def test_what_cannot_be_compared_is_an_error(a, b, says):
 def test_the_relative_distance_is_over_all_tensors_or_none_where_there_is_no_such_number():
     a = [torch.tensor([3.0]), {"n": torch.tensor([4.0]), "text": "x"}]
     assert relative_distance(a, [torch.tensor([3.0]), {"n": torch.tensor([5.0])}]) == 1 / 5
-    for others in ([torch.zeros(2), torch.zeros(1)], [torch.zeros(1)], [torch.tensor([math.nan]), torch.zeros(1)]):
+    for others in (
+        [torch.zeros(2), torch.zeros(1)],
+        [torch.zeros(1)],
+        [torch.tensor([math.nan]), torch.zeros(1)],
+    ):
         assert relative_distance(a, others) is None
     assert relative_distance(torch.zeros(2), torch.ones(2)) is None
 
@@ -59,5 +80,7 @@ def test_the_relative_distance_is_over_all_tensors_or_none_where_there_is_no_suc
 def test_the_bound_is_the_largest_error_allowed():
     a, b = torch.tensor([8.0, 4.0]), torch.tensor([8.0, 5.0])
     assert check_equal(a, b, bound=1 / 8, what="it") == 1 / 8
-    with pytest.raises(ComparisonError, match=r"it: the outputs' relative error is 1\.2e-01, allowed is 1e-01"):
+    with pytest.raises(
+        ComparisonError, match=r"it: the outputs' relative error is 1\.2e-01, allowed is 1e-01"
+    ):
         check_equal(a, b, bound=0.12, what="it")

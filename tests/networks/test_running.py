@@ -50,8 +50,14 @@ def _precisions_as_they_were():
         (None, None),
         ("cuda.matmul.allow_tf32", True),
         ("cudnn.allow_tf32", False),
-        *[pytest.param(f"{part}fp32_precision", "tf32", marks=newer) for part in ("", "cuda.matmul.", "cudnn.")],
-        *[pytest.param("cudnn.conv.fp32_precision", value, marks=newer) for value in ("ieee", "tf32")],
+        *[
+            pytest.param(f"{part}fp32_precision", "tf32", marks=newer)
+            for part in ("", "cuda.matmul.", "cudnn.")
+        ],
+        *[
+            pytest.param("cudnn.conv.fp32_precision", value, marks=newer)
+            for value in ("ieee", "tf32")
+        ],
         ("float32_matmul_precision", "medium"),
     ],
 )

@@ -45,12 +45,21 @@ class OwnCall(nn.Conv2d):
 
 
 FORMS = {
-    "depthwise with multiplier": ("depthwise", lambda: nn.Conv2d(4, 12, (5, 3), groups=4, bias=False)),
+    "depthwise with multiplier": (
+        "depthwise",
+        lambda: nn.Conv2d(4, 12, (5, 3), groups=4, bias=False),
+    ),
     "grouped": ("grouped", lambda: nn.Conv2d(4, 6, 3, groups=2, stride=(2, 1))),
-    "dense": ("dense", lambda: nn.Conv2d(4, 6, (3, 5), (1, 2), (2, 0), dilation=(2, 1), padding_mode="reflect")),
+    "dense": (
+        "dense",
+        lambda: nn.Conv2d(4, 6, (3, 5), (1, 2), (2, 0), dilation=(2, 1), padding_mode="reflect"),
+    ),
     "1-D": ("depthwise", lambda: nn.Conv1d(4, 8, 5, groups=4, stride=2)),
     "3-D": ("depthwise", lambda: nn.Conv3d(4, 4, (3, 5, 1), groups=4, padding=(1, 0, 0))),
-    "torchvision's subclass": ("dense", lambda: torchvision.models.video.resnet.Conv3DNoTemporal(4, 4)),
+    "torchvision's subclass": (
+        "dense",
+        lambda: torchvision.models.video.resnet.Conv3DNoTemporal(4, 4),
+    ),
 }
 
 
@@ -63,10 +72,21 @@ def test_a_site_is_what_the_convolution_is(form):
     ((site,), skipped) = convs
     output = conv(torch.zeros(1, 4, *SPATIAL[dims]))
     assert skipped == ()
-    assert (site.names, site.type, site.kind, site.stage) == (("conv",), type(conv).__name__, kind, None)
-    for name in "in_channels out_channels groups kernel_size stride padding dilation padding_mode".split():
+    assert (site.names, site.type, site.kind, site.stage) == (
+        ("conv",),
+        type(conv).__name__,
+        kind,
+        None,
+    )
+    for (
+        name
+    ) in "in_channels out_channels groups kernel_size stride padding dilation padding_mode".split():
         assert getattr(site, name) == getattr(conv, name), name
-    assert (site.bias, site.dims, site.dense_weights) == (conv.bias is not None, dims, conv.weight.numel())
+    assert (site.bias, site.dims, site.dense_weights) == (
+        conv.bias is not None,
+        dims,
+        conv.weight.numel(),
+    )
     assert (site.output_size, site.input_extent) == (output.shape[2:], SPATIAL[dims])
     assert site.macs(site.kernel_size) == convs.macs == output.numel() * conv.weight[0].numel()
     assert convs.params == sum(parameter.numel() for parameter in conv.parameters())
@@ -123,7 +143,11 @@ def test_a_shared_object_is_one_site_under_all_its_names_and_counts_all_its_call
 def test_macs_do_not_depend_on_how_a_convolution_is_called(call, positions):
     convs = find_convs(Holder(depthwise(), call), (4, 9, 14))
     (site,) = convs.sites
-    assert (site.macs((3, 3)), site.output_size, site.input_extent) == (convs.macs, (9, 14), (9, 14))
+    assert (site.macs((3, 3)), site.output_size, site.input_extent) == (
+        convs.macs,
+        (9, 14),
+        (9, 14),
+    )
     assert convs.macs == positions * 4 * 9
 
 
@@ -142,11 +166,23 @@ OWN = "has a forward of its own"
 ODD = {
     "transposed": (lambda: nn.ConvTranspose2d(4, 4, 3, padding=1), "transposed convolution"),
     "own __call__": (lambda: OwnCall(4, 4, 3, padding=1), OWN),
-    "forward on the instance": (lambda: changed(depthwise(), replaced_forward), "forward of its own"),
-    "parametrised weight": (lambda: parametrizations.weight_norm(depthwise()), "its weight is parametrised"),
-    "pruned": (lambda: prune.l1_unstructured(depthwise(), "weight", 0.5), "computed from other parameters"),
+    "forward on the instance": (
+        lambda: changed(depthwise(), replaced_forward),
+        "forward of its own",
+    ),
+    "parametrised weight": (
+        lambda: parametrizations.weight_norm(depthwise()),
+        "its weight is parametrised",
+    ),
+    "pruned": (
+        lambda: prune.l1_unstructured(depthwise(), "weight", 0.5),
+        "computed from other parameters",
+    ),
     "lazy": (lambda: nn.LazyConv2d(4, 3, padding=1), "lazy"),
-    "child": (lambda: changed(depthwise(), lambda conv: conv.add_module("extra", nn.ReLU())), "holds extra"),
+    "child": (
+        lambda: changed(depthwise(), lambda conv: conv.add_module("extra", nn.ReLU())),
+        "holds extra",
+    ),
 }
 
 
@@ -171,7 +207,9 @@ def test_a_convolution_that_shares_its_weight_is_skipped(build):
     assert [site.name for site in convs.sites] == ["ordinary"]
     assert convs.skipped[0].name == "odd"
     assert {skip.reason for skip in convs.skipped} == {"its weight is shared with odd and other"}
-    assert convs.params == sum(parameter.numel() for parameter in model.parameters())  # a shared weight once
+    assert convs.params == sum(
+        parameter.numel() for parameter in model.parameters()
+    )  # a shared weight once
 
 
 class Mixed(nn.Module):
@@ -241,9 +279,15 @@ def test_a_model_that_cannot_be_traced_has_no_macs_but_can_be_planned(model, inp
     assert convs.macs is None
     assert note in convs.macs_note
     (site,) = convs.sites
-    assert [site.macs((3, 3)), site.output_size, site.input_extent, site.output_positions] == [None] * 4
+    assert [site.macs((3, 3)), site.output_size, site.input_extent, site.output_positions] == [
+        None
+    ] * 4
     report = predict_report(plan_conversion(convs, dilated_size=7))
-    assert (report.macs.before, report.macs.after, report.macs.note) == (None, None, convs.macs_note)
+    assert (report.macs.before, report.macs.after, report.macs.note) == (
+        None,
+        None,
+        convs.macs_note,
+    )
 
 
 @pytest.mark.parametrize(

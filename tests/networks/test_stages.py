@@ -17,20 +17,43 @@ MATCHER, STRUCTURE, PATH = "timm's group_matcher", "output stride and module pat
 
 
 def small_densenet(_):
-    return torchvision.models.DenseNet(growth_rate=4, block_config=(1, 1, 1, 1), num_init_features=8)
+    return torchvision.models.DenseNet(
+        growth_rate=4, block_config=(1, 1, 1, 1), num_init_features=8
+    )
 
 
 @pytest.mark.parametrize(
     ("build", "name", "source", "stages"),
     [
-        (timm.create_model, "test_convnext", MATCHER, ["stages.0", "stages.1", "stages.2", "stages.3"]),
+        (
+            timm.create_model,
+            "test_convnext",
+            MATCHER,
+            ["stages.0", "stages.1", "stages.2", "stages.3"],
+        ),
         # timm names single layers and blocks of these.
-        (timm.create_model, "vgg11", STRUCTURE, [f"features/stride{2**index}" for index in range(1, 5)]),
-        pytest.param(timm.create_model, "caformer_s18", STRUCTURE, ["stages.0", "stages.1"], marks=pytest.mark.slow),
+        (
+            timm.create_model,
+            "vgg11",
+            STRUCTURE,
+            [f"features/stride{2**index}" for index in range(1, 5)],
+        ),
+        pytest.param(
+            timm.create_model,
+            "caformer_s18",
+            STRUCTURE,
+            ["stages.0", "stages.1"],
+            marks=pytest.mark.slow,
+        ),
         # torchvision says nothing.
         (small_densenet, "densenet", STRUCTURE, [f"features.denseblock{i}" for i in range(1, 5)]),
         (GET, "convnext_tiny", STRUCTURE, [f"features/stride{4 * 2**i}" for i in range(4)]),
-        (GET, "mnasnet0_5", STRUCTURE, "layers.8 layers.9 layers/stride16 layers/stride2 layers/stride32".split()),
+        (
+            GET,
+            "mnasnet0_5",
+            STRUCTURE,
+            "layers.8 layers.9 layers/stride16 layers/stride2 layers/stride32".split(),
+        ),
     ],
 )
 def test_converted_layers_are_in_these_stages(build, name, source, stages):
@@ -40,7 +63,11 @@ def test_converted_layers_are_in_these_stages(build, name, source, stages):
     assert sorted({layer.stage for layer in plan.layers}) == sorted(stages)
     if name == "vgg11":
         outside = [site.name for site in convs.sites if site.stage is None]
-        assert outside == ["features.0", "pre_logits.fc1", "pre_logits.fc2"]  # the stem, and the head
+        assert outside == [
+            "features.0",
+            "pre_logits.fc1",
+            "pre_logits.fc2",
+        ]  # the stem, and the head
 
 
 @pytest.mark.parametrize(
@@ -82,7 +109,10 @@ class WithMatcher(nn.Sequential):
     ("groups", "stage"),
     [
         (lambda: {"stem": r"^0", "blocks": [(r"^other\.(\d+)", None)]}, None),
-        (lambda: {"blocks": [(r"^0", (99999,))]}, "0"),  # a head alone says nothing: the module path does
+        (
+            lambda: {"blocks": [(r"^0", (99999,))]},
+            "0",
+        ),  # a head alone says nothing: the module path does
         (lambda: 1 / 0, "0"),
     ],
 )
@@ -95,13 +125,18 @@ class Versioned(nn.Module):
 
     def __init__(self, *, name="netv2", traced=True, head=False):
         super().__init__()
-        stages = (nn.Sequential(nn.Conv2d(4, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 1, 1, groups=4)) for _ in range(3))
+        stages = (
+            nn.Sequential(nn.Conv2d(4, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 1, 1, groups=4))
+            for _ in range(3)
+        )
         self.add_module(name, nn.ModuleDict({"stages": nn.Sequential(*stages)}))
         self.head = nn.Conv2d(4, 2, 3) if head else nn.Identity()
         self.name, self.traced = name, traced
 
     def forward(self, x):
-        return self.head(self.get_submodule(self.name)["stages"](x if self.traced else float(x.mean())))
+        return self.head(
+            self.get_submodule(self.name)["stages"](x if self.traced else float(x.mean()))
+        )
 
 
 @pytest.mark.parametrize(

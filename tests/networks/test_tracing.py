@@ -30,7 +30,9 @@ class PadsOutside(nn.Module):
     def padded(self, x, conv):
         kernel = conv.kernel_size if self.reads_size else (3, 3)
         sides = []
-        for size, stride, kernel_side in reversed(list(zip(x.shape[2:], conv.stride, kernel, strict=True))):
+        for size, stride, kernel_side in reversed(
+            list(zip(x.shape[2:], conv.stride, kernel, strict=True))
+        ):
             total = max((-(-size // stride) - 1) * stride + kernel_side - size, 0)
             sides += [total // 2, total - total // 2]
         return F.pad(x, sides)
@@ -66,7 +68,9 @@ def check(model, window, input_size=IMAGE):
     try:
         check_same_shapes(convs.trace, plan.windows)
     finally:  # the copy can be used again
-        assert convs.trace is None or not any(isinstance(one, DclsConvNd) for one in convs.trace.meta.modules())
+        assert convs.trace is None or not any(
+            isinstance(one, DclsConvNd) for one in convs.trace.meta.modules()
+        )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,9 @@ def check(model, window, input_size=IMAGE):
         (ReadsAttribute(skip=True), "again: its output would be 13x18 instead of 9x14"),
     ],
 )
-def test_a_model_that_pads_by_the_kernel_size_is_refused_with_the_first_layer_that_changes(model, says):
+def test_a_model_that_pads_by_the_kernel_size_is_refused_with_the_first_layer_that_changes(
+    model, says
+):
     with pytest.raises(PlanError, match=f"^{says}: the model pads outside"):
         check(model, 7)
 
@@ -88,7 +94,8 @@ def test_a_model_that_pads_by_the_kernel_size_is_refused_with_the_first_layer_th
     [
         PadsOutside(reads_size=False),
         nn.Sequential(
-            nn.Conv2d(4, 4, 3, padding="same", dilation=2), nn.Conv2d(4, 4, (3, 5), stride=2, padding_mode="reflect")
+            nn.Conv2d(4, 4, 3, padding="same", dilation=2),
+            nn.Conv2d(4, 4, (3, 5), stride=2, padding_mode="reflect"),
         ),
         nn.Sequential(nn.Conv2d(4, 2, 3, padding=1), nn.Flatten(), nn.Linear(2 * 9 * 14, 3)),
     ],

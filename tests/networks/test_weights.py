@@ -43,7 +43,10 @@ def trained():
         lambda s: s,
         lambda s: {"model": s, "optimizer": {"lr": 1.0}},
         lambda s: {"model": {k: v * 0 for k, v in s.items()}, "model_ema": s},
-        lambda s: {"state_dict": {f"module.{k}": v for k, v in s.items()}, "args": argparse.Namespace(lr=1)},
+        lambda s: {
+            "state_dict": {f"module.{k}": v for k, v in s.items()},
+            "args": argparse.Namespace(lr=1),
+        },
         lambda s: {"model": {"state_dict": {f"module._orig_mod.{k}": v for k, v in s.items()}}},
     ],
 )
@@ -54,11 +57,17 @@ def test_wrappers_and_prefixes_are_understood(tmp_path, trained, wrap):
     assert all(torch.equal(state[name], tensor) for name, tensor in trained.state_dict().items())
 
 
-def test_all_but_the_kernels_is_kept_and_these_keep_their_largest_cells_over_the_tie_group(tmp_path, trained):
+def test_all_but_the_kernels_is_kept_and_these_keep_their_largest_cells_over_the_tie_group(
+    tmp_path, trained
+):
     save_file(trained.state_dict(), tmp_path / "w.safetensors")
-    job = job_of(f"timm:{TINY}", weights=tmp_path / "w.safetensors", options=PlanOptions(dilated_size=11))
+    job = job_of(
+        f"timm:{TINY}", weights=tmp_path / "w.safetensors", options=PlanOptions(dilated_size=11)
+    )
     done = job.convert()
-    replaced = {name + ".weight" for name, m in done.model.named_modules() if isinstance(m, DclsConv2d)}
+    replaced = {
+        name + ".weight" for name, m in done.model.named_modules() if isinstance(m, DclsConv2d)
+    }
     own, old = done.model.state_dict(), trained.state_dict()
     assert len(replaced) == 9
     assert all(torch.equal(own[name], old[name]) for name in old.keys() - replaced)
@@ -67,10 +76,14 @@ def test_all_but_the_kernels_is_kept_and_these_keep_their_largest_cells_over_the
         kept = torch.zeros_like(energy, dtype=torch.bool)
         kept.scatter_(1, energy.topk(done.report.layers[0].kernel_count).indices, True)
         for name in group.layers:
-            expected = torch.where(kept, old[f"{name}.weight"].flatten(1), 0).unflatten(1, (1, 7, 7))
+            expected = torch.where(kept, old[f"{name}.weight"].flatten(1), 0).unflatten(
+                1, (1, 7, 7)
+            )
             kernel = done.model.get_submodule(name).kernel()
             assert torch.equal(kernel[:, :, 2:9, 2:9], expected)
-            assert kernel.count_nonzero() == expected.count_nonzero()  # nothing outside the old kernel
+            assert (
+                kernel.count_nonzero() == expected.count_nonzero()
+            )  # nothing outside the old kernel
 
 
 def test_another_head_starts_afresh_and_says_so(trained):
@@ -78,7 +91,9 @@ def test_another_head_starts_afresh_and_says_so(trained):
     options = {"args": {"num_classes": 5}, "weights": trained.state_dict(), "note": notes.append}
     job_of(f"timm:{TINY}", offline=True, **options).plan()
     network = job_of(f"timm:{TINY}", **options).network
-    assert "head.fc.weight has another shape in the checkpoint and starts from random values" in notes
+    assert (
+        "head.fc.weight has another shape in the checkpoint and starts from random values" in notes
+    )
     assert network.num_classes == 5
     assert torch.equal(network.stem[0].weight, trained.stem[0].weight)
 
@@ -103,18 +118,26 @@ def test_only_the_classifier_may_keep_its_initial_values():
     other = state | {"head.weight": torch.ones(7, 2), "head.bias": torch.ones(7)}
     assert load_weights_(model, other, "file", new_classifier=True) == ["head.weight", "head.bias"]
     with pytest.raises(CheckpointError, match=r"head_conv\.weight has shape \(2, 4\)"):
-        load_weights_(model, state | {"head_conv.weight": torch.ones(2, 4)}, "file", new_classifier=True)
+        load_weights_(
+            model, state | {"head_conv.weight": torch.ones(2, 4)}, "file", new_classifier=True
+        )
 
 
-def test_pretrained_comes_through_timm_or_a_folder_without_which_the_conversion_does(tmp_path, monkeypatch, trained):
+def test_pretrained_comes_through_timm_or_a_folder_without_which_the_conversion_does(
+    tmp_path, monkeypatch, trained
+):
     timm.models.save_for_hf(trained, folder := tmp_path / "folder", safe_serialization=True)
     asked = []
     monkeypatch.setattr(
         "timm.models._hub.hf_hub_download",
-        lambda repo_id, filename, **_: asked.append(f"{repo_id}/{filename}") or str(folder / filename),
+        lambda repo_id, filename, **_: (
+            asked.append(f"{repo_id}/{filename}") or str(folder / filename)
+        ),
     )
     network = job_of(f"timm:{TINY}", pretrained=True).network
-    assert asked == [f"timm/{trained.pretrained_cfg['hf_hub_id'].removeprefix('timm/')}/model.safetensors"]
+    assert asked == [
+        f"timm/{trained.pretrained_cfg['hf_hub_id'].removeprefix('timm/')}/model.safetensors"
+    ]
     assert torch.equal(network.stem[0].weight, trained.stem[0].weight)
     done = job_of(f"local-dir:{folder}", pretrained=True).convert()
     save_converted(done.model, done.report.plan, tmp_path / "out")
@@ -126,10 +149,16 @@ def test_pretrained_comes_through_timm_or_a_folder_without_which_the_conversion_
 def test_torchvision_weights_come_through_its_own_loader(monkeypatch):
     torch.manual_seed(3)
     state = torchvision.models.shufflenet_v2_x0_5(weights=None).state_dict()
-    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", lambda *_args, **_options: state)
+    monkeypatch.setattr(
+        "torchvision.models._api.load_state_dict_from_url", lambda *_args, **_options: state
+    )
     network = job_of("torchvision:shufflenet_v2_x0_5", pretrained=True).network
     assert torch.equal(network.conv1[0].weight, state["conv1.0.weight"])
     source = ModelSource(name="torchvision:shufflenet_v2_x0_5", args={"num_classes": 3})
     tuned = Job(source=source, pretrained=True).network
     assert tuned.fc.weight.shape == (3, 1024)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in tuned.state_dict().items() if "fc" not in name)
+    assert all(
+        torch.equal(tensor, state[name])
+        for name, tensor in tuned.state_dict().items()
+        if "fc" not in name
+    )

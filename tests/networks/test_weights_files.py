@@ -26,7 +26,11 @@ RAN = []  # what a pickle calls
 def network():
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        stage = nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1, groups=4), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 5, 1, 2, groups=4))
+        stage = nn.Sequential(
+            nn.Conv2d(4, 4, 3, 1, 1, groups=4),
+            nn.BatchNorm2d(4),
+            nn.Conv2d(4, 4, 5, 1, 2, groups=4),
+        )
         pool = nn.AdaptiveAvgPool2d(1)
         return nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), stage, pool, nn.Flatten(), nn.Linear(4, 3))
 
@@ -49,12 +53,21 @@ def nested(depth):
 CHANGES = {  # of a tensor, and what is said of the file then; None where it is read
     "NaN": (lambda t: t * torch.nan, r"has \d+ of \d+ values that are NaN or infinite"),
     "integers": (lambda t: t.int(), r"is torch\.int32, the model needs torch\.float32"),
-    "complex": (lambda t: t.to(torch.complex64), r"is torch\.complex64, the model needs torch\.float32"),
+    "complex": (
+        lambda t: t.to(torch.complex64),
+        r"is torch\.complex64, the model needs torch\.float32",
+    ),
     "empty": (lambda t: t[:0], r"has shape \(0, 3, 3, 3\), the model needs \(4, 3, 3, 3\)"),
     "meta": (lambda t: t.to("meta"), "is without data"),
-    "sparse": (lambda t: t.to_sparse(), r"is torch\.sparse_coo; weights must be ordinary dense tensors"),
+    "sparse": (
+        lambda t: t.to_sparse(),
+        r"is torch\.sparse_coo; weights must be ordinary dense tensors",
+    ),
     "quantised": (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), "is quantized"),
-    "packed bits": (lambda t: t.contiguous().view(torch.uint8).view(torch.bits8), r"is torch\.bits8; weights must be"),
+    "packed bits": (
+        lambda t: t.contiguous().view(torch.uint8).view(torch.bits8),
+        r"is torch\.bits8; weights must be",
+    ),
     "no tensor": (lambda t: t.tolist(), "is a list, not a tensor"),
     "payload": (lambda t: Payload(), "is damaged or holds more than tensors"),
     "transposed": (lambda t: t.transpose(0, -1).contiguous().transpose(0, -1), None),
@@ -103,16 +116,43 @@ DAMAGES = {
         "header has 16,777,217 bytes; 16,777,216 are the most",
     ),
     "short header.safetensors": (with_header(100), NO_SAFETENSORS),
-    "compressed.pth": (compressed, r"its parts unpack to 4,19\d,\d+ bytes, more than 20 times the file's size"),
+    "compressed.pth": (
+        compressed,
+        r"its parts unpack to 4,19\d,\d+ bytes, more than 20 times the file's size",
+    ),
     "code.pth": (torch_file(lambda _: Payload()), r"holds more than tensors.*\(UnpicklingError\)"),
-    "tensor.pth": (torch_file(lambda _: torch.zeros(3)), r"holds a Tensor, not a state dict \(names to tensors\)"),
-    "holds itself.pth": (torch_file(holding_itself), "holds a mapping with model, not a state dict"),
-    "no tensors.pth": (torch_file(lambda _: {nested(20): 1, "a": 2}), "holds a mapping with a, not a state dict"),
-    "more than tensors.pth": (torch_file(lambda s: s | {"epoch": 3}), "entry 'epoch' is a int, not a tensor"),
-    "one missing.pth": (torch_file(lambda s: {n: s[n] for n in s if n != FIRST}), f"the model: it lacks {FIRST}$"),
-    "one too many.pth": (torch_file(lambda s: s | {"x": torch.zeros(1)}), "the model: it has x too many$"),
-    "named twice.pth": (torch_file(lambda s: s | {f"module.{FIRST}": s[FIRST]}), f"module.{FIRST} is there twice"),
-    "long name.pth": (torch_file(lambda s: s | {"\0" + "x" * 5000: 3}), r"entry '\\\\x00xx.*xx' is a int"),
+    "tensor.pth": (
+        torch_file(lambda _: torch.zeros(3)),
+        r"holds a Tensor, not a state dict \(names to tensors\)",
+    ),
+    "holds itself.pth": (
+        torch_file(holding_itself),
+        "holds a mapping with model, not a state dict",
+    ),
+    "no tensors.pth": (
+        torch_file(lambda _: {nested(20): 1, "a": 2}),
+        "holds a mapping with a, not a state dict",
+    ),
+    "more than tensors.pth": (
+        torch_file(lambda s: s | {"epoch": 3}),
+        "entry 'epoch' is a int, not a tensor",
+    ),
+    "one missing.pth": (
+        torch_file(lambda s: {n: s[n] for n in s if n != FIRST}),
+        f"the model: it lacks {FIRST}$",
+    ),
+    "one too many.pth": (
+        torch_file(lambda s: s | {"x": torch.zeros(1)}),
+        "the model: it has x too many$",
+    ),
+    "named twice.pth": (
+        torch_file(lambda s: s | {f"module.{FIRST}": s[FIRST]}),
+        f"module.{FIRST} is there twice",
+    ),
+    "long name.pth": (
+        torch_file(lambda s: s | {"\0" + "x" * 5000: 3}),
+        r"entry '\\\\x00xx.*xx' is a int",
+    ),
     "tuple as key.pth": (
         torch_file(lambda s: {"epoch": 1, "model": {nested(20): torch.ones(2), **s}}),
         "has keys of type tuple; weights have names",
@@ -150,13 +190,21 @@ def states(draw):
     """The network's, with entries that are odd, under other names or wrapped."""
     state = network().state_dict()
     for _ in range(draw(st.integers(0, 2))):
-        name, (make, _) = draw(st.sampled_from(sorted(state))), CHANGES[draw(st.sampled_from(sorted(CHANGES)))]
+        name, (make, _) = (
+            draw(st.sampled_from(sorted(state))),
+            CHANGES[draw(st.sampled_from(sorted(CHANGES)))],
+        )
         with contextlib.suppress(Exception):  # a scalar has no rows, a list is no tensor, ...
             state[draw(st.sampled_from([name, name, f"module.{name}", "more"]))] = make(state[name])
     if draw(st.integers(0, 9)) == 0:
-        state[draw(st.integers() | st.none() | st.tuples(st.integers()) | st.binary(max_size=3))] = torch.ones(2)
+        state[
+            draw(st.integers() | st.none() | st.tuples(st.integers()) | st.binary(max_size=3))
+        ] = torch.ones(2)
     for _ in range(draw(st.integers(0, 2))):
-        state = {draw(st.sampled_from(["state_dict", "model", "state_dict_ema", "epoch"])): state, "lr": 0.1}
+        state = {
+            draw(st.sampled_from(["state_dict", "model", "state_dict_ema", "epoch"])): state,
+            "lr": 0.1,
+        }
     return state
 
 
@@ -176,8 +224,24 @@ def safetensors_files(draw):
         header = json.loads(data[8 : 8 + size])
         entry = header[draw(st.sampled_from(sorted(header)))]
         key = draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))
-        odd = ["F64", "I8", "F8_E4M3", "", None, 3, [], [0], [2**40], [-1, 3], [0, 8], [8, 0], [2**63, 2**63]]
-        entry[key] = draw(st.sampled_from([*odd, *(other.get("data_offsets") for other in header.values())]))
+        odd = [
+            "F64",
+            "I8",
+            "F8_E4M3",
+            "",
+            None,
+            3,
+            [],
+            [0],
+            [2**40],
+            [-1, 3],
+            [0, 8],
+            [8, 0],
+            [2**63, 2**63],
+        ]
+        entry[key] = draw(
+            st.sampled_from([*odd, *(other.get("data_offsets") for other in header.values())])
+        )
         text = json.dumps(header).encode()
         if draw(st.integers(0, 3)) == 0:  # each key twice
             text = text[:-1] + b", " + text[1:]
@@ -207,4 +271,6 @@ def test_any_file_is_read_as_it_is_or_refused_in_one_line(tmp_path, file):
     except CheckpointError as error:
         check_line(error)
     assert RAN == []
-    assert all(torch.equal(own, expected[name].to(own.dtype)) for name, own in model.state_dict().items())
+    assert all(
+        torch.equal(own, expected[name].to(own.dtype)) for name, own in model.state_dict().items()
+    )

@@ -13,7 +13,9 @@ IMAGE = (4, 9, 14)
 
 
 def depthwise(size=3, channels=4, **options):
-    return nn.Conv2d(channels, channels, size, **({"padding": "same", "groups": channels} | options))
+    return nn.Conv2d(
+        channels, channels, size, **({"padding": "same", "groups": channels} | options)
+    )
 
 
 class Net(nn.Module):
@@ -34,7 +36,9 @@ class Shared(nn.Module):
     def __init__(self, shared=True):
         super().__init__()
         self.first = depthwise()
-        self.stages = nn.ModuleList([nn.Sequential(self.first if shared else depthwise()), nn.Sequential(depthwise())])
+        self.stages = nn.ModuleList(
+            [nn.Sequential(self.first if shared else depthwise()), nn.Sequential(depthwise())]
+        )
         self.stages.append(self.stages[0])
 
     def forward(self, x):
@@ -63,9 +67,19 @@ def state_of(model):
     state = {}
     for name, module in model.named_modules(remove_duplicate=False):
         state[name] = (id(module), module.training, set(vars(module)))
-        state |= {(name, key): list(value) for key, value in vars(module).items() if "hooks" in key and value}
+        state |= {
+            (name, key): list(value)
+            for key, value in vars(module).items()
+            if "hooks" in key and value
+        }
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
-                facts = (type(tensor), tensor.device, tensor.dtype, tensor.requires_grad, id(tensor.grad))
+                facts = (
+                    type(tensor),
+                    tensor.device,
+                    tensor.dtype,
+                    tensor.requires_grad,
+                    id(tensor.grad),
+                )
                 state[name, key] = (id(tensor), *facts, None if tensor.is_meta else tensor.tolist())
     return state

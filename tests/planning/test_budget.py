@@ -27,7 +27,9 @@ def parameters(layers, counts):
     weights = sum(layer.lines for layer in layers for _ in range(counts[layer.name]))
     owners = {layer.tie_group or layer.name: layer for layer in layers}
     return weights + sum(
-        owner.lines * owner.coordinates for owner in owners.values() for _ in range(counts[owner.name])
+        owner.lines * owner.coordinates
+        for owner in owners.values()
+        for _ in range(counts[owner.name])
     )
 
 
@@ -54,7 +56,11 @@ def drafts(draw):
     """Layers of up to three stages, in tie groups and alone; a group has one shape, and one stated count or none."""
     layers = []
     for index in range(draw(st.integers(1, 5))):
-        size, dims, cells = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 25))
+        size, dims, cells = (
+            draw(st.integers(1, 4)),
+            draw(st.integers(1, 3)),
+            draw(st.integers(1, 25)),
+        )
         tied = size > 1 and draw(st.booleans())
         group = {
             "stage": draw(st.sampled_from("abc")),
@@ -67,7 +73,9 @@ def drafts(draw):
         count = draw(st.just(0) | st.integers(1, cells))
         for member in range(size):
             layer = draft(f"layer{index}.{member}", **group)
-            layers.append(replace(layer, tie_group=f"group{index}" if tied else None, kernel_count=count))
+            layers.append(
+                replace(layer, tie_group=f"group{index}" if tied else None, kernel_count=count)
+            )
     return draw(st.permutations(layers))
 
 
@@ -78,11 +86,18 @@ percentages = st.integers(1, 30_000).map(lambda hundredths: f"{hundredths / 100:
 @given(layers=drafts(), percent=percentages)
 def test_the_count_is_the_largest_within_the_budget(layers, percent):
     share = parse_percent(percent)
-    units = {layer.stage: [other for other in layers if other.stage == layer.stage] for layer in layers}
-    limits = {name: math.floor(share * sum(layer.dense_weights for layer in unit)) for name, unit in units.items()}
+    units = {
+        layer.stage: [other for other in layers if other.stage == layer.stage] for layer in layers
+    }
+    limits = {
+        name: math.floor(share * sum(layer.dense_weights for layer in unit))
+        for name, unit in units.items()
+    }
     expected = {}
     for name, unit in units.items():
-        free = None if all(layer.kernel_count for layer in unit) else largest_count(unit, limits[name])
+        free = (
+            None if all(layer.kernel_count for layer in unit) else largest_count(unit, limits[name])
+        )
         expected |= {layer.name: layer.kernel_count or free for layer in unit}
     if 0 in expected.values():
         with pytest.raises(PlanError, match="no room for even one element"):
@@ -110,7 +125,9 @@ def test_the_smallest_budget_that_is_named_does_and_less_does_not(layers, hundre
     try:
         solve_counts(layers, "stage", share)
     except PlanError as error:
-        named = parse_percent(re.fullmatch(r".*the smallest sufficient budget is (\S+) %", str(error))[1])
+        named = parse_percent(
+            re.fullmatch(r".*the smallest sufficient budget is (\S+) %", str(error))[1]
+        )
         assert named > share
         assert min(layer.kernel_count for layer in solve_counts(layers, "stage", named)[0]) >= 1
         with pytest.raises(PlanError, match="no room for even one element"):
@@ -118,7 +135,10 @@ def test_the_smallest_budget_that_is_named_does_and_less_does_not(layers, hundre
 
 
 def test_several_units_without_an_element_are_counted_in_one_line():
-    layers = [draft(name, kernel_size=size) for name, size in [("a", (1, 2)), ("b", (1, 1)), ("c", (3, 3))]]
+    layers = [
+        draft(name, kernel_size=size)
+        for name, size in [("a", (1, 2)), ("b", (1, 1)), ("c", (3, 3))]
+    ]
     message = (
         "a budget of 100 % leaves no room for even one element per kernel in a and 1 more; "
         "the smallest sufficient budget is 300 %"
@@ -164,10 +184,17 @@ def test_what_is_no_percentage_above_0_is_refused_in_one_line(text):
     ("model", "size", "options", "counts"),
     [
         ("convnext_tiny", 17, {"scope": "stage"}, [29, 29, 40, 29]),
-        ("convnext_tiny", 17, {"scope": "layer"}, [29, 29, 40, 29]),  # a tie group counts as one layer
+        (
+            "convnext_tiny",
+            17,
+            {"scope": "layer"},
+            [29, 29, 40, 29],
+        ),  # a tie group counts as one layer
         ("convnext_tiny", 17, {"tie": "none"}, [16]),
         ("convnext_tiny", 17, {"interpolation": "gaussian"}, [26]),
-        pytest.param("convnext_base", 17, {"interpolation": "gaussian"}, [34], marks=pytest.mark.slow),
+        pytest.param(
+            "convnext_base", 17, {"interpolation": "gaussian"}, [34], marks=pytest.mark.slow
+        ),
         ("resnet50", 7, {"tie": "none"}, [3]),
     ],
 )
@@ -181,7 +208,10 @@ def test_counts_of_the_paper(model, size, options, counts):
 @pytest.mark.parametrize(
     ("count", "message"),
     [
-        *((count, "must be a positive integer, auto or exact") for count in (0, 1.5, True, "34", None)),
+        *(
+            (count, "must be a positive integer, auto or exact")
+            for count in (0, 1.5, True, "34", None)
+        ),
         (50, r"layer1.0: kernel count 50 is more than the 49 cells of its window; use 49 or fewer"),
     ],
 )

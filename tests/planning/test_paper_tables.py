@@ -14,7 +14,11 @@ slow = pytest.mark.slow
 
 
 def report_of(name, size=17, *image, folded=False, **options):
-    return predict_report(replace(plan_conversion(convs_of(name, *image), dilated_size=size, **options), folded=folded))
+    return predict_report(
+        replace(
+            plan_conversion(convs_of(name, *image), dilated_size=size, **options), folded=folded
+        )
+    )
 
 
 def printed(cost):
@@ -33,7 +37,14 @@ RESNET50, TINY = ("25.6", "4.1"), ("28.6", "4.5")
         ("resnet50", 7, {"kernel_count": 6}, 6, RESNET50, ("26.0", "12.3")),
         ("resnet50", 7, {"folded": True}, 5, RESNET50, ("75.9", "12.3")),  # with dense kernels
         ("convnext_tiny", 17, {}, 34, TINY, ("28.6", "5.0")),
-        ("convnext_tiny", 17, {"folded": True}, 34, TINY, ("30.2", "5.0")),  # printed there as 30 and 5
+        (
+            "convnext_tiny",
+            17,
+            {"folded": True},
+            34,
+            TINY,
+            ("30.2", "5.0"),
+        ),  # printed there as 30 and 5
         pytest.param("convnext_small", 17, {}, 40, ("50.2", "8.7"), ("50.2", "9.5"), marks=slow),
         ("convnext_base", 17, {}, 40, ("88.6", "15.4"), ("88.6", "16.5")),
     ],

@@ -18,7 +18,11 @@ from ..checkpoints.folders import places
 from .nets import IMAGE, Net, plan_of
 
 PLANS = {
-    "gaussian, per stage, share": {"interpolation": "gaussian", "scope": "stage", "budget": "233.333333"},
+    "gaussian, per stage, share": {
+        "interpolation": "gaussian",
+        "scope": "stage",
+        "budget": "233.333333",
+    },
     "untied": {"tie": "none", "scope": "layer"},
     "arguments": {"model": "timm:x", "model_args": {"size": (9, 14), "drop": 0.1, "act": None}},
 }
@@ -37,13 +41,21 @@ def test_a_plan_survives_json(name):
 def test_a_notebook_shows_the_counts_of_each_stage():
     odd = "<script>\x1b]0;x\x07"
     plan = plan_of(Net(), scope="stage")
-    page = replace(plan, model=odd, layers=(replace(plan.layers[0], stage=odd), *plan.layers[1:]))._repr_html_()
+    page = replace(
+        plan, model=odd, layers=(replace(plan.layers[0], stage=odd), *plan.layers[1:])
+    )._repr_html_()
     assert all(character.isprintable() or character == "\n" for character in page)
     text = "".join(xml.etree.ElementTree.fromstring(page).itertext())
-    assert f"{sum(unit.used for unit in plan.budget):,} of {sum(unit.limit for unit in plan.budget):,}" in text
+    assert (
+        f"{sum(unit.used for unit in plan.budget):,} of {sum(unit.limit for unit in plan.budget):,}"
+        in text
+    )
     (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["layer2"]]
     members = [layer for layer in plan.layers if layer.stage == "layer2"]
-    assert (row[1], row[5]) == (str(len(members)), str(members[0].kernel_count))  # after the kernel, "3x3 → 5x5"
+    assert (row[1], row[5]) == (
+        str(len(members)),
+        str(members[0].kernel_count),
+    )  # after the kernel, "3x3 → 5x5"
 
 
 def test_the_hash_is_that_of_the_content():
@@ -53,9 +65,16 @@ def test_the_hash_is_that_of_the_content():
         {"rules": "other"},
         {"share": Fraction(1, 3)},
         {"model_args": {"a": 1}},
-        {"layers": (replace(plan.layers[0], kernel_count=plan.layers[0].kernel_count + 1), *plan.layers[1:])},
+        {
+            "layers": (
+                replace(plan.layers[0], kernel_count=plan.layers[0].kernel_count + 1),
+                *plan.layers[1:],
+            )
+        },
     ]
-    assert len({plan.hash, *(replace(plan, **change).hash for change in changes)}) == 1 + len(changes)
+    assert len({plan.hash, *(replace(plan, **change).hash for change in changes)}) == 1 + len(
+        changes
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), print])
@@ -100,7 +119,9 @@ def test_an_unknown_or_missing_field_or_a_value_of_another_type_is_refused_where
     assert not refused(PLAN)
     for path in [(), *places(PLAN)]:
         value = reduce(getitem, path, PLAN)
-        if isinstance(value, dict) and path != ("model_args",):  # which holds whatever the model takes
+        if isinstance(value, dict) and path != (
+            "model_args",
+        ):  # which holds whatever the model takes
             assert refused(changed((*path, "comment"), 1)), path
             missing = [(*path, key) for key in value if (*path, key) not in HAVE_DEFAULTS]
             assert all(refused(changed(place, ...)) for place in missing), path
@@ -108,7 +129,9 @@ def test_an_unknown_or_missing_field_or_a_value_of_another_type_is_refused_where
             assert refused(changed(path, into(value))), path
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"plan"', "{}", '{"format": 2}', "\0", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '"plan"', "{}", '{"format": 2}', "\0", b"\xff\xfe"]
+)
 def test_what_is_no_plan_is_refused_in_one_line(text):
     with pytest.raises(CheckpointError, match=r"^folder/plan.json: [^\n]+$"):
         ConversionPlan.from_json(text, "folder/plan.json")
@@ -144,7 +167,10 @@ def test_every_change_is_a_difference_and_the_other_way_round():
     wider = tuple(replace(layer, dilated_size=(9, 9)) for layer in plan.layers)
     cases = {
         "share": (replace(plan, share=Fraction(1, 3)), ()),
-        "kernel_count": (replace(plan, layers=(replace(first, kernel_count=2), *rest)), (first.name,)),
+        "kernel_count": (
+            replace(plan, layers=(replace(first, kernel_count=2), *rest)),
+            (first.name,),
+        ),
         "dilated_size": (replace(plan, layers=wider), tuple(layer.name for layer in plan.layers)),
         "layers": (replace(plan, layers=tuple(rest)), (first.name,)),
     }

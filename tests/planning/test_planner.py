@@ -39,7 +39,9 @@ class Tree(nn.Module):
     def __init__(self, stages):
         super().__init__()
         self.stages = nn.ModuleList(
-            nn.ModuleList(nn.ModuleList(depthwise(**SHAPES[shape]) for shape in block) for block in blocks)
+            nn.ModuleList(
+                nn.ModuleList(depthwise(**SHAPES[shape]) for shape in block) for block in blocks
+            )
             for blocks in stages
         )
 
@@ -49,11 +51,25 @@ trees = st.lists(st.lists(blocks, min_size=1, max_size=3), min_size=1, max_size=
 
 
 @many_examples
-@given(stages=trees, interpolation=st.sampled_from(["bilinear", "gaussian"]), scope=st.sampled_from(["model", "layer"]))
-def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(stages, interpolation, scope):
+@given(
+    stages=trees,
+    interpolation=st.sampled_from(["bilinear", "gaussian"]),
+    scope=st.sampled_from(["model", "layer"]),
+)
+def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(
+    stages, interpolation, scope
+):
     """And the tied parameter has one name, on the lowest module that holds its layers."""
     model = on_meta(Tree, stages)
-    plan = plan_of(model, None, dilated_size=9, rules=EVERYTHING, interpolation=interpolation, scope=scope, budget=1000)
+    plan = plan_of(
+        model,
+        None,
+        dilated_size=9,
+        rules=EVERYTHING,
+        interpolation=interpolation,
+        scope=scope,
+        budget=1000,
+    )
     layers = {layer.name: layer for layer in plan.layers}
     alike = {}
     for name, conv in model.named_modules():
@@ -70,15 +86,23 @@ def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(sta
         owner = model.get_submodule(group.owner)
         assert members <= set(owner.modules())
         assert not any(members <= set(child.modules()) for child in owner.children())
-        assert set(group.parameters) == {"positions"} | ({"sigma"} if interpolation == "gaussian" else set())
-    assert {name for name in layers if layers[name].tie_group is None} == layers.keys() - set().union(*expected)
+        assert set(group.parameters) == {"positions"} | (
+            {"sigma"} if interpolation == "gaussian" else set()
+        )
+    assert {
+        name for name in layers if layers[name].tie_group is None
+    } == layers.keys() - set().union(*expected)
     apply_plan_(model, plan)
     for group in plan.tie_groups:
         for own, owners in group.parameters.items():
             parameter = model.get_submodule(group.owner)._parameters[owners]
-            assert all(getattr(model.get_submodule(name), own) is parameter for name in group.layers)
+            assert all(
+                getattr(model.get_submodule(name), own) is parameter for name in group.layers
+            )
     positions = {layer.positions for layer in model.modules() if isinstance(layer, DclsConvNd)}
-    assert len(positions) == len(plan.tie_groups) + sum(layer.tie_group is None for layer in plan.layers)
+    assert len(positions) == len(plan.tie_groups) + sum(
+        layer.tie_group is None for layer in plan.layers
+    )
     assert len(model.state_dict()) == len(list(model.parameters())), "every tensor has one name"
 
 
@@ -96,7 +120,9 @@ def test_layers_outside_of_stages_and_with_tie_none_have_positions_of_their_own(
 def windows(conv, size, rule="{}"):
     """The window and dense axes that one convolution gets."""
     rules = parse_rules(f"format: 1\nrules: [{rule}]")
-    (layer,) = plan_of(nn.Sequential(conv), None, dilated_size=size, rules=rules, budget=10_000).layers
+    (layer,) = plan_of(
+        nn.Sequential(conv), None, dilated_size=size, rules=rules, budget=10_000
+    ).layers
     return layer.dilated_size, layer.dense_axes
 
 
@@ -111,25 +137,46 @@ def windows(conv, size, rule="{}"):
         ((3, 3, 5), (3, 7, 9), "{dense_axes: [0]}", (3, 7, 9), (0,)),
     ],
 )
-def test_an_integer_leaves_sides_of_1_and_dense_axes_as_they_are(kernel, size, rule, window, dense_axes):
+def test_an_integer_leaves_sides_of_1_and_dense_axes_as_they_are(
+    kernel, size, rule, window, dense_axes
+):
     dims = len(kernel) if isinstance(kernel, tuple) else 2
     conv = [nn.Conv1d, nn.Conv2d, nn.Conv3d][dims - 1](4, 4, kernel, groups=4)
     assert windows(conv, size, rule) == (window, dense_axes)
     wide = depthwise((1, 3), dilation=2)
     assert windows(wide, 9) == ((1, 9), (0,))  # the dilation of a side of 1 means nothing
-    assert DclsConv2d.from_conv(wide, kernel_count=3, dilated_kernel_size=(1, 9), dense_axes=(0,)).dense_axes == (0,)
+    assert DclsConv2d.from_conv(
+        wide, kernel_count=3, dilated_kernel_size=(1, 9), dense_axes=(0,)
+    ).dense_axes == (0,)
 
 
 @pytest.mark.parametrize(
     ("conv", "size", "rule", "message"),
     [
-        (depthwise(3), 8, "{}", "must be odd as the kernel 3 is, or the output would shift; use 7 or 9"),
+        (
+            depthwise(3),
+            8,
+            "{}",
+            "must be odd as the kernel 3 is, or the output would shift; use 7 or 9",
+        ),
         (depthwise(3), (7,), "{}", "the size 7 is for 1-D, this convolution is 2-D"),
-        (depthwise(3), 7, "{dense_axes: [0, 1]}", "all its axes are dense; nothing would be learnt"),
-        (depthwise(3, dilation=(2, 1)), 9, "{dense_axes: [0]}", "dense axis 0 must keep its size 3, undilated"),
+        (
+            depthwise(3),
+            7,
+            "{dense_axes: [0, 1]}",
+            "all its axes are dense; nothing would be learnt",
+        ),
+        (
+            depthwise(3, dilation=(2, 1)),
+            9,
+            "{dense_axes: [0]}",
+            "dense axis 0 must keep its size 3, undilated",
+        ),
     ],
 )
-def test_a_window_that_no_convolution_can_take_is_refused_with_what_would_do(conv, size, rule, message):
+def test_a_window_that_no_convolution_can_take_is_refused_with_what_would_do(
+    conv, size, rule, message
+):
     with pytest.raises(PlanError, match=f"^0: .*{re.escape(message)}"):
         windows(conv, size, rule)
 
@@ -165,10 +212,16 @@ def test_a_padding_that_does_not_fit_the_input_is_refused_and_any_other_runs(mod
     ("build", "size", "reason"),
     [
         (lambda: depthwise(4), 9, "must be even"),
-        (lambda: depthwise(3, padding_mode="reflect"), 19, "reflect padding of 9 does not fit its input of 9"),
+        (
+            lambda: depthwise(3, padding_mode="reflect"),
+            19,
+            "reflect padding of 9 does not fit its input of 9",
+        ),
     ],
 )
-def test_what_cannot_take_the_size_is_skipped_with_the_reason_or_refused_if_strict(build, size, reason):
+def test_what_cannot_take_the_size_is_skipped_with_the_reason_or_refused_if_strict(
+    build, size, reason
+):
     model = Net(lambda: [depthwise(), build()])
     plan = plan_of(model, dilated_size=size)
     assert [layer.name for layer in plan.layers] == ["layer1.0", "layer2.0"]
@@ -200,7 +253,9 @@ def test_the_recommended_size_is_the_largest_that_adds_at_most_15_percent(name, 
     assert {layer.dilated_size for layer in plan.layers} == {(size, size)}
 
     def growth(window):
-        return predict_report(plan_conversion(convs, dilated_size=window)).macs.after / convs.macs - 1
+        return (
+            predict_report(plan_conversion(convs, dilated_size=window)).macs.after / convs.macs - 1
+        )
 
     affordable = growth(size) <= 0.15
     assert affordable == (name != "resnet18")  # for which every larger window costs more
@@ -212,12 +267,21 @@ def test_rules_that_state_sizes_keep_them_and_leave_the_others_to_auto():
     convs = convs_of("efficientnet_b0")
     rules = {
         "format": 1,
-        "rules": [{"match": {"kernel_size": [5, 5]}, "dilated_size": 9}, {"match": {"kind": "depthwise"}}],
+        "rules": [
+            {"match": {"kernel_size": [5, 5]}, "dilated_size": 9},
+            {"match": {"kind": "depthwise"}},
+        ],
     }
     plan = plan_conversion(convs, rules)
-    assert {(layer.kernel_size, layer.dilated_size) for layer in plan.layers} == {((5, 5), (9, 9)), ((3, 3), (5, 5))}
+    assert {(layer.kernel_size, layer.dilated_size) for layer in plan.layers} == {
+        ((5, 5), (9, 9)),
+        ((3, 3), (5, 5)),
+    }
 
 
 def test_a_misnamed_option_is_named_with_the_right_one():
-    with pytest.raises(TypeError, match=r"plan_conversion\(\) has no argument 'dilated_kernel_size'.*'dilated_size'"):
+    with pytest.raises(
+        TypeError,
+        match=r"plan_conversion\(\) has no argument 'dilated_kernel_size'.*'dilated_size'",
+    ):
         plan_conversion(convs_of("resnet18"), dilated_kernel_size=9)

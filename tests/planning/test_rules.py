@@ -93,7 +93,9 @@ def test_a_predicate_holds_or_says_what_it_found(key, holds, fails):
 
 def test_no_pattern_is_the_stage_of_what_is_outside_of_stages():
     outside = replace(SITE, stage=None)
-    assert "stage is none" in claim_sites(rules_of({"match": {"stage": "*"}}), [outside])[1][SITE.name]
+    assert (
+        "stage is none" in claim_sites(rules_of({"match": {"stage": "*"}}), [outside])[1][SITE.name]
+    )
     assert claim_sites(rules_of({}), [outside])[0] == {SITE.name: 0}
 
 
@@ -103,7 +105,12 @@ def test_the_first_rule_that_matches_claims(net):
         {"name": "depthwise", "match": {"kind": "depthwise"}},
         {"name": "late", "match": {"stage": "layer2"}, "skip": "too late to matter"},
     )
-    assert claim_sites(rules, net.sites)[0] == {"layer1.0": 0, "layer1.1": 1, "layer2.0": 1, "layer2.1": 2}
+    assert claim_sites(rules, net.sites)[0] == {
+        "layer1.0": 0,
+        "layer1.1": 1,
+        "layer2.0": 1,
+        "layer2.1": 2,
+    }
     plan = plan_conversion(net, rules, dilated_size=9)
     assert {layer.name: layer.rule for layer in plan.layers}["layer2.0"] == "depthwise"
     missed = "not matched (none of 3 rules)"
@@ -114,7 +121,10 @@ def test_the_first_rule_that_matches_claims(net):
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([{"skip": "all of it"}], "rules: its rules skip all that they match; nothing would be converted"),
+        (
+            [{"skip": "all of it"}],
+            "rules: its rules skip all that they match; nothing would be converted",
+        ),
         (
             [{"name": "never", "match": {"kind": "grouped"}}, {"match": {"kind": "depthwise"}}],
             "rules: rule 'never' claims nothing: no convolution of the model matches it",
@@ -152,18 +162,24 @@ OTHERS = {"match": {"kind": "depthwise"}}  # leaves the options something to be 
         ("interpolation", "triangle", "gaussian", None, "triangle"),
     ],
 )
-def test_a_rule_overrules_an_option_and_an_option_a_default(net, key, rule, option, default, expected):
+def test_a_rule_overrules_an_option_and_an_option_a_default(
+    net, key, rule, option, default, expected
+):
     top = {"defaults": {key: default}} if default else {}
     rules = rules_of(CLAIMS | ({key: rule} if rule else {}), OTHERS, **top)
     options = {} if key == "dilated_size" else {"dilated_size": 9}
     options |= {} if option is None else {key: option}
     plan = plan_conversion(net, rules, **options)
-    assert {getattr(layer, key) for layer in plan.layers if layer.kernel_size == (3, 3)} == {expected}
+    assert {getattr(layer, key) for layer in plan.layers if layer.kernel_size == (3, 3)} == {
+        expected
+    }
 
 
 def test_an_option_that_no_rule_leaves_open_is_refused(net):
     rules = rules_of(CLAIMS | {"kernel_count": 3}, {"match": {"kind": "dense"}, "skip": "dense"})
-    with pytest.raises(RuleError, match="states its own kernel_count, so the kernel count given has no effect"):
+    with pytest.raises(
+        RuleError, match="states its own kernel_count, so the kernel count given has no effect"
+    ):
         plan_conversion(net, rules, dilated_size=9, kernel_count=5)
 
 
@@ -270,7 +286,9 @@ MISTAKES = {
     # a misspelt or unknown key, at every level
     "formt: 1\nrules: [{}]": "unknown key 'formt' (did you mean 'format'?)",  # rather than: format is missing
     rule("dilated_sise: 9"): "rules[0]: unknown key 'dilated_sise' (did you mean 'dilated_size'?)",
-    rule("match: {kernel_size: {mim: 3}}"): "rules[0].match.kernel_size: unknown key 'mim' (did you mean 'min'?)",
+    rule(
+        "match: {kernel_size: {mim: 3}}"
+    ): "rules[0].match.kernel_size: unknown key 'mim' (did you mean 'min'?)",
     "format: 1\ndefaults: {kernel_count: 3}\nrules: [{}]": "defaults: unknown key 'kernel_count'; known: dilated_",
     # missing
     "rules: [{}]": "top level: format is missing",
@@ -278,10 +296,18 @@ MISTAKES = {
     "format: true\nrules: [{}]": "format: found True; allowed is 1",
     "format: 1\nrules: []": "rules: found []; allowed is a list of at least one rule",
     rule("match: depthwise"): "rules[0].match: found 'depthwise'; allowed is a mapping",
-    rule("match: {kind: depthwize}"): "rules[0].match.kind: found 'depthwize'; allowed is depthwise, grouped, dense",
-    rule("kernel_count: true"): "rules[0].kernel_count: found True; allowed is an integer from 1 to 1000000000",
-    rule("interpolation: cubic"): "rules[0].interpolation: found 'cubic'; allowed is bilinear or triangle or gaussian",
-    rule("stage_pattern: ''"): "rules[0].stage_pattern: found ''; allowed is a regular expression for module names",
+    rule(
+        "match: {kind: depthwize}"
+    ): "rules[0].match.kind: found 'depthwize'; allowed is depthwise, grouped, dense",
+    rule(
+        "kernel_count: true"
+    ): "rules[0].kernel_count: found True; allowed is an integer from 1 to 1000000000",
+    rule(
+        "interpolation: cubic"
+    ): "rules[0].interpolation: found 'cubic'; allowed is bilinear or triangle or gaussian",
+    rule(
+        "stage_pattern: ''"
+    ): "rules[0].stage_pattern: found ''; allowed is a regular expression for module names",
     "": "is empty, but must be a mapping with format, description, defaults, rules",
     # what could not be shown as it is
     f"format: {'x' * 5000}": "format: found 'xxxx",
@@ -289,8 +315,12 @@ MISTAKES = {
     rule(r'"\e[2J": 1'): "rules[0]: unknown key '",
 }
 MISTAKES_BEYOND_A_SCHEMA = {  # relations between values, keys that JSON does not have, patterns, YAML
-    rule("skip: "): "rules[0].skip: found None; allowed is a text",  # it would be converted in silence
-    rule("match: {kernel_size: {min: 5, max: 3}}"): "rules[0].match.kernel_size: min 5 is above max 3",
+    rule(
+        "skip: "
+    ): "rules[0].skip: found None; allowed is a text",  # it would be converted in silence
+    rule(
+        "match: {kernel_size: {min: 5, max: 3}}"
+    ): "rules[0].match.kernel_size: min 5 is above max 3",
     rule("skip: x, kernel_count: 3"): "rules[0]: a rule that skips cannot also state kernel_count",
     rule("stage_pattern: '('"): "rules[0].stage_pattern: '(' is not a regular expression: ",
     rule("match: {1: 2}"): "rules[0].match: unknown key '1'",
@@ -301,7 +331,9 @@ MISTAKES_BEYOND_A_SCHEMA = {  # relations between values, keys that JSON does no
     "[" * 500: "not valid YAML: RecursionError",
     rule(f"kernel_count: {'9' * 5000}"): "line 2: not valid YAML: ValueError: Exceeds the limit",
     rule("name: 2001-99-99"): "line 2: not valid YAML: ValueError: month must be in 1..12",
-    rule(r'name: "\ud800"'): "line 2: not valid YAML: UnicodeEncodeError: ",  # it could not be written again
+    rule(
+        r'name: "\ud800"'
+    ): "line 2: not valid YAML: UnicodeEncodeError: ",  # it could not be written again
 }
 
 
@@ -313,7 +345,9 @@ def one_line(error):
     return message.removeprefix("my.yaml: ")
 
 
-@pytest.mark.parametrize("text", MISTAKES | MISTAKES_BEYOND_A_SCHEMA, ids=lambda text: repr(text[:60]))
+@pytest.mark.parametrize(
+    "text", MISTAKES | MISTAKES_BEYOND_A_SCHEMA, ids=lambda text: repr(text[:60])
+)
 def test_a_mistake_is_one_line_with_the_place(text):
     with pytest.raises(RuleError) as error:
         parse_rules(text, source="my.yaml")
@@ -335,7 +369,9 @@ def test_a_file_is_utf_8_with_or_without_its_mark_and_of_at_most_a_megabyte(tmp_
         load_rules(path)
     with path.open("wb") as file:
         file.truncate(1 << 40)  # sparse
-    with pytest.raises(RuleError, match=r"rules.yaml: cannot be read: has 1,099,511,627,776 bytes; 1,000,000 "):
+    with pytest.raises(
+        RuleError, match=r"rules.yaml: cannot be read: has 1,099,511,627,776 bytes; 1,000,000 "
+    ):
         load_rules(path)
 
 
@@ -343,15 +379,23 @@ def mappings(value):
     """Every mapping in a rule file or a schema."""
     if isinstance(value, dict):
         yield value
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for inner in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
         yield from mappings(inner)
 
 
 # Any file at all: other values and keys here and there.
 
-texts = st.sampled_from(["", "*", "\u202e", "a" * 300, "~", "9" * 5000, "auto", "gaussian"]) | st.text(max_size=20)
+texts = st.sampled_from(
+    ["", "*", "\u202e", "a" * 300, "~", "9" * 5000, "auto", "gaussian"]
+) | st.text(max_size=20)
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 60) | st.sampled_from([10**9, 10**30, 2.5, float("nan")]) | texts,
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 60)
+    | st.sampled_from([10**9, 10**30, 2.5, float("nan")])
+    | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
@@ -359,7 +403,9 @@ values = st.recursive(
 
 @st.composite
 def rule_texts(draw):
-    data = yaml.safe_load(draw(st.sampled_from([VALID, *(path.read_text() for path in builtin_rules().values())])))
+    data = yaml.safe_load(
+        draw(st.sampled_from([VALID, *(path.read_text() for path in builtin_rules().values())]))
+    )
     for _ in range(draw(st.integers(0, 3))):
         mapping = draw(st.sampled_from(list(mappings(data))))
         key = draw(st.sampled_from([*mapping, *Rule.model_fields, *Match.model_fields]))

@@ -35,13 +35,22 @@ def printed(report, *, verbose=0, width=80, **console):
 
 
 def test_the_json_has_the_documented_keys_and_values():
-    data = json.loads(replace(report_of("convnext_tiny", dilated_size=17), output="convnext_tiny-dcls17").to_json())
+    data = json.loads(
+        replace(
+            report_of("convnext_tiny", dilated_size=17), output="convnext_tiny-dcls17"
+        ).to_json()
+    )
     documented = json.loads(DOCUMENTED.read_text())
     assert [row["name"] for row in data["layers"]] == [
-        f"stages.{stage}.blocks.{block}.conv_dw" for stage, depth in enumerate([3, 3, 9, 3]) for block in range(depth)
+        f"stages.{stage}.blocks.{block}.conv_dw"
+        for stage, depth in enumerate([3, 3, 9, 3])
+        for block in range(depth)
     ]
     firsts = {row["stage"]: row for row in reversed(data["layers"])}
-    assert data | {"layers": list(reversed(firsts.values())), "skipped": data["skipped"][:2]} == documented
+    assert (
+        data | {"layers": list(reversed(firsts.values())), "skipped": data["skipped"][:2]}
+        == documented
+    )
 
 
 def test_rows_and_rest_sum_to_the_total():
@@ -80,7 +89,10 @@ def test_views_keep_to_80_columns_and_say_each_number(name):
     # No digit is lost at any width; names may lose their middle.
     layers = tuple(replace(layer, name="layer", stage="stage") for layer in report.layers[-6:])
     for verbose in (0, 1):
-        texts = [printed(replace(report, layers=layers), verbose=verbose, width=width) for width in (30, 66, 200)]
+        texts = [
+            printed(replace(report, layers=layers), verbose=verbose, width=width)
+            for width in (30, 66, 200)
+        ]
         first, *others = [Counter(filter(str.isdigit, text)) for text in texts]
         assert others == [first, first]
         assert "…" not in "".join(texts)
@@ -91,7 +103,9 @@ def test_the_verdict_comes_first_in_twelve_lines():
     lines = printed(report).splitlines()
     assert len(lines) <= 12
     assert str(report) == "\n".join(lines)
-    assert "28,587,688" in "".join(xml.etree.ElementTree.fromstring(report._repr_html_()).itertext())
+    assert "28,587,688" in "".join(
+        xml.etree.ElementTree.fromstring(report._repr_html_()).itertext()
+    )
     assert f"| {report.params.after:,} |" in report_markdown(report)
     assert " ".join(lines[:2]) == (
         "28,589,128 → 28,587,688 parameters (-0.01 %), 4.46 → 4.97 G MACs (+11.6 %) "
@@ -117,8 +131,12 @@ def test_colours_say_what_words_say():
 
 def test_the_count_of_each_stage_stands_in_its_row():
     report = report_of("convnext_tiny", dilated_size=17, scope="stage")
-    report = replace(report, layers=(replace(report.layers[0], kernel_count=31), *report.layers[1:]))
-    rows = [line.split() for line in printed(report).splitlines() if line.lstrip().startswith("stages.")]
+    report = replace(
+        report, layers=(replace(report.layers[0], kernel_count=31), *report.layers[1:])
+    )
+    rows = [
+        line.split() for line in printed(report).splitlines() if line.lstrip().startswith("stages.")
+    ]
     counts = {row[0]: row[row.index("→") + 2] for row in rows}
     assert counts == {"stages.0": "29..31", "stages.1": "29", "stages.2": "40", "stages.3": "29"}
 
@@ -140,7 +158,9 @@ def test_missing_macs_are_said_and_not_made_up():
     model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4))
     report = predict_report(plan_conversion(find_convs(model), dilated_size=5))
     assert (report.macs.before, report.macs.after) == (None, None)
-    assert "MACs were not counted: no input size is known" in " ".join(printed(report, verbose=1).split())
+    assert "MACs were not counted: no input size is known" in " ".join(
+        printed(report, verbose=1).split()
+    )
     assert json.loads(report.to_json())["macs"]["after"] is None
     assert "n/a" in report_markdown(report)
 
@@ -148,9 +168,18 @@ def test_missing_macs_are_said_and_not_made_up():
 MODELS = {
     "net": (Net, IMAGE),
     "shared": (Shared, IMAGE),
-    "without bias": (lambda: Net(lambda: [depthwise(bias=False), nn.Conv2d(4, 4, 3, padding=1)]), IMAGE),
-    "1-D": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=4), nn.Conv1d(4, 4, 5, groups=4)), (4, 126)),
-    "3-D": (lambda: nn.Sequential(nn.Conv3d(4, 8, (1, 3, 3), groups=4, padding=1, stride=(1, 2, 1))), (4, 5, 9, 7)),
+    "without bias": (
+        lambda: Net(lambda: [depthwise(bias=False), nn.Conv2d(4, 4, 3, padding=1)]),
+        IMAGE,
+    ),
+    "1-D": (
+        lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=4), nn.Conv1d(4, 4, 5, groups=4)),
+        (4, 126),
+    ),
+    "3-D": (
+        lambda: nn.Sequential(nn.Conv3d(4, 8, (1, 3, 3), groups=4, padding=1, stride=(1, 2, 1))),
+        (4, 5, 9, 7),
+    ),
     "resnet": (lambda: timm.create_model("test_resnet"), (3, 64, 64)),
 }
 
@@ -167,7 +196,11 @@ def test_the_report_of_the_plan_is_that_of_the_converted_model(name, interpolati
     assert predicted.params.after == sum(parameter.numel() for parameter in model.parameters())
     assert min(predicted.params_untouched, predicted.macs_untouched) >= 0
     assert all(row.macs_after > row.macs_before for row in predicted.layers)
-    assert predicted.params.weights + predicted.params.positions == predicted.budget.used <= predicted.budget.limit
+    assert (
+        predicted.params.weights + predicted.params.positions
+        == predicted.budget.used
+        <= predicted.budget.limit
+    )
 
 
 def test_a_report_notices_a_model_that_is_not_what_was_planned():

@@ -82,7 +82,11 @@ def file_of(model):
     """Its state dict in the original naming."""
 
     def original(name):
-        name = name.replace("stem.", "downsample_layers.0.").replace("head.norm.", "norm.").replace("head.fc.", "head.")
+        name = (
+            name.replace("stem.", "downsample_layers.0.")
+            .replace("head.norm.", "norm.")
+            .replace("head.fc.", "head.")
+        )
         name = re.sub(r"stages\.(\d)\.downsample\.", r"downsample_layers.\1.", name)
         name = re.sub(r"stages\.(\d)\.blocks\.", r"stages.\1.", name)
         return name.replace("conv_dw", "dwconv").replace("mlp.fc", "pwconv")
@@ -99,7 +103,9 @@ def outputs(model):
 def close(ours, expected):
     """Within the tolerance of the largest output; and the outputs are more than the bias of the last layer."""
     assert expected.std(0).max() > expected.abs().max() / 100
-    torch.testing.assert_close(ours, expected, rtol=0, atol=FLOAT32_TOLERANCE * expected.abs().max().item())
+    torch.testing.assert_close(
+        ours, expected, rtol=0, atol=FLOAT32_TOLERANCE * expected.abs().max().item()
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +118,12 @@ def _a_folder_of_its_own(tmp_path, monkeypatch):
 # To which axis P[0], P[1], ... belong, by dims and whether it is version v0.
 AXES = {(2, True): (0, 1), (3, True): (0, 2, 1), (2, False): (1, 0), (3, False): (2, 1, 0)}
 LAYERS = [
-    *((dims, version, (side,) * dims) for dims in (1, 2, 3) for side in (7, 6) for version in INTERPOLATIONS),
+    *(
+        (dims, version, (side,) * dims)
+        for dims in (1, 2, 3)
+        for side in (7, 6)
+        for version in INTERPOLATIONS
+    ),
     (2, "v0", (5, 8)),
     (3, "v0", (3, 6, 7)),
     (2, "v1", (9, 4)),
@@ -129,10 +140,14 @@ def authors_layer(dims, version, size, groups):
         6, 6, 4, dilated_kernel_size=size, padding=padding, stride=2, groups=groups, version=version
     )
     random_places_(layer, generator)
-    if len(set(size)) > 1:  # then they count from half the size of another axis; the places are to be in the window
+    if (
+        len(set(size)) > 1
+    ):  # then they count from half the size of another axis; the places are to be in the window
         with torch.no_grad():
             for index, axis in enumerate(AXES[dims, version == "v0"]):
-                layer.P[index].uniform_(0, size[axis] - 1, generator=generator).sub_(size[index] // 2)
+                layer.P[index].uniform_(0, size[axis] - 1, generator=generator).sub_(
+                    size[index] // 2
+                )
     return layer
 
 
@@ -141,7 +156,9 @@ def authors_layer(dims, version, size, groups):
 def test_layers_are_those_of_the_authors(dims, version, size, groups):
     theirs = authors_layer(dims, version, size, groups).double()
     old = tuple(2 + side % 2 for side in size)  # of the window's parity
-    ours = nn.Sequential(CONV_CLASSES[dims](6, 6, old, padding=1, stride=2, groups=groups, dtype=torch.float64))
+    ours = nn.Sequential(
+        CONV_CLASSES[dims](6, 6, old, padding=1, stride=2, groups=groups, dtype=torch.float64)
+    )
     dcls_convert.convert_from_authors_(
         ours,
         {f"0.{name}": tensor for name, tensor in theirs.state_dict().items()},
@@ -150,13 +167,19 @@ def test_layers_are_those_of_the_authors(dims, version, size, groups):
         interpolation=INTERPOLATIONS[version],
         version="v1" if version == "v1" else None,
     )
-    x = torch.randn(2, 6, *[11, 12, 13][:dims], dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    x = torch.randn(
+        2, 6, *[11, 12, 13][:dims], dtype=torch.float64, generator=torch.Generator().manual_seed(4)
+    )
     with torch.no_grad():
         torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=FLOAT64_ATOL)
-        torch.testing.assert_close(ours.train()(x), theirs(x), rtol=0, atol=FLOAT64_ATOL)  # nothing is clamped away
+        torch.testing.assert_close(
+            ours.train()(x), theirs(x), rtol=0, atol=FLOAT64_ATOL
+        )  # nothing is clamped away
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn]
+)
 def test_numbers_of_v0_are_the_very_numbers_and_places_may_have_any_precision(dtype):
     model, state = convnext(), authors_convnext().state_dict()
     state |= {name: tensor.to(dtype) for name, tensor in state.items() if name.endswith(".P")}
@@ -175,7 +198,9 @@ def test_numbers_of_v0_are_the_very_numbers_and_places_may_have_any_precision(dt
 def test_a_network_gives_the_authors_outputs_through_the_command_line():
     theirs = authors_convnext()
     torch.save({"model": file_of(theirs), "epoch": 3}, "theirs.pth")
-    out, err = run(TINY, *SMALL, "--checkpoint", "theirs.pth", "--dilated-size", 17, "--output", "out")
+    out, err = run(
+        TINY, *SMALL, "--checkpoint", "theirs.pth", "--dilated-size", 17, "--output", "out"
+    )
     assert "Wrote out, from the authors' elements and positions" in out
     assert "note: " in err
     ours = dcls_convert.load_converted("out")
@@ -191,9 +216,17 @@ def test_a_network_gives_the_authors_outputs_through_the_command_line():
 
 def test_names_stay_where_the_translation_fits_no_better(monkeypatch):
     model = timm.create_model(TINY)
-    unknown = {"a.dwconv.weight": torch.zeros(2, 2), "head.weight": torch.zeros(3)}  # timm's function raises a KeyError
+    unknown = {
+        "a.dwconv.weight": torch.zeros(2, 2),
+        "head.weight": torch.zeros(3),
+    }  # timm's function raises a KeyError
     other = {"a.dwconv.weight": torch.zeros(1)}  # becomes a.conv_dw.weight
-    for source, state in [(model, unknown), (model, other), (timm.create_model("resnet18"), other), (nn.ReLU(), other)]:
+    for source, state in [
+        (model, unknown),
+        (model, other),
+        (timm.create_model("resnet18"), other),
+        (nn.ReLU(), other),
+    ]:
         assert with_names_of(source, state) == state
     own = model.state_dict()
     assert with_names_of(model, own).keys() == own.keys()
@@ -220,7 +253,16 @@ def test_another_head_starts_afresh_and_says_so():
     state = file_of(authors_convnext())
     torch.save(state, "theirs.pth")
     _, err = run(
-        TINY, *SMALL, "--checkpoint", "theirs.pth", "--dilated-size", 17, "--num-classes", 5, "--output", "out"
+        TINY,
+        *SMALL,
+        "--checkpoint",
+        "theirs.pth",
+        "--dilated-size",
+        17,
+        "--num-classes",
+        5,
+        "--output",
+        "out",
     )
     assert "note: head.fc.weight has another shape in the checkpoint" in err
     ours = dcls_convert.load_converted("out")
@@ -240,15 +282,22 @@ def test_untied_layers_may_have_places_of_their_own_and_larger_windows():
 
 def shortened(state, layer, count):
     """With `count` elements in a kernel of that layer."""
-    return {n: t[..., :count] if n in (f"{layer}.weight", f"{layer}.P") else t for n, t in state.items()}
+    return {
+        n: t[..., :count] if n in (f"{layer}.weight", f"{layer}.P") else t for n, t in state.items()
+    }
 
 
 # Alone in its stage, and the two of the next.
-FIRST, PAIR, OTHER = (f"stages.{place}.conv_dw" for place in ("0.blocks.0", "1.blocks.0", "1.blocks.1"))
+FIRST, PAIR, OTHER = (
+    f"stages.{place}.conv_dw" for place in ("0.blocks.0", "1.blocks.0", "1.blocks.1")
+)
 
 
 def test_stages_may_differ_in_their_counts_and_a_mapping_may_hold_parameters():
-    model, state = convnext(), shortened(shortened(authors_convnext().state_dict(), PAIR, 3), OTHER, 3)
+    model, state = (
+        convnext(),
+        shortened(shortened(authors_convnext().state_dict(), PAIR, 3), OTHER, 3),
+    )
     report = convert_(model, {name: nn.Parameter(tensor) for name, tensor in state.items()})
     assert [row.kernel_count for row in report.layers] == [5, 3, 3, *[5] * 6]
     assert torch.equal(model.get_submodule(PAIR).weight, state[f"{PAIR}.weight"])
@@ -279,10 +328,16 @@ def moved(size):
 OTHERS = "format: 1\nrules:\n- match: {kind: depthwise}\n  kernel_count: 7\n"
 GAUSSIAN = {"interpolation": "gaussian"}
 REFUSED = {  # what becomes of the state dict, further options, and what the line says, in parts
-    "no P of two layers": (without(f"{FIRST}.P", f"{PAIR}.P"), {}, f"has no elements for {FIRST} and 1 more"),
+    "no P of two layers": (
+        without(f"{FIRST}.P", f"{PAIR}.P"),
+        {},
+        f"has no elements for {FIRST} and 1 more",
+    ),
     "P alone": (without(f"{PAIR}.weight"), {}, f"has {PAIR}.P, but no {PAIR}.weight"),
     "P for what is no convolution": (
-        lambda state: state | {"head.fc.P": torch.zeros(2, 3, 1, 5), "head.fc.weight": torch.zeros(3, 1, 5)},
+        lambda state: (
+            state | {"head.fc.P": torch.zeros(2, 3, 1, 5), "head.fc.weight": torch.zeros(3, 1, 5)}
+        ),
         {},
         "has elements for head.fc, which would not be converted: the model has no such convolution",
     ),
@@ -301,8 +356,16 @@ REFUSED = {  # what becomes of the state dict, further options, and what the lin
         {},
         f"{PAIR}.P has shape (2, 32, 1, 4), which does not fit its weight (32, 1, 5)",
     ),
-    "no gamma": (without("stages.0.blocks.0.gamma"), {}, "does not fit the model: it lacks stages.0.blocks.0.gamma"),
-    "P not finite": (changed(f"{PAIR}.P", lambda places: places * float("nan")), {}, f"{PAIR}.P must be finite"),
+    "no gamma": (
+        without("stages.0.blocks.0.gamma"),
+        {},
+        "does not fit the model: it lacks stages.0.blocks.0.gamma",
+    ),
+    "P not finite": (
+        changed(f"{PAIR}.P", lambda places: places * float("nan")),
+        {},
+        f"{PAIR}.P must be finite",
+    ),
     "outside of the window": (
         moved(9.25),
         {},
@@ -314,7 +377,11 @@ REFUSED = {  # what becomes of the state dict, further options, and what the lin
         "outside of its window 21x11 | at least 21x17 (--dilated-size 21x17)",
     ),
     "another count": (dict, {"kernel_count": 6}, "5 in a kernel; leave kernel count"),
-    "a budget and a scope": (dict, {"budget": 90, "scope": "stage"}, "elements of its own | leave scope and budget"),
+    "a budget and a scope": (
+        dict,
+        {"budget": 90, "scope": "stage"},
+        "elements of its own | leave scope and budget",
+    ),
     "a spread is asked for": (dict, GAUSSIAN, "has no SIG | bilinear, not gaussian"),
     "other elements in a rule": (
         dict,
@@ -323,9 +390,21 @@ REFUSED = {  # what becomes of the state dict, further options, and what the lin
     ),
 }
 SIGMA = {
-    "not said which": (dict, {}, f"{FIRST} has a SIG | triangle (their version max) or gaussian (gauss) | --interp"),
-    "a version without": (dict, {**GAUSSIAN, "version": "v0"}, "has SIG entries | --authors-version v0"),
-    "not shared": (changed(f"{OTHER}.SIG", lambda sigma: sigma + 1), GAUSSIAN, "sigma of | --tie none"),
+    "not said which": (
+        dict,
+        {},
+        f"{FIRST} has a SIG | triangle (their version max) or gaussian (gauss) | --interp",
+    ),
+    "a version without": (
+        dict,
+        {**GAUSSIAN, "version": "v0"},
+        "has SIG entries | --authors-version v0",
+    ),
+    "not shared": (
+        changed(f"{OTHER}.SIG", lambda sigma: sigma + 1),
+        GAUSSIAN,
+        "sigma of | --tie none",
+    ),
 }
 
 
@@ -347,7 +426,10 @@ def test_what_does_not_fit_is_one_line_and_leaves_the_model_alone(version, kind)
 def test_a_version_of_a_file_without_elements_is_refused():
     torch.save(convnext().state_dict(), "timms.pth")
     _, err = run(TINY, *SMALL, "--checkpoint", "timms.pth", "--authors-version", "v1", code=2)
-    assert "error: checkpoint timms.pth: has no layers of the authors' package; leave --authors-version" in err
+    assert (
+        "error: checkpoint timms.pth: has no layers of the authors' package; leave --authors-version"
+        in err
+    )
 
 
 def test_an_ordinary_state_dict_is_none_of_theirs():
@@ -362,6 +444,8 @@ def test_a_layer_that_would_transform_the_elements_is_refused():
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), StdConv2d(4, 4, 3))
     state = model.state_dict() | {"1.weight": torch.ones(4, 4, 2), "1.P": torch.zeros(2, 4, 4, 2)}
     kernel = model[1].weight
-    with pytest.raises(CheckpointError, match="1 is a StdConv2d, which would transform the file's elements"):
+    with pytest.raises(
+        CheckpointError, match="1 is a StdConv2d, which would transform the file's elements"
+    ):
         convert_(model, state, dilated_size=7)
     assert model[1].weight is kernel

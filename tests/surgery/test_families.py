@@ -8,9 +8,16 @@ from dcls_convert import convert_
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.planning.rules import parse_rules
 
-FACTORISED = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [1, 7]}\n  - match: {kernel_size: [7, 1]}\n")
+FACTORISED = parse_rules(
+    "format: 1\nrules:\n  - match: {kernel_size: [1, 7]}\n  - match: {kernel_size: [7, 1]}\n"
+)
 SMALL_COAT = {"img_size": 64, "embed_dims": (16,) * 4, "serial_depths": (1,) * 4}
-QUICK = ("test_resnet", "test_efficientnet", "test_nfnet", "coat_lite_tiny")  # the others are `slow`
+QUICK = (
+    "test_resnet",
+    "test_efficientnet",
+    "test_nfnet",
+    "coat_lite_tiny",
+)  # the others are `slow`
 # One small model of each: what runs in the layers that are replaced, window (else 9), input, rules.
 FAMILIES = {
     "test_resnet": {"window": 5},
@@ -19,7 +26,11 @@ FAMILIES = {
     "coat_lite_tiny": {"options": SMALL_COAT},  # shared instances
     "tf_mixnet_s": {"window": 13},  # sizes from 3 to 11 side by side, dynamic SAME padding
     "inception_v4": {"input": (3, 96, 96), "rules": FACTORISED},
-    "vit_base_r50_s16_224": {"input": (3, 224, 224), "window": 5, "options": {"depth": 1}},  # dynamic SAME
+    "vit_base_r50_s16_224": {
+        "input": (3, 224, 224),
+        "window": 5,
+        "options": {"depth": 1},
+    },  # dynamic SAME
     "fastvit_t8": {},
     "convmixer_768_32": {},  # padding="same"
     "edgenext_xx_small": {"window": 11},
@@ -47,7 +58,8 @@ def floats(outputs):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
 @torch.no_grad()
 def test_an_exact_start_leaves_the_outputs_as_they_were(name):
@@ -60,7 +72,9 @@ def test_an_exact_start_leaves_the_outputs_as_they_were(name):
     options = {"rules": family.get("rules", "auto"), "dilated_size": family.get("window", 9)}
     report = convert_(model, init="exact", input_size=size, **options)
     after = floats(model(image))
-    assert not report.skipped or all(skip.reason.startswith(("not matched", "window")) for skip in report.skipped)
+    assert not report.skipped or all(
+        skip.reason.startswith(("not matched", "window")) for skip in report.skipped
+    )
     for old, new in zip(before, after, strict=True):
         assert old.abs().max() > 0
         assert old.std() > 1e-6 * old.abs().max(), "an output that says nothing"

@@ -30,7 +30,9 @@ def trained(model):
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if tensor.is_floating_point():
-                drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+                drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(
+                    tensor.dtype
+                )
                 tensor.copy_(drawn.abs() + 0.5 if "running_var" in name else tensor + 0.2 * drawn)
     return model.eval()
 
@@ -67,13 +69,20 @@ def converted():
 
 @pytest.mark.parametrize(
     ("dims", "tie", "interpolation"),
-    [(1, "stage", "bilinear"), (2, "stage", "gaussian"), (2, "none", "bilinear"), (3, "stage", "triangle")],
+    [
+        (1, "stage", "bilinear"),
+        (2, "stage", "gaussian"),
+        (2, "none", "bilinear"),
+        (3, "stage", "triangle"),
+    ],
 )
 def test_folding_and_a_folded_plan_keep_outputs_and_books(dims, tie, interpolation):
     size = (4, 17, 16, 15)[: dims + 1]
     model = nn.Sequential(nn.Sequential(Stage(dims), Stage(dims)), nn.Tanh()).double()
     source = copy.deepcopy(model)
-    plan = plan_conversion(find_convs(model, size), dilated_size=7, tie=tie, interpolation=interpolation)
+    plan = plan_conversion(
+        find_convs(model, size), dilated_size=7, tie=tie, interpolation=interpolation
+    )
     assert bool(plan.tie_groups) is (tie == "stage")
     apply_plan_(model, plan, init="random", positions="uniform")
     expected = outputs(trained(model), size)
@@ -148,7 +157,9 @@ def test_a_part_copied_alone_folds_itself_alone():
 def test_timm_fuses_the_rest_of_its_own_models_too():
     torch.manual_seed(0)
     block = ByoBlockCfg(type="rep", d=2, c=8, s=2, gs=0, br=0.0)
-    model = ByobNet(ByoModelCfg(blocks=(block, block), stem_type="rep", stem_chs=8), num_classes=3)  # a small RepVGG
+    model = ByobNet(
+        ByoModelCfg(blocks=(block, block), stem_type="rep", stem_chs=8), num_classes=3
+    )  # a small RepVGG
     convert_(model, dilated_size=7, input_size=IMAGE, init="random")
     trained(model).double()
     expected = outputs(model)

@@ -33,14 +33,18 @@ CHANGES = {
     "spectral norm": parametrizations.spectral_norm,
     "older weight norm": weight_norm,
     "older spectral norm": spectral_norm,
-    "parametrised bias": lambda layer: parametrize.register_parametrization(layer, "bias", Halved()),
+    "parametrised bias": lambda layer: parametrize.register_parametrization(
+        layer, "bias", Halved()
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_folded_layer_gives_the_same_and_is_an_ordinary_convolution(change):
     torch.manual_seed(0)
-    layer = DclsConv2d(4, 6, kernel_count=5, dilated_kernel_size=7, padding=3, groups=2, dtype=torch.float64)
+    layer = DclsConv2d(
+        4, 6, kernel_count=5, dilated_kernel_size=7, padding=3, groups=2, dtype=torch.float64
+    )
     CHANGES[change](layer)
     model, images = nn.Sequential(layer).eval(), torch.randn(2, 4, 9, 9, dtype=torch.float64)
     with torch.no_grad():

@@ -30,19 +30,28 @@ def photos(seed):
 
 @pytest.mark.parametrize(
     "options",
-    [{"init": "random"}, {"interpolation": "gaussian"}, {"scope": "error", "calibration": [photos(0)]}],
+    [
+        {"init": "random"},
+        {"interpolation": "gaussian"},
+        {"scope": "error", "calibration": [photos(0)]},
+    ],
     ids=str,
 )
 def test_a_conversion_on_a_gpu_is_as_good_as_on_the_cpu(trained, options):
     images, old, errors = photos(1), copy.deepcopy(trained), []
     for device in ("cpu", "cuda"):
         model = copy.deepcopy(trained).to(device)
-        with torch.autocast(device, torch.bfloat16), torch.device(device):  # where new tensors are by default
+        with (
+            torch.autocast(device, torch.bfloat16),
+            torch.device(device),
+        ):  # where new tensors are by default
             convert_(model, **OPTIONS, **options)
         assert {tensor.device.type for tensor in model.state_dict().values()} == {device}
         with torch.no_grad():
             errors.append(float((model.cpu()(images) - old(images)).norm() / old(images).norm()))
-    assert errors[1] == pytest.approx(errors[0], rel=0.1)  # rounding decides which of the fit's starts wins
+    assert errors[1] == pytest.approx(
+        errors[0], rel=0.1
+    )  # rounding decides which of the fit's starts wins
 
 
 def test_folding_and_saving_keep_the_outputs_and_tf32_leaves_no_trace(trained, tmp_path):

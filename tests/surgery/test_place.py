@@ -35,10 +35,16 @@ def placed(model):
 
 WRONG_MODELS = {
     "lacks a layer": lambda: Net(lambda: [depthwise(), depthwise()]),
-    "a multiplier": lambda: Net(lambda: [depthwise(), depthwise(), nn.Conv2d(4, 8, 5, groups=4, padding=2)]),
+    "a multiplier": lambda: Net(
+        lambda: [depthwise(), depthwise(), nn.Conv2d(4, 8, 5, groups=4, padding=2)]
+    ),
     "no bias": lambda: Net(lambda: [depthwise(), depthwise(), depthwise(5, bias=False)]),
-    "own forward": lambda: Net(lambda: [depthwise(), depthwise(), OwnForward(4, 4, 5, groups=4, padding=2)]),
-    "parametrised": lambda: Net(lambda: [depthwise(), depthwise(), parametrizations.weight_norm(depthwise(5))]),
+    "own forward": lambda: Net(
+        lambda: [depthwise(), depthwise(), OwnForward(4, 4, 5, groups=4, padding=2)]
+    ),
+    "parametrised": lambda: Net(
+        lambda: [depthwise(), depthwise(), parametrizations.weight_norm(depthwise(5))]
+    ),
     "converted": lambda: placed(Net()),
 }
 
@@ -81,10 +87,15 @@ def test_a_failure_after_layers_are_in_place_takes_them_out_again(monkeypatch):
 
 @pytest.mark.parametrize(
     ("change", "model"),
-    [(convert_, depthwise()), (fold_to_dense_, DclsConv2d(4, 4, kernel_count=3, dilated_kernel_size=7))],
+    [
+        (convert_, depthwise()),
+        (fold_to_dense_, DclsConv2d(4, 4, kernel_count=3, dilated_kernel_size=7)),
+    ],
     ids=["convert_", "fold_to_dense_"],
 )
-def test_a_model_that_is_itself_the_layer_cannot_be_changed_in_place_and_that_is_said(change, model):
+def test_a_model_that_is_itself_the_layer_cannot_be_changed_in_place_and_that_is_said(
+    change, model
+):
     with pytest.raises(DclsConvertError):
         change(model)
 
@@ -106,7 +117,9 @@ def test_converting_depends_on_the_seed_alone_and_leaves_the_global_generator(in
     assert all(torch.equal(first[name], same[name]) for name in first)
     differing = {name for name in first if not torch.equal(first[name], other[name])}
     positions = {name for name in first if "positions" in name}
-    if init == "fit":  # from another start, other elements, unless the best start is one without chance
+    if (
+        init == "fit"
+    ):  # from another start, other elements, unless the best start is one without chance
         replaced = {f"{layer.name}.weight" for layer in plan_of(start).layers}
         assert differing <= positions | replaced
     else:
@@ -114,7 +127,9 @@ def test_converting_depends_on_the_seed_alone_and_leaves_the_global_generator(in
 
 
 @pytest.mark.parametrize(("positions", "reach"), [("normal", 2.5), ("kernel", 2), ("uniform", 6)])
-def test_random_positions_lie_near_the_centre_or_over_the_old_kernel_or_over_the_window(positions, reach):
+def test_random_positions_lie_near_the_centre_or_over_the_old_kernel_or_over_the_window(
+    positions, reach
+):
     model = nn.Sequential(depthwise(5, 32))
     convert_(model, dilated_size=13, input_size=(32, 16, 16), init="random", positions=positions)
     drawn = model[0].positions.detach().abs()

@@ -21,7 +21,10 @@ from ..fitting.test_calibrate import SMALL, network, photos
 pytestmark = [
     pytest.mark.usefixtures("quick_fit"),  # operations on the toy take long
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
-    pytest.mark.skipif(not hasattr(torch._C, "_ensureCUDADeviceGuardSet"), reason="a newer torch can have such a GPU"),
+    pytest.mark.skipif(
+        not hasattr(torch._C, "_ensureCUDADeviceGuardSet"),
+        reason="a newer torch can have such a GPU",
+    ),
 ]
 
 
@@ -34,7 +37,12 @@ class OnToyGpu(Tensor):
     @staticmethod
     def __new__(cls, value):
         made = Tensor._make_wrapper_subclass(
-            cls, value.shape, strides=value.stride(), dtype=value.dtype, device=DEVICE, layout=value.layout
+            cls,
+            value.shape,
+            strides=value.stride(),
+            dtype=value.dtype,
+            device=DEVICE,
+            layout=value.layout,
         )
         made.value = value
         return made
@@ -53,20 +61,28 @@ def dispatched(func, args, kwargs):
     given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, OnToyGpu)]
     there = bool(given)
     if there and name not in MOVING:
-        strange = [tensor for tensor in tensors if not isinstance(tensor, OnToyGpu) and tensor.dim()]
+        strange = [
+            tensor for tensor in tensors if not isinstance(tensor, OnToyGpu) and tensor.dim()
+        ]
         assert not strange, f"{func} gets tensors of the CPU and of the GPU"
     if kwargs.get("device") is not None:
         there = torch.device(kwargs["device"]).type == DEVICE.type
         kwargs = {**kwargs, "device": "cpu" if there else kwargs["device"]}
     elif name == "copy_":
         there = isinstance(args[0], OnToyGpu)
-    assert not (there and kwargs.get("generator") is not None), f"{func} gets a generator of the CPU"
+    assert not (there and kwargs.get("generator") is not None), (
+        f"{func} gets a generator of the CPU"
+    )
     plain_args, plain_kwargs = tree_map_only(OnToyGpu, lambda tensor: tensor.value, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     known = {id(tensor.value): tensor for tensor in given}
     if not there:
         return result
-    return tree_map_only(Tensor, lambda tensor: known[id(tensor)] if id(tensor) in known else OnToyGpu(tensor), result)
+    return tree_map_only(
+        Tensor,
+        lambda tensor: known[id(tensor)] if id(tensor) in known else OnToyGpu(tensor),
+        result,
+    )
 
 
 class _Operations(TorchDispatchMode):
@@ -92,7 +108,9 @@ def toy_gpu():
     """Inside, there is one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
-        patch.setattr(torch.backends.cudnn, "enabled", False)  # operations of cuDNN cannot run on the CPU
+        patch.setattr(
+            torch.backends.cudnn, "enabled", False
+        )  # operations of cuDNN cannot run on the CPU
         # `nn.Module.to` replaces parameters: their memory cannot become that of a subclass.
         patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         torch._C._ensureCUDADeviceGuardSet()

@@ -23,7 +23,12 @@ hf_regnet = partial(hf, "RegNet", embedding_size=8, groups_width=4, **STAGES)
 # With transformers' default of 0.02, outputs of an untrained model are about 1e-37.
 hf_efficientnet = partial(
     *(hf, "EfficientNet"),
-    **{"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320, "initializer_range": 0.5},
+    **{
+        "width_coefficient": 0.25,
+        "depth_coefficient": 0.3,
+        "hidden_dim": 320,
+        "initializer_range": 0.5,
+    },
     **{"image_size": 64, "num_labels": 5},
 )
 
@@ -34,7 +39,9 @@ def smp_unet(encoder, **sizes):
     return Unet(encoder, encoder_weights=None, classes=2, **sizes)
 
 
-smp_unet_convnext = partial(smp_unet, "tu-test_convnext", encoder_depth=4, decoder_channels=(32, 16, 16, 8))
+smp_unet_convnext = partial(
+    smp_unet, "tu-test_convnext", encoder_depth=4, decoder_channels=(32, 16, 16, 8)
+)
 smp_unet_resnet = partial(smp_unet, "tu-test_resnet", decoder_channels=(16, 16, 8, 8, 8))
 
 
@@ -52,7 +59,12 @@ def open_clip_small():
     """A ConvNeXt of timm's with a small transformer for texts, by a configuration of the user's own."""
     import open_clip
 
-    vision = {"timm_model_name": "test_convnext", "timm_model_pretrained": False, "timm_pool": "", "image_size": 64}
+    vision = {
+        "timm_model_name": "test_convnext",
+        "timm_model_pretrained": False,
+        "timm_pool": "",
+        "image_size": 64,
+    }
     text = {"context_length": 8, "vocab_size": 100, "width": 16, "heads": 2, "layers": 1}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "small-convnext.json")

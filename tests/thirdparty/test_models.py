@@ -15,7 +15,14 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dcls_convert import convert_, find_convs, fold_to_dense_, load_converted, save_converted, tuning
+from dcls_convert import (
+    convert_,
+    find_convs,
+    fold_to_dense_,
+    load_converted,
+    save_converted,
+    tuning,
+)
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.outputs import relative_error
 from dcls_convert.networks.running import evaluating
@@ -64,14 +71,23 @@ UNET = (
     "segmentation_head/stride1",
 )
 BASIC = stages("", "conv_0 down_1 down_2 down_3 down_4 upcat_1 upcat_2 upcat_3 upcat_4")
-HF, SMP, MONAI, CLIP, YOLO = "transformers segmentation-models-pytorch monai open_clip_torch ultralytics".split()
+HF, SMP, MONAI, CLIP, YOLO = (
+    "transformers segmentation-models-pytorch monai open_clip_torch ultralytics".split()
+)
 CASES = [
     Case(HF, "hf_convnext", "ConvNeXt, small", 11, 6, stages("convnext.encoder.")),
     Case(HF, "hf_convnext_tiny", "ConvNeXt-T", 17, 18, stages("convnext.encoder.")),
     Case(HF, "hf_convnext_v2", "ConvNeXt V2, small", 11, 6, stages("convnextv2.encoder.")),
     Case(HF, "hf_resnet", "ResNet, small", 7, 12, stages("resnet.encoder.")),
     Case(HF, "hf_regnet", "RegNet, small", 7, 6, stages("regnet.encoder.")),
-    Case(HF, "hf_efficientnet", "EfficientNet, small", 9, 8, stages("efficientnet.encoder.", EFFICIENTNET)),
+    Case(
+        HF,
+        "hf_efficientnet",
+        "EfficientNet, small",
+        9,
+        8,
+        stages("efficientnet.encoder.", EFFICIENTNET),
+    ),
     Case(
         *(SMP, "smp_unet_convnext", "Unet, timm's test_convnext", 11, 7),
         stages("encoder.model.", "stages_0 stages_1 stages_2"),
@@ -95,7 +111,9 @@ def table():
     """Rows of the models that passed; printed when all are through."""
     rows = []
     yield rows
-    print("\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *rows)))
+    print(
+        "\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *rows))
+    )
 
 
 def row(case, report):
@@ -160,7 +178,11 @@ def test_training_moves_positions(case, converted):
     optimizer = torch.optim.AdamW(tuning.param_groups(model.train(), lr=1e-2))
     for _ in range(2):
         with warnings.catch_warnings(action="ignore"):
-            answers = [one for one in tree_leaves(model(case.images())) if getattr(one, "requires_grad", False)]
+            answers = [
+                one
+                for one in tree_leaves(model(case.images()))
+                if getattr(one, "requires_grad", False)
+            ]
         sum((one * torch.randn_like(one)).sum() for one in answers).backward()
         optimizer.step()
     assert positions
@@ -172,12 +194,20 @@ def test_a_saved_model_is_loaded_again(table, case, converted, tmp_path, monkeyp
     model, report = converted
     save_converted(model, report.plan, "saved")
     expected = outputs(model, case.images())
-    assert relative_error(outputs(load_converted("saved", model=case.build().double()), case.images()), expected) == 0
+    assert (
+        relative_error(
+            outputs(load_converted("saved", model=case.build().double()), case.images()), expected
+        )
+        == 0
+    )
     size = "x".join(map(str, case.size))
     factory = f"{models.__name__}:{case.factory}"
     run(factory, "--dilated-size", case.window, "--input-size", size, "--output", "converted")
     images = case.images(torch.float32)
-    trusted, other = load_converted("converted", trust_code=True), load_converted("converted", model=case.build())
+    trusted, other = (
+        load_converted("converted", trust_code=True),
+        load_converted("converted", model=case.build()),
+    )
     assert relative_error(outputs(trusted, images), outputs(other, images)) == 0
     table.append(row(case, report))
 
@@ -198,7 +228,9 @@ def yolo():
 
 
 def boxes(model):
-    images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)).to(next(model.parameters()).dtype)
+    images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)).to(
+        next(model.parameters()).dtype
+    )
     with torch.no_grad():
         return model(images)[0]
 
@@ -206,7 +238,9 @@ def boxes(model):
 def test_fusing_folds_the_kernels_first(yolo):
     before = boxes(yolo.model)
     yolo.fuse()
-    assert not any(isinstance(module, DclsConvNd | torch.nn.BatchNorm2d) for module in yolo.model.modules())
+    assert not any(
+        isinstance(module, DclsConvNd | torch.nn.BatchNorm2d) for module in yolo.model.modules()
+    )
     assert relative_error(before, boxes(yolo.model)) < FLOAT64
 
 

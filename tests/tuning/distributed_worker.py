@@ -61,7 +61,9 @@ CASES = [
     Case(engine="ddp", interpolation="gaussian", repulsive=True),
     Case(engine="root"),
     Case(engine="block", accumulate=2),
-    Case(engine="stage+block", interpolation="gaussian", dilated_size=(11, 7)),  # each axis has its own limits
+    Case(
+        engine="stage+block", interpolation="gaussian", dilated_size=(11, 7)
+    ),  # each axis has its own limits
     Case(engine="stage+block", repulsive=True),
 ]
 
@@ -70,7 +72,9 @@ def converted(case: Case) -> nn.Module:
     torch.manual_seed(0)
     # Layer scale starts at 1e-6, at which no position would learn.
     model = timm.create_model("test_convnext", num_classes=3, ls_init_value=0.5)
-    dcls_convert.convert_(model, dilated_size=case.dilated_size, interpolation=case.interpolation, init="random")
+    dcls_convert.convert_(
+        model, dilated_size=case.dilated_size, interpolation=case.interpolation, init="random"
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "positions" in name:
@@ -118,7 +122,9 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
     losses = []
     for step in range(STEPS):
         for index, (images, labels) in enumerate(batches(step, case)):
-            last = index == case.accumulate - 1  # of the step, at which alone gradients are summed over processes
+            last = (
+                index == case.accumulate - 1
+            )  # of the step, at which alone gradients are summed over processes
             if case.sharded:
                 model.set_requires_gradient_sync(last)
             with model.no_sync() if case.engine == "ddp" and not last else contextlib.nullcontext():
@@ -162,7 +168,9 @@ def main(folder: Path, *runs: str) -> None:
         if run in RUNS:
             finetune(RUNS[run], port + index)
             continue
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=processes)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=processes
+        )
         torch.save([train(case, rank, processes) for case in CASES], f"{rank}.pt")
         dist.destroy_process_group()
 

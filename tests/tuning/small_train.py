@@ -15,19 +15,66 @@ from timm.data import create_dataset, create_loader, resolve_data_config
 from timm.models import load_checkpoint, resume_checkpoint
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
-from timm.utils import CheckpointSaver, ModelEmaV3, init_distributed_device, random_seed, setup_default_logging
+from timm.utils import (
+    CheckpointSaver,
+    ModelEmaV3,
+    init_distributed_device,
+    random_seed,
+    setup_default_logging,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 # The defaults of train.py.
-TEXTS = {"model": "resnet50", "data-dir": None, "dataset": "", "output": "output/train", "experiment": "", "resume": ""}
-TEXTS |= {"opt": "sgd", "sched": "cosine", "aa": None, "remode": "pixel", "train-interpolation": "random"}
+TEXTS = {
+    "model": "resnet50",
+    "data-dir": None,
+    "dataset": "",
+    "output": "output/train",
+    "experiment": "",
+    "resume": "",
+}
+TEXTS |= {
+    "opt": "sgd",
+    "sched": "cosine",
+    "aa": None,
+    "remode": "pixel",
+    "train-interpolation": "random",
+}
 TEXTS |= {"amp-dtype": "float16", "device": "cuda"}
-WHOLE = {"batch-size": 128, "grad-accum-steps": 1, "epochs": 300, "warmup-epochs": 5, "cooldown-epochs": 0}
+WHOLE = {
+    "batch-size": 128,
+    "grad-accum-steps": 1,
+    "epochs": 300,
+    "warmup-epochs": 5,
+    "cooldown-epochs": 0,
+}
 WHOLE |= {"workers": 4, "patience-epochs": 10, "recount": 1, "num-classes": None}
-NUMBERS = {"lr": 0.05, "weight-decay": 2e-5, "momentum": 0.9, "warmup-lr": 1e-5, "min-lr": 0.0, "decay-epochs": 90.0}
-NUMBERS |= {"decay-rate": 0.1, "mixup": 0.0, "cutmix": 0.0, "smoothing": 0.1, "reprob": 0.0, "crop-pct": None}
+NUMBERS = {
+    "lr": 0.05,
+    "weight-decay": 2e-5,
+    "momentum": 0.9,
+    "warmup-lr": 1e-5,
+    "min-lr": 0.0,
+    "decay-epochs": 90.0,
+}
+NUMBERS |= {
+    "decay-rate": 0.1,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "smoothing": 0.1,
+    "reprob": 0.0,
+    "crop-pct": None,
+}
 NUMBERS |= {"drop-path": None, "bce-target-thresh": None, "model-ema-decay": 0.9998}
-FLAGS = ("pretrained", "sched-on-updates", "warmup-prefix", "amp", "bce-loss", "model-ema", "pin-mem")
+FLAGS = (
+    "pretrained",
+    "sched-on-updates",
+    "warmup-prefix",
+    "amp",
+    "bce-loss",
+    "model-ema",
+    "pin-mem",
+)
 
 
 def parse():
@@ -49,7 +96,10 @@ def main():
     device = init_distributed_device(args)
     random_seed(42, args.rank)
     model = create_model(
-        args.model, pretrained=args.pretrained, drop_path_rate=args.drop_path, num_classes=args.num_classes
+        args.model,
+        pretrained=args.pretrained,
+        drop_path_rate=args.drop_path,
+        num_classes=args.num_classes,
     )
     config = resolve_data_config(vars(args), model=model)
     options = {"split": "train", "is_training": True, "seed": 42, "batch_size": args.batch_size}
@@ -76,9 +126,13 @@ def main():
     saver = CheckpointSaver(
         model, optimizer, args, average, checkpoint_dir=folder, recovery_dir=folder, decreasing=True
     )
-    scheduler, epochs = create_scheduler_v2(optimizer, **scheduler_kwargs(args), updates_per_epoch=len(loader))
+    scheduler, epochs = create_scheduler_v2(
+        optimizer, **scheduler_kwargs(args), updates_per_epoch=len(loader)
+    )
     if start:
-        scheduler.step_update(start * len(loader)) if args.sched_on_updates else scheduler.step(start)
+        scheduler.step_update(start * len(loader)) if args.sched_on_updates else scheduler.step(
+            start
+        )
     for epoch in range(start, epochs):
         if hasattr(loader.dataset, "set_epoch"):
             loader.dataset.set_epoch(epoch)
@@ -92,7 +146,11 @@ def main():
 
 def train_one_epoch(epoch, model, loader, optimizer, args, scheduler, average):
     model.train()
-    cast = torch.autocast("cpu", getattr(torch, args.amp_dtype)) if args.amp else contextlib.nullcontext()
+    cast = (
+        torch.autocast("cpu", getattr(torch, args.amp_dtype))
+        if args.amp
+        else contextlib.nullcontext()
+    )
     for index, (images, targets) in enumerate(loader):
         with cast:
             loss = torch.nn.functional.cross_entropy(model(images), targets)
@@ -103,7 +161,9 @@ def train_one_epoch(epoch, model, loader, optimizer, args, scheduler, average):
             average.update(getattr(model, "module", model))
         if args.rank == 0:
             rates = sorted({group["lr"] for group in optimizer.param_groups})
-            logging.getLogger("train").info(f"Train: {epoch} [{index}/{len(loader)}] loss {loss.item():.3f} LR {rates}")
+            logging.getLogger("train").info(
+                f"Train: {epoch} [{index}/{len(loader)}] loss {loss.item():.3f} LR {rates}"
+            )
         scheduler.step_update(epoch * len(loader) + index + 1)
     return loss.item()
 

@@ -29,15 +29,25 @@ ROOT = Path(__file__).parents[2]
 PROCESSES = 2
 FLOAT64_ATOL = 1e-9  # Adam divides by roots of small gradients, which amplifies rounding (1e-16)
 # One core for each process, and no GPU even if there is one.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(ROOT),
+}
 
 
 def start(folder: Path, *runs: str) -> list[subprocess.Popen]:
     """Two processes, as torchrun starts them, that make these runs; once for many, since starting takes longest."""
-    shared = {"WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": random.randint(10_000, 30_000)}
+    shared = {
+        "WORLD_SIZE": PROCESSES,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": random.randint(10_000, 30_000),
+    }
     command = [sys.executable, "-m", "tests.tuning.distributed_worker", str(folder), *runs]
     environments = [
-        ENVIRONMENT | {k: str(v) for k, v in {**shared, "RANK": r, "LOCAL_RANK": r}.items()} for r in range(2)
+        ENVIRONMENT | {k: str(v) for k, v in {**shared, "RANK": r, "LOCAL_RANK": r}.items()}
+        for r in range(2)
     ]
     return [subprocess.Popen(command, cwd=ROOT, env=environment) for environment in environments]
 
@@ -103,7 +113,9 @@ def test_steps_are_those_of_one_process_with_the_whole_batch_and_ties_hold(train
     assert {count for _, count in alone["ties"]} == {1}
     start.load_state_dict(first["state"])  # of all processes, in one
     reached = first["state"]["stages.2.blocks.dcls_positions"].abs() == 4
-    assert case.dilated_size != (9, 9) or 0.01 < reached.double().mean() < 0.9  # clamping had work to do
+    assert (
+        case.dilated_size != (9, 9) or 0.01 < reached.double().mean() < 0.9
+    )  # clamping had work to do
 
 
 # Runs of examples/finetune.py.

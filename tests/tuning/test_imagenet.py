@@ -29,7 +29,9 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PAGE = (EXAMPLES / "imagenet.md").read_text()
-SHARDS, CONVERT, SLURM, TORCHRUN, CONVNEXT, RESNET = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+SHARDS, CONVERT, SLURM, TORCHRUN, CONVNEXT, RESNET = re.findall(
+    r"```bash\n(.*?)```", PAGE, re.DOTALL
+)
 # All that the test changes in the page's commands.
 CHANGED = {
     "--shards 1024 --validation-shards 64": "--shards 2 --validation-shards 2",
@@ -52,7 +54,10 @@ CHANGED = {
     "--epochs 100": "--epochs {resnet}",
 }
 IMAGES = 8  # for training: one batch of all processes, so an epoch is a step
-FIRST, RESUMED = {"convnext": 1, "resnet": 2}, {"convnext": 3, "resnet": 4}  # epochs; two steps, and four
+FIRST, RESUMED = (
+    {"convnext": 1, "resnet": 2},
+    {"convnext": 3, "resnet": 4},
+)  # epochs; two steps, and four
 # What stands in for a cluster's programs.
 STUBS = {
     "python": f'exec {sys.executable} "$@"',
@@ -63,7 +68,12 @@ STUBS = {
 }
 # torchrun without its options: one process, which starts in half the time.
 ALONE = 'while [[ $1 == --* ]]; do shift 2; done; exec python "$@"'
-JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "node1"}
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_GPUS_ON_NODE": "2",
+    "SLURM_JOB_NODELIST": "node1",
+}
 
 
 def changed(block: str, epochs: dict[str, int]) -> str:
@@ -82,10 +92,17 @@ def array_and_commands(block: str) -> tuple[str, list[str]]:
 @contextlib.contextmanager
 def started(folder: Path, script: str) -> Iterator[subprocess.Popen[str]]:
     """Run a script of bash in the folder; what of it still runs at the end of the block is killed."""
-    environment = {**os.environ, **JOB, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        **JOB,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(["bash", "-euc", script], cwd=folder, env=environment, text=True, **pipes) as process:
+    with subprocess.Popen(
+        ["bash", "-euc", script], cwd=folder, env=environment, text=True, **pipes
+    ) as process:
         try:
             yield process
         finally:
@@ -108,7 +125,9 @@ def cluster(tmp_path_factory):
     for name in ("imagenet_shards.py", "imagenet.slurm"):
         shutil.copy(EXAMPLES / name, folder)
     script = Path(os.environ.get("TIMM_TRAIN_SCRIPT") or Path(__file__).with_name("small_train.py"))
-    on_cpus = script.read_text().replace("device_ids=[device], ", "")  # which DDP refuses for a model on the CPU
+    on_cpus = script.read_text().replace(
+        "device_ids=[device], ", ""
+    )  # which DDP refuses for a model on the CPU
     (folder / "train.py").write_text(on_cpus)
     for name, line in STUBS.items():
         program(folder / "bin" / name, line)
@@ -123,7 +142,9 @@ def program(path: Path, line: str) -> None:
 
 @pytest.fixture(scope="module")
 def prepared(cluster):
-    pytest.importorskip("webdataset", reason="timm reads WebDataset shards by webdataset, of the extra train")
+    pytest.importorskip(
+        "webdataset", reason="timm reads WebDataset shards by webdataset, of the extra train"
+    )
     for split, images in (("train", IMAGES), ("val", 4)):
         for index in range(images):
             path = cluster / "imagenet" / split / f"n{index % 2}" / f"{index}.JPEG"
@@ -163,27 +184,41 @@ RECIPES = {"first": (4e-3, 0.05, 2), "resumed": (4e-3, 0.05, 4), "resnet": (8e-3
 def test_positions_learn_as_the_recipe_has_it_and_resuming_goes_on(runs, name):
     (lr, decay, epochs), (printed, state) = RECIPES[name], runs[name]
     groups = state["optimizer"]["param_groups"]
-    settings = {(group["initial_lr"], group.get("lr_scale", 1), group["weight_decay"]) for group in groups}
+    settings = {
+        (group["initial_lr"], group.get("lr_scale", 1), group["weight_decay"]) for group in groups
+    }
     assert settings == {(lr, 1, decay), (lr, 1, 0), (lr, 5, 0)}
     (now,) = {group["lr"] / group.get("lr_scale", 1) for group in groups}
     # At its end, ConvNeXt's schedule is at its least; ResNet's, by epochs, is half way.
     assert now == pytest.approx(1e-6 if name != "resnet" else (lr + 1e-6) / 2)
     # Every epoch is a step.
     assert state["epoch"] == epochs - 1
-    assert {int(one["step"]) for one in state["optimizer"]["state"].values() if "step" in one} <= {epochs}
+    assert {int(one["step"]) for one in state["optimizer"]["state"].values() if "step" in one} <= {
+        epochs
+    }
     assert list(map(int, re.findall(r"Train: (\d+) ", printed))) == [epochs - 2, epochs - 1]
     lines = re.findall(r"epoch (\d+): repulsive loss 0[\d.]+, (on|off)", printed)
-    assert lines == [(str(epoch), "on" if epoch >= 1 else "off") for epoch in range(epochs - 2, epochs)]
+    assert lines == [
+        (str(epoch), "on" if epoch >= 1 else "off") for epoch in range(epochs - 2, epochs)
+    ]
 
 
 def test_positions_move_in_every_run_and_are_recorded(runs, prepared):
-    for names, folder in ((("first", "resumed"), "test_convnext-dcls17"), (("resnet",), "test_resnet-dcls7")):
+    for names, folder in (
+        (("first", "resumed"), "test_convnext-dcls17"),
+        (("resnet",), "test_resnet-dcls7"),
+    ):
         states = [dcls_convert.load_converted(prepared / folder).state_dict()]
         states += [runs[name][1]["state_dict"] for name in names]
         keys = [key for key in states[0] if "positions" in key]
         for before, after in itertools.pairwise(states):
             assert all(not torch.equal(before[key], after[key]) for key in keys)
-    assert [record.step for record in tuning.read_track(prepared / "test_convnext.jsonl")] == [0, 1, 2, 3]
+    assert [record.step for record in tuning.read_track(prepared / "test_convnext.jsonl")] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert [record.step for record in tuning.read_track(prepared / "test_resnet.jsonl")] == [0, 1]
 
 
@@ -194,16 +229,30 @@ def test_the_average_loads_in_timm_and_becomes_a_folder(runs, prepared, tmp_path
     checkpoint = runs["resumed"][1]
     average = checkpoint["state_dict_ema"]
     assert all(torch.equal(tensor, average[key]) for key, tensor in model.state_dict().items())
-    assert any(not torch.equal(tensor, checkpoint["state_dict"][key]) for key, tensor in average.items())
-    saved = dcls_convert.save_converted(model, prepared / "test_convnext-dcls17", tmp_path / "trained")
-    assert timm.create_model(f"local-dir:{saved}", pretrained=True).stages[0].blocks[0].conv_dw.kernel_count > 1
+    assert any(
+        not torch.equal(tensor, checkpoint["state_dict"][key]) for key, tensor in average.items()
+    )
+    saved = dcls_convert.save_converted(
+        model, prepared / "test_convnext-dcls17", tmp_path / "trained"
+    )
+    assert (
+        timm.create_model(f"local-dir:{saved}", pretrained=True)
+        .stages[0]
+        .blocks[0]
+        .conv_dw.kernel_count
+        > 1
+    )
 
 
 def test_every_image_is_in_one_shard_with_its_class(prepared):
     sources = sorted((prepared / "imagenet" / "train").glob("*/*"))
-    expected = sorted((path.read_bytes(), path.parent.name.removeprefix("n").encode()) for path in sources)
+    expected = sorted(
+        (path.read_bytes(), path.parent.name.removeprefix("n").encode()) for path in sources
+    )
     found = []
-    for name in json.loads((prepared / "shards" / "_info.json").read_text())["splits"]["train"]["filenames"]:
+    for name in json.loads((prepared / "shards" / "_info.json").read_text())["splits"]["train"][
+        "filenames"
+    ]:
         with tarfile.open(prepared / "shards" / name) as shard:
             files = [shard.extractfile(entry).read() for entry in shard.getmembers()]
         found += zip(files[::2], files[1::2], strict=True)
@@ -213,7 +262,9 @@ def test_every_image_is_in_one_shard_with_its_class(prepared):
 def test_small_and_base_differ_from_tiny_in_names_and_drop_path_alone():
     _, (tiny, *others) = array_and_commands(CONVNEXT)
     for command, name, drop_path in zip(others, ("small", "base"), ("0.4", "0.5"), strict=True):
-        assert command == tiny.replace("tiny", name).replace("--drop-path 0.1", f"--drop-path {drop_path}")
+        assert command == tiny.replace("tiny", name).replace(
+            "--drop-path 0.1", f"--drop-path {drop_path}"
+        )
 
 
 def test_a_job_that_is_told_its_time_is_up_asks_to_be_requeued(cluster):
@@ -223,7 +274,9 @@ def test_a_job_that_is_told_its_time_is_up_asks_to_be_requeued(cluster):
     with started(cluster, "PATH=slow:$PATH exec bash imagenet.slurm train.py --some option") as job:
         wait_for(told)
         rendezvous = "--rdzv-id 7 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:20007"
-        expected = f"--nnodes 1 --nproc-per-node 2 --max-restarts 3 {rendezvous} train.py --some option"
+        expected = (
+            f"--nnodes 1 --nproc-per-node 2 --max-restarts 3 {rendezvous} train.py --some option"
+        )
         assert told.read_text().strip() == expected
         job.send_signal(signal.SIGUSR1)
         wait_for(requeued)

@@ -52,7 +52,9 @@ def original(kind: str) -> nn.Module:
         if kind != "no dcls":
             interpolation = "gaussian" if kind == "gaussian" else "bilinear"
             size = 5 if kind == "resnet" else 9
-            dcls_convert.convert_(model, dilated_size=size, init="random", interpolation=interpolation)
+            dcls_convert.convert_(
+                model, dilated_size=size, init="random", interpolation=interpolation
+            )
         return model
 
 
@@ -80,11 +82,17 @@ def moving_names(model: nn.Module) -> set[str]:
 def named(model: nn.Module, groups) -> list[dict]:
     """Groups with names instead of parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [{**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in groups]
+    return [
+        {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
+        for group in groups
+    ]
 
 
 def without(groups, names) -> list[dict]:
-    left = [{**group, "params": [name for name in group["params"] if name not in names]} for group in groups]
+    left = [
+        {**group, "params": [name for name in group["params"] if name not in names]}
+        for group in groups
+    ]
     return [group for group in left if group["params"]]
 
 
@@ -103,23 +111,35 @@ def without(groups, names) -> list[dict]:
 def test_all_but_the_positions_is_as_timm_has_it(model, options):
     for parameter in list(model.parameters())[::3]:
         parameter.requires_grad = False
-    extra = {*options.get("no_weight_decay_list", ()), *({"token"} if isinstance(model, Plain) else ())}
-    timms = param_groups_weight_decay(model, **{"weight_decay": 0.05, **options, "no_weight_decay_list": extra})
+    extra = {
+        *options.get("no_weight_decay_list", ()),
+        *({"token"} if isinstance(model, Plain) else ()),
+    }
+    timms = param_groups_weight_decay(
+        model, **{"weight_decay": 0.05, **options, "no_weight_decay_list": extra}
+    )
     ours, moving = named(model, tuning.param_groups(model, **options)), moving_names(model)
     rest = without(ours, moving)
     assert rest == without(named(model, timms), moving)
     apart = [group for group in ours if group not in rest]
     trainable = [name for name in moving if model.get_parameter(name).requires_grad]
     assert sorted(name for group in apart for name in group["params"]) == sorted(trainable)
-    assert [(group["weight_decay"], group["lr_scale"]) for group in apart] == [(0.0, 5.0)] * bool(trainable)
+    assert [(group["weight_decay"], group["lr_scale"]) for group in apart] == [(0.0, 5.0)] * bool(
+        trainable
+    )
 
 
 def sequential(optimizer):
-    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(optimizer, 8)]
+    parts = [
+        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
+        lr_scheduler.CosineAnnealingLR(optimizer, 8),
+    ]
     return lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # SequentialLR of torch 2.8 itself
+@pytest.mark.filterwarnings(
+    "ignore:The epoch parameter:UserWarning"
+)  # SequentialLR of torch 2.8 itself
 @pytest.mark.parametrize(("lr", "by_timm"), [(0.01, False), (0.01, True), (None, True)])
 def test_positions_learn_5_times_as_fast_under_the_schedulers_of_torch_and_timm(tied, lr, by_timm):
     def groups(model):
@@ -128,7 +148,9 @@ def test_positions_learn_5_times_as_fast_under_the_schedulers_of_torch_and_timm(
     optimizer = create_optimizer_v2(tied, "lookahead_adamw", lr=0.01, param_group_fn=groups)
     # A rate that timm's scheduler itself states is scaled by lr_scale alone.
     floors = {} if lr else {"warmup_lr_init": 1e-4, "lr_min": 1e-5}
-    scheduler = CosineLRScheduler(optimizer, 14, warmup_t=3, **floors) if by_timm else sequential(optimizer)
+    scheduler = (
+        CosineLRScheduler(optimizer, 14, warmup_t=3, **floors) if by_timm else sequential(optimizer)
+    )
     for index in range(12):
         optimizer.step()
         scheduler.step(*[index + 1] * by_timm)
@@ -160,7 +182,9 @@ def test_layer_decay_is_as_timm_has_it_for_the_model_that_was_converted(kind):
         assert ours[one.name] == (5 * timms[f"{next(iter(one.layers))}.weight"][0], 0.0)
     assert len({ours[name] for name in moving_names(model)}) > 1
     absolute = tuning.param_groups(model, lr=0.01, weight_decay=0.1, layer_decay=0.5)
-    assert [group["lr"] for group in absolute] == pytest.approx([0.01 * group["lr_scale"] for group in relative])
+    assert [group["lr"] for group in absolute] == pytest.approx(
+        [0.01 * group["lr_scale"] for group in relative]
+    )
     assert not any("lr_scale" in group for group in absolute)
     for name, (scale, _) in scales(model, tuning.param_groups(model, sigma_lr_scale=2)).items():
         assert scale == (1 if name not in moving_names(model) else 2 if "sigma" in name else 5)
@@ -177,7 +201,10 @@ def scales(model, groups) -> dict[str, tuple[float, float]]:
 def test_wrapped_models_are_grouped_and_recorded_as_what_they_wrap(tied):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        wrapped = [wrap(tied) for wrap in (nn.parallel.DistributedDataParallel, torch.compile, nn.DataParallel)]
+        wrapped = [
+            wrap(tied)
+            for wrap in (nn.parallel.DistributedDataParallel, torch.compile, nn.DataParallel)
+        ]
     finally:
         dist.destroy_process_group()
     alone, record = named(tied, tuning.param_groups(tied)), tuning.PositionTracker(tied).update(0)
@@ -198,7 +225,9 @@ def test_wrapped_models_are_grouped_and_recorded_as_what_they_wrap(tied):
     assert tuning.no_weight_decay(model) == {"0.shared", "0.first.positions", "0.first.sigma"}
 
 
-@pytest.mark.parametrize("wrong", [{"lr": math.inf}, {"position_lr_scale": math.nan}, {"layer_decay": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"lr": math.inf}, {"position_lr_scale": math.nan}, {"layer_decay": -1}]
+)
 def test_rates_that_make_no_sense_are_refused(tied, wrong):
     with pytest.raises(dcls_convert.DclsConvertError, match=f"^{next(iter(wrong))}=.*at least 0"):
         tuning.param_groups(tied, **wrong)
@@ -212,10 +241,20 @@ def test_timm_itself_does_not_decay_positions_of_converted_models_and_their_copi
     model = converted(kind)
     timm.models.save_for_hf(model, tmp_path / "saved")
     loaded = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
-    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), ModelEmaV3(model).module, loaded):
-        groups = named(one, create_optimizer_v2(one, "adamw", lr=0.1, weight_decay=0.1).param_groups)
+    for one in (
+        model,
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        ModelEmaV3(model).module,
+        loaded,
+    ):
+        groups = named(
+            one, create_optimizer_v2(one, "adamw", lr=0.1, weight_decay=0.1).param_groups
+        )
         decayed = {name for group in groups if group["weight_decay"] for name in group["params"]}
-        assert decayed == {name for name, p in one.named_parameters() if p.ndim > 1} - moving_names(one)
+        assert decayed == {name for name, p in one.named_parameters() if p.ndim > 1} - moving_names(
+            one
+        )
         assert one.no_weight_decay() == tuning.no_weight_decay(one) == moving_names(one)
         assert vars(one)["no_weight_decay"].args[0] is one
 

@@ -57,7 +57,9 @@ def test_the_repulsive_loss_is_the_formula(shape):
 
 
 def test_a_model_has_the_mean_over_its_positions_tensors():
-    one = DclsConv1d(4, 4, kernel_count=5, dilated_kernel_size=7, groups=2, interpolation="gaussian")
+    one = DclsConv1d(
+        4, 4, kernel_count=5, dilated_kernel_size=7, groups=2, interpolation="gaussian"
+    )
     two, again = (DclsConv2d(2, 3, kernel_count=4, dilated_kernel_size=(5, 7)) for _ in range(2))
     three = DclsConv3d(2, 2, kernel_count=3, dilated_kernel_size=(2, 5, 5), dense_axes=[0])
     model = nn.ModuleList([one, two, again, three])

@@ -24,20 +24,27 @@ from .test_param_groups import converted, named
 def creating(**options):
     """What stands for timm's create_optimizer_v2 under these options of the command line."""
     defaults = {"position_lr_scale": 5.0, "repulsive_loss_from": None, "track": None}
-    return partial(timm_train.create_optimizer, create_optimizer_v2, argparse.Namespace(**{**defaults, **options}))
+    return partial(
+        timm_train.create_optimizer,
+        create_optimizer_v2,
+        argparse.Namespace(**{**defaults, **options}),
+    )
 
 
 def groups_of(optimizer, model):
     groups = named(model, optimizer.param_groups)
     settings = [(group["lr"], group.get("lr_scale"), group["weight_decay"]) for group in groups]
-    return {name: one for group, one in zip(groups, settings, strict=True) for name in group["params"]}
+    return {
+        name: one for group, one in zip(groups, settings, strict=True) for name in group["params"]
+    }
 
 
 LAYER_DECAY = {"layer_decay": 0.7, "layer_decay_min_scale": 0.2}
 
 
 @pytest.mark.parametrize(
-    "options", [{"layer_decay_min_scale": 0.0}, LAYER_DECAY, {"filter_bias_and_bn": False}, {"opt": "muon"}]
+    "options",
+    [{"layer_decay_min_scale": 0.0}, LAYER_DECAY, {"filter_bias_and_bn": False}, {"opt": "muon"}],
 )
 def test_all_but_positions_is_grouped_as_by_timm(options):
     tiny = converted("tied")
@@ -47,7 +54,9 @@ def test_all_but_positions_is_grouped_as_by_timm(options):
     create_scheduler_v2(optimizer, num_epochs=2)
     groups = groups_of(optimizer, tiny)
     assert groups.keys() == stock.keys()
-    depths = [pytest.approx(max(options.get("layer_decay", 1) ** depth, 0.2)) for depth in range(20)]
+    depths = [
+        pytest.approx(max(options.get("layer_decay", 1) ** depth, 0.2)) for depth in range(20)
+    ]
     for name, (lr, scale, weight_decay) in groups.items():
         if "positions" in name:
             assert (weight_decay, lr) == (0, pytest.approx(0.001 * scale))
@@ -66,7 +75,9 @@ def test_what_is_grouped_already_and_plain_models_pass_through():
 
     the_same(plain, plain, "adamw", 0.1, 0.05)
     the_same(tiny, [*tiny.parameters()], "sgd", 0.1)
-    the_same(tiny, tiny, "sgd", 0.1, param_group_fn=lambda model: [{"params": [*model.parameters()]}])
+    the_same(
+        tiny, tiny, "sgd", 0.1, param_group_fn=lambda model: [{"params": [*model.parameters()]}]
+    )
 
 
 # The repulsive loss, clamping and the record.
@@ -78,7 +89,10 @@ def at_the_border():
     """Two layers, many of whose positions are at the window's border."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        layers = [DclsConv2d(c, 8, kernel_count=6, dilated_kernel_size=9, padding=4, stride=2) for c in (3, 8)]
+        layers = [
+            DclsConv2d(c, 8, kernel_count=6, dilated_kernel_size=9, padding=4, stride=2)
+            for c in (3, 8)
+        ]
         model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 3))
     with torch.no_grad():
         for one in position_parameters(model):
@@ -86,9 +100,13 @@ def at_the_border():
     return model.double().train()
 
 
-def train_one_epoch(epoch, model, optimizer, scaler, step=lambda loss, epoch: loss, after=lambda: None):
+def train_one_epoch(
+    epoch, model, optimizer, scaler, step=lambda loss, epoch: loss, after=lambda: None
+):
     """Two batches, one step."""
-    images = torch.randn(4, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(epoch))
+    images = torch.randn(
+        4, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(epoch)
+    )
     for batch in images.split(2):
         loss = torch.nn.functional.cross_entropy(model(batch), torch.tensor([0, 1]))
         scaler.scale(step(loss, epoch) / 2).backward()
@@ -107,8 +125,12 @@ def script(monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("options", [{"opt": "lookahead_adamw"}, {"opt": "adamw", "fused": True}], ids=str)
-def test_steps_are_those_with_the_repulsive_loss_in_the_loss_and_clamping(options, script, tmp_path, caplog):
+@pytest.mark.parametrize(
+    "options", [{"opt": "lookahead_adamw"}, {"opt": "adamw", "fused": True}], ids=str
+)
+def test_steps_are_those_with_the_repulsive_loss_in_the_loss_and_clamping(
+    options, script, tmp_path, caplog
+):
     options = {"lr": 0.05, "weight_decay": 0.05, **options}
     reference, model, track = at_the_border(), at_the_border(), tmp_path / "positions.jsonl"
 
@@ -119,14 +141,22 @@ def test_steps_are_those_with_the_repulsive_loss_in_the_loss_and_clamping(option
     plain = create_optimizer_v2(reference, **options, param_group_fn=groups)
     optimizer = creating(repulsive_loss_from=1, track=str(track))(model, **options)
     start = [one.tensor.detach().clone() for one in position_parameters(model)]
-    scalers = [torch.amp.GradScaler("cpu", enabled="fused" in options, init_scale=1024.0) for _ in range(2)]
+    scalers = [
+        torch.amp.GradScaler("cpu", enabled="fused" in options, init_scale=1024.0) for _ in range(2)
+    ]
     caplog.set_level("INFO")
     for epoch in range(3):
-        train_one_epoch(epoch, reference, plain, scalers[0], step, partial(tuning.clamp_positions_, reference))
+        train_one_epoch(
+            epoch, reference, plain, scalers[0], step, partial(tuning.clamp_positions_, reference)
+        )
         script.train_one_epoch(epoch, model, optimizer=optimizer, scaler=scalers[1])
         assert all(one.tensor.abs().max() <= 4 for one in position_parameters(model))
-    for (name, tensor), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(tensor, expected, rtol=0, atol=FLOAT64_ATOL, msg=lambda m, n=name: f"{n}: {m}")
+    for (name, tensor), expected in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            tensor, expected, rtol=0, atol=FLOAT64_ATOL, msg=lambda m, n=name: f"{n}: {m}"
+        )
     moved = zip(position_parameters(model), start, strict=True)
     assert any((one.tensor - before).abs().max() > 0.1 for one, before in moved)
     now = tuning.PositionTracker(model).update(0).positions
@@ -139,7 +169,9 @@ def test_steps_are_those_with_the_repulsive_loss_in_the_loss_and_clamping(option
 @pytest.mark.parametrize("options", [{"repulsive_loss_from": 0}, {"track": "positions.jsonl"}])
 def test_what_cannot_be_had_is_refused(options, tiny, script):
     for model in (tiny, at_the_border()):
-        with pytest.raises(DclsConvertError, match=r"need a model with DCLS layers, and a train_one_epoch\(epoch"):
+        with pytest.raises(
+            DclsConvertError, match=r"need a model with DCLS layers, and a train_one_epoch\(epoch"
+        ):
             creating(**options)(model, "sgd", lr=0.1)
         vars(script).pop("train_one_epoch", None)
 
@@ -173,7 +205,9 @@ def run_script(tmp_path, monkeypatch):
 
 
 def test_the_script_runs_as_by_python_with_positions_in_groups_of_their_own(run_script):
-    arguments, optimizer = run_script("--position-lr-scale", "3", "scripts/train.py", "--epochs", "3", "--track", "x")
+    arguments, optimizer = run_script(
+        "--position-lr-scale", "3", "scripts/train.py", "--epochs", "3", "--track", "x"
+    )
     assert arguments == ["scripts/train.py", "--epochs", "3", "--track", "x"]
     assert {group.get("lr_scale", 1) for group in optimizer.param_groups} == {1, 3}
 
@@ -194,7 +228,10 @@ def test_a_run_resumes_from_its_last_checkpoint_if_there_is_one(output, run_scri
     ("arguments", "message"),
     [
         (["--auto-resume", __file__], "--auto-resume needs the script's --experiment NAME"),
-        (["--track", "nowhere/positions.jsonl", __file__], "nowhere/positions.jsonl: there is no folder"),
+        (
+            ["--track", "nowhere/positions.jsonl", __file__],
+            "nowhere/positions.jsonl: there is no folder",
+        ),
         (["nowhere/train.py"], "nowhere/train.py: no such script"),
     ],
 )

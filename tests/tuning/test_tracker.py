@@ -9,7 +9,12 @@ from torch import nn
 import dcls_convert
 from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv2d
-from dcls_convert.layers.position_statistics import border_share, mean_distance, overlap_share, spread
+from dcls_convert.layers.position_statistics import (
+    border_share,
+    mean_distance,
+    overlap_share,
+    spread,
+)
 from dcls_convert.networks.positions import position_parameters
 from dcls_convert.tuning.tracker import FOLLOWED
 
@@ -40,12 +45,22 @@ def run(model, steps, tracker):
 
 def test_a_record_holds_the_statistics_of_every_tensor(model):
     (record,) = run(model, [3], tuning.PositionTracker(model))
-    assert (record.step, [row.name for row in record.positions]) == (3, ["one.positions", "two.positions"])
-    for row, layer, size in zip(record.positions, [model["one"], model["two"]], [(4, 7), (9,)], strict=True):
+    assert (record.step, [row.name for row in record.positions]) == (
+        3,
+        ["one.positions", "two.positions"],
+    )
+    for row, layer, size in zip(
+        record.positions, [model["one"], model["two"]], [(4, 7), (9,)], strict=True
+    ):
         positions = layer.positions.detach()
-        assert (row.border_share, row.overlap_share) == (border_share(positions, size), overlap_share(positions))
+        assert (row.border_share, row.overlap_share) == (
+            border_share(positions, size),
+            overlap_share(positions),
+        )
         assert (row.spread, row.mean_distance) == (spread(positions), mean_distance(positions))
-        assert row.mean_sigma == (None if layer.sigma is None else pytest.approx(layer.sigma.mean().item()))
+        assert row.mean_sigma == (
+            None if layer.sigma is None else pytest.approx(layer.sigma.mean().item())
+        )
         for coordinate, histogram, side in zip(positions, row.histograms, size, strict=True):
             counts = [0] * side
             for value in coordinate.flatten().tolist():
@@ -62,11 +77,16 @@ def test_a_record_holds_the_statistics_of_every_tensor(model):
 def test_speed_is_the_mean_absolute_change_of_a_coordinate_per_step(model, dtype):
     model.to(dtype)
     tracker = tuning.PositionTracker(model)
-    before = {shared.name: shared.tensor.detach().clone().double() for shared in position_parameters(model)}
+    before = {
+        shared.name: shared.tensor.detach().clone().double()
+        for shared in position_parameters(model)
+    }
     assert [row.speed for row in tracker.update(10).positions] == [None, None]
     assert [row.speed for row in tracker.update(11).positions] == [0.0, 0.0]
     for row in run(model, [14], tracker)[0].positions:
-        moved = (model.get_parameter(row.name).detach().double() - before[row.name]).abs().mean().item()
+        moved = (
+            (model.get_parameter(row.name).detach().double() - before[row.name]).abs().mean().item()
+        )
         assert row.speed == pytest.approx(moved / 3, rel=1e-6)
         assert row.speed > 0
 
@@ -77,7 +97,10 @@ def test_tied_positions_are_recorded_once(tiny):
     plain = tuning.PositionTracker(tiny).update(0)
     assert [len(row.layers) for row in plain.positions] == [1, 2, 4, 2]
     alone, tied, *_ = plain.positions
-    assert (alone.name, tied.name) == ("stages.0.blocks.0.conv_dw.positions", "stages.1.blocks.dcls_positions")
+    assert (alone.name, tied.name) == (
+        "stages.0.blocks.0.conv_dw.positions",
+        "stages.1.blocks.dcls_positions",
+    )
     assert tied.layers == ("stages.1.blocks.0.conv_dw", "stages.1.blocks.1.conv_dw")
 
 
@@ -107,7 +130,13 @@ def test_a_file_that_cannot_be_read_or_written_is_named(model, tmp_path):
     run(model, range(3), tuning.PositionTracker(model, path))
     lines = path.read_text().splitlines(keepends=True)
     newer = lines[1].replace('"format":1', '"format":2')
-    for broken in ("\n", "{}\n", lines[1].replace("speed", "sped"), lines[1].replace('"step":1', '"step":"1"'), newer):
+    for broken in (
+        "\n",
+        "{}\n",
+        lines[1].replace("speed", "sped"),
+        lines[1].replace('"step":1', '"step":"1"'),
+        newer,
+    ):
         path.write_text(lines[0] + broken + lines[2])
         with pytest.raises(dcls_convert.CheckpointError, match=r"track\.jsonl: line 2: ") as caught:
             tuning.read_track(path)
@@ -139,8 +168,13 @@ def test_tensorboard_reads_what_the_record_holds(model, tmp_path):
     assert (speed.step, speed.value) == (5, pytest.approx(row.speed))
     assert "mean_sigma/two.positions" in events.Tags()["scalars"]
     assert "mean_sigma/one.positions" not in events.Tags()["scalars"]
-    drawn, counts = events.Histograms("positions/one.positions/axis1")[-1].histogram_value, row.histograms[1]
-    filled = {limit - 0.5: n for limit, n in zip(drawn.bucket_limit, drawn.bucket, strict=True) if n}
+    drawn, counts = (
+        events.Histograms("positions/one.positions/axis1")[-1].histogram_value,
+        row.histograms[1],
+    )
+    filled = {
+        limit - 0.5: n for limit, n in zip(drawn.bucket_limit, drawn.bucket, strict=True) if n
+    }
     assert filled == {cell: n for cell, n in zip(range(-3, 4), counts, strict=True) if n}
     assert (drawn.min, drawn.max, drawn.num) == (-3.5, 3.5, sum(counts))
     assert drawn.sum == sum(cell * n for cell, n in filled.items())

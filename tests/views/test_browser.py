@@ -13,7 +13,9 @@ from ..conftest import TINY
 
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("default")]
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 # --disable-quic and the rest keep the browser itself off the network.
 ARGUMENTS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -37,7 +39,16 @@ def browser():
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory):
     here = tmp_path_factory.mktemp("page")
-    run(f"timm:{TINY}", "--dilated-size", 9, "--input-size", "3x64x64", "-q", "--output", here / "net")
+    run(
+        f"timm:{TINY}",
+        "--dilated-size",
+        9,
+        "--input-size",
+        "3x64x64",
+        "-q",
+        "--output",
+        here / "net",
+    )
     model = load_converted(here / "net")
     tracker = PositionTracker(model, here / "positions.jsonl")
     for step in range(5):
@@ -46,7 +57,9 @@ def page_file(tmp_path_factory):
             for name, parameter in model.named_parameters():
                 if name.endswith("positions"):
                     parameter.add_(0.3)
-    run("inspect", here / "net", "--html", here / "page.html", "--history", here / "positions.jsonl")
+    run(
+        "inspect", here / "net", "--html", here / "page.html", "--history", here / "positions.jsonl"
+    )
     return here / "page.html"
 
 
@@ -63,7 +76,9 @@ def view(request, browser, page_file):
     page.goto(page_file.as_uri())
     assert page.locator("details[open]").count() == 2  # the first layers
     page.evaluate("document.querySelectorAll('details').forEach(node => { node.open = true; })")
-    page.wait_for_selector("details:last-of-type canvas[style*=height]")  # drawn once its width is known
+    page.wait_for_selector(
+        "details:last-of-type canvas[style*=height]"
+    )  # drawn once its width is known
     for link in page.locator("nav a").all():
         assert page.locator(link.get_attribute("href")).count() == 1
     yield page
@@ -75,8 +90,19 @@ def view(request, browser, page_file):
 def test_every_figure_has_a_name_and_is_seen_within_the_page(view):
     width = view.viewport_size["width"]
     assert view.evaluate("document.documentElement.scrollWidth") <= width
-    for section in ("Where the elements are", "Effective receptive field", "Training", "What it costs", "Kernels"):
-        assert view.locator("section", has=view.get_by_role("heading", name=section, exact=True)).count() == 1
+    for section in (
+        "Where the elements are",
+        "Effective receptive field",
+        "Training",
+        "What it costs",
+        "Kernels",
+    ):
+        assert (
+            view.locator(
+                "section", has=view.get_by_role("heading", name=section, exact=True)
+            ).count()
+            == 1
+        )
     figures = view.locator("figure").all()
     assert len(figures) > 10
     for figure in figures:
@@ -111,7 +137,11 @@ def test_choosing_a_kernel_shows_its_elements(view):
 def test_a_heat_map_says_what_it_shows_and_how_many_elements_are_where_the_pointer_is(view):
     figure = view.locator("figure.joint").first
     text = " ".join(figure.inner_text().split())
-    for part in ("of 26 elements in 9x9 cells", "cells along row and column; mean distance", "% if spread evenly"):
+    for part in (
+        "of 26 elements in 9x9 cells",
+        "cells along row and column; mean distance",
+        "% if spread evenly",
+    ):
         assert part in text
     image = figure.locator("image").first
     image.scroll_into_view_if_needed()
@@ -137,4 +167,6 @@ def test_another_scheme_redraws_the_canvases(view):
     before = canvas.evaluate("canvas => canvas.toDataURL()")
     dark = view.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
     view.emulate_media(color_scheme="light" if dark else "dark")
-    view.wait_for_function("before => document.querySelector('figure.layer canvas').toDataURL() !== before", arg=before)
+    view.wait_for_function(
+        "before => document.querySelector('figure.layer canvas').toDataURL() !== before", arg=before
+    )

@@ -29,8 +29,12 @@ def pictures_of(model, plan) -> Pictures:
 
 def of_module(module, input_size, size, rule="", **options):
     rules = parse_rules(f"format: 1\nrules: [{{{rule}}}]")
-    plan = plan_conversion(find_convs(module, input_size), dilated_size=size, rules=rules, **options)
-    apply_plan_(module, plan, init="random", positions="uniform", generator=torch.Generator().manual_seed(0))
+    plan = plan_conversion(
+        find_convs(module, input_size), dilated_size=size, rules=rules, **options
+    )
+    apply_plan_(
+        module, plan, init="random", positions="uniform", generator=torch.Generator().manual_seed(0)
+    )
     return module.eval(), plan
 
 
@@ -41,12 +45,18 @@ def depthwise():
 CASES = {
     "tied": convert,
     "untied": lambda: of_module(nn.Sequential(*depthwise()), (4, 16, 16), 9, tie="none"),
-    "gaussian": lambda: of_module(nn.Sequential(*depthwise()), (4, 16, 16), 9, interpolation="gaussian"),
+    "gaussian": lambda: of_module(
+        nn.Sequential(*depthwise()), (4, 16, 16), 9, interpolation="gaussian"
+    ),
     "rectangular": lambda: of_module(nn.Sequential(*depthwise()), (4, 16, 16), (9, 11)),
-    "volume": lambda: of_module(nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv3d(4, 4, 3)), (2, 12, 12, 12), 5),
+    "volume": lambda: of_module(
+        nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv3d(4, 4, 3)), (2, 12, 12, 12), 5
+    ),
     "line": lambda: of_module(nn.Sequential(nn.Conv1d(2, 4, 5, padding=2)), (2, 32), 9),
     "standardised": lambda: of_module(nn.Sequential(StdConv2d(4, 6, 3, padding=1)), (4, 16, 16), 7),
-    "dense": lambda: of_module(nn.Sequential(nn.Conv2d(4, 4, (3, 5))), (4, 16, 16), (3, 9), "dense_axes: [0]"),
+    "dense": lambda: of_module(
+        nn.Sequential(nn.Conv2d(4, 4, (3, 5))), (4, 16, 16), (3, 9), "dense_axes: [0]"
+    ),
 }
 
 
@@ -63,16 +73,25 @@ def case(request):
 def test_a_heat_map_and_each_histogram_hold_every_element_once(case):
     model, plan = case
     pictures = pictures_of(model, plan)
-    tensors = dict.fromkeys(layer.positions for layer in model.modules() if isinstance(layer, DclsConvNd))
+    tensors = dict.fromkeys(
+        layer.positions for layer in model.modules() if isinstance(layer, DclsConvNd)
+    )
     for picture, positions in zip(pictures.positions, tensors, strict=True):
         assert picture.heat.sum() == picture.row.elements == positions[0].numel()
         sums = [picture.heat.sum(1), picture.heat.sum(0)][-len(picture.size) :]
         assert [tuple(counts.tolist()) for counts in sums] == list(picture.histograms[-2:])
         assert {sum(counts) for counts in picture.histograms} == {positions[0].numel()}
         generator = torch.Generator().manual_seed(0)
-        uniform = [(side - 1) * torch.rand(1, 1, 100_000, generator=generator) - side // 2 for side in picture.size]
-        assert picture.even_share == pytest.approx(border_share(torch.stack(uniform), picture.size), abs=0.01)
-    assert sum(picture.row.elements for picture in pictures.positions) == pictures.inspection.elements
+        uniform = [
+            (side - 1) * torch.rand(1, 1, 100_000, generator=generator) - side // 2
+            for side in picture.size
+        ]
+        assert picture.even_share == pytest.approx(
+            border_share(torch.stack(uniform), picture.size), abs=0.01
+        )
+    assert (
+        sum(picture.row.elements for picture in pictures.positions) == pictures.inspection.elements
+    )
 
 
 def test_elements_are_counted_where_they_are():
@@ -95,11 +114,24 @@ def test_a_montage_shows_the_layers_kernels_with_the_most_energy_first(case):
     assert [layer.name for layer in shown] == [layer.name for layer in plan.layers]
     for layer in shown:
         kernels = model.get_submodule(layer.name).kernel().detach()
-        planes = kernels.sum(2) if kernels.dim() == 5 else kernels.unsqueeze(2) if kernels.dim() == 3 else kernels
-        energies, chosen = kernels.square().flatten(2).sum(2), tuple(zip(*layer.channels, strict=True))
+        planes = (
+            kernels.sum(2)
+            if kernels.dim() == 5
+            else kernels.unsqueeze(2)
+            if kernels.dim() == 3
+            else kernels
+        )
+        energies, chosen = (
+            kernels.square().flatten(2).sum(2),
+            tuple(zip(*layer.channels, strict=True)),
+        )
         assert layer.total == energies.numel()
-        torch.testing.assert_close(energies[chosen], energies.flatten().topk(len(layer.cells)).values)
-        assert layer.energy_share == pytest.approx(float(energies[chosen].sum() / energies.sum()), rel=1e-5)
+        torch.testing.assert_close(
+            energies[chosen], energies.flatten().topk(len(layer.cells)).values
+        )
+        assert layer.energy_share == pytest.approx(
+            float(energies[chosen].sum() / energies.sum()), rel=1e-5
+        )
         torch.testing.assert_close(layer.cells, planes[chosen], rtol=0, atol=FLOAT32_ATOL)
 
 
@@ -108,7 +140,9 @@ def test_the_elements_behind_a_kernel_make_it(name):
     """By bilinear interpolation."""
     for layer in pictures_of(*case_of(name)).kernels:
         size = tuple(layer.cells.shape[1:])
-        again = construct_kernel(layer.weights[None], layer.positions.movedim(-1, 0)[:, None], size)[0]
+        again = construct_kernel(
+            layer.weights[None], layer.positions.movedim(-1, 0)[:, None], size
+        )[0]
         torch.testing.assert_close(again, layer.cells, rtol=0, atol=FLOAT32_ATOL)
 
 

@@ -90,7 +90,9 @@ DAMAGES = {
     "line 2: positions.0.speed: ": [(SECOND, "positions.0.speed", math.nan)],
     "has format 2, this dcls-convert knows 1": [(SECOND, "format", 2)],
     "the records of steps 0 and 1 differ in tensors": [(SECOND, "positions.0.histograms", [])],
-    "the records follow several numbers of elements of": [(SECOND, "positions.0.followed", [[0.5], [0.5]])],
+    "the records follow several numbers of elements of": [
+        (SECOND, "positions.0.followed", [[0.5], [0.5]])
+    ],
     "line 1: positions.0.histograms.0: ": [(slice(0, 1), "positions.0.histograms.0", [])],
 }
 
@@ -114,5 +116,7 @@ def test_speeds_and_places_are_those_of_the_training(tracked, tmp_path):
     elements = sum(lines[0]["positions"][0]["histograms"][0])
     assert [sum(counts) for counts in track.histograms[0]] == [elements] * 3
     for before, after in zip(*(track.frames[step] for step in (1, 2)), strict=True):
-        assert all(math.isclose(one + 1, two, abs_tol=0.02) for one, two in zip(before, after, strict=True))
+        assert all(
+            math.isclose(one + 1, two, abs_tol=0.02) for one, two in zip(before, after, strict=True)
+        )
     assert track.frames[0]

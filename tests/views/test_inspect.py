@@ -86,10 +86,15 @@ def test_a_folder_that_states_a_huge_size_costs_no_more(checkpoint):
     fields = page_of("huge")["fields"]
     assert fields["maps"] == []
     (note,) = fields["notes"]
-    assert note.endswith("images of more than 1,048,576 pixels are run where --input-size asks for them.")
+    assert note.endswith(
+        "images of more than 1,048,576 pixels are run where --input-size asks for them."
+    )
     assert len(page_of("huge", "--input-size", "3x32x32")["fields"]["maps"]) > 0
     _, err = run("fold", "huge", code=2)
-    assert "huge: its plan states images of 9999x9999 pixels; outputs are compared on 4,194,304 at most" in err
+    assert (
+        "huge: its plan states images of 9999x9999 pixels; outputs are compared on 4,194,304 at most"
+        in err
+    )
 
 
 def test_a_model_of_the_users_own_is_built_with_trust_only(here, monkeypatch):
@@ -136,7 +141,9 @@ def test_mistakes_are_one_line_and_leave_nothing(checkpoint, here, options):
     assert (here / "page.html").read_text() == "mine\n"
 
 
-def test_without_matplotlib_pages_alone_are_drawn_and_one_line_names_the_extra(checkpoint, here, monkeypatch):
+def test_without_matplotlib_pages_alone_are_drawn_and_one_line_names_the_extra(
+    checkpoint, here, monkeypatch
+):
     monkeypatch.setattr("dcls_convert.files.PLOT_LIBRARY", "no_such_library")
     _, message = run("inspect", checkpoint, "--picture", "x.png", code=2)
     assert "pip install no_such_library" in message

@@ -76,9 +76,21 @@ def unpacked(text, dtype):
 def test_hostile_names_stay_text(converted):
     pictures = pictures_of(*converted)
     row = replace(pictures.positions[0].row, name=HOSTILE)
-    fields = FieldPictures(fields=(field_picture(torch.ones(4, 4), HOSTILE, HOSTILE),), notes=(HOSTILE,))
-    positions, kernels = (replace(pictures.positions[0], row=row),), (replace(pictures.kernels[0], name=HOSTILE),)
-    hostile = replace(pictures, name=HOSTILE, positions=positions, kernels=kernels, raw_weights=HOSTILE, fields=fields)
+    fields = FieldPictures(
+        fields=(field_picture(torch.ones(4, 4), HOSTILE, HOSTILE),), notes=(HOSTILE,)
+    )
+    positions, kernels = (
+        (replace(pictures.positions[0], row=row),),
+        (replace(pictures.kernels[0], name=HOSTILE),),
+    )
+    hostile = replace(
+        pictures,
+        name=HOSTILE,
+        positions=positions,
+        kernels=kernels,
+        raw_weights=HOSTILE,
+        fields=fields,
+    )
     text = page(replace(hostile, report=replace(pictures.report, model=HOSTILE)))
     assert Page(text).tags == Page(page(pictures)).tags
     assert "</script><b" not in text

@@ -5,7 +5,12 @@ import torch
 from torch import nn
 
 from dcls_convert.errors import ModelError
-from dcls_convert.views.receptive_field import MOST_SIDE, central_side, field_picture, receptive_field
+from dcls_convert.views.receptive_field import (
+    MOST_SIDE,
+    central_side,
+    field_picture,
+    receptive_field,
+)
 
 
 def noise(*size, count=2):
@@ -13,7 +18,9 @@ def noise(*size, count=2):
 
 
 def conv_of_ones(kernel_size, dims=2, **options):
-    conv = [nn.Conv1d, nn.Conv2d, nn.Conv3d][dims - 1](1, 1, kernel_size, padding="same", bias=False, **options)
+    conv = [nn.Conv1d, nn.Conv2d, nn.Conv3d][dims - 1](
+        1, 1, kernel_size, padding="same", bias=False, **options
+    )
     with torch.no_grad():
         conv.weight.fill_(-0.5)
     return nn.Sequential(conv).eval()
