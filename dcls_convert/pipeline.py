@@ -226,10 +226,8 @@ class Job:
     def plan_again(self, plan: ConversionPlan) -> ConversionPlan:
         """A plan of another checkpoint, for this network. PlanError says in what it is another one than the plan's."""
         source = self.rebuilt_from
-        own, planned = (
-            (source.name, source.args) if source else (None, {}),
-            (plan.model, plan.model_args),
-        )
+        own = (source.name, source.args) if source else (None, {})
+        planned = (plan.model, plan.model_args)
         if own != planned:
             raise PlanError(f"the plan is for {_described(*planned)}, not for {_described(*own)}")
         make_layers(self.meta, plan)
@@ -244,7 +242,8 @@ class Job:
         self, plan: ConversionPlan | None = None, *, model: nn.Module | None = None
     ) -> Conversion:
         """Carry out a plan, or the job's own, on the network or its copy `model`; on any error, that is as before."""
-        plan, model = plan or self.plan(), model or self.network
+        plan = plan or self.plan()
+        model = model or self.network
         self.notify("converting")
         elements = self.elements
         images = self._images(plan)
@@ -298,8 +297,10 @@ class Job:
         self._say_kept(kept)
         if before is None or after is None:
             return Conversion(model=model, report=report.with_errors(errors.kernel, errors.output))
-        (random, answers), (new_random, new) = before, after
-        old, shifted = answers[: len(held_out)], answers[len(held_out) :]
+        random, answers = before
+        new_random, new = after
+        old = answers[: len(held_out)]
+        shifted = answers[len(held_out) :]
         outcome = Outcome(
             kernel_error=sum(errors.kernel.values()) / len(errors.kernel)
             if errors.kernel
@@ -351,7 +352,8 @@ class Job:
             )
         base = make_plan(self.convs, replace(options, scope="model"))
         check_same_shapes(self.convs.trace, base.windows)  # before minutes of measuring
-        images, seed = self._images(base), fit_seed(torch.Generator().manual_seed(self.seed))
+        images = self._images(base)
+        seed = fit_seed(torch.Generator().manual_seed(self.seed))
         by_error, self._statistics = counts_by_error(
             self.network, self.convs, options, seed=seed, calibration=images, notify=self.notify
         )
@@ -379,7 +381,8 @@ def _answers(
     """What a model gives for two random images (None where it takes something else), and for some."""
     random = None
     with evaluating(model):
-        size, on_meta = plan.input_size, any(tensor.is_meta for tensor in model.parameters())
+        size = plan.input_size
+        on_meta = any(tensor.is_meta for tensor in model.parameters())
         if size is not None and not on_meta and math.prod(size[1:]) <= MOST_PIXELS:
             noise = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device="cpu")
             with contextlib.suppress(

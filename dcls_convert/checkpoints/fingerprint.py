@@ -98,7 +98,8 @@ def deviation(taken: Fingerprint, stored: Fingerprint) -> float:
         return math.inf
     largest = 0.0
     for new, old in zip(taken.outputs, stored.outputs, strict=True):
-        ours, theirs = (new.norm, *new.values), (old.norm, *old.values)
+        ours = (new.norm, *new.values)
+        theirs = (old.norm, *old.values)
         if new.shape != old.shape or [each is None for each in ours] != [
             each is None for each in theirs
         ]:
@@ -111,7 +112,8 @@ def deviation(taken: Fingerprint, stored: Fingerprint) -> float:
 
 def _output_print(output: Tensor) -> OutputPrint:
     flat = output.detach().flatten()
-    last, count = flat.numel() - 1, min(SAMPLES, flat.numel())
+    last = flat.numel() - 1
+    count = min(SAMPLES, flat.numel())
     places = [index * last // max(count - 1, 1) for index in range(count)]
     values = flat[torch.tensor(places, dtype=torch.long, device=flat.device)].double().tolist()
     norm = flat.double().norm().item()

@@ -22,9 +22,14 @@ from ..planning.plan import ConversionPlan
 from ..records import Record, read_json, write_json
 from .fingerprint import Fingerprint, take_fingerprint
 
-WEIGHTS, CONFIG, REPORT, CARD = "model.safetensors", "config.json", "report.json", "README.md"
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+REPORT = "report.json"
+CARD = "README.md"
 FILES = (WEIGHTS, CONFIG, REPORT, CARD)
-PAGE, PICTURE = "pictures.html", "positions.png"  # which a folder may hold too
+# A folder may hold these too.
+PAGE = "pictures.html"
+PICTURE = "positions.png"
 PLAN_PLACE = "model_args.plan"  # in config.json
 METADATA_KEY = "dcls_convert"
 FORMAT_METADATA = {
@@ -72,20 +77,20 @@ def read_folder(folder: str | Path) -> FolderConfig:
     """What the folder's config.json says; CheckpointError where there is no folder, or no valid config in it."""
     path = check_folder(Path(folder)) / CONFIG
     config = read_json(path, str(path))
-    architecture, args = config.get("architecture"), config.get("model_args", {})
+    architecture = config.get("architecture")
+    args = config.get("model_args", {})
     if not isinstance(architecture, str) or not isinstance(args, dict):
         raise CheckpointError(f"{path}: names no architecture, or has arguments that are no object")
-    plan, size = None, _entry(config.get("pretrained_cfg"), "input_size")
+    plan = None
+    size = _entry(config.get("pretrained_cfg"), "input_size")
     source: ModelSource | None = ModelSource(name=f"timm:{architecture}", args=args)
     if architecture == TIMM_ARCHITECTURE:
         plan = ConversionPlan.from_dict(args.get("plan"), f"{path}: {PLAN_PLACE}")
         own = {
             name: value for name, value in args.items() if name != "plan"
         }  # timm's savers may change them
-        source, size = (
-            None if plan.model is None else ModelSource(name=plan.model, args=own),
-            plan.input_size,
-        )
+        source = None if plan.model is None else ModelSource(name=plan.model, args=own)
+        size = plan.input_size
     return FolderConfig(
         folder=Path(folder),
         plan=plan,
@@ -141,7 +146,8 @@ def write_files(
 ) -> None:
     """Fill an empty folder: the config, the other texts by name, and the weights, which hold the config's hash."""
     outputs = take_fingerprint(model, plan.input_size) if fingerprint else None
-    aliases, storages = alias_names(model), set[int]()
+    aliases = alias_names(model)
+    storages = set[int]()
     tensors: dict[str, Tensor] = {}  # every one once, on the CPU, each in memory of its own
     for name, tensor in model.state_dict().items():
         if name not in aliases:

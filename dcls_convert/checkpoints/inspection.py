@@ -54,10 +54,8 @@ class PositionSet:
 
     def outside(self, state: Mapping[str, Tensor]) -> Iterator[str]:
         """Messages about positions outside the window and sigmas below their minimum; for tensors without `misfits`."""
-        positions, sigma = (
-            state[self.parameters["positions"]],
-            state.get(self.parameters.get("sigma", "")),
-        )
+        positions = state[self.parameters["positions"]]
+        sigma = state.get(self.parameters.get("sigma", ""))
         for axis, (side, values) in enumerate(zip(self.learnt_size, positions, strict=True)):
             low, high = position_limits(side)
             if count := int(((values < low) | (values > high)).sum()):
@@ -146,7 +144,8 @@ def inspect_folder(folder: str | Path) -> Inspection:
     """Reads the plan and the positions alone; CheckpointError: no checkpoint, damaged, or folded."""
     folder = Path(folder)
     config = read_folder(folder)
-    plan, path = the_plan(config), config.weights
+    plan = the_plan(config)
+    path = config.weights
     if plan.folded:
         raise CheckpointError(
             f"{folder}: is folded into plain convolutions, which have no positions"
@@ -169,7 +168,8 @@ def inspect_positions(
     """Statistics of the positions in a state dict, which are finite and have the plan's shapes."""
     rows = []
     for place in position_sets(plan):
-        layer, positions = place.layers[0], state[place.parameters["positions"]]
+        layer = place.layers[0]
+        positions = state[place.parameters["positions"]]
         sigma = state.get(place.parameters.get("sigma", ""))
         row = PositionRow(
             **taken_from(layer, PositionRow) | {"name": place.name},

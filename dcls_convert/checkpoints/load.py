@@ -36,7 +36,8 @@ def load_converted(
         ModelError: The folder's model is neither timm's nor torchvision's, or cannot be built.
     """
     config = read_folder(folder)
-    plan, where = the_plan(config), str(config.weights)
+    plan = the_plan(config)
+    where = str(config.weights)
     if model is None:
         source = buildable(config, trust_code=trust_code)
     check_stamp(read_stamp(config.weights), config)

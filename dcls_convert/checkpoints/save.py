@@ -139,7 +139,8 @@ def check_fits_plan(model: nn.Module, plan: ConversionPlan, meta: nn.Module | No
 def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
     modules = dict(model.named_modules(remove_duplicate=False))
     for layer in plan.layers:
-        module, shape = modules.get(layer.name), layer.position_shape[1:]
+        module = modules.get(layer.name)
+        shape = layer.position_shape[1:]
         if not isinstance(module, DclsConvNd):
             kind = "missing" if module is None else f"a {type(module).__name__}"
             yield f"{layer.name} is {kind}, not a layer with learnable positions"
@@ -158,12 +159,14 @@ def _tuned(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:
     classes = getattr(model, "num_classes", None)
     if ModelSource(name=plan.model or "").kind != "timm" or classes is None:
         return plan
-    args, size = {**plan.model_args, "num_classes": classes}, plan.input_size
+    args = {**plan.model_args, "num_classes": classes}
+    size = plan.input_size
     first = (getattr(model, "pretrained_cfg", None) or {}).get("first_conv")
     if isinstance(first, str) and size is not None:
         chans = getattr(model.get_submodule(first), "in_channels", size[0])
         if chans != size[0]:  # of `timm.create_model(..., in_chans=1)`
-            args, size = args | {"in_chans": chans}, (chans, *size[1:])
+            args = args | {"in_chans": chans}
+            size = (chans, *size[1:])
     convs = find_convs(
         build_model(ModelSource(name=plan.model or "", args=args), device="meta"), size
     )

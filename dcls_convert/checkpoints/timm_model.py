@@ -90,7 +90,8 @@ def create_converted(
     note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
     if not pretrained:
         return model
-    in_chans, channels = kwargs.get("in_chans"), config["input_size"][0]
+    in_chans = kwargs.get("in_chans")
+    channels = config["input_size"][0]
 
     def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         if beside is not None:

@@ -86,7 +86,8 @@ def verify_folder(
     notify: Notify = silent,
 ) -> Verification:
     """Check a checkpoint folder: its files, that they belong together, and the model they describe, by `rebuild`."""
-    folder, checks = check_folder(Path(folder)), Checks()
+    folder = check_folder(Path(folder))
+    checks = Checks()
     notify("checking the files")
     config = checks.attempt(folder / CONFIG, lambda: read_folder(folder))
     if _check_weights(checks, folder / WEIGHTS, config) and config is not None:
@@ -186,8 +187,11 @@ def main(folder: str, trust_code: str, result: str) -> None:
 
 def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
     """Build the model of a folder that can be read; check names, shapes and outputs."""
-    checks, path = Checks(), folder / WEIGHTS
-    config, state, stamp = read_folder(folder), load_file(path), read_stamp(path)
+    checks = Checks()
+    path = folder / WEIGHTS
+    config = read_folder(folder)
+    state = load_file(path)
+    stamp = read_stamp(path)
     source = buildable(config, trust_code=trust_code)
 
     def prepare_(model: nn.Module) -> None:
@@ -212,7 +216,8 @@ def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
         )
         return checks
     outputs = take_fingerprint(built[0].eval(), config.input_size)
-    apart, tolerance = deviation(outputs, stored), TOLERANCES[stored.dtype]
+    apart = deviation(outputs, stored)
+    tolerance = TOLERANCES[stored.dtype]
     detail = f"differ by {apart:.1e} of the stored norm; up to {tolerance:g} is rounding in {stored.dtype}"
     detail = detail if outputs.outputs is not None else f"the model does not run: {outputs.reason}"
     checks.add("outputs", [] if apart <= tolerance else [detail], detail)

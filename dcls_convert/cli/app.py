@@ -125,9 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code, line = _run(list(sys.argv[1:] if arguments is None else arguments))
         if console.interrupts and code:  # of which a library made another error
-            code, line = EXIT_INTERRUPTED, "interrupted"
+            code = EXIT_INTERRUPTED
+            line = "interrupted"
     except KeyboardInterrupt:
-        code, line = EXIT_INTERRUPTED, "interrupted"
+        code = EXIT_INTERRUPTED
+        line = "interrupted"
     for number in SIGNALS:  # all is done but for the last line
         signal.signal(number, signal.SIG_IGN)
     if line:

@@ -18,7 +18,8 @@ MOST_JOBS = 1024
 MOST_SECONDS = 86_400
 SECONDS_A_MODEL = 120  # the slowest of all models takes two seconds on an idle core
 SECONDS_A_LINE = 10.0  # of progress, where stderr is no terminal
-RUNNING, SHOW = "How to run", "What to show"
+RUNNING = "How to run"
+SHOW = "What to show"
 PATTERN_HELP = (
     "Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. Without * ? or [ it is a name, "
     "or else a part of names. Without a pattern, all models of both registries."

@@ -83,7 +83,9 @@ def pictures_of_folder(
     track = None if history is None else read_history(history)
     inspection = inspect_folder(folder)
     config = read_folder(folder)
-    plan, model, reason = the_plan(config), None, None
+    plan = the_plan(config)
+    model = None
+    reason = None
     try:
         source = buildable(config, trust_code=trust_code)
     except DclsConvertError as error:
@@ -102,7 +104,9 @@ def pictures_of_folder(
 
 def page(pictures: Pictures) -> str:
     """The text of the page, in ASCII: names from data can neither end the script nor hold control characters."""
-    report, inspection, seen = pictures.report, pictures.inspection, pictures.fields
+    report = pictures.report
+    inspection = pictures.inspection
+    seen = pictures.fields
     farthest = max(inspection.positions, key=lambda row: row.mean_distance, default=None)
     facts = {
         "Parameters": f"{arrow(report.params)} ({percent(report.params)})",

@@ -22,7 +22,8 @@ MOST_DECADES = 5  # of the logarithmic scale
 FAINT = 0.02  # share of the pixels that may be below the scale
 MOST_SIDE = 112  # pixels of the picture; larger fields are averaged, which also calms the noise
 SHARES = (0.5, 0.99)  # of the gradient, for which the central square is stated
-NOISE_IMAGES, MOST_IMAGES = 4, 16
+NOISE_IMAGES = 4
+MOST_IMAGES = 16
 MOST_PIXELS = (
     1024 * 1024
 )  # of an image whose size the folder states; a gradient keeps what every layer gives
@@ -80,7 +81,8 @@ def field_pictures(
     if not images:
         return FieldPictures(fields=(), notes=(f"There is no effective receptive field: {words}.",))
     notify("building the network of before")
-    layer, fields = plan.layers[-1].name, []
+    layer = plan.layers[-1].name
+    fields = []
     notes = [
         f"How much each pixel counts for the unit in the middle of {layer}, the last replaced layer: mean "
         f"absolute gradient over {words}, as a share of the largest, on a logarithmic scale."
@@ -113,10 +115,8 @@ def _before(
         load_weights_(model, with_names_of(model, read_weights(weights)), f"original {weights}")
         return f"{plan.model}, with the weights of {weights.name}", model.float().eval()
     # It was converted from random weights if all tensors that conversion leaves alone are equal.
-    own, replaced = (
-        model.state_dict(),
-        {f"{name}.weight" for layer in plan.layers for name in layer.names},
-    )
+    own = model.state_dict()
+    replaced = {f"{name}.weight" for layer in plan.layers for name in layer.names}
     kept = [name for name in own if name in state and name not in replaced]
     if not kept or not all(torch.equal(own[name], state[name]) for name in kept):
         return None
