@@ -82,7 +82,7 @@ def conv2d(
         way = depthwise_way(
             input.device, dtype, last, *geometry, tensors=(input, kernel) if eager else None
         )
-        if way == "matmul" or (eager and way == "onednn"):
+        if way != "torch":
             input, kernel, *rest = (tensor.to(dtype) for tensor in tensors)  # what autocast does
             options = cast(Pair, tuple(stride)), cast(Pair, _cells(padding, kernel.shape))
             convolve = matmul.depthwise if way == "matmul" else onednn.depthwise
