@@ -50,9 +50,8 @@ class Fingerprint(Record):
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"]  # of the image
     seed: Literal[0] = 0  # SEED
-    outputs: (
-        tuple[OutputPrint, ...] | None
-    )  # in the order of the output's leaves; None where the model did not run
+    # In the order of the output's leaves; None where the model did not run.
+    outputs: tuple[OutputPrint, ...] | None
     reason: str | None  # why there are no outputs
 
 

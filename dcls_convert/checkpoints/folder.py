@@ -49,9 +49,8 @@ class FolderConfig:
 
     folder: Path
     plan: ConversionPlan | None  # None for a folded model that timm builds by itself
-    source: (
-        ModelSource | None
-    )  # of the model to build, before conversion; None where only its user can build it
+    # The unconverted model to build; None where only its user can build it.
+    source: ModelSource | None
     input_size: Any  # of the model, as stated
     tensors: object  # tensors_hash of the weights beside it; None where timm's own savers wrote it
     hash: str  # config_hash
@@ -153,9 +152,8 @@ def write_files(
         if name not in aliases:
             ready = tensor.detach().cpu().contiguous()
             storage = ready.untyped_storage().data_ptr()
-            tensors[name] = (
-                ready.clone() if storage in storages and ready.numel() else ready
-            )  # views of one memory
+            # A copy where another tensor has the same memory.
+            tensors[name] = ready.clone() if storage in storages and ready.numel() else ready
             storages.add(storage)
     config_text = write_json({**config, METADATA_KEY: {"tensors": tensors_hash(tensors.items())}})
     for name, text in {CONFIG: config_text, **texts}.items():
@@ -166,9 +164,8 @@ def write_files(
     metadata = {METADATA_KEY: stamp.to_json(), **FORMAT_METADATA}
     save_file(tensors, folder / WEIGHTS, metadata=metadata)
     _sort_metadata_(folder / WEIGHTS)
-    (folder / WEIGHTS).chmod(
-        (folder / CONFIG).stat().st_mode
-    )  # the usual permissions, which safetensors does not give
+    # The usual permissions, which safetensors does not give.
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
 
 
 def _sort_metadata_(path: Path) -> None:
@@ -235,9 +232,8 @@ def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     digests = []
     for name, tensor in tensors:
         digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        flat = (
-            tensor.detach().contiguous().reshape(-1)
-        )  # torch cannot view a tensor without axes as bytes
+        # torch cannot view a tensor without axes as bytes.
+        flat = tensor.detach().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
         digests.append((name, digest.hexdigest()))
     return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()

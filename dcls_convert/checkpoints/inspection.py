@@ -17,12 +17,13 @@ from ..planning.plan import ConversionPlan, LayerPlan, taken_from
 from ..records import Record
 from .folder import check_stamp, read_folder, read_stamp, read_tensors, the_plan
 
+# torch cannot compare float8 numbers.
 COMPARED = (
     torch.float64,
     torch.float32,
     torch.float16,
     torch.bfloat16,
-)  # of float8, torch compares no numbers
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

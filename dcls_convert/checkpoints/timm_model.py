@@ -36,12 +36,13 @@ from .folder import (
 )
 from .load import place_
 
+# Where timm's feature extractors keep the model.
 WRAPPER_PREFIXES = (
     "",
     "model.",
     "body.",
     "graph_module.",
-)  # where timm's feature extractors keep the model
+)
 # Weights come from the folder alone; other places that its config names are ignored.
 NO_OTHER_WEIGHTS = {"url": "", "state_dict": None, "hf_hub_filename": None, "custom_load": False}
 

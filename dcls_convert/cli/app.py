@@ -29,17 +29,19 @@ EXIT_CODES = (
     "Exit codes: 0 done; 1 a bug, or stdout could not be written; 2 a mistake in what was given, or no disk or memory "
     "left; 3 nothing in the model matches the rules; 130 interrupted."
 )
+# Packages that some install by themselves, and pip may have left out.
 NETWORKS = (
     "torch",
     "torchvision",
     "timm",
-)  # which some install by themselves, and pip may have left out
+)
+# In messages of torch, C++ and the loader.
 NO_MEMORY = (
     "allocate memory",
     "bad_alloc",
     "failed to map segment",
     "out of memory",
-)  # of torch, C++ and the loader
+)
 ALIASES = {
     "size": "dilated-size",
     "window": "dilated-size",
@@ -168,9 +170,8 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
             f"this is a bug in dcls-convert: {type(error).__name__}: {one_line(error)[:300]} "
             f"(set {TRACEBACK_VARIABLE}=1 for a traceback to report)"
         )
-    code = (
-        result if isinstance(result, int) else 0
-    )  # of typer.Exit; typer makes 130 of a KeyboardInterrupt
+    # The code of typer.Exit; typer makes 130 of a KeyboardInterrupt.
+    code = result if isinstance(result, int) else 0
     return code, "interrupted" if code == EXIT_INTERRUPTED else None
 
 

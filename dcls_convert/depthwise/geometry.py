@@ -11,9 +11,8 @@ MOST_CELLS = 1 << 28  # of one layer's constructed kernels: a gigabyte in float3
 DYNAMIC_SAME = "dynamic_same"
 Pair = tuple[int, int]
 Uneven = tuple[Pair, ...]  # cells before and after each axis
-Padding = (
-    str | tuple[int, ...] | Uneven
-)  # "same", "valid", DYNAMIC_SAME, or cells on either side of each axis
+# "same", "valid", DYNAMIC_SAME, or cells on either side of each axis.
+Padding = str | tuple[int, ...] | Uneven
 
 
 def is_uneven(padding: Padding) -> TypeGuard[Uneven]:

@@ -18,9 +18,8 @@ from .eager import is_channels_last
 # Outputs of a patch along an axis. Larger patches read fewer inputs twice, but multiply by more zeros: on paper, 14 is
 # best for windows of 17 on maps of 14 to 56. It does not depend on the batch: all batches are computed alike.
 MOST_SIDE = 14
-MOST_BYTES = (
-    512 * 2**20
-)  # of patches and banks at once; the channels are taken in parts where all would need more
+# Of patches and banks at once; the channels are taken in parts where all would need more.
+MOST_BYTES = 512 * 2**20
 
 
 class _Axis(NamedTuple):
@@ -37,9 +36,8 @@ class _Axis(NamedTuple):
 
 
 def _axis(inputs: int, taps: int, padding: int) -> _Axis:
-    inputs = len(
-        range(inputs)
-    )  # a number under torch.compile, too: with symbols for sizes it takes minutes
+    # A number under torch.compile, too: with symbols for sizes it takes minutes.
+    inputs = len(range(inputs))
     outputs = inputs + 2 * padding - taps + 1
     patches = -(-outputs // MOST_SIDE)
     side = -(-outputs // patches)

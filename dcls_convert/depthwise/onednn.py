@@ -18,9 +18,8 @@ MOST_COLUMNS = {
     "AVX512": 6,
     "AVX2": 4,
 }  # of padding; on other processors nothing has been measured, or changes
-DTYPES = frozenset(
-    {torch.float32, torch.bfloat16}
-)  # oneDNN convolves these; no other was faster in this way
+# oneDNN convolves these; no other was faster in this way.
+DTYPES = frozenset({torch.float32, torch.bfloat16})
 FEWEST_CELLS = (
     49  # in windows whose gradient is convolved; smaller ones may lose on channels_last maps
 )

@@ -26,9 +26,8 @@ LOADING = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder
 
 def write(folding: Folding) -> Folded:
     """Write the file, and a second one for the weights if they are too large for one."""
-    os.environ.setdefault(
-        NO_TELEMETRY, "1"
-    )  # before anything imports onnxruntime, which begins then
+    # Before anything imports onnxruntime, which begins then.
+    os.environ.setdefault(NO_TELEMETRY, "1")
     import onnxruntime
 
     opset = folding.opset or DEFAULT_OPSET

@@ -53,9 +53,8 @@ def overlap_share(positions: Tensor) -> float:
     kernels = _exact(positions).reshape(positions.shape[0], -1, positions.shape[-1])
     overlapping = 0
     for _, _, squares in pairs(kernels, MOST_DISTANCES):
-        overlapping += int(
-            ((squares < OVERLAP_DISTANCE**2).sum(-1) > 1).sum()
-        )  # every element is near itself
+        # Every element is near itself.
+        overlapping += int(((squares < OVERLAP_DISTANCE**2).sum(-1) > 1).sum())
     return overlapping / max(math.prod(positions.shape[1:]), 1)
 
 

@@ -24,9 +24,8 @@ MOST_SIDE = 112  # pixels of the picture; larger fields are averaged, which also
 SHARES = (0.5, 0.99)  # of the gradient, for which the central square is stated
 NOISE_IMAGES = 4
 MOST_IMAGES = 16
-MOST_PIXELS = (
-    1024 * 1024
-)  # of an image whose size the folder states; a gradient keeps what every layer gives
+# Of an image whose size the folder states; a gradient keeps what every layer gives.
+MOST_PIXELS = 1024 * 1024
 SEED = 0  # of the noise, and the default of a conversion
 
 
@@ -203,9 +202,8 @@ def field_picture(field: Tensor, title: str, what: str) -> FieldPicture:
 
 def central_side(field: Tensor, share: float) -> int:
     """The side of the smallest square in the middle that holds this share of a field (rows, columns)."""
-    rows, columns = (
-        (2 * torch.arange(side) - side + 1).abs() for side in field.shape
-    )  # twice the distance
+    # Twice the distance.
+    rows, columns = ((2 * torch.arange(side) - side + 1).abs() for side in field.shape)
     held = torch.bincount(torch.maximum(rows[:, None], columns).flatten(), field.flatten()).cumsum(
         0
     )
