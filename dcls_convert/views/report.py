@@ -128,6 +128,7 @@ def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType
     parts = [*_heading(report), Text()]
     if verbose == 0:
         parts += [_stage_table(report), Text(), indented(_budget(report))]
+        parts += map(indented, _error_sentences(report))
         if report.skipped:
             parts.append(indented(f"{_skipped_count(report)} kept; -v says why."))
     else:
@@ -262,7 +263,7 @@ def _costs_table(
 def _error_column(rows: Sequence[LayerTotals]) -> Column[LayerTotals]:
     """Of outputs after a calibration, which fits them and not the kernels; otherwise of kernels."""
     if any(row.output_error is not None for row in rows):
-        return Column("Output error", lambda row: row.output_error, "{:.3f}".format)
+        return Column("Error", lambda row: row.output_error, "{:.3f}".format)
     return Column("Error", lambda row: row.kernel_error, "{:.3f}".format)
 
 
@@ -312,8 +313,16 @@ def _budget(report: ConversionReport) -> str:
 def _sentences(report: ConversionReport) -> list[str]:
     """The budget, the new kernels, the MACs, and what became of a trained network's outputs."""
     kernels = f"{_kernels_sentence(report)}; stages from {report.stages_from}."
-    lines = [_budget(report), kernels, _macs_sentence(report), *outcome_sentences(report)]
+    lines = [_budget(report), *_error_sentences(report), kernels, _macs_sentence(report)]
+    lines += outcome_sentences(report)
     return [printable(line) for line in lines]
+
+
+def _error_sentences(report: ConversionReport) -> list[str]:
+    """Of what the column is, where it is not of kernels."""
+    if LayerTotals(layers=report.layers).output_error is None:
+        return []
+    return ["Error: what each layer's outputs lost, on the images that it was fitted to."]
 
 
 def _kernels_sentence(report: ConversionReport) -> str:

@@ -48,6 +48,8 @@ def test_without_images_it_ends_with_the_kernels_error_and_a_better_way(trained,
 
 def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained, tmp_path):
     out, report, card = convert(trained, tmp_path, "--calibrate", trained / "images")
+    assert "Error: what each layer's outputs lost" in out
+    assert all(layer["output_error"] < layer["fit_error"] for layer in report["layers"])
     outcome = report["outcome"]
     count = outcome["images"]
     for text in (out[out.index("Fine-tune it") :], card):
