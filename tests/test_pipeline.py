@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcls_convert import PlanError, apply_plan_, convert_, find_convs, plan_conversion
 from dcls_convert.options import PlanOptions
-from dcls_convert.pipeline import Job
+from dcls_convert.pipeline.conversion import Job
 from dcls_convert.surgery.place import place_layers_
 
 from .planning.nets import state_of
@@ -96,7 +96,7 @@ def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
     job, plan = job_for(small(), "largest")
     plan = replace(plan, input_size=(3, 16, 16))
     assert job.convert(plan).moved is not None
-    monkeypatch.setattr("dcls_convert.pipeline.MOST_PIXELS", 16 * 16 - 1)
+    monkeypatch.setattr("dcls_convert.pipeline.conversion.MOST_PIXELS", 16 * 16 - 1)
     assert job.convert(plan, model=small()).moved is None
 
 
@@ -106,7 +106,7 @@ def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
         ("layers.dcls_conv.DclsConvNd.tie_", 2),  # between two layers
         ("surgery.place.fold_before_timm_fuses_", 1),
         ("surgery.place.spare_from_decay_", 1),
-        ("pipeline.measure_report", 1),
+        ("pipeline.conversion.measure_report", 1),
     ],
 )
 def test_a_failure_after_layers_are_in_place_takes_them_out_again(monkeypatch, place, call):

@@ -34,7 +34,7 @@ from ..options import (
 from .completion import complete_files, complete_models, complete_rules
 
 if TYPE_CHECKING:
-    from ..pipeline import Job
+    from ..pipeline.conversion import Job
 
 # Groups of options in --help.
 WHAT = "What to convert"
@@ -333,7 +333,7 @@ class Network:
     def job(self, **settings: Any) -> "Job":
         """The job for it, which may import the user's own code."""
         from ..networks.source import resolve_model
-        from ..pipeline import Job
+        from ..pipeline.conversion import Job
 
         source = resolve_model(
             self.model,

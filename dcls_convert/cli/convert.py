@@ -26,7 +26,7 @@ from .arguments import (
 from .completion import complete_files
 
 if TYPE_CHECKING:
-    from ..pipeline import Conversion, Job
+    from ..pipeline.conversion import Conversion, Job
     from ..planning.plan import ConversionPlan
 
 PLAN_HELP = "Carry out the plan of a checkpoint, on other weights of the same model."

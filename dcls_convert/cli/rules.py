@@ -72,7 +72,7 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
     """A line for every rule, and one for the rest. DclsConvertError where the rules do not fit the model."""
     with console.steps(model_name, "reading", lines=False):
         from ..networks.source import resolve_model
-        from ..pipeline import Job
+        from ..pipeline.conversion import Job
         from ..planning.rules import claim_sites
 
         job = Job(source=resolve_model(model_name), options=PlanOptions(rules=rules), offline=True)

@@ -11,7 +11,7 @@ from ..depthwise.geometry import size_text
 from ..layers.position_statistics import outside_share
 from ..networks.positions import position_parameters
 from ..options import AUTO, EXACT, PlanOptions, Positions
-from ..pipeline import Job
+from ..pipeline.conversion import Job
 from ..planning.plan import ConversionPlan
 from ..surgery.fold import fold_to_dense_
 from .sweep import WindowSize

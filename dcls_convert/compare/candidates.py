@@ -20,7 +20,7 @@ from ..errors import (
     shown,
 )
 from ..options import AUTO, DEFAULT_BUDGET
-from ..pipeline import Job
+from ..pipeline.conversion import Job
 from ..planning.plan import ConversionPlan, taken_from
 from ..planning.planner import larger_sizes
 from ..reports.report import predict_report

@@ -21,7 +21,7 @@ from ..errors import CheckpointError, DclsConvertError, one_line
 from ..fitting.images import BATCH, Calibration
 from ..options import Augmentation
 from ..output import new_file
-from ..pipeline import Job
+from ..pipeline.conversion import Job
 from ..progress import Notify
 from ..records import Record
 from ..tuning.images import ImageData, set_transforms_

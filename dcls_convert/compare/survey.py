@@ -20,7 +20,7 @@ from ..errors import DclsConvertError, ModelError, NothingMatchesError, did_you_
 from ..networks.sites import kinds_of_convs
 from ..networks.source import ModelSource, registry_names
 from ..options import Kind, PlanOptions, Sort
-from ..pipeline import Job
+from ..pipeline.conversion import Job
 from ..reports.report import Change, MacsChange, predict_report
 from .workers import run_jobs
 

@@ -15,7 +15,7 @@ from ..errors import filled, printable, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.outputs import Agreement
 from ..options import EXACT, MOST_SLOWER
-from ..pipeline import Conversion, Job
+from ..pipeline.conversion import Conversion, Job
 from ..planning.plan import ConversionPlan
 from ..reports.report import Change, ConversionReport, LayerReport, Outcome, predict_report
 from ..tables import Column, Table, counted, indented, span

@@ -17,7 +17,7 @@ from dcls_convert.checkpoints.folder import FILES
 from dcls_convert.cli.app import EXAMPLES
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.options import PlanOptions, Scope
-from dcls_convert.pipeline import Job
+from dcls_convert.pipeline.conversion import Job
 from dcls_convert.planning.rules import load_rules
 
 from ..command_line import NET, net, run
@@ -100,7 +100,7 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
         seen.append(job.options)
         raise NothingMatchesError("enough")
 
-    monkeypatch.setattr("dcls_convert.pipeline.Job.plan", plan)
+    monkeypatch.setattr("dcls_convert.pipeline.conversion.Job.plan", plan)
     monkeypatch.setattr(
         "dcls_convert.compare.survey.survey_models",
         lambda _, options, **__: plan(Job(options=options)),

@@ -12,7 +12,7 @@ from torch import nn
 
 from dcls_convert import convert_, fold_to_dense_
 from dcls_convert.compare import candidates
-from dcls_convert.pipeline import Job
+from dcls_convert.pipeline.conversion import Job
 
 from ..command_line import NET, net, run
 from .trained import write_trained

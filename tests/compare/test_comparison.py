@@ -18,7 +18,7 @@ from dcls_convert.errors import DclsConvertError
 from dcls_convert.networks.positions import position_parameters
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.options import PlanOptions
-from dcls_convert.pipeline import Job
+from dcls_convert.pipeline.conversion import Job
 from dcls_convert.tuning.images import open_images, set_transforms_
 from dcls_convert.tuning.recipe import Recipe
 from dcls_convert.tuning.training import Training, accelerator_for

@@ -15,7 +15,7 @@ from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.weights import load_weights_, read_weights
 from dcls_convert.options import PlanOptions
-from dcls_convert.pipeline import Job
+from dcls_convert.pipeline.conversion import Job
 
 from ..conftest import TINY
 

@@ -12,26 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .depthwise.geometry import size_text
-from .errors import CheckpointError, PlanError, listed, shown
-from .fitting.calibrate import CalibrationStatistics
-from .fitting.counts import counts_by_error
-from .fitting.groups import make_layers
-from .fitting.images import Calibration, Images, calibrate
-from .fitting.warm_start import fit_seed
-from .networks.outputs import agreement, relative_distance
-from .networks.running import evaluating, reproducible, run, unchanged_on_failure
-from .networks.sites import ModelConvs, find_convs
-from .networks.source import (
+from ..depthwise.geometry import size_text
+from ..errors import CheckpointError, PlanError, listed, shown
+from ..fitting.calibrate import CalibrationStatistics
+from ..fitting.counts import counts_by_error
+from ..fitting.groups import make_layers
+from ..fitting.images import Calibration, Images, calibrate
+from ..fitting.warm_start import fit_seed
+from ..networks.outputs import agreement, relative_distance
+from ..networks.running import evaluating, reproducible, run, unchanged_on_failure
+from ..networks.sites import ModelConvs, find_convs
+from ..networks.source import (
     FOREIGN_SOURCES,
     ModelSource,
     build_model,
     known_source,
     stated_input_size,
 )
-from .networks.tracing import check_same_shapes
-from .networks.weights import build_with_state, check_weights, read_weights, with_names_of
-from .options import (
+from ..networks.tracing import check_same_shapes
+from ..networks.weights import build_with_state, check_weights, read_weights, with_names_of
+from ..options import (
     AUTO,
     ERROR,
     EXACT,
@@ -42,19 +42,19 @@ from .options import (
     Positions,
     takes_plan_options,
 )
-from .planning.budget import parse_percent
-from .planning.plan import ConversionPlan, LayerCounts, taken_from
-from .planning.planner import make_plan
-from .progress import SECONDS_UNSEEN, Notify, is_watched, show_progress, silent
-from .reports.report import ConversionReport, Outcome, measure_report, predict_report
-from .surgery.authors import (
+from ..planning.budget import parse_percent
+from ..planning.plan import ConversionPlan, LayerCounts, taken_from
+from ..planning.planner import make_plan
+from ..progress import SECONDS_UNSEEN, Notify, is_watched, show_progress, silent
+from ..reports.report import ConversionReport, Outcome, measure_report, predict_report
+from ..surgery.authors import (
     RELEASED_VERSION,
     AuthorsWeights,
     element_state,
     sort_weights,
     start_from_authors_,
 )
-from .surgery.start import LayerErrors, apply_plan_
+from ..surgery.start import LayerErrors, apply_plan_
 
 MANY_LINES = 300_000  # kernels; a core fits some 13,000 a second
 
