@@ -15,7 +15,7 @@ from ..networks.sites import find_convs
 from ..networks.source import REGISTRIES, TIMM_ARCHITECTURE, ModelSource, build_model
 from ..networks.weights import check_weights, misfits
 from ..output import check_output, new_folder
-from ..pipeline.conversion import convert_
+from ..pipeline.in_memory import convert_
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport, measure_report
 from ..surgery.place import timm_model_args

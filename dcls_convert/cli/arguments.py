@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
@@ -17,7 +17,6 @@ from ..files import check_folder, check_images, check_weights_file
 from ..options import (
     AUTO,
     DEFAULT_BUDGET,
-    ERROR,
     INTERPOLATIONS,
     LEAST_PERCENT,
     MOST_COUNT,
@@ -31,10 +30,8 @@ from ..options import (
     Scope,
     Tie,
 )
+from ..pipeline.request import ConversionRequest
 from .completion import complete_files, complete_models, complete_rules
-
-if TYPE_CHECKING:
-    from ..pipeline.conversion import Job
 
 # Groups of options in --help.
 WHAT = "What to convert"
@@ -286,7 +283,7 @@ PLANNING: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The network to convert, and what of it: the fields of a `Job` that several commands take."""
+    """The network to convert, and what of it: the fields of a request that several commands take."""
 
     model: Annotated[str, argument("MODEL", MODEL_HELP, complete_models)]
     pretrained: Annotated[bool, option(WHAT, PRETRAINED_HELP, "--pretrained")] = False
@@ -307,42 +304,12 @@ class Network:
     def trained(self) -> bool:
         return self.pretrained or self.checkpoint is not None
 
-    def check(self) -> None:
-        """Refuse conflicting options, options that need trained weights, and missing files."""
-        two_sources = self.pretrained and self.checkpoint is not None
-        by_error = self.options.scope == ERROR
-        normalised = self.mean is not None or self.std is not None
-        half_normalised = (self.mean is None) != (self.std is None)
-        refuse(
-            (two_sources, "--pretrained and --checkpoint exclude each other"),
-            (
-                by_error and not self.trained,
-                "--scope error needs trained kernels: --pretrained or --checkpoint",
-            ),
-            (
-                normalised and self.calibrate is None,
-                "--mean and --std are for the images of --calibrate",
-            ),
-            (half_normalised, "--mean and --std belong together"),
-        )
-        if self.checkpoint is not None:
-            check_weights_file(self.checkpoint)
-        if self.calibrate is not None:
-            check_images(self.calibrate)
-
-    def job(self, **settings: Any) -> "Job":
-        """The job for it, which may import the user's own code."""
-        from ..networks.source import resolve_model
-        from ..pipeline.conversion import Job
-
-        source = resolve_model(
-            self.model,
+    def request(self, **settings: Any) -> ConversionRequest:
+        """The request for it. Refuses conflicting options and missing files."""
+        request = ConversionRequest(
+            model=self.model,
             num_classes=self.num_classes,
             in_chans=self.in_chans,
-            pretrained=self.pretrained,
-        )
-        return Job(
-            source=source,
             pretrained=self.pretrained,
             weights=self.checkpoint,
             options=self.options,
@@ -352,6 +319,11 @@ class Network:
             std=self.std,
             **settings,
         )
+        if self.checkpoint is not None:
+            check_weights_file(self.checkpoint)
+        if self.calibrate is not None:
+            check_images(self.calibrate)
+        return request
 
 
 def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> Callable[..., None]:

@@ -13,13 +13,16 @@ import typer
 from ..errors import DclsConvertError, shown
 from ..options import POSITION_LR_SCALE, POSITIONS, Augmentation, Positions
 from ..output import new_file
-from ..progress import Notify, silent
+from ..pipeline.request import ConversionRequest
+from ..progress import silent
 from . import console
 from .arguments import OUTPUT, WHAT, WHERE, Json, Network, number, option, refuse, with_records
 from .sweep import SIZES, stated
 
 if TYPE_CHECKING:
-    from ..compare.runs import Trainer
+    from ..compare.runs import Settings
+    from ..tuning.images import ImageData
+    from ..tuning.recipe import Recipe
 
 DATA = "Images"
 TRAINING = "Training"
@@ -137,30 +140,44 @@ def compare(
         ),
         (output.exists() and not output.is_dir(), f"output {output}: is not a folder"),
     )
-    network.check()
+    request = network.request()
     first = os.environ.get("RANK", "0") == "0"  # of the processes of accelerate launch or torchrun
     with console.steps(
         network.model, "reading the images", quiet=not first, every=SECONDS_A_LINE
     ) as notify:
         from ..compare.arms import make_arms
         from ..compare.comparison import plan_runs, train_pending, usual_lr, with_epochs
+        from ..compare.runs import Trainer
+        from ..tuning.images import open_images
         from ..tuning.recipe import Recipe
         from ..tuning.training import accelerator_for
         from ..views.comparison import comparison_page, comparison_view, work_lines
 
-        accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
-        usual = usual_lr(batch_size * accelerator.num_processes, trained=network.trained)
-        recipe = Recipe(
-            batch_size=batch_size,
-            lr=usual if lr is None else lr,
-            position_lr_scale=position_lr_scale,
-        )
         note = console.note if first else silent
-        trainer = _trainer(network, data, dataset, recipe, augmentation, output, accelerator, note)
-        trainer.settings = with_epochs(trainer.settings, epochs or EPOCHS)
-        trainer.workers = workers
-        trainer.fsdp = fsdp
-        trainer.job.notify = notify
+        accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
+        if lr is None:
+            lr = usual_lr(batch_size * accelerator.num_processes, trained=network.trained)
+        images = open_images(data, dataset, classes=network.num_classes, note=note)
+        request = _with_classes_of(images, request)
+        settings = _settings(
+            request,
+            images,
+            data=dataset or str(data),
+            augmentation=augmentation,
+            recipe=Recipe(batch_size=batch_size, lr=lr, position_lr_scale=position_lr_scale),
+            mixed_precision=accelerator.mixed_precision,
+        )
+        trainer = Trainer(
+            request=request,
+            data=images,
+            settings=with_epochs(settings, epochs or EPOCHS),
+            folder=output,
+            accelerator=accelerator,
+            workers=workers,
+            fsdp=fsdp,
+            notify=notify,
+            note=note,
+        )
         starts = positions or ["normal" if network.trained else START]
         arms = make_arms(sizes or [None], starts, ablate=ablate)
         all_seeds = range(seeds)
@@ -183,52 +200,50 @@ def compare(
         raise KeyboardInterrupt
 
 
-def _trainer(
-    network: Network,
-    data: Path | None,
-    dataset: str,
-    recipe: Any,
-    augmentation: Augmentation,
-    output: Path,
-    accelerator: Any,
-    note: Notify,
-) -> "Trainer":
-    """With the images opened, and the network's head made for their classes."""
-    from ..compare.runs import Settings, Trainer
-    from ..tuning.images import open_images
-
-    images = open_images(data, dataset, classes=network.num_classes, note=note)
-    if network.num_classes not in (None, len(images.classes)):
+def _with_classes_of(images: "ImageData", request: ConversionRequest) -> ConversionRequest:
+    """The request for a network whose head has the images' classes."""
+    classes = len(images.classes)
+    if request.num_classes not in (None, classes):
         raise DclsConvertError(
-            f"--num-classes {network.num_classes}: the images have {len(images.classes)} classes"
+            f"--num-classes {request.num_classes}: the images have {classes} classes"
         )
-    network = replace(network, num_classes=len(images.classes))
+    return replace(request, num_classes=classes)
+
+
+def _settings(
+    request: ConversionRequest,
+    images: "ImageData",
+    *,
+    data: str,
+    augmentation: Augmentation,
+    recipe: "Recipe",
+    mixed_precision: str,
+) -> "Settings":
+    """What all runs have in common."""
+    from ..compare.runs import Settings
+    from ..pipeline.loaded import LoadedNetwork
+
+    source = LoadedNetwork(request).source
+    assert source is not None
     weights = "random"
-    if network.pretrained:
+    if request.pretrained:
         weights = "pretrained"
-    elif network.checkpoint is not None:
-        weights = network.checkpoint.name
-    planning = {
-        name: str(getattr(value, "source", value))
-        for name, value in stated(network.options).items()
-    }
-    mixed_precision = accelerator.mixed_precision
-    if mixed_precision == "no":
-        mixed_precision = None
-    job = network.job(note=note)
-    assert job.source is not None
-    settings = Settings(
-        model=job.source.name,
-        model_args=dict(job.source.args),
+    elif isinstance(request.weights, Path):
+        weights = request.weights.name
+    planning = {}
+    for name, value in stated(request.options).items():
+        planning[name] = str(getattr(value, "source", value))
+    return Settings(
+        model=source.name,
+        model_args=dict(source.args),
         weights=weights,
         planning=planning,
-        data=dataset or str(data),
+        data=data,
         classes=len(images.classes),
         train_images=len(images.train),
         test_images=len(images.test),
-        input_size=None if network.input_size is None else tuple(network.input_size),
+        input_size=None if request.input_size is None else tuple(request.input_size),
         augmentation=augmentation,
         recipe=recipe,
-        mixed_precision=mixed_precision,
+        mixed_precision=None if mixed_precision == "no" else mixed_precision,
     )
-    return Trainer(job=job, data=images, settings=settings, folder=output, accelerator=accelerator)

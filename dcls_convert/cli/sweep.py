@@ -158,7 +158,6 @@ def sweep(
     """
     rows = len(sizes or [None]) * len(counts or budgets or [None])
     scoped = network.options.scope != AUTO
-    untrained = network.calibrate is not None and not network.trained
     needs_time = {
         "--device": device,
         "--batch-size": batch_size,
@@ -169,26 +168,26 @@ def sweep(
         (json_ and csv, "--json and --csv exclude each other"),
         (counts is not None and budgets is not None, "--counts and --budgets exclude each other"),
         (counts and scoped, "--counts states the counts, so --scope would have no effect"),
-        (untrained, "--calibrate needs trained kernels: --pretrained or --checkpoint"),
         (force and picture is None, "--force replaces the file of --picture"),
         (rows > MOST_ROWS, f"{rows:,} rows are asked for; {MOST_ROWS:,} are allowed"),
     )
     for name, value in needs_time.items():
         refuse((value and not time, f"{name} is for --time"))
-    network.check()
+    request = network.request()
     if picture is not None:
         check_picture(picture, "--picture")
         check_output(picture, force=force, foreign=not_a_file)
     with console.steps(network.model, "planning") as notify:
         from ..compare.candidates import combinations, make_sweep, usual_sizes
         from ..depthwise import choices
+        from ..pipeline.loaded import LoadedNetwork
         from ..views.sweep import SweepView, draw_sweep, sweep_csv
 
         timing = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
-        job = network.job(notify=notify, note=console.note)
-        asked = combinations(sizes or usual_sizes(job), counts, budgets)
+        loaded = LoadedNetwork(request, notify=notify, note=console.note)
+        asked = combinations(sizes or usual_sizes(loaded), counts, budgets)
         sweep = make_sweep(
-            job, asked, functools.partial(_command, network), timing=timing, slower=slower
+            loaded, asked, functools.partial(_command, network), timing=timing, slower=slower
         )
     if json_ or csv:
         console.write(sweep.to_json() if json_ else sweep_csv(sweep))

@@ -21,8 +21,9 @@ from ..errors import CheckpointError, DclsConvertError, one_line
 from ..fitting.images import BATCH, Calibration
 from ..options import Augmentation
 from ..output import new_file
-from ..pipeline.conversion import Job
-from ..progress import Notify
+from ..pipeline.loaded import LoadedNetwork
+from ..pipeline.request import ConversionRequest
+from ..progress import Notify, silent
 from ..records import Record
 from ..tuning.images import ImageData, set_transforms_
 from ..tuning.recipe import Recipe
@@ -116,13 +117,15 @@ class TrialSeconds(NamedTuple):
 class Trainer:
     """Makes, times and trains the networks of a comparison."""
 
-    job: Job  # each run replaces its seed, each arm its sizes
+    request: ConversionRequest  # each run replaces its seed, each arm its sizes
     data: ImageData
     settings: Settings
     folder: Path
     accelerator: Any  # from `accelerator_for`
     workers: int = 0
     fsdp: bool = False
+    notify: Notify = silent  # told about the progress of conversions
+    note: Notify = silent  # told what the user should know
 
     def prepare(self, arm: Arm, seed: int) -> ArmNetwork:
         """Build and convert this arm's network with this seed.
@@ -130,11 +133,12 @@ class Trainer:
         Side effect: the data get the transforms that the network needs.
         """
         self.accelerator.free_memory()  # it would keep every network that it has prepared
-        job = replace(self.job, seed=seed)
-        set_transforms_(self.data, job.meta, self.settings.input_size, self.settings.augmentation)
-        if job.trained and job.calibration is None and arm.kind != "original":
-            job.calibration = self._calibration()
-        return make_network(job, arm)
+        request = replace(self.request, seed=seed)
+        structure = LoadedNetwork(request).structure
+        set_transforms_(self.data, structure, self.settings.input_size, self.settings.augmentation)
+        if request.trained and request.calibration is None and arm.kind != "original":
+            request = replace(request, calibration=self._calibration())
+        return make_network(request, arm, notify=self.notify, note=self.note)
 
     def _calibration(self) -> Calibration:
         """Images to train on, spread over the data set, without augmentation."""

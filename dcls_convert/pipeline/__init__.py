@@ -1,1 +1,1 @@
-"""One conversion: what was asked for, the network that it loads, what is decided, and the carrying out."""
+"""One conversion: what was asked, the network loaded, what is decided, and what is done."""

@@ -15,7 +15,8 @@ from ..errors import filled, printable, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.outputs import Agreement
 from ..options import EXACT, MOST_SLOWER
-from ..pipeline.conversion import Conversion, Job
+from ..pipeline.conversion import Conversion
+from ..pipeline.resolved import ResolvedRequest
 from ..planning.plan import ConversionPlan
 from ..reports.report import Change, ConversionReport, LayerReport, Outcome, predict_report
 from ..tables import Column, Table, counted, indented, span
@@ -377,13 +378,15 @@ def _agreement(found: Outcome | Agreement, images: int) -> str:
     return ", ".join(parts) or "outputs that cannot be compared"
 
 
-def next_steps(job: Job, done: Conversion, output: Path) -> list[str | Text]:
+def next_steps(resolved: ResolvedRequest, done: Conversion, output: Path) -> list[str | Text]:
     """Lines below the report: what was written, how to fine-tune it, and how outputs changed."""
-    lines: list[str | Text] = ["", f"Wrote {output}, from {_start(job)}."]
-    if job.elements is None and job.how == "random" and job.positions == "normal":
+    request = resolved.request
+    lines: list[str | Text] = ["", f"Wrote {output}, from {_start(resolved)}."]
+    is_random = resolved.elements is None and resolved.init == "random"
+    if is_random and request.positions == "normal":
         lines += NEAR_THE_CENTRE
     lines.append(Text("Fine-tune it:\n", style="bold"))
-    code = filled(training_code(done.report.model, trained=job.trained), output)
+    code = filled(training_code(done.report.model, trained=request.trained), output)
     for line in code.splitlines():
         lines.append(f"    {line}" if line else "")
     outcome = done.report.outcome
@@ -395,20 +398,21 @@ def next_steps(job: Job, done: Conversion, output: Path) -> list[str | Text]:
     return lines
 
 
-def _start(job: Job) -> str:
+def _start(resolved: ResolvedRequest) -> str:
     """What the new layers start from, as part of a sentence."""
-    random_start = f"random initialisation (seed {job.seed})"
-    if job.elements is not None:
+    request = resolved.request
+    random_start = f"random initialisation (seed {request.seed})"
+    if resolved.elements is not None:
         return "the authors' elements and positions; it gives the outputs of their network"
-    if job.how == EXACT:
-        source = "the trained weights" if job.trained else random_start
+    if resolved.init == EXACT:
+        source = "the trained weights" if request.trained else random_start
         every_cell = "every old cell is an element at its place"
         return f"{source}; {every_cell}, so that the outputs are the old ones"
-    if not job.trained:
+    if not request.trained:
         return f"{random_start}; --pretrained or --checkpoint load weights"
-    if job.how == "random":
+    if resolved.init == "random":
         return "trained weights, but random elements in the new layers"
-    if job.how == "largest":
+    if resolved.init == "largest":
         return "the trained kernels, reduced to their largest cells"
-    aim = "what they give for images" if job.calibration else "them"
+    aim = "them" if request.calibration is None else "what they give for images"
     return f"the trained kernels, with elements fitted to {aim}"

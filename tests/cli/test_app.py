@@ -17,7 +17,6 @@ from dcls_convert.checkpoints.folder import FILES
 from dcls_convert.cli.app import EXAMPLES
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.options import PlanOptions, Scope
-from dcls_convert.pipeline.conversion import Job
 from dcls_convert.planning.rules import load_rules
 
 from ..command_line import NET, net, run
@@ -96,14 +95,15 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
     }
     seen = []
 
-    def plan(job):
-        seen.append(job.options)
+    def plan(options):
+        seen.append(options)
         raise NothingMatchesError("enough")
 
-    monkeypatch.setattr("dcls_convert.pipeline.conversion.Job.plan", plan)
     monkeypatch.setattr(
-        "dcls_convert.compare.survey.survey_models",
-        lambda _, options, **__: plan(Job(options=options)),
+        "dcls_convert.pipeline.resolved.resolve", lambda loaded: plan(loaded.request.options)
+    )
+    monkeypatch.setattr(
+        "dcls_convert.compare.survey.survey_models", lambda _, options, **__: plan(options)
     )
     text, value = given[name]
     for command in ([NET], ["models", TINY]):

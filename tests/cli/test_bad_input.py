@@ -272,7 +272,7 @@ def test_numbers_that_are_none(option, values, allowed):
         "--scope error": "--scope error needs trained kernels: --pretrained or --checkpoint",
         "--scope error --pretrained --dry-run": "--scope error measures what kernels lose; --dry-run reads none",
         "--scope error --pretrained --init largest": "--scope error is for --init fit",
-        "--calibrate .": "--calibrate is for --init fit, with --pretrained or --checkpoint",
+        "--calibrate .": "--calibrate needs trained kernels: --pretrained or --checkpoint",
         "--authors-version v0": "--authors-version describes the file of --checkpoint",
         "--positions uniform --pretrained": re.compile(
             "--positions is for random positions.*use --init random"

@@ -12,7 +12,6 @@ from torch import nn
 
 from dcls_convert import convert_, fold_to_dense_
 from dcls_convert.compare import candidates
-from dcls_convert.pipeline.conversion import Job
 
 from ..command_line import NET, net, run
 from .trained import write_trained
@@ -109,14 +108,14 @@ def test_folded_bytes_are_those_of_the_folded_state_dict():
 
 
 def test_what_does_not_fit_or_fails_is_a_row_with_its_reason(monkeypatch):
-    plan = Job.plan
+    resolve = candidates.resolve
 
-    def failing(job, options):
+    def failing(loaded, options):
         if options.dilated_size == 11:
             raise RuntimeError("something [broke]\nhere")
-        return plan(job, options)
+        return resolve(loaded, options)
 
-    monkeypatch.setattr(Job, "plan", failing)
+    monkeypatch.setattr(candidates, "resolve", failing)
     found, _ = sweep(NET, "--sizes", "8..11..1")
     assert [row["status"] for row in found["rows"]] == [
         "original",
@@ -144,14 +143,14 @@ def test_without_a_row_that_fits_the_rows_are_shown_and_it_is_a_mistake():
 
 
 def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
-    plan = Job.plan
+    resolve = candidates.resolve
 
-    def interrupted(job, options):
+    def interrupted(loaded, options):
         if options.dilated_size == 11:
             raise KeyboardInterrupt
-        return plan(job, options)
+        return resolve(loaded, options)
 
-    monkeypatch.setattr(Job, "plan", interrupted)
+    monkeypatch.setattr(candidates, "resolve", interrupted)
     found, err = sweep(NET, "--sizes", "7..15", code=130)
     assert found["interrupted"]
     assert [row["asked"] and row["asked"]["size"] for row in found["rows"]] == [None, 7, 9]

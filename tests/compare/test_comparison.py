@@ -16,9 +16,8 @@ from dcls_convert.compare.comparison import COMPARISON, Comparison, usual_lr
 from dcls_convert.compare.runs import Settings, Trainer
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.networks.positions import position_parameters
-from dcls_convert.networks.source import ModelSource
 from dcls_convert.options import PlanOptions
-from dcls_convert.pipeline.conversion import Job
+from dcls_convert.pipeline.request import ConversionRequest
 from dcls_convert.tuning.images import open_images, set_transforms_
 from dcls_convert.tuning.recipe import Recipe
 from dcls_convert.tuning.training import Training, accelerator_for
@@ -43,9 +42,8 @@ def compare(*arguments, code=0):
     return run("compare", NET, "--data", "images", *QUICK, *arguments, code=code)
 
 
-def job(**settings):
-    source = ModelSource(name=NET, args={"num_classes": 2})
-    return Job(source=source, input_size=(3, 32, 32), **settings)
+def request(**settings):
+    return ConversionRequest(model=NET, num_classes=2, input_size=(3, 32, 32), **settings)
 
 
 def read_comparison(folder):
@@ -58,7 +56,7 @@ def read_comparison(folder):
 def test_arms_of_a_seed_share_all_weights_that_are_not_converted():
     arms = make_arms([9, 11], ["normal", "uniform"], ablate=True)
     for seed in (0, 1):
-        networks = [make_network(job(seed=seed), arm) for arm in arms]
+        networks = [make_network(request(seed=seed), arm) for arm in arms]
         original = networks[0].model.state_dict()
         shared = [name for name in original if "stages" not in name]
         for network in networks:
@@ -66,20 +64,20 @@ def test_arms_of_a_seed_share_all_weights_that_are_not_converted():
                 torch.equal(network.model.state_dict()[name], original[name]) for name in shared
             )
         assert not torch.equal(
-            original["stem.weight"], make_network(job(seed=2), arms[0]).model.stem.weight
+            original["stem.weight"], make_network(request(seed=2), arms[0]).model.stem.weight
         )
 
 
 def test_frozen_arms_start_like_those_that_move_and_dense_ones_compute_what_the_network_does():
     original, moving, frozen, dense = (
-        make_network(job(), arm) for arm in make_arms([9], ["normal"], ablate=True)
+        make_network(request(), arm) for arm in make_arms([9], ["normal"], ablate=True)
     )
     images = torch.randn(2, 3, 32, 32)
     outputs = [network.model.eval()(images) for network in (original, moving, frozen, dense)]
     torch.testing.assert_close(outputs[1], outputs[2], rtol=0, atol=0)
     torch.testing.assert_close(outputs[3], outputs[0])
     gaussian = make_network(
-        job(options=PlanOptions(interpolation="gaussian")), Arm(kind="dense", size=9)
+        request(options=PlanOptions(interpolation="gaussian")), Arm(kind="dense", size=9)
     )
     torch.testing.assert_close(gaussian.model.eval()(images), outputs[0])
     assert not any(one.tensor.requires_grad for one in position_parameters(frozen.model))
@@ -88,8 +86,8 @@ def test_frozen_arms_start_like_those_that_move_and_dense_ones_compute_what_the_
 
 
 def test_what_moved_is_measured_from_the_start():
-    network = make_network(job(), Arm(kind="converted", size=17))
-    trained = make_network(job(), Arm(kind="converted", size=17)).model
+    network = make_network(request(), Arm(kind="converted", size=17))
+    trained = make_network(request(), Arm(kind="converted", size=17)).model
     assert network.moved(trained).distance == 0
     with torch.no_grad():
         for one in position_parameters(trained):
@@ -100,11 +98,11 @@ def test_what_moved_is_measured_from_the_start():
         1 / network.plan.layers[0].kernel_count
     )  # the kernel was 7x7
     assert moved.outside_before == 0
-    assert make_network(job(), Arm()).moved(make_network(job(), Arm()).model) is None
+    assert make_network(request(), Arm()).moved(make_network(request(), Arm()).model) is None
 
 
 def test_trained_networks_are_calibrated_on_images_to_train_on():
-    weights = make_network(job(), Arm()).model.state_dict()
+    weights = make_network(request(), Arm()).model.state_dict()
     data = open_images(Path("images"))
     settings = Settings(
         model=NET,
@@ -122,9 +120,9 @@ def test_trained_networks_are_calibrated_on_images_to_train_on():
         "folder": Path("out"),
         "accelerator": accelerator_for(device="cpu"),
     }
-    trainer = Trainer(job=job(weights=weights, options=PlanOptions()), **parts)
+    trainer = Trainer(request=request(weights=weights, options=PlanOptions()), **parts)
     with patch(
-        "dcls_convert.compare.runs.make_network", side_effect=lambda job, arm: (job, arm)
+        "dcls_convert.compare.runs.make_network", side_effect=lambda request, arm, **_: (request, arm)
     ) as made:
         for arm in (Arm(kind="converted", size=9), Arm()):
             trainer.prepare(arm, 0)
