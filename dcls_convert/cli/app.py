@@ -143,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(arguments: list[str]) -> tuple[int, str | None]:
     """The exit code, and what went wrong, in one line."""
     try:
+        console.log_if_asked()
         result = typer.main.get_command(app).main(
             arguments, prog_name="dcls-convert", standalone_mode=False
         )

@@ -1,6 +1,7 @@
 """The one way to print: results to stdout, messages and progress to stderr, control characters of data escaped."""
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 from rich.text import Text
 
-from ..errors import DclsConvertError, printable
+from ..errors import DclsConvertError, printable, shown
 from ..progress import Notify, show_progress, silent
 
+LOG_VARIABLE = "DCLS_CONVERT_LOG"
 EXIT_UNPRINTED = 1  # where stdout is closed or full
 WIDTH_IN_A_FILE = 160  # columns of wide tables; most of their rows stay on one line
 interrupts: list[int] = []  # signals that came
@@ -34,6 +36,28 @@ def set_up() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+
+
+class _Messages(logging.Handler):
+    """Prints each record of a log as a message."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message(f"{record.levelname.lower()}: {record.getMessage()}", style="dim")
+
+
+_MESSAGES = _Messages()
+
+
+def log_if_asked() -> None:
+    """Print what the package logs, if the environment variable DCLS_CONVERT_LOG says "debug"."""
+    level = os.environ.get(LOG_VARIABLE, "")
+    if not level:
+        return
+    if level.lower() != "debug":
+        raise DclsConvertError(f"environment: {LOG_VARIABLE}={shown(level)!r} must be debug")
+    log = logging.getLogger("dcls_convert")
+    log.setLevel(logging.DEBUG)
+    log.addHandler(_MESSAGES)
 
 
 def show(*parts: RenderableType, wide: bool = False) -> None:

@@ -1,6 +1,7 @@
 """A resolved request, carried out: a converted model, and what the conversion kept."""
 
 import contextlib
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ..surgery.start import LayerErrors, apply_plan_
 from .loaded import LoadedNetwork
 from .resolved import ResolvedRequest
 
+LOG = logging.getLogger("dcls_convert")
 MANY_LINES = 300_000  # kernel lines; a core fits some 13,000 a second
 
 
@@ -118,7 +120,7 @@ def _start_layers_(
     calibration: Calibration | CalibrationStatistics | None = images
     if resolved.statistics is not None and model is loaded.network:
         calibration = resolved.statistics
-    return apply_plan_(
+    errors = apply_plan_(
         model,
         plan,
         init=resolved.init,
@@ -128,6 +130,11 @@ def _start_layers_(
         note=loaded.note,
         notify=loaded.notify,
     )
+    for name, error in errors.kernel.items():
+        LOG.debug("%s: relative error of the kernel %.4g", name, error)
+    for name, error in errors.output.items():
+        LOG.debug("%s: relative error of the outputs for images %.4g", name, error)
+    return errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,6 @@
 """A request in which everything is decided: the start, the kernel counts, and the plan."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,8 @@ from ..planning.planner import make_plan
 from ..surgery.authors import RELEASED_VERSION, AuthorsWeights, element_state
 from .loaded import LoadedNetwork
 from .request import ConversionRequest, stated_counts
+
+LOG = logging.getLogger("dcls_convert")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +67,15 @@ def resolve(loaded: LoadedNetwork, options: PlanOptions | None = None) -> Resolv
         options = replace(options, scope=_resolved_scope(request, options))
         if options.scope == ERROR and options.kernel_count == AUTO:
             options, statistics = _with_counts_by_error(loaded, options)
-    return ResolvedRequest(
+    resolved = ResolvedRequest(
         request=request,
         init=request.start,
         elements=elements,
         plan=_checked_plan(loaded, options, elements),
         statistics=statistics,
     )
+    _log(resolved)
+    return resolved
 
 
 def resolve_with_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> ResolvedRequest:
@@ -205,3 +210,23 @@ def _checked_plan(
     if plan.macs is None and request.input_size is not None and isinstance(request.model, str):
         raise PlanError(f"input size {size_text(request.input_size)}: {plan.macs_note}")
     return plan
+
+
+def _log(resolved: ResolvedRequest) -> None:
+    """Say at DEBUG what was decided: how layers start, and the plan of each convolution."""
+    plan = resolved.plan
+    start = resolved.init if resolved.elements is None else "elements of the authors' package"
+    LOG.debug("start: %s; scope of the counts: %s", start, plan.scope)
+    for layer in plan.layers:
+        LOG.debug(
+            "%s: rule %r; kernel %s, window %s; %d elements, %s; positions of %s",
+            layer.name,
+            layer.rule,
+            size_text(layer.kernel_size),
+            size_text(layer.dilated_size),
+            layer.kernel_count,
+            layer.interpolation,
+            layer.tie_group or layer.name,
+        )
+    for skipped in plan.skipped:
+        LOG.debug("%s: not converted: %s", skipped.name, skipped.reason)

@@ -5,6 +5,8 @@ Whatever stdout can take, the checkpoint that was written stands, and the exit c
 
 import contextlib
 import io
+import json
+import logging
 import os
 import signal
 import sys
@@ -141,6 +143,37 @@ def test_a_traceback_is_shown_on_demand(monkeypatch):
     monkeypatch.setenv("DCLS_CONVERT_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         main([PLAIN])
+
+
+# The log.
+
+
+@pytest.fixture
+def _log_as_before():
+    log = logging.getLogger("dcls_convert")
+    handlers = list(log.handlers)
+    yield
+    log.setLevel(logging.NOTSET)
+    log.handlers[:] = handlers
+
+
+@pytest.mark.usefixtures("_log_as_before")
+def test_the_log_names_each_decision_on_demand(monkeypatch):
+    assert "debug: " not in run(PLAIN, "--dry-run")[1]
+    monkeypatch.setenv("DCLS_CONVERT_LOG", "debug")
+    out, err = run(PLAIN, "--dry-run", "--json")
+    report = json.loads(out)
+    assert "debug: start: random; scope of the counts: model" in err
+    for layer in report["layers"]:
+        assert f"debug: {layer['name']}: rule " in err
+        assert f"; {layer['kernel_count']} elements, bilinear; " in err
+    for skipped in report["skipped"]:
+        assert f"debug: {skipped['name']}: not converted: " in err
+    assert run(PLAIN, "--output", "exact", "--init", "exact")[1].count(
+        "error of the kernel"
+    ) == len(report["layers"])
+    monkeypatch.setenv("DCLS_CONVERT_LOG", "loud")
+    assert "DCLS_CONVERT_LOG='loud' must be debug" in run(PLAIN, code=2)[1]
 
 
 # Signals.
