@@ -195,7 +195,8 @@ def sweep(
         taken = (
             [] if sweep.choice.row is None else ["", f"    {sweep.rows[sweep.choice.row].command}"]
         )
-        console.show(SweepView(sweep), *[f" {choice}" for choice in choices()], wide=True)
+        on_gpus = [f" {choice}" for choice in choices() if choice.device != "cpu"]
+        console.show(SweepView(sweep), *on_gpus, wide=True)
         console.show(*taken)
     if picture is not None:
         with new_file(picture, force=force) as partial:

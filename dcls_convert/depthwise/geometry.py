@@ -20,6 +20,11 @@ def is_uneven(padding: Padding) -> TypeGuard[Uneven]:
     return not isinstance(padding, str) and any(isinstance(cells, tuple) for cells in padding)
 
 
+def ceil_div(dividend: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-dividend // divisor)
+
+
 def extent(kernel_size: int, dilation: int) -> int:
     """Cells from the first to the last element of a dilated kernel."""
     return (kernel_size - 1) * dilation + 1
@@ -113,7 +118,8 @@ def padded_cells(
     elif padding == DYNAMIC_SAME:  # as many as give ceil(size / stride) outputs
         sizes = zip(input_size, extents, stride, strict=True)
         totals = [
-            max((-(-size // step) - 1) * step + window - size, 0) for size, window, step in sizes
+            max((ceil_div(size, step) - 1) * step + window - size, 0)
+            for size, window, step in sizes
         ]
     elif is_uneven(padding):
         return list(padding)

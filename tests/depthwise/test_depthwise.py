@@ -124,7 +124,7 @@ def test_values_memory_format_and_gradients_are_those_of_torch(way, geometry):
 def test_gradients_and_gradients_of_gradients(way, geometry):
     inputs, arguments = tensors({**geometry, "channels": 2})
     with pytest.MonkeyPatch.context() as patch, going(way):
-        patch.setattr(onednn, "FEWEST_CELLS", 1)
+        patch.setattr(onednn, "FEWEST_GRADIENT_CELLS", 1)
         patch.setattr(matmul, "MOST_SIDE", 2)
         for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
             assert check(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dcls_convert.depthwise import choices
-from dcls_convert.depthwise.choice import conv2d
+from dcls_convert.depthwise.choice import VARIABLE, conv2d
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 from dcls_convert.layers.interpolation import INTERPOLATIONS
 from dcls_convert.tuning import repulsive_loss
@@ -91,7 +91,7 @@ def network():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_training_step_never_waits_for_the_gpu(dtype):
-    model, images = network(), torch.randn(2, 6, 40, 40, device="cuda")
+    model, images = network(), torch.randn(32, 6, 40, 40, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step():
@@ -108,11 +108,11 @@ def test_a_training_step_never_waits_for_the_gpu(dtype):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert {made.way for made in choices()} == {"matmul"}
+    assert "matmul" in {made.way for made in choices()}
 
 
 def test_a_step_can_be_captured_in_a_cuda_graph():
-    model, images = network(), torch.randn(2, 6, 40, 40, device="cuda")
+    model, images = network(), torch.randn(32, 6, 40, 40, device="cuda")
     parameters = list(model.parameters())
 
     def step():
@@ -137,7 +137,8 @@ def test_a_step_can_be_captured_in_a_cuda_graph():
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("side", [7, 14, 28])
-def test_wide_windows_are_convolved_as_on_the_cpu(side, memory_format):
+def test_wide_windows_are_convolved_as_on_the_cpu(monkeypatch, side, memory_format):
+    monkeypatch.setenv(VARIABLE, "matmul")
     maps, kernel = (
         randn(3, 5, side, side).to(memory_format=memory_format),
         randn(5, 1, 17, 17, seed=1),
