@@ -126,7 +126,8 @@ def compare(
 ) -> None:
     """Train a network as it is and converted, side by side, and say whether it helps.
 
-    All share weights that are not converted, images and their order, by seed. The answer has intervals over seeds.
+    All share weights that are not converted, images and their order, by seed. The answer has
+    intervals over seeds.
     """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     two_lengths = epochs is not None and minutes is not None
@@ -192,10 +193,10 @@ def compare(
                 partial.write_text(comparison_page(comparison, output))
     if first and json_:
         console.write(comparison.to_json())
-    elif first and html:
-        console.show(comparison_view(comparison), f" Wrote {output / PAGE}.")
     elif first:
         console.show(comparison_view(comparison))
+        if html:
+            console.show(f" Wrote {output / PAGE}.")
     if comparison.interrupted:
         raise KeyboardInterrupt
 

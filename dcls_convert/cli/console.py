@@ -13,7 +13,7 @@ from rich.segment import Segment, Segments
 from rich.text import Text
 
 from ..errors import DclsConvertError, printable, shown
-from ..progress import Notify, show_progress, silent
+from ..progress import LOG, Notify, show_progress, silent
 
 LOG_VARIABLE = "DCLS_CONVERT_LOG"
 EXIT_UNPRINTED = 1  # where stdout is closed or full
@@ -55,9 +55,8 @@ def log_if_asked() -> None:
         return
     if level.lower() != "debug":
         raise DclsConvertError(f"environment: {LOG_VARIABLE}={shown(level)!r} must be debug")
-    log = logging.getLogger("dcls_convert")
-    log.setLevel(logging.DEBUG)
-    log.addHandler(_MESSAGES)
+    LOG.setLevel(logging.DEBUG)
+    LOG.addHandler(_MESSAGES)
 
 
 def show(*parts: RenderableType, wide: bool = False) -> None:

@@ -69,7 +69,11 @@ def rules_schema() -> None:
 
 
 def _claims(rules: "RuleSet", model_name: str) -> list[str]:
-    """A line for every rule, and one for the rest. DclsConvertError where the rules do not fit the model."""
+    """A line for every rule, and one for the rest.
+
+    Raises:
+        DclsConvertError: The rules do not fit the model.
+    """
     with console.steps(model_name, "reading", lines=False):
         from ..pipeline.loaded import LoadedNetwork
         from ..pipeline.request import ConversionRequest
@@ -83,10 +87,10 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
         resolve(loaded)
         rule_of, reasons = claim_sites(rules, loaded.convs.sites)
     counts = Counter(rule_of.values())
-    lines = [
-        f"  {rules.label(index)}: {'converts' if rule.skip is None else 'skips'} {counts[index]} "
-        f"of {counted(len(loaded.convs.sites), 'convolution')}"
-        for index, rule in enumerate(rules.rules)
-    ]
+    all_sites = counted(len(loaded.convs.sites), "convolution")
+    lines = []
+    for index, rule in enumerate(rules.rules):
+        action = "converts" if rule.skip is None else "skips"
+        lines.append(f"  {rules.label(index)}: {action} {counts[index]} of {all_sites}")
     lines.append(f"  no rule: {len(reasons)}, cannot be converted: {len(loaded.convs.skipped)}")
     return lines

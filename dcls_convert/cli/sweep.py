@@ -152,7 +152,7 @@ def sweep(
     json_: Json = False,
     csv: Csv = False,
 ) -> None:
-    """Compare windows, and counts or budgets: parameters, MACs, times, and what trained kernels and outputs keep.
+    """Compare windows, and counts or budgets: parameters, MACs, times, and what outputs keep.
 
     A row each; the last line is the command of the recommended size.
     """
@@ -183,21 +183,23 @@ def sweep(
         from ..pipeline.loaded import LoadedNetwork
         from ..views.sweep import SweepView, draw_sweep, sweep_csv
 
-        timing = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
+        timing = None
+        if time:
+            timing = _timing(device, batch_size, seconds or SECONDS, amp=amp)
         loaded = LoadedNetwork(request, notify=notify, note=console.note)
         asked = combinations(sizes or usual_sizes(loaded), counts, budgets)
         sweep = make_sweep(
             loaded, asked, functools.partial(_command, network), timing=timing, slower=slower
         )
-    if json_ or csv:
-        console.write(sweep.to_json() if json_ else sweep_csv(sweep))
+    if json_:
+        console.write(sweep.to_json())
+    elif csv:
+        console.write(sweep_csv(sweep))
     else:
-        taken = (
-            [] if sweep.choice.row is None else ["", f"    {sweep.rows[sweep.choice.row].command}"]
-        )
         on_gpus = [f" {choice}" for choice in choices() if choice.device != "cpu"]
         console.show(SweepView(sweep), *on_gpus, wide=True)
-        console.show(*taken)
+        if sweep.choice.row is not None:
+            console.show("", f"    {sweep.rows[sweep.choice.row].command}")
     if picture is not None:
         with new_file(picture, force=force) as partial:
             partial.write_bytes(draw_sweep(sweep, picture.suffix))
@@ -219,9 +221,14 @@ def _timing(
 
     place = check_device(device or "cpu")
     on_cpu = place.type == "cpu"
+    name = str(place)
+    if place.type == "cuda":
+        name = torch.cuda.get_device_name(place)
+    if batch is None:
+        batch = CPU_BATCH if on_cpu else GPU_BATCH
     settings = TimingSettings(
-        device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
-        batch=batch or (CPU_BATCH if on_cpu else GPU_BATCH),
+        device=name,
+        batch=batch,
         seconds=seconds,
         amp=amp,
         threads=torch.get_num_threads() if on_cpu else None,
@@ -235,7 +242,8 @@ def _command(network: Network, asked: "Asked") -> str:
     values = stated(network)
     values["dilated_size"] = asked.size
     values["kernel_count"] = asked.kernel_count
-    values["budget"] = None if asked.budget is None else f"{asked.budget:.12g}%"
+    if asked.budget is not None:
+        values["budget"] = f"{asked.budget:.12g}%"
     values |= stated(network.options)
     words = ["dcls-convert", network.model]
     for name, value in values.items():

@@ -1,6 +1,5 @@
 """Which way a depthwise convolution takes: a rule on its shapes, which the user can overrule."""
 
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +11,13 @@ from torch import Tensor
 from torch.compiler import assume_constant_result
 
 from ..errors import DclsConvertError, did_you_mean, shown
+from ..progress import LOG
 from . import matmul, onednn
 from .eager import is_compiled, is_counted, is_eager
 from .geometry import Padding, Pair, padded_cells, size_text
 
 Way = Literal["torch", "onednn", "matmul"]
 Preference = Literal["auto", "torch", "matmul"]
-LOG = logging.getLogger("dcls_convert")
 VARIABLE = "DCLS_CONVERT_DEPTHWISE"
 # Devices that multiply matrices much faster than torch convolves there. ROCm's are called cuda.
 GPUS = frozenset({"cuda", "mps", "xpu"})

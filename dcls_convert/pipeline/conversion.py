@@ -1,7 +1,6 @@
 """A resolved request, carried out: a converted model, and what the conversion kept."""
 
 import contextlib
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ from ..networks.outputs import agreement, relative_distance
 from ..networks.running import evaluating, reproducible, run, unchanged_on_failure
 from ..options import MOST_PIXELS
 from ..planning.plan import ConversionPlan, taken_from
+from ..progress import LOG
 from ..reports.report import ConversionReport, Outcome, measure_report, predict_report
 from ..surgery.authors import start_from_authors_
 from ..surgery.start import LayerErrors, apply_plan_
 from .loaded import LoadedNetwork
 from .resolved import ResolvedRequest
 
-LOG = logging.getLogger("dcls_convert")
 MANY_LINES = 300_000  # kernel lines; a core fits some 13,000 a second
 
 

@@ -1,6 +1,5 @@
 """A request in which everything is decided: the start, the kernel counts, and the plan."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +16,10 @@ from ..networks.tracing import check_same_shapes
 from ..options import AUTO, ERROR, EXACT, Init, PlanOptions, Scope
 from ..planning.plan import ConversionPlan, LayerCounts
 from ..planning.planner import make_plan
+from ..progress import LOG
 from ..surgery.authors import RELEASED_VERSION, AuthorsWeights, element_state
 from .loaded import LoadedNetwork
 from .request import ConversionRequest, stated_counts
-
-LOG = logging.getLogger("dcls_convert")
 
 
 @dataclass(frozen=True, kw_only=True)
