@@ -143,10 +143,8 @@ def compare(
     )
     request = network.request()
     first = os.environ.get("RANK", "0") == "0"  # of the processes of accelerate launch or torchrun
-    with console.steps(
-        network.model, "reading the images", quiet=not first, every=SECONDS_A_LINE
-    ) as notify:
-        from ..compare.arms import make_arms
+    with console.steps(network.model, "planning", quiet=not first, every=SECONDS_A_LINE) as notify:
+        from ..compare.arms import check_arms, make_arms
         from ..compare.comparison import plan_runs, train_pending, usual_lr, with_epochs
         from ..compare.runs import Trainer
         from ..tuning.images import open_images
@@ -156,6 +154,10 @@ def compare(
 
         note = console.note if first else silent
         accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
+        starts = positions or ["normal" if network.trained else START]
+        arms = make_arms(sizes or [None], starts, ablate=ablate)
+        check_arms(request, arms)
+        notify("reading the images")
         if lr is None:
             lr = usual_lr(batch_size * accelerator.num_processes, trained=network.trained)
         images = open_images(data, dataset, classes=network.num_classes, note=note)
@@ -179,8 +181,6 @@ def compare(
             notify=notify,
             note=note,
         )
-        starts = positions or ["normal" if network.trained else START]
-        arms = make_arms(sizes or [None], starts, ablate=ablate)
         all_seeds = range(seeds)
         part = only or (1, 1)
         run_plan = plan_runs(trainer, arms, all_seeds, minutes=minutes, only=part, notify=notify)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..files import PLOT_LIBRARY, can_plot, check_folder
-from ..options import ERROR, AuthorsVersion, Init, PlanOptions, Positions
+from ..options import AUTO, ERROR, AuthorsVersion, Init, PlanOptions, Positions
 from ..output import check_output
 from ..pipeline.request import ConversionRequest
 from ..progress import silent
@@ -125,6 +125,8 @@ def convert(
     )
     if output is not None:
         check_output(output, force=force, foreign=_not_of_a_checkpoint)
+    elif plan is None and not dry_run:
+        _check_known_output(request, force=force)
     if plan is not None:
         check_folder(plan)
     with console.steps(network.model, "planning", quiet=quiet) as notify:
@@ -217,22 +219,46 @@ def _carry_out(
 
 
 def _default_output(loaded: "LoadedNetwork", resolved: "ResolvedRequest") -> Path:
-    """The default folder: the model's name with the window's size and the initialisation.
+    """The default folder: the model's name with the window's size and the start.
 
     convnext_tiny-dcls17 or -dcls17x9; -dcls if the plan has several sizes; -dcls17-fit if
-    elements are not random.
+    elements are not random, and -dcls17-calibrated if images decided.
     """
     layers = resolved.plan.layers
     sizes = {layer.dilated_size for layer in layers if not layer.dense_axes}
     if not sizes:
         sizes = {layers[0].dilated_size}
     size = _short_size(*sizes) if len(sizes) == 1 else ""
-    init = ""
-    if resolved.init != "random" and resolved.elements is None:
-        init = f"-{resolved.init}"
+    start = "" if resolved.elements is not None else _start_suffix(loaded.request)
     assert loaded.source is not None
-    _, _, name = loaded.source.name.rpartition(":")
-    return Path(f"{Path(name).name}-dcls{size}{init}")
+    return _output_of(loaded.source.name, size, start)
+
+
+def _output_of(model_name: str, size: str, start: str) -> Path:
+    _, _, name = model_name.rpartition(":")
+    return Path(f"{Path(name).name}-dcls{size}{start}")
+
+
+def _start_suffix(request: ConversionRequest) -> str:
+    if request.calibration is not None:
+        return "-calibrated"
+    if request.start == "random":
+        return ""
+    return f"-{request.start}"
+
+
+def _check_known_output(request: ConversionRequest, *, force: bool) -> None:
+    """Refuse a default output that exists, if its name is known before the network is planned.
+
+    It is for a size that is stated for all layers, and weights that have no elements of their own.
+    """
+    size = request.options.dilated_size
+    is_known = size != AUTO and request.options.rules == AUTO and request.weights is None
+    if is_known and isinstance(request.model, str):
+        sides = size if isinstance(size, tuple) else (size,)
+        output = _output_of(request.model, _short_size(sides), _start_suffix(request))
+        if output.exists():
+            check_output(output, force=force, foreign=_not_of_a_checkpoint)
 
 
 def _short_size(size: tuple[int, ...]) -> str:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..depthwise.geometry import size_text
 from ..layers.position_statistics import outside_share
 from ..networks.positions import position_parameters
-from ..options import AUTO, EXACT, PlanOptions, Positions
+from ..networks.source import LIBRARIES
+from ..options import AUTO, ERROR, EXACT, PlanOptions, Positions
 from ..pipeline.conversion import convert_network
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
@@ -75,6 +76,31 @@ def make_arms(
                 arms.append(Arm(kind="frozen", size=size, positions=start))
             arms.append(Arm(kind="dense", size=size))
     return arms
+
+
+def check_arms(request: ConversionRequest, arms: Sequence[Arm]) -> None:
+    """Plan each arm from names and shapes alone, before images and weights are read.
+
+    Raises:
+        DclsConvertError: The network does not take a size.
+    """
+    options = request.options
+    if options.scope == ERROR:
+        options = replace(options, scope="model")
+    bare = replace(
+        request,
+        options=options,
+        pretrained=False,
+        weights=None,
+        calibration=None,
+        mean=None,
+        std=None,
+    )
+    loaded = LoadedNetwork(bare)
+    if loaded.source is None or loaded.source.kind not in LIBRARIES:
+        return  # code of the user's own, which may need the number of classes
+    for size in dict.fromkeys(arm.size for arm in arms if arm.kind != "original"):
+        resolve(loaded, replace(options, dilated_size=size or AUTO))
 
 
 @dataclass(kw_only=True, slots=True)

@@ -111,6 +111,20 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
     assert seen == [replace(PlanOptions(), **{name: value})] * 2
 
 
+def test_an_output_that_exists_is_refused_before_anything_is_planned(monkeypatch):
+    run(NET, *SMALL, "--dilated-size", "9", "--quiet")
+    Path("w.pth").touch()
+
+    def planned(_):
+        raise AssertionError("planned")
+
+    monkeypatch.setattr("dcls_convert.pipeline.resolved.resolve", planned)
+    assert "9 already exists" in run(NET, *SMALL, "--dilated-size", "9", code=2)[1]
+    for force in ([], ["--force"]):
+        err = run(NET, *SMALL, "--output", "w.pth", *force, code=2)[1]
+        assert "output w.pth is a file, not a folder" in err
+
+
 def test_a_plan_is_carried_out_on_other_weights_of_the_same_model():
     run(NET, *SMALL, "--dilated-size", "9", "--budget", "60", "--output", "first", "--quiet")
     run(NET, "--plan", "first", "--seed", "1", "--output", "second", "--quiet")

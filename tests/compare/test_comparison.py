@@ -279,6 +279,11 @@ def test_mistakes_are_one_line_and_write_nothing(tmp_path, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_size_that_does_not_fit_is_refused_before_images_are_read():
+    _, err = run("compare", "test_convnext", "--data", "nowhere", "--sizes", "9,8", code=2)
+    assert "window 8 (axis 0 of 8x8) must be odd" in err.splitlines()[-1]
+
+
 def choosy(num_classes):
     network = net(num_classes)
     network.stem.register_forward_pre_hook(lambda _, inputs: 1 / (inputs[0].shape[-1] == 64))
