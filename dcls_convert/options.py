@@ -43,6 +43,7 @@ MOST_WINDOW = 17  # cells; the largest "auto" size, which is the paper's for Con
 MOST_SLOWER = 15.0
 OPSETS = range(7, 26)  # of ONNX, which torch 2.14 and onnxscript 0.7 write
 DEFAULT_OPSET = 20  # torch 2.14's own
+MIRRORED = 0.5  # share of images that are mirrored in training, as timm does
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
 DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the parameter count
 # Of a budget. Both bounds keep fractions short: as one, 1e-999999 would fill the memory.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DclsConvertError, shown
-from ..options import POSITION_LR_SCALE, POSITIONS, Augmentation, Positions
+from ..options import MIRRORED, POSITION_LR_SCALE, POSITIONS, Augmentation, Positions
 from ..output import new_file
 from ..pipeline.request import ConversionRequest
 from ..progress import silent
@@ -35,7 +35,6 @@ SEEDS = 3
 # From the paper's start, elements hardly leave the centre in trainings as short as these.
 START: Positions = "uniform"
 MOST = 10**6
-SECONDS_A_LINE = 60.0  # of progress, where stderr is no terminal
 DATA_HELP = (
     "A folder for each class, or train and validation (or val) with these; "
     "with --dataset, where that lies."
@@ -46,7 +45,7 @@ ABLATE_HELP = "Train with frozen positions, and with dense kernels of the window
 POSITIONS_HELP = (
     "Where they start, from scratch: normal, kernel or uniform, or several: normal,kernel."
 )
-OUTPUT_HELP = "Where runs lie; a second call goes on with those that are missing."
+OUTPUT_HELP = "Folder of the runs; calling again trains the missing ones."
 HTML_HELP = "Add a page with the curves of all runs, and positions moving."
 ONLY_HELP = "Every N-th run, from the I-th on, for job arrays; all other calls use the same folder."
 
@@ -72,6 +71,23 @@ def _count(help: str, panel: str, **settings: Any) -> Any:
 
 POSITION_RATE = number(
     float, 0, 1000, TRAINING, "Learning rate of positions, times that of weights.", metavar="X"
+)
+RUNS_FOLDER = option(
+    OUTPUT,
+    OUTPUT_HELP,
+    "--output",
+    "-o",
+    metavar="FOLDER",
+    show_default="./MODEL-comparison",
+)
+MIRRORED_SHARE = number(
+    float,
+    0,
+    1,
+    TRAINING,
+    "Share of the images to train on that are mirrored; 0 for text and digits.",
+    metavar="P",
+    show_default=str(MIRRORED),
 )
 STARTS = option(WHERE, POSITIONS_HELP, metavar="P,P", parser=_starts, show_default=START)
 
@@ -106,6 +122,7 @@ def compare(
     ] = None,
     position_lr_scale: Annotated[float, POSITION_RATE] = POSITION_LR_SCALE,
     augmentation: Annotated[Augmentation, option(TRAINING, "Of images to train on.")] = "light",
+    hflip: Annotated[float | None, MIRRORED_SHARE] = None,
     amp: Annotated[bool, option(RUNNING, "In bfloat16 autocast.", "--amp")] = False,
     device: Annotated[
         str | None,
@@ -118,9 +135,7 @@ def compare(
         bool, option(RUNNING, "Shard over the processes of accelerate launch (FSDP2).", "--fsdp")
     ] = False,
     only: Annotated[Any, option(RUNNING, ONLY_HELP, metavar="I/N", parser=_part)] = None,
-    output: Annotated[Path, option(OUTPUT, OUTPUT_HELP, "--output", "-o", metavar="FOLDER")] = Path(
-        "comparison"
-    ),
+    output: Annotated[Path | None, RUNS_FOLDER] = None,
     html: Annotated[bool, option(OUTPUT, HTML_HELP, "--html")] = False,
     json_: Json = False,
 ) -> None:
@@ -129,6 +144,9 @@ def compare(
     All share weights that are not converted, images and their order, by seed. The answer has
     intervals over seeds.
     """
+    if output is None:
+        _, _, name = network.model.rpartition(":")
+        output = Path(f"{Path(name).name}-comparison")
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     two_lengths = epochs is not None and minutes is not None
     refuse(
@@ -139,11 +157,15 @@ def compare(
             positions and network.trained,
             "--positions is for random starts; trained kernels state their own",
         ),
+        (
+            hflip is not None and augmentation == "none",
+            "--hflip has no effect with --augmentation none",
+        ),
         (output.exists() and not output.is_dir(), f"output {output}: is not a folder"),
     )
     request = network.request()
     first = os.environ.get("RANK", "0") == "0"  # of the processes of accelerate launch or torchrun
-    with console.steps(network.model, "planning", quiet=not first, every=SECONDS_A_LINE) as notify:
+    with console.steps(network.model, "planning", quiet=not first) as notify:
         from ..compare.arms import check_arms, make_arms
         from ..compare.comparison import plan_runs, train_pending, usual_lr, with_epochs
         from ..compare.runs import Trainer
@@ -167,6 +189,7 @@ def compare(
             images,
             data=dataset or str(data),
             augmentation=augmentation,
+            mirrored=MIRRORED if hflip is None else hflip,
             recipe=Recipe(batch_size=batch_size, lr=lr, position_lr_scale=position_lr_scale),
             mixed_precision=accelerator.mixed_precision,
         )
@@ -178,7 +201,6 @@ def compare(
             accelerator=accelerator,
             workers=workers,
             fsdp=fsdp,
-            notify=notify,
             note=note,
         )
         all_seeds = range(seeds)
@@ -217,6 +239,7 @@ def _settings(
     *,
     data: str,
     augmentation: Augmentation,
+    mirrored: float,
     recipe: "Recipe",
     mixed_precision: str,
 ) -> "Settings":
@@ -245,6 +268,7 @@ def _settings(
         test_images=len(images.test),
         input_size=None if request.input_size is None else tuple(request.input_size),
         augmentation=augmentation,
+        mirrored=mirrored,
         recipe=recipe,
         mixed_precision=None if mixed_precision == "no" else mixed_precision,
     )

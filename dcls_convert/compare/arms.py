@@ -162,14 +162,12 @@ class Moved:
     outside_before: float  # the same before the training
 
 
-def make_network(
-    request: ConversionRequest, arm: Arm, *, notify: Notify = silent, note: Notify = silent
-) -> ArmNetwork:
+def make_network(request: ConversionRequest, arm: Arm, *, note: Notify = silent) -> ArmNetwork:
     """The network of an arm.
 
     Layers that are not converted have the weights that the request's seed gives them, in every arm.
     """
-    load = functools.partial(LoadedNetwork, notify=notify, note=note)
+    load = functools.partial(LoadedNetwork, note=note)
     if arm.kind == "original":
         loaded = load(request)
         return ArmNetwork(model=loaded.network, macs=loaded.convs.macs)

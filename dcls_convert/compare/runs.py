@@ -19,7 +19,7 @@ from torch.utils.data import Subset
 from ..checkpoints.save import save_trained
 from ..errors import CheckpointError, DclsConvertError, one_line
 from ..fitting.images import BATCH, Calibration
-from ..options import Augmentation
+from ..options import MIRRORED, Augmentation
 from ..output import new_file
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
@@ -55,6 +55,7 @@ class Settings(Record):
     test_images: int
     input_size: tuple[int, ...] | None
     augmentation: Augmentation
+    mirrored: float = MIRRORED  # share of the images to train on
     recipe: Recipe  # without the seed, which each run replaces
     mixed_precision: str | None = None
 
@@ -100,6 +101,7 @@ class Run(Record):
     seconds: tuple[float, ...]  # without the test
     right: str  # one "0" or "1" per test image: classified right after the last epoch
     moved: Moved | None
+    top1_before: float | None = None  # percent, before training
 
     def correct(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
         """1.0 for each test image classified right after the last epoch, else 0.0: (images,)."""
@@ -124,7 +126,6 @@ class Trainer:
     accelerator: Any  # from `accelerator_for`
     workers: int = 0
     fsdp: bool = False
-    notify: Notify = silent  # told about the progress of conversions
     note: Notify = silent  # told what the user should know
 
     def prepare(self, arm: Arm, seed: int) -> ArmNetwork:
@@ -135,10 +136,17 @@ class Trainer:
         self.accelerator.free_memory()  # it would keep every network that it has prepared
         request = replace(self.request, seed=seed)
         structure = LoadedNetwork(request).structure
-        set_transforms_(self.data, structure, self.settings.input_size, self.settings.augmentation)
+        settings = self.settings
+        set_transforms_(
+            self.data,
+            structure,
+            settings.input_size,
+            settings.augmentation,
+            mirrored=settings.mirrored,
+        )
         if request.trained and request.calibration is None and arm.kind != "original":
             request = replace(request, calibration=self._calibration())
-        return make_network(request, arm, notify=self.notify, note=self.note)
+        return make_network(request, arm, note=self.note)
 
     def _calibration(self) -> Calibration:
         """Images to train on, spread over the data set, without augmentation."""
@@ -222,7 +230,7 @@ class Trainer:
             notify(f"{title}: epoch {epoch} of {recipe.epochs}, top-1 {top1:.2f} %")
 
         try:
-            training.run(tell)
+            training.run(tell, tests_first=True)
         except DclsConvertError as error:
             raise type(error)(f"{title}: {error}") from error
         trained = training.trained()
@@ -266,6 +274,7 @@ class Trainer:
             peak_mib=peak_mib,
             loss=tuple(epoch_loss),
             top1=tuple(training.top1),
+            top1_before=next(iter(training.top1_before), None),
             seconds=tuple(training.epoch_seconds),
             right="".join("1" if correct else "0" for correct in training.correct.tolist()),
             moved=network.moved(trained),

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ..errors import DclsConvertError, listed, one_line, shown
 from ..fitting.images import FORMATS, UNREADABLE
 from ..networks.running import quietly, seeded
-from ..options import Augmentation
+from ..options import MIRRORED, Augmentation
 from ..progress import Notify, silent
 from ..tables import counted
 from .recipe import Recipe
@@ -205,8 +205,17 @@ def set_transforms_(
     model: nn.Module,
     input_size: Sequence[int] | None = None,
     augmentation: Augmentation = "light",
+    *,
+    mirrored: float = MIRRORED,
 ) -> None:
     """Let the data sets give images as the model takes them, those to train on augmented.
+
+    Args:
+        data: Whose images to train on, and to test with, get transforms.
+        model: States size, channels, interpolation and normalisation.
+        input_size: (channels, rows, columns) instead of the model's.
+        augmentation: Of the images to train on.
+        mirrored: Share of these that are mirrored, left to right.
 
     Raises:
         DclsConvertError: A model that takes neither 1 nor 3 channels.
@@ -225,7 +234,7 @@ def set_transforms_(
         "std": config["std"][:channels],
     }
     data.train.transform = create_transform(
-        **options, is_training=True, **AUGMENTATIONS[augmentation]
+        **options, is_training=True, hflip=mirrored, **AUGMENTATIONS[augmentation]
     )
     data.test.transform = create_transform(**options, crop_pct=config["crop_pct"])
     in_mode = partial(Image.Image.convert, mode=MODES[channels])

@@ -70,6 +70,7 @@ COSTS: list[Column[ArmResult]] = [
 ]
 ACCURACIES: list[Column[ArmResult]] = [
     Column("network", lambda arm: arm.label),
+    Column("before", lambda arm: arm.top1_before, "{:.2f}".format),
     Column("top-1 %", lambda arm: arm, _top1),
     Column("difference", lambda arm: arm.over_images and arm.over_images.mean, "{:+.2f}".format),
     Column("over seeds", lambda arm: arm.over_seeds, _bounds),
@@ -114,6 +115,8 @@ def recipe_line(settings: Settings) -> str:
         f"{settings.augmentation} augmentation",
         f"{settings.mixed_precision or 'no'} mixed precision",
     ]
+    if settings.augmentation != "none":
+        parts.insert(-1, f"{100 * settings.mirrored:g} % of the images mirrored")
     return ", ".join(parts)
 
 

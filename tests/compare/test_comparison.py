@@ -122,7 +122,8 @@ def test_trained_networks_are_calibrated_on_images_to_train_on():
     }
     trainer = Trainer(request=request(weights=weights, options=PlanOptions()), **parts)
     with patch(
-        "dcls_convert.compare.runs.make_network", side_effect=lambda request, arm, **_: (request, arm)
+        "dcls_convert.compare.runs.make_network",
+        side_effect=lambda request, arm, **_: (request, arm),
     ) as made:
         for arm in (Arm(kind="converted", size=9), Arm()):
             trainer.prepare(arm, 0)
@@ -148,6 +149,12 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
         len(run.loss) == len(run.top1) == 2 and len(run.right) == 4 for run in comparison.runs
     )
     assert all(run.top1[-1] == 25 * run.right.count("1") for run in comparison.runs)
+    assert all(run.top1_before in (0, 25, 50, 75, 100) for run in comparison.runs)
+    assert f"{comparison.arms[0].top1_before:.2f}" in out
+    for run in range(1, 7):
+        for epoch in (1, 2):
+            assert f"run {run} of 6, " in err
+            assert err.count(f": epoch {epoch} of 2, top-1") == 6
     assert comparison.missing == ()
     assert comparison.arms[1].distance > 0
     page = (tmp_path / "out/comparison.html").read_text()
@@ -233,6 +240,19 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     ]
 
 
+def test_a_comparison_that_ended_before_any_epoch_does_not_bind_its_folder(tmp_path):
+    with patch.object(Training, "run", side_effect=KeyboardInterrupt):
+        compare("--sizes", "9", "--epochs", "7", "--seeds", "1", code=130)
+    with patch("dcls_convert.compare.runs.Trainer.run", side_effect=KeyboardInterrupt):
+        compare("--sizes", "9", "--epochs", "7", "--seeds", "1", code=130)
+    (folder,) = tmp_path.glob("*-comparison")
+    assert json.loads((folder / "settings.json").read_text())["recipe"]["epochs"] == 7
+    compare("--sizes", "9", "--epochs", "1", "--seeds", "1")
+    assert read_comparison(folder).settings.recipe.epochs == 1
+    _, err = compare("--sizes", "9", "--epochs", "7", "--seeds", "1", code=2)
+    assert "compares with epochs 1, not 7" in err
+
+
 def test_minutes_decide_the_epochs_once(tmp_path):
     with patch(
         "dcls_convert.compare.runs.Trainer.time_trial", return_value=(1.0, 1.0)
@@ -277,6 +297,19 @@ def test_mistakes_are_one_line_and_write_nothing(tmp_path, arguments, message):
     _, err = run("compare", NET, *SIZE, "--device", "cpu", *arguments, "--output", "out", code=2)
     assert message in err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("augmentation", ["light", "strong"])
+def test_images_are_mirrored_as_asked_for(augmentation):
+    data = open_images(Path("images"))
+    for mirrored in (0.0, 0.25):
+        set_transforms_(data, net(2), (3, 32, 32), augmentation, mirrored=mirrored)
+        steps = [str(step) for step in data.train.transform.transforms]
+        assert [step for step in steps if "HorizontalFlip" in step] == (
+            [f"RandomHorizontalFlip(p={mirrored})"] if mirrored else []
+        )
+    options = ("--augmentation", "none", "--hflip", "0.2")
+    assert "--hflip has no effect with" in compare("--sizes", "9", *options, code=2)[1]
 
 
 def test_a_size_that_does_not_fit_is_refused_before_images_are_read():
