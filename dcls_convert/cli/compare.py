@@ -16,7 +16,18 @@ from ..output import new_file
 from ..pipeline.request import ConversionRequest
 from ..progress import silent
 from . import console
-from .arguments import OUTPUT, WHAT, WHERE, Json, Network, number, option, refuse, with_records
+from .arguments import (
+    OUTPUT,
+    WHAT,
+    WHERE,
+    Json,
+    Network,
+    choice,
+    number,
+    option,
+    refuse,
+    with_records,
+)
 from .sweep import SIZES, stated
 
 if TYPE_CHECKING:
@@ -105,7 +116,9 @@ def compare(
         ),
     ] = None,
     position_lr_scale: Annotated[float, POSITION_RATE] = POSITION_LR_SCALE,
-    augmentation: Annotated[Augmentation, option(TRAINING, "Of images to train on.")] = "light",
+    augmentation: Annotated[
+        Augmentation, choice(Augmentation, TRAINING, "Of images to train on.")
+    ] = "light",
     amp: Annotated[bool, option(RUNNING, "In bfloat16 autocast.", "--amp")] = False,
     device: Annotated[
         str | None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..options import DEFAULT_OPSET, OPSETS, FoldFormat
 from ..tables import counted
 from . import console
-from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, number, option
+from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, choice, number, option
 
 if TYPE_CHECKING:
     from ..export.folding import Folded
@@ -34,7 +34,7 @@ OPSET = number(
 
 def fold(
     checkpoint: Checkpoint,
-    format: Annotated[FoldFormat, option(OUTPUT, FORMAT_HELP)] = "timm",
+    format: Annotated[FoldFormat, choice(FoldFormat, OUTPUT, FORMAT_HELP)] = "timm",
     output: Annotated[
         Path | None,
         option(
