@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+import inspect
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from .compare import compare
 from .convert import convert
 from .diff import diff
 from .fold import fold
-from .inspect import inspect
+from .inspect import inspect as inspect_checkpoint
 from .models import models
 from .rules import rules_app
 from .sweep import sweep
@@ -106,7 +107,7 @@ EXAMPLES = {
         "convnext_tiny --data photos --minutes 600",
         "resnet18 --pretrained --data photos --sizes 5,7 --html",
     ),
-    inspect: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --html positions.html"),
+    inspect_checkpoint: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --html positions.html"),
     diff: ("convnext_tiny-dcls17 convnext_tiny-dcls13", "one two --json"),
     fold: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --format onnx"),
     verify: ("convnext_tiny-dcls17", "mine-dcls9 --trust-code"),
@@ -122,7 +123,13 @@ def _add_commands() -> None:
         epilog = "Examples:"
         for arguments in examples:
             epilog += f"\n\n{program} {arguments}"
-        app.command(cls=Command, epilog=epilog)(command)
+        app.command(cls=Command, help=_unwrapped(command), epilog=epilog)(command)
+
+
+def _unwrapped(command: Any) -> str:
+    """The paragraphs of a docstring, each on one line: typer would print the source's line ends."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
 
 
 _add_commands()

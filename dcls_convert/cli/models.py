@@ -56,7 +56,9 @@ def models(
     json_: Json = False,
     csv: Csv = False,
 ) -> None:
-    """Show what would convert, over the timm and torchvision registries. No weights, no download."""
+    """Show what would convert, over the timm and torchvision registries.
+    No weights, no download.
+    """
     refuse((json_ and csv, "--json and --csv exclude each other"))
     rows = _survey(
         pattern, options, input_size=input_size, workers=jobs, seconds_per_model=float(timeout)
