@@ -38,9 +38,11 @@ WHAT = "What to convert"
 HOW_MANY = "How many elements"
 WHERE = "Where they start"
 OUTPUT = "Output"
+RUNNING = "How to run"
 
 DEFAULT = "convert"  # the command that is run if none is named
 LONGEST_CHOICES = 22  # characters of words|to|choose|from; --help would break longer ones
+SECONDS_A_DAY = 86_400  # the longest time that an option takes
 MOST_SEED = 2**63 - 1  # of torch.Generator
 
 

@@ -16,7 +16,7 @@ FORMAT_HELP = (
     "timm: a folder, which timm loads by itself where its architecture allows. onnx, pt2: one file."
 )
 OPSET_HELP = f"Opset of the ONNX model, from {OPSETS[0]} to {OPSETS[-1]}."
-MODEL_HELP = (
+UNCONVERTED_HELP = (
     "The unconverted network, for a checkpoint of your own model that does not name it: "
     "package.module:factory, which imports and runs your code."
 )
@@ -47,7 +47,7 @@ def fold(
         ),
     ] = None,
     opset: Annotated[int | None, OPSET] = None,
-    model: Annotated[str | None, option(OUTPUT, MODEL_HELP, metavar="MODEL")] = None,
+    model: Annotated[str | None, option(OUTPUT, UNCONVERTED_HELP, metavar="MODEL")] = None,
     force: Force = False,
     trust_code: TrustCode = False,
     json_: Json = False,

@@ -7,6 +7,8 @@ import typer
 from ..options import AUTO, Kind, PlanOptions, Sort
 from . import console
 from .arguments import (
+    RUNNING,
+    SECONDS_A_DAY,
     Csv,
     InputSize,
     Json,
@@ -23,10 +25,8 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
 MOST_JOBS = 1024
-MOST_SECONDS = 86_400
 SECONDS_A_MODEL = 120  # the slowest of all models takes two seconds on an idle core
-SECONDS_A_LINE = 10.0  # of progress, where stderr is no terminal
-RUNNING = "How to run"
+SECONDS_BETWEEN_LINES = 10.0  # of progress, where stderr is no terminal
 SHOW = "What to show"
 PATTERN_HELP = (
     "Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. "
@@ -51,7 +51,7 @@ def models(
         number(int, 1, MOST_JOBS, RUNNING, "Processes; one a processor without it.", metavar="N"),
     ] = None,
     timeout: Annotated[
-        float, number(int, 1, MOST_SECONDS, RUNNING, "Limit for one model.", metavar="SECONDS")
+        float, number(int, 1, SECONDS_A_DAY, RUNNING, "Limit for one model.", metavar="SECONDS")
     ] = SECONDS_A_MODEL,
     json_: Json = False,
     csv: Csv = False,
@@ -89,7 +89,7 @@ def _survey(
     seconds_per_model: float,
 ) -> list["ModelRow"]:
     """A row for each model whose name the pattern matches; tells how many are done."""
-    with console.steps("models", every=SECONDS_A_LINE) as notify:
+    with console.steps("models", every=SECONDS_BETWEEN_LINES) as notify:
         from ..compare.survey import names_matching, survey_models
         from ..planning.planner import check_overruled
 
