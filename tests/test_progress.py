@@ -1,4 +1,6 @@
-"""Progress is told layer by layer, and shown where somebody may be looking and only if it takes a while."""
+"""Progress is told layer by layer, and shown where somebody may be looking and only if it takes a
+while.
+"""
 
 import io
 import re
