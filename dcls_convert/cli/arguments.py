@@ -301,7 +301,7 @@ PLANNING: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The network to convert, and what of it: the fields of a request that several commands take."""
+    """The network to convert, and how: the fields of a request that several commands take."""
 
     model: Annotated[str, argument("MODEL", MODEL_HELP, complete_models)]
     pretrained: Annotated[bool, option(WHAT, PRETRAINED_HELP, "--pretrained")] = False

@@ -36,8 +36,10 @@ def complete_models(incomplete: str) -> list[str]:
     """Names of both libraries, or of the one whose prefix, such as "timm:", is typed already."""
     library, colon, name_start = incomplete.rpartition(":")
     libraries: tuple[str, ...] = COMPLETED_LIBRARIES
-    if library:
-        libraries = tuple(name for name in COMPLETED_LIBRARIES if name == library)
+    if library in COMPLETED_LIBRARIES:
+        libraries = (library,)
+    elif library:
+        return []
     names: dict[str, None] = {}  # in order; both libraries have models of the same name
     for name in libraries:
         names.update(dict.fromkeys(registered_names(name)))
