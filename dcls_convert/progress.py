@@ -78,7 +78,7 @@ def show_progress(
         display.stop()
 
 
-def is_watched() -> bool:
+def is_stderr_watched() -> bool:
     """Whether somebody may be looking at stderr: on a terminal or in a notebook."""
     return "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())
 

@@ -1,4 +1,6 @@
-"""The structure of the package, read from its imports: one direction, and nothing heavy before it is needed."""
+"""The structure of the package, read from its imports: one direction, and nothing heavy before it
+is needed.
+"""
 
 import ast
 import graphlib
@@ -25,8 +27,9 @@ from dcls_convert.layers import interpolation
 
 PACKAGE = Path(dcls_convert.__file__).parent
 
-# A folder (or a file beside the folders) imports from those before it. Views are imported from above where a record is
-# shown, when it is shown; and every room may take `__version__` from the front door.
+# A folder (or a file beside the folders) imports from those before it. Views are imported from
+# above where a record is shown, when it is shown; and every room may take `__version__` from the
+# front door.
 ORDER = (
     *("errors", "options", "files", "records", "output", "tables", "progress"),
     *("depthwise", "layers", "networks", "planning", "reports", "fitting", "surgery", "pipeline"),
@@ -57,7 +60,9 @@ TRAINS = ("tuning.images", "tuning.training")  # which nothing imports before it
 
 
 def imports_of(path):
-    """(module, whether it is imported when a function is called), "dcls_convert" left out of the package's own."""
+    """(module, whether it is imported when a function is called), "dcls_convert" left out of the
+    package's own.
+    """
     package = ["dcls_convert", *path.relative_to(PACKAGE).parts[:-1]]
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing = {
@@ -222,7 +227,10 @@ def test_the_command_line_answers_without_torch(line, code, printed):
 
 
 def test_a_missing_torch_is_one_line_that_says_what_to_install():
-    program = "import sys; sys.modules['torch'] = None; from dcls_convert.cli.app import main; main(['resnet18'])"
+    program = (
+        "import sys; sys.modules['torch'] = None; "
+        "from dcls_convert.cli.app import main; main(['resnet18'])"
+    )
     done, _ = imported_by("-c", program)
     assert done.returncode == 2
     assert done.stderr.endswith(

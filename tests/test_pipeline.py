@@ -1,4 +1,6 @@
-"""The one pipeline: structure apart from values, and a model that is converted as a whole or not at all."""
+"""The one pipeline: structure apart from values, and a model that is converted as a whole or not at
+all.
+"""
 
 import itertools
 import pkgutil
@@ -39,7 +41,9 @@ class Failing(TorchDispatchMode):
 
 
 def theirs(model, plan):
-    """A state dict of the authors' package for this plan: random elements, and all else of the model scaled."""
+    """A state dict of the authors' package for this plan: random elements, and all else of the
+    model scaled.
+    """
     generator = torch.Generator().manual_seed(0)
     state = {
         name: tensor * 2 if tensor.is_floating_point() else tensor
@@ -67,7 +71,10 @@ def resolved_for(model, kind):
 
 
 def small():
-    """A stem, a depthwise stage with BatchNorm in mixed modes, a head; few operations, so that all can fail."""
+    """A stem, a depthwise stage with BatchNorm in mixed modes, a head.
+
+    Few operations, so that all can fail.
+    """
     torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.BatchNorm2d(4), nn.ReLU())

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
@@ -38,18 +38,20 @@ WHAT = "What to convert"
 HOW_MANY = "How many elements"
 WHERE = "Where they start"
 OUTPUT = "Output"
+RUNNING = "How to run"
 
 DEFAULT = "convert"  # the command that is run if none is named
-LONGEST_CHOICES = 24  # characters of <words|to|choose|from>; --help would break longer ones
+LONGEST_CHOICES = 22  # characters of words|to|choose|from; --help would break longer ones
+SECONDS_A_DAY = 86_400  # the longest time that an option takes
 MOST_SEED = 2**63 - 1  # of torch.Generator
 
 
 def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
     """An option in one of the groups of --help; without a name, a flag would get a --no- form."""
-    usual = settings.get("show_default")
-    if isinstance(usual, str):
+    default_text = settings.get("show_default")
+    if isinstance(default_text, str):
         # typer would write such a default in two kinds of brackets.
-        help = f"{help} \\[default: {usual}]"
+        help = f"{help} \\[default: {default_text}]"
         settings["show_default"] = False
     return typer.Option(*names, rich_help_panel=panel, help=help, **settings)
 
@@ -69,8 +71,11 @@ def number(
 
     int() and float() alone would also accept `1_000`, ` 17 ` and `nan`.
     """
-    digits = r"[0-9]{1,19}" if kind is int else r"[0-9]{1,19}(\.[0-9]{1,19})?"
-    noun = "an integer" if kind is int else "a number"
+    digits = r"[0-9]{1,19}"
+    noun = "an integer"
+    if kind is float:
+        digits = r"[0-9]{1,19}(\.[0-9]{1,19})?"
+        noun = "a number"
     allowed = f"{noun} from {least} to {most}"
     if word:
         allowed += f", or {word}"
@@ -79,12 +84,24 @@ def number(
         if word and text == word:
             return word
         written = str(text).removesuffix(unit)
-        value = kind(written) if re.fullmatch(digits, written) else None
-        if value is None or not least <= value <= most:
-            raise typer.BadParameter(f"'{shown(text)}' is not {allowed}")
-        return value
+        if re.fullmatch(digits, written):
+            value = kind(written)
+            if least <= value <= most:
+                return value
+        raise typer.BadParameter(f"'{shown(text)}' is not {allowed}")
 
     return option(panel, help, parser=parse, **settings)
+
+
+def choice(words: Any, panel: str, help: str, **settings: Any) -> Any:
+    """An option for one of the words of a `Literal`, which --help lists."""
+    names = get_args(words)
+    metavar = "|".join(names)
+    if len(metavar) > LONGEST_CHOICES:
+        metavar = "NAME"
+        if not all(name in help for name in names):
+            help = f"{help} One of {', '.join(names)}."
+    return option(panel, help, metavar=metavar, **settings)
 
 
 def _sides(text: str, counts: range, what: str) -> tuple[int, ...]:
@@ -98,14 +115,19 @@ def _sides(text: str, counts: range, what: str) -> tuple[int, ...]:
 
 
 def parse_size_or_auto(text: str) -> int | str | tuple[int, ...]:
-    return AUTO if text == AUTO else parse_size(text)
+    """ "auto", or a size as `parse_size` reads it."""
+    if text == AUTO:
+        return AUTO
+    return parse_size(text)
 
 
 def parse_size(text: str) -> int | tuple[int, ...]:
     """ "17" -> 17, "17x9" -> (17, 9)."""
     what = f"a size: give an integer from 1 to {MOST_SIDE} such as 17, or sides such as 17x9"
     sides = _sides(text, range(1, 4), what)
-    return sides if len(sides) > 1 else sides[0]
+    if len(sides) == 1:
+        return sides[0]
+    return sides
 
 
 def parse_input_size(text: str) -> tuple[int, ...]:
@@ -124,18 +146,17 @@ def parse_numbers(text: str) -> tuple[float, ...]:
 
 
 class PlainHelp:
-    """Help that shows arguments' names and the words to choose from, without types and brackets."""
+    """Help without types in brackets: neither for flags nor for arguments."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters, --help included, with plain names."""
+        """The parameters, --help included."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
-            if getattr(parameter, "is_flag", False) or getattr(parameter, "count", False):
+            if isinstance(parameter, TyperArgument):
+                # typer has no setting for this; a metavar only renames the argument.
+                parameter.display_type_rich = _no_type  # type: ignore[method-assign]
+            elif parameter.is_flag or parameter.count:
                 parameter.metavar = ""
-            elif getattr(parameter, "metavar", "") is None:
-                choices = parameter.display_type_rich(ctx)  # "<words|to|choose|from>", or ""
-                if choices:
-                    _name_choices(parameter, choices)
         return parameters
 
     def get_help_option(self, ctx: Any) -> Any:
@@ -148,44 +169,36 @@ class PlainHelp:
         return option
 
 
-def _name_choices(parameter: Any, choices: str) -> None:
-    """Show the words to choose from in the parameter's name; in its help, if they are long."""
-    words = choices.strip("<>").split("|")
-    if len(choices) <= LONGEST_CHOICES:
-        parameter.metavar = "|".join(words)
-        return
-    parameter.metavar = "NAME"
-    help, bracket, default = parameter.help.partition(" \\[")
-    if not all(word in help for word in words):
-        parameter.help = f"{help} One of {', '.join(words)}.{bracket}{default}"
+def _no_type(ctx: Any) -> str:
+    return ""
 
 
 class Command(PlainHelp, TyperCommand):
-    """A command whose arguments, too, are shown by name alone."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        for parameter in self.params:
-            if isinstance(parameter, TyperArgument):
-                words: Any = parameter
-                words.display_type_rich = lambda ctx: ""
-                words._usage_display_name = lambda name=parameter.metavar: name
+    """A command with plain help."""
 
 
 class CommandGroup(PlainHelp, TyperGroup):
     """Commands; `convert`, if it is among them, is the default. Without arguments, shows help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own_options = {option for parameter in self.get_params(ctx) for option in parameter.opts}
-        first = args[0] if args else "--help"
-        named = first in own_options or first in self.commands
-        if args and DEFAULT in self.commands and not named:
+        """Put the default command before arguments that name no command.
+
+        Raises:
+            DclsConvertError: The first argument is nearly a command's name.
+        """
+        if not args:
+            return super().parse_args(ctx, ["--help"])
+        known = set(self.commands)
+        for parameter in self.get_params(ctx):
+            known.update(parameter.opts)
+        first = args[0]
+        if DEFAULT in self.commands and first not in known:
             # With a cutoff of 0.8, no registered model's name is this close to a command.
-            near = difflib.get_close_matches(first, self.commands, 1, 0.8)
+            near = difflib.get_close_matches(first, self.commands, n=1, cutoff=0.8)
             if near and not first.startswith("-"):
                 raise DclsConvertError(f"there is no command {first!r} (did you mean {near[0]!r}?)")
             args = [DEFAULT, *args]
-        return super().parse_args(ctx, args or ["--help"])
+        return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Commands and options, and those of the default command.
@@ -194,11 +207,15 @@ class CommandGroup(PlainHelp, TyperGroup):
         """
         items = super().shell_complete(ctx, incomplete)
         default = self.commands.get(DEFAULT)
-        if incomplete and default is not None:
-            part: Any = default if incomplete.startswith("-") else default.params[0]
-            known = {item.value for item in items}
-            more = part.shell_complete(ctx, incomplete)
-            items += [item for item in more if item.value not in known]
+        if not incomplete or default is None:
+            return items
+        completing: Any = default.params[0]  # MODEL
+        if incomplete.startswith("-"):
+            completing = default
+        known = {item.value for item in items}
+        for item in completing.shell_complete(ctx, incomplete):
+            if item.value not in known:
+                items.append(item)
         return items
 
 
@@ -266,8 +283,8 @@ PLANNING: dict[str, Any] = {
     "rules": Annotated[
         str, option(WHAT, RULES_HELP, metavar="FILE|NAME|auto", autocompletion=complete_rules)
     ],
-    "scope": Annotated[Scope, option(HOW_MANY, SCOPE_HELP)],
-    "tie": Annotated[Tie, option(HOW_MANY, "Which layers share their positions.")],
+    "scope": Annotated[Scope, choice(Scope, HOW_MANY, SCOPE_HELP)],
+    "tie": Annotated[Tie, choice(Tie, HOW_MANY, "Which layers share their positions.")],
     "budget": Annotated[
         float,
         number(
@@ -275,7 +292,8 @@ PLANNING: dict[str, Any] = {
         ),
     ],
     "interpolation": Annotated[
-        Interpolation | None, option(HOW_MANY, HOW_HELP, show_default=INTERPOLATIONS[0])
+        Interpolation | None,
+        choice(Interpolation, HOW_MANY, HOW_HELP, show_default=INTERPOLATIONS[0]),
     ],
     "strict": Annotated[bool, option(WHAT, STRICT_HELP, "--strict")],
 }
@@ -283,7 +301,7 @@ PLANNING: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The network to convert, and what of it: the fields of a request that several commands take."""
+    """The network to convert, and how: the fields of a request that several commands take."""
 
     model: Annotated[str, argument("MODEL", MODEL_HELP, complete_models)]
     pretrained: Annotated[bool, option(WHAT, PRETRAINED_HELP, "--pretrained")] = False
@@ -302,6 +320,7 @@ class Network:
 
     @property
     def trained(self) -> bool:
+        """Whether the network has trained weights."""
         return self.pretrained or self.checkpoint is not None
 
     def request(self, **settings: Any) -> ConversionRequest:

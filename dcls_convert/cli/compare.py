@@ -16,7 +16,19 @@ from ..output import new_file
 from ..pipeline.request import ConversionRequest
 from ..progress import silent
 from . import console
-from .arguments import OUTPUT, WHAT, WHERE, Json, Network, number, option, refuse, with_records
+from .arguments import (
+    OUTPUT,
+    RUNNING,
+    WHAT,
+    WHERE,
+    Json,
+    Network,
+    choice,
+    number,
+    option,
+    refuse,
+    with_records,
+)
 from .sweep import SIZES, stated
 
 if TYPE_CHECKING:
@@ -26,11 +38,10 @@ if TYPE_CHECKING:
 
 DATA = "Images"
 TRAINING = "Training"
-RUNNING = "How to run"
 PACKAGES = ("accelerate", "scipy")  # of the extra `train`
-PAGE = "comparison.html"
+COMPARISON_PAGE = "comparison.html"
 EPOCHS = 30
-BATCH = 64
+IMAGES_PER_UPDATE = 64
 SEEDS = 3
 # From the paper's start, elements hardly leave the centre in trainings as short as these.
 START: Positions = "uniform"
@@ -42,7 +53,7 @@ DATA_HELP = (
 DATASET_HELP = "A data set by timm's name: torch/cifar10, hfds/cifar10."
 MINUTES_HELP = "For all runs together; decides the epochs, the same for all."
 ABLATE_HELP = "Train with frozen positions, and with dense kernels of the window's size, too."
-POSITIONS_HELP = (
+STARTS_HELP = (
     "Where they start, from scratch: normal, kernel or uniform, or several: normal,kernel."
 )
 OUTPUT_HELP = "Folder of the runs; calling again trains the missing ones."
@@ -89,7 +100,7 @@ MIRRORED_SHARE = number(
     metavar="P",
     show_default=str(MIRRORED),
 )
-STARTS = option(WHERE, POSITIONS_HELP, metavar="P,P", parser=_starts, show_default=START)
+STARTS_OPTION = option(WHERE, STARTS_HELP, metavar="P,P", parser=_starts, show_default=START)
 
 
 @functools.partial(with_records, but=("dilated_size",))
@@ -98,7 +109,7 @@ def compare(
     data: Annotated[Path | None, option(DATA, DATA_HELP, metavar="FOLDER")] = None,
     dataset: Annotated[str, option(DATA, DATASET_HELP, metavar="NAME", show_default=False)] = "",
     sizes: Annotated[Any, SIZES] = None,
-    positions: Annotated[Any, STARTS] = None,
+    positions: Annotated[Any, STARTS_OPTION] = None,
     ablate: Annotated[bool, option(WHAT, ABLATE_HELP, "--ablate")] = False,
     epochs: Annotated[
         int | None, _count("Of each run.", TRAINING, show_default=str(EPOCHS))
@@ -107,7 +118,9 @@ def compare(
     seeds: Annotated[
         int, _count("Runs of each network; three are the least that answer.", TRAINING)
     ] = SEEDS,
-    batch_size: Annotated[int, _count("Images of an update, in each process.", TRAINING)] = BATCH,
+    batch_size: Annotated[
+        int, _count("Images of an update, in each process.", TRAINING)
+    ] = IMAGES_PER_UPDATE,
     lr: Annotated[
         float | None,
         number(
@@ -121,7 +134,9 @@ def compare(
         ),
     ] = None,
     position_lr_scale: Annotated[float, POSITION_RATE] = POSITION_LR_SCALE,
-    augmentation: Annotated[Augmentation, option(TRAINING, "Of images to train on.")] = "light",
+    augmentation: Annotated[
+        Augmentation, choice(Augmentation, TRAINING, "Of images to train on.")
+    ] = "light",
     hflip: Annotated[float | None, MIRRORED_SHARE] = None,
     amp: Annotated[bool, option(RUNNING, "In bfloat16 autocast.", "--amp")] = False,
     device: Annotated[
@@ -211,14 +226,14 @@ def compare(
                 console.note(line)
         comparison = train_pending(trainer, run_plan, arms, all_seeds, notify)
         if html and first:
-            with new_file(output / PAGE, force=True) as partial:
+            with new_file(output / COMPARISON_PAGE, force=True) as partial:
                 partial.write_text(comparison_page(comparison, output))
     if first and json_:
         console.write(comparison.to_json())
     elif first:
         console.show(comparison_view(comparison))
         if html:
-            console.show(f" Wrote {output / PAGE}.")
+            console.show(f" Wrote {output / COMPARISON_PAGE}.")
     if comparison.interrupted:
         raise KeyboardInterrupt
 

@@ -20,6 +20,7 @@ from .arguments import (
     Json,
     Network,
     Quiet,
+    choice,
     number,
     option,
     refuse,
@@ -45,7 +46,8 @@ POSITIONS_HELP = (
 HTML_HELP = (
     "Add a page of pictures to the checkpoint, and positions to its model card (extra plot)."
 )
-VERSION = option(
+VERSION = choice(
+    AuthorsVersion,
     WHERE,
     "Version of the authors' layers in a checkpoint of theirs without SIG.",
     show_default="v0, as released",
@@ -72,8 +74,8 @@ def convert(
     plan: Annotated[
         Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER", autocompletion=complete_files)
     ] = None,
-    init: Annotated[Init, option(WHERE, INIT_HELP)] = "auto",
-    positions: Annotated[Positions, option(WHERE, POSITIONS_HELP)] = "normal",
+    init: Annotated[Init, choice(Init, WHERE, INIT_HELP)] = "auto",
+    positions: Annotated[Positions, choice(Positions, WHERE, POSITIONS_HELP)] = "normal",
     authors_version: Annotated[AuthorsVersion | None, VERSION] = None,
     device: Annotated[str | None, DEVICE] = None,
     seed: Annotated[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..options import DEFAULT_OPSET, OPSETS, FoldFormat
 from ..tables import counted
 from . import console
-from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, number, option
+from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, choice, number, option
 
 if TYPE_CHECKING:
     from ..export.folding import Folded
@@ -16,7 +16,7 @@ FORMAT_HELP = (
     "timm: a folder, which timm loads by itself where its architecture allows. onnx, pt2: one file."
 )
 OPSET_HELP = f"Opset of the ONNX model, from {OPSETS[0]} to {OPSETS[-1]}."
-MODEL_HELP = (
+UNCONVERTED_HELP = (
     "The unconverted network, for a checkpoint of your own model that does not name it: "
     "package.module:factory, which imports and runs your code."
 )
@@ -34,7 +34,7 @@ OPSET = number(
 
 def fold(
     checkpoint: Checkpoint,
-    format: Annotated[FoldFormat, option(OUTPUT, FORMAT_HELP)] = "timm",
+    format: Annotated[FoldFormat, choice(FoldFormat, OUTPUT, FORMAT_HELP)] = "timm",
     output: Annotated[
         Path | None,
         option(
@@ -47,7 +47,7 @@ def fold(
         ),
     ] = None,
     opset: Annotated[int | None, OPSET] = None,
-    model: Annotated[str | None, option(OUTPUT, MODEL_HELP, metavar="MODEL")] = None,
+    model: Annotated[str | None, option(OUTPUT, UNCONVERTED_HELP, metavar="MODEL")] = None,
     force: Force = False,
     trust_code: TrustCode = False,
     json_: Json = False,

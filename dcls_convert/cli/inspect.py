@@ -7,7 +7,17 @@ from ..files import check_images, check_picture, check_weights_file
 from ..options import FigureName
 from ..output import check_output, new_file, not_a_file
 from . import console
-from .arguments import OUTPUT, Checkpoint, Force, Json, TrustCode, image_size, option, refuse
+from .arguments import (
+    OUTPUT,
+    Checkpoint,
+    Force,
+    Json,
+    TrustCode,
+    choice,
+    image_size,
+    option,
+    refuse,
+)
 
 PICTURES = "Pictures"  # a group of --help
 HTML_HELP = "Write a page of pictures: positions, kernels, effective receptive field, cost."
@@ -28,7 +38,9 @@ def inspect(
     ] = False,
     html: Annotated[Path | None, option(PICTURES, HTML_HELP, metavar="FILE")] = None,
     picture: Annotated[Path | None, option(PICTURES, PICTURE_HELP, metavar="FILE")] = None,
-    figure: Annotated[FigureName, option(PICTURES, "Which one --picture draws.")] = "positions",
+    figure: Annotated[
+        FigureName, choice(FigureName, PICTURES, "Which one --picture draws.")
+    ] = "positions",
     history: Annotated[Path | None, HISTORY] = None,
     images: Annotated[Path | None, IMAGES] = None,
     original: Annotated[Path | None, ORIGINAL] = None,

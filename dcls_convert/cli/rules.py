@@ -61,7 +61,7 @@ def rules_check(
 
 
 @rules_app.command("schema", cls=Command)
-def rules_schema() -> None:
+def rules_json_schema() -> None:
     """Print the JSON Schema of rule files, for an editor."""
     from ..planning.rules import rules_schema
 

@@ -25,6 +25,7 @@ from . import console
 from .arguments import (
     HOW_MANY,
     OUTPUT,
+    SECONDS_A_DAY,
     Csv,
     Force,
     Json,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 TIMES = "Times"
 MOST_ROWS = 1000
-MOST_SECONDS = 86_400
 MOST_BATCH = 65_536
 CPU_BATCH = 1
 GPU_BATCH = 32
@@ -109,7 +109,7 @@ BUDGETS = list_option(
     "Budgets in percent of the weights replaced: 60%,80%,100%.",
     metavar="P,P",
 )
-BATCH = number(
+TIMED_BATCH = number(
     int,
     1,
     MOST_BATCH,
@@ -119,7 +119,7 @@ BATCH = number(
     show_default=f"{CPU_BATCH} on the CPU, else {GPU_BATCH}",
 )
 SECONDS_HELP = "For all measurements together; three rounds at least."
-TIME = number(int, 1, MOST_SECONDS, TIMES, SECONDS_HELP, metavar="N", show_default=str(SECONDS))
+TIME = number(int, 1, SECONDS_A_DAY, TIMES, SECONDS_HELP, metavar="N", show_default=str(SECONDS))
 SLOWER_HELP = (
     "Cost that the recommended size may add, in percent: to the training step with --time, "
     "else to the MACs."
@@ -139,7 +139,7 @@ def sweep(
         str | None,
         option(TIMES, "As torch names it: cuda, cuda:1.", metavar="NAME", show_default="cpu"),
     ] = None,
-    batch_size: Annotated[int | None, BATCH] = None,
+    batch_size: Annotated[int | None, TIMED_BATCH] = None,
     amp: Annotated[bool, option(TIMES, "In bfloat16 autocast.", "--amp")] = False,
     seconds: Annotated[int | None, TIME] = None,
     slower: Annotated[

@@ -20,7 +20,7 @@ from ..pipeline.resolved import resolve
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
 from ..surgery.fold import fold_to_dense_
-from .sweep import WindowSize
+from .sweep import AskedSize
 
 AS_IT_IS = "as it is"
 ArmKind = Literal["original", "converted", "frozen", "dense"]
@@ -33,7 +33,7 @@ class Arm:
     # frozen: converted, with positions that stay where they start; dense: plain convolutions whose
     # kernels have the window's size.
     kind: ArmKind = "original"
-    size: WindowSize | None = None  # of the window; None: as the rules state
+    size: AskedSize | None = None  # of the window; None: as the rules state
     positions: Positions = "normal"  # where they start, for random starts
 
     @property
@@ -60,7 +60,7 @@ class Arm:
 
 
 def make_arms(
-    sizes: Sequence[WindowSize | None], starts: Sequence[Positions], *, ablate: bool = False
+    sizes: Sequence[AskedSize | None], starts: Sequence[Positions], *, ablate: bool = False
 ) -> list[Arm]:
     """The network as it is, and converted to each size, from each start.
 

@@ -26,7 +26,7 @@ from ..pipeline.resolved import ResolvedRequest, resolve
 from ..planning.plan import taken_from
 from ..planning.planner import larger_sizes
 from ..reports.report import predict_report
-from .sweep import Asked, Sweep, SweepRow, TimingSettings, WindowSize, choose, with_dominated
+from .sweep import Asked, AskedSize, Sweep, SweepRow, TimingSettings, choose, with_dominated
 from .timing import converted_copy, measure, summary
 
 LEAST_ROUNDS = 3  # of timing, whatever time they take
@@ -72,7 +72,7 @@ class Candidate:
 
 
 def combinations(
-    sizes: Sequence[WindowSize], counts: Sequence[int] | None, budgets: Sequence[float] | None
+    sizes: Sequence[AskedSize], counts: Sequence[int] | None, budgets: Sequence[float] | None
 ) -> list[Asked]:
     """Every size with every count, or with every budget."""
     asked = []

@@ -20,7 +20,7 @@ NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"  # onnxruntime 1.29 and later, which else
 MOST_IN_ONE_FILE = 1_900_000_000  # bytes of weights; a protobuf, and so an ONNX file, ends at 2 GiB
 FIRST_OF_DYNAMO = 18  # opset below which torch's newer exporter fails for most models
 INPUT = "input"  # its name
-OUTPUT = "output"  # the name of an only one
+OUTPUT_NAME = "output"  # the name of an only one
 LOADING = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n'
 
 
@@ -40,7 +40,7 @@ def write(folding: Folding) -> Folded:
 
     one_output = isinstance(folding.outputs[0], Tensor)
     model = folding.model if one_output else _FlatOutputs(folding.model)
-    names = [OUTPUT] if one_output else None
+    names = [OUTPUT_NAME] if one_output else None
 
     def export(path: Path, images: Tensor, dynamic: bool) -> Exported:
         if opset >= FIRST_OF_DYNAMO:

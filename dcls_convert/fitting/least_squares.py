@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..networks.running import in_parallel
 from .batches import joined, last_summed, like, lines_innermost, product, solved
-from .boxes import Box, spread
+from .boxes import Box, box_footprint
 
 # Share of the energy of an element in the middle of a cell; bounds the weights of elements that
 # nearly coincide.
@@ -157,8 +157,8 @@ class _Problem:
             profile_slopes.append(like(places, slope))
         slopes_by_axis = []
         for axis, slope in enumerate(profile_slopes):
-            slopes_by_axis.append(spread([*profiles[:axis], slope, *profiles[axis + 1 :]]))
-        footprint = spread(profiles)
+            slopes_by_axis.append(box_footprint([*profiles[:axis], slope, *profiles[axis + 1 :]]))
+        footprint = box_footprint(profiles)
         slopes = joined(slopes_by_axis, 1)
         if self.roots is None:
             return footprint, slopes

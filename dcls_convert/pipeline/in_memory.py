@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..fitting.images import Calibration, Images
 from ..options import AuthorsVersion, Init, PlanOptions, Positions, takes_plan_options
-from ..progress import SECONDS_UNSEEN, Notify, is_watched, show_progress, silent
+from ..progress import SECONDS_UNSEEN, Notify, is_stderr_watched, show_progress, silent
 from ..reports.report import ConversionReport
 from .conversion import convert_network
 from .loaded import LoadedNetwork
@@ -74,7 +74,7 @@ def convert_(
         std=std,
         seed=seed,
     )
-    shows_progress = is_watched() if progress is None else progress
+    shows_progress = is_stderr_watched() if progress is None else progress
     display: contextlib.AbstractContextManager[Notify] = contextlib.nullcontext(silent)
     if shows_progress:
         display = show_progress(type(model).__name__, wait=SECONDS_UNSEEN)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 RULES_FORMAT = 1
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
 Positive = Annotated[int, Field(ge=1)]
-MOST_BYTES = 1_000_000  # size of a rule file
+MOST_RULE_BYTES = 1_000_000  # size of a rule file
 MOST_SHOWN = 200  # characters of a text from the file, in a message
 
 
@@ -277,7 +277,7 @@ def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
                 f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}"
             )
         # With "sig": some editors begin a file with a byte order mark.
-        text = read_bytes(path, MOST_BYTES).decode("utf-8-sig")
+        text = read_bytes(path, MOST_RULE_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise RuleError(
             f"rules {shown(source, MOST_SHOWN)}: cannot be read: {error.strerror}"

@@ -1,4 +1,6 @@
-"""Checkpoint folders for tests, ways to change them, and a seal that says that they were written so."""
+"""Checkpoint folders for tests, ways to change them, and a seal that says that they were written
+so.
+"""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A fingerprint tells models apart, and taking one leaves the model and the process as they were."""
+"""A fingerprint tells models apart; taking one leaves the model and the process as they were."""
 
 import logging
 import warnings
@@ -43,7 +43,9 @@ def test_the_process_stays_as_it_was(monkeypatch, call):
 
 
 class Counting(nn.Module):
-    """Counts its calls, also by another tensor in a buffer's place, draws random numbers, and depends on threads."""
+    """Counts its calls, also by another tensor in a buffer's place, draws random numbers, and
+    depends on threads.
+    """
 
     def __init__(self):
         super().__init__()
@@ -57,7 +59,9 @@ class Counting(nn.Module):
 
 
 def test_the_model_stays_as_it_was_and_its_outputs_do_not_depend_on_the_process(converted):
-    """Neither on autocast nor on the state of the generator nor on the number of threads, which comes back."""
+    """Neither on autocast nor on the state of the generator nor on the number of threads, which
+    comes back.
+    """
     model, _ = converted
     model.train()
     model.stem.eval()

@@ -67,7 +67,8 @@ def test_nothing_is_built(folders, monkeypatch):
 def test_dense_axes_and_models_of_the_users_own(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, groups=4))
     rules = dcls_convert.planning.rules.parse_rules(
-        "format: 1\nrules:\n- match: {kind: depthwise}\n  dilated_size: [3, 9]\n  dense_axes: [0]\n  kernel_count: 2\n"
+        "format: 1\nrules:\n- match: {kind: depthwise}\n"
+        "  dilated_size: [3, 9]\n  dense_axes: [0]\n  kernel_count: 2\n"
     )
     plan = plan_conversion(find_convs(model, IMAGE), rules)
     apply_plan_(model, plan, init="random", positions="uniform")

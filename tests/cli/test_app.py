@@ -163,7 +163,8 @@ def test_json_is_all_of_stdout_and_a_dry_run_predicts_it_without_weights(monkeyp
 
 def test_quiet_prints_the_folder_alone_and_sizes_name_it():
     Path("rules.yaml").write_text(
-        "format: 1\nrules:\n- {match: {stage: stages.0}, dilated_size: 9}\n- {match: {kind: depthwise}}\n"
+        "format: 1\nrules:\n"
+        "- {match: {stage: stages.0}, dilated_size: 9}\n- {match: {kind: depthwise}}\n"
     )
     for folder, *options in [
         ("dcls17", "--dilated-size", "17"),

@@ -1,4 +1,6 @@
-"""Random command lines, in this process: the documented exit codes, one line of error, and nothing left behind."""
+"""Random command lines, in this process: the documented exit codes, one line of error, and nothing
+left behind.
+"""
 
 import importlib
 import shutil
@@ -113,7 +115,9 @@ def any_command(draw):
 
 @st.composite
 def nearly_right(draw):
-    """A command line that is right but for its output, with a word or two changed, dropped or doubled."""
+    """A command line that is right but for its output, with a word or two changed, dropped or
+    doubled.
+    """
     line = [*draw(st.sampled_from(RIGHT)), *draw(st.sampled_from([["--force"], []]))]
     if line[0] not in ("verify", "diff", "rules") and draw(st.booleans()):
         line += [{"sweep": "--picture", "inspect": "--html"}.get(line[0], "--output"), draw(PATHS)]

@@ -1,6 +1,8 @@
-"""What reaches the terminal: no control character from data, one line for each mistake, and nothing that is not true.
+"""What reaches the terminal: no control character from data, one line for each mistake, and nothing
+that is not true.
 
-Whatever stdout can take, the checkpoint that was written stands, and the exit code says whether its report was printed.
+Whatever stdout can take, the checkpoint that was written stands, and the exit code says whether its
+report was printed.
 """
 
 import contextlib
@@ -22,7 +24,8 @@ from dcls_convert.cli.app import main
 from ..command_line import exit_code, run
 
 OWN = f"{__name__}:build"
-EVIL = "\x1b]0;owned\x07\u202e\ud800"  # a title for the terminal, a bell, an override of direction, a lone surrogate
+# A title for the terminal, a bell, an override of direction, a lone surrogate.
+EVIL = "\x1b]0;owned\x07\u202e\ud800"
 EVIL_RULES = r"""
 format: 1
 description: "\e]0;owned\a"

@@ -192,15 +192,18 @@ def test_times_are_measured_by_turns():
 
 
 def test_json_csv_and_the_table_agree():
-    """With the same error in more parameters, the larger of two counts is dominated; 9 cells hold 9 elements."""
+    """With the same error in more parameters, the larger of two counts is dominated.
+
+    9 cells hold 9 elements.
+    """
     torch.save(narrow().state_dict(), "weights.pth")
     options = (NARROW, "--sizes", "4..5..1", "--counts", "1,9,16", "--checkpoint", "weights.pth")
     found, _ = sweep(*options)
     lines = list(csv.DictReader(io.StringIO(table(*options, "--csv"))))
     assert len(lines) == len(found["rows"])
     for line, (index, row) in zip(lines, enumerate(found["rows"]), strict=True):
-        same = "status layers elements params macs folded_bytes kernel_error output_error images same_top1 reason"
-        for name in (*same.split(), "command", "dominated"):
+        same = "status layers elements params macs folded_bytes kernel_error output_error images"
+        for name in (*same.split(), "same_top1", "reason", "command", "dominated"):
             assert line[name] == ("" if row[name] is None else str(row[name])), name
         assert line["kernel_counts"] == " ".join(map(str, row["kernel_counts"]))
         assert line["taken"] == str(index == found["choice"]["row"])

@@ -1,4 +1,6 @@
-"""`dcls-convert compare`: fair arms, runs that go on where they were stopped, and one table at the end."""
+"""`dcls-convert compare`: fair arms, runs that go on where they were stopped, and one table at the
+end.
+"""
 
 import json
 import tarfile
@@ -197,8 +199,8 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
     out, _ = compare(
         "--sizes", "9,11", "--epochs", "1", "--seeds", "3", "--only", "1/9", "--output", "whole"
     )
-    missing = "11x11 uniform, seed 0; 11x11 uniform, seed 1; as it is, seed 2; 9x9 uniform, seed 2; and 1 more"
-    assert f"5 runs missing: {missing}" in " ".join(out.split())
+    missing = "11x11 uniform, seed 0; 11x11 uniform, seed 1; as it is, seed 2; 9x9 uniform, seed 2"
+    assert f"5 runs missing: {missing}; and 1 more" in " ".join(out.split())
     _, err = compare(*whole, "--output", "images", code=2)
     assert (
         err.splitlines()[-1]

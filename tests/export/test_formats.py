@@ -1,4 +1,6 @@
-"""What `dcls-convert fold` writes gives the outputs of the checkpoint it was made from, or is not written at all."""
+"""What `dcls-convert fold` writes gives the outputs of the checkpoint it was made from, or is not
+written at all.
+"""
 
 import importlib
 import json

@@ -1,4 +1,6 @@
-"""Folding for stock timm: a folder that timm loads without this package, or a folded checkpoint where it cannot."""
+"""Folding for stock timm: a folder that timm loads without this package, or a folded checkpoint
+where it cannot.
+"""
 
 import json
 import subprocess

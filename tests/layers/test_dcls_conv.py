@@ -1,4 +1,6 @@
-"""Laws of the DCLS layers: nothing of a convolution is lost on the way there and back, and positions stay inside."""
+"""Laws of the DCLS layers: nothing of a convolution is lost on the way there and back, and
+positions stay inside.
+"""
 
 import copy
 import inspect
@@ -150,7 +152,8 @@ def conv_geometries(draw):
         extent(k, d) + 2 * g for k, d, g in zip(kernel_size, dilation, grown, strict=True)
     )
     channels = (groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)))
-    # Large enough for all paddings: reflect needs more cells than it adds, which is at most half the window and 2.
+    # Large enough for all paddings: reflect needs more cells than it adds, which is at most half
+    # the window and 2.
     spatial = [
         extent(size, spacing) + 3 + axis
         for axis, (size, spacing) in enumerate(zip(window, dilation, strict=True))
@@ -172,7 +175,8 @@ def test_as_many_elements_as_cells_give_the_same_layer(geometry, more):
     close(layer(geometry.input), conv(geometry.input))
     assert not layer.weight[..., cells:].any()
     assert not layer.positions[..., cells:].any()
-    # The old kernel's cells stand in the middle of the window, to the last bit, and nothing beside them.
+    # The old kernel's cells stand in the middle of the window, to the last bit, and nothing beside
+    # them.
     kernel = torch.zeros_like(layer.kernel())
     spacing = geometry.options["dilation"]
     middle = [
@@ -351,7 +355,9 @@ def test_the_cells_of_largest_energy_are_kept_at_places_that_all_layers_share(
 
 
 def strayed(**options):
-    """A layer after far too large a step: coordinates on both sides of the window, sigmas below their least value."""
+    """A layer after far too large a step: coordinates on both sides of the window, sigmas below
+    their least value.
+    """
     layer = seeded(
         DclsConv2d(
             2, 4, kernel_count=6, dilated_kernel_size=(5, 8), interpolation="gaussian", **options

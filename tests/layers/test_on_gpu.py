@@ -25,7 +25,9 @@ pytestmark = [
 
 
 def layer_of(size, interpolation="bilinear", *, dtype=torch.float32, count=9):
-    """A depthwise layer on the GPU, its elements on and between cells, inside the window, at its border and beyond."""
+    """A depthwise layer on the GPU, its elements on and between cells, inside the window, at its
+    border and beyond.
+    """
     layer = DCLS_LAYERS[len(size)](
         6,
         6,

@@ -18,7 +18,9 @@ EVERYTHING = parse_rules("format: 1\nrules: [{match: {kernel_size: {min: 2}}}]")
 
 
 class PadsOutside(nn.Module):
-    """SAME padding by the model, from what the convolution says of itself, as in the MobileNets of transformers."""
+    """SAME padding by the model, from what the convolution says of itself, as in the MobileNets of
+    transformers.
+    """
 
     def __init__(self, *, shared=False, reads_size=True):
         super().__init__()
@@ -51,7 +53,9 @@ class AddsSkip(PadsOutside):
 
 
 class ReadsAttribute(AddsSkip):
-    """The model takes numbers from a tensor that is no buffer, as YOLO takes the strides of its maps."""
+    """The model takes numbers from a tensor that is no buffer, as YOLO takes the strides of its
+    maps.
+    """
 
     def __init__(self, skip=False):
         super().__init__(reads_size=False)

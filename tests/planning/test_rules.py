@@ -1,4 +1,6 @@
-"""Rule files: which convolution a rule claims, what it then says, and that none can be wrong in silence."""
+"""Rule files: which convolution a rule claims, what it then says, and that none can be wrong in
+silence.
+"""
 
 import re
 from dataclasses import replace
@@ -55,7 +57,9 @@ def rules_of(*rules, **top):
 
 @pytest.fixture(scope="module")
 def net():
-    """A stem, a stage with depthwise convolutions of two sizes and a dense one, and a stage with one of each."""
+    """A stem, a stage with depthwise convolutions of two sizes and a dense one, and a stage with
+    one of each.
+    """
     model = nn.Sequential()
     model.stem = nn.Conv2d(3, 4, 3, padding=1)
     model.layer1 = nn.Sequential(depthwise(3), depthwise(5), nn.Conv2d(4, 4, 3, padding=1))
@@ -135,8 +139,9 @@ def test_the_first_rule_that_matches_claims(net):
         ),
         (
             [{"match": {"kind": "grouped"}}],
-            "nothing in the model matches rules 'rules'; it has 2 depthwise 3x3, 1 dense 3x3 in the stem, "
-            "1 depthwise 5x5, 1 dense 3x3; rules 'depthwise' would match 3; rules 'conv3x3' would match 1",
+            "nothing in the model matches rules 'rules'; it has 2 depthwise 3x3, "
+            "1 dense 3x3 in the stem, 1 depthwise 5x5, 1 dense 3x3; "
+            "rules 'depthwise' would match 3; rules 'conv3x3' would match 1",
         ),
     ],
 )
@@ -284,12 +289,15 @@ def rule(text):
 
 MISTAKES = {
     # a misspelt or unknown key, at every level
-    "formt: 1\nrules: [{}]": "unknown key 'formt' (did you mean 'format'?)",  # rather than: format is missing
+    # Not: format is missing.
+    "formt: 1\nrules: [{}]": "unknown key 'formt' (did you mean 'format'?)",
     rule("dilated_sise: 9"): "rules[0]: unknown key 'dilated_sise' (did you mean 'dilated_size'?)",
     rule(
         "match: {kernel_size: {mim: 3}}"
     ): "rules[0].match.kernel_size: unknown key 'mim' (did you mean 'min'?)",
-    "format: 1\ndefaults: {kernel_count: 3}\nrules: [{}]": "defaults: unknown key 'kernel_count'; known: dilated_",
+    "format: 1\ndefaults: {kernel_count: 3}\nrules: [{}]": (
+        "defaults: unknown key 'kernel_count'; known: dilated_"
+    ),
     # missing
     "rules: [{}]": "top level: format is missing",
     # values
@@ -314,7 +322,8 @@ MISTAKES = {
     rule(r'kernel_count: "\e]0;title\a"'): "rules[0].kernel_count: found '",
     rule(r'"\e[2J": 1'): "rules[0]: unknown key '",
 }
-MISTAKES_BEYOND_A_SCHEMA = {  # relations between values, keys that JSON does not have, patterns, YAML
+# Relations between values, keys that JSON does not have, patterns, YAML.
+MISTAKES_BEYOND_A_SCHEMA = {
     rule(
         "skip: "
     ): "rules[0].skip: found None; allowed is a text",  # it would be converted in silence
@@ -355,7 +364,8 @@ def test_a_mistake_is_one_line_with_the_place(text):
 
 
 def test_rules_that_are_not_there_are_refused_with_those_that_are():
-    message = "are neither a file nor one of conv3x3, dense3x3, dense3x3x3, depthwise, auto (did you mean 'depthwise'?)"
+    known = "conv3x3, dense3x3, dense3x3x3, depthwise, auto"
+    message = f"are neither a file nor one of {known} (did you mean 'depthwise'?)"
     with pytest.raises(RuleError, match=f"^rules 'depthwize' {re.escape(message)}$"):
         load_rules("depthwize")
 

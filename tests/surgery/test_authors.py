@@ -1,5 +1,5 @@
-"""What the authors' package trained lands in our layers without loss: their layers against ours, networks with them,
-and files that do not fit.
+"""What the authors' package trained lands in our layers without loss: their layers against ours,
+networks with them, and files that do not fit.
 
 Axes: O output channels, I input channels per group, E kernel elements, A spatial axes.
 """
@@ -35,7 +35,9 @@ INTERPOLATIONS = {"v0": "bilinear", "v1": "bilinear", "max": "triangle", "gauss"
 
 
 def random_places_(layer, generator):
-    """Places all over the window of one of their layers, its borders included, and spreads of both signs."""
+    """Places all over the window of one of their layers, its borders included, and spreads of both
+    signs.
+    """
     with torch.no_grad():
         for places, side in zip(layer.P, layer.dilated_kernel_size, strict=True):
             places.uniform_(-(side // 2), (side - 1) // 2, generator=generator)
@@ -49,7 +51,9 @@ def random_places_(layer, generator):
 
 @functools.cache
 def authors_convnext(version="v0"):
-    """A ConvNeXt with weights that are no initialisation, and the same places in every layer of a stage, as they do."""
+    """A ConvNeXt with weights that are no initialisation, and the same places in every layer of a
+    stage, as they do.
+    """
     model, generator = convnext(), torch.Generator().manual_seed(1)
     options = {"kernel_count": COUNT, "dilated_kernel_size": 17, "padding": 8, "version": version}
     shared = {}
@@ -101,7 +105,10 @@ def outputs(model):
 
 
 def close(ours, expected):
-    """Within the tolerance of the largest output; and the outputs are more than the bias of the last layer."""
+    """Within the tolerance of the largest output.
+
+    And the outputs are more than the bias of the last layer.
+    """
     assert expected.std(0).max() > expected.abs().max() / 100
     torch.testing.assert_close(
         ours, expected, rtol=0, atol=FLOAT32_TOLERANCE * expected.abs().max().item()
@@ -369,7 +376,8 @@ REFUSED = {  # what becomes of the state dict, further options, and what the lin
     "outside of the window": (
         moved(9.25),
         {},
-        f"{FIRST} has elements 9.25 cells | axis 1 | window 17x17 | at least 21x21 (--dilated-size 21)",
+        f"{FIRST} has elements 9.25 cells | axis 1 | window 17x17 | "
+        "at least 21x21 (--dilated-size 21)",
     ),
     "a rectangular window": (
         moved(7.5),
