@@ -10,17 +10,15 @@ from typing import Any
 
 import torch
 from pydantic import ConfigDict
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from .. import __version__
 from ..errors import CheckpointError, shown
 from ..files import check_folder
 from ..networks.source import TIMM_ARCHITECTURE, ModelSource
-from ..networks.weights import alias_names, opened
+from ..networks.weights import opened
 from ..planning.plan import ConversionPlan
-from ..records import Record, read_json, write_json
-from .fingerprint import Fingerprint, take_fingerprint
+from ..records import Record, read_json
+from .fingerprint import Fingerprint
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -132,55 +130,6 @@ def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tu
         for name in sorted(file.keys()):
             if names is None or name in names:
                 yield name, file.get_tensor(name)
-
-
-def write_files(
-    model: nn.Module,
-    plan: ConversionPlan,
-    folder: Path,
-    config: Mapping[str, Any],
-    texts: Mapping[str, str],
-    *,
-    fingerprint: bool = True,
-) -> None:
-    """Fill an empty folder: the config, the other texts by name, and the weights, which hold the config's hash."""
-    outputs = take_fingerprint(model, plan.input_size) if fingerprint else None
-    aliases = alias_names(model)
-    storages = set[int]()
-    tensors: dict[str, Tensor] = {}  # every one once, on the CPU, each in memory of its own
-    for name, tensor in model.state_dict().items():
-        if name not in aliases:
-            ready = tensor.detach().cpu().contiguous()
-            storage = ready.untyped_storage().data_ptr()
-            # A copy where another tensor has the same memory.
-            tensors[name] = ready.clone() if storage in storages and ready.numel() else ready
-            storages.add(storage)
-    config_text = write_json({**config, METADATA_KEY: {"tensors": tensors_hash(tensors.items())}})
-    for name, text in {CONFIG: config_text, **texts}.items():
-        (folder / name).write_text(text, encoding="utf-8", newline="")
-    stamp = Stamp(
-        version=__version__, config=config_hash(json.loads(config_text)), fingerprint=outputs
-    )
-    metadata = {METADATA_KEY: stamp.to_json(), **FORMAT_METADATA}
-    save_file(tensors, folder / WEIGHTS, metadata=metadata)
-    _sort_metadata_(folder / WEIGHTS)
-    # The usual permissions, which safetensors does not give.
-    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
-
-
-def _sort_metadata_(path: Path) -> None:
-    """Sort the metadata of a safetensors file: the library's order changes from run to run.
-
-    The header is JSON behind its length, a little-endian integer of eight bytes.
-    """
-    with path.open("r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length  # the same entries, without what fills the header up
-        file.seek(8)
-        file.write(text.ljust(length))
 
 
 def check_stamp(stamp: Stamp | None, config: FolderConfig) -> None:

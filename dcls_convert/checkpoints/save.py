@@ -1,35 +1,40 @@
 """A converted model into a folder, which appears whole or not at all."""
 
-from collections.abc import Container, Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_model
-from torch import nn
+from safetensors.torch import save_file, save_model
+from torch import Tensor, nn
 
 from .. import __version__
 from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.sites import find_convs
 from ..networks.source import REGISTRIES, TIMM_ARCHITECTURE, ModelSource, build_model
-from ..networks.weights import check_weights, misfits
+from ..networks.weights import alias_names, check_weights, misfits
 from ..output import check_output, new_folder
 from ..pipeline.conversion import convert_
 from ..planning.plan import ConversionPlan
+from ..records import write_json
 from ..reports.report import ConversionReport, measure_report
 from ..surgery.place import timm_model_args
+from .card import loading_code, model_card
+from .fingerprint import take_fingerprint
 from .folder import (
     CARD,
     CONFIG,
     FORMAT_METADATA,
-    PAGE,
-    PICTURE,
+    METADATA_KEY,
     REPORT,
     WEIGHTS,
+    Stamp,
+    config_hash,
     not_of_a_checkpoint,
     read_plan,
-    write_files,
+    tensors_hash,
 )
 from .load import place_
 
@@ -193,63 +198,6 @@ def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     }
 
 
-def model_card(
-    report: ConversionReport, loading: str, files: str, *, pictures: Container[str] = ()
-) -> str:
-    """README.md of a folder: what the model is, its numbers, the lines that load it, what else lies there."""
-    from ..views.report import report_markdown
-
-    name = report.model or "a model"
-    title = (
-        "folded from learnable element positions"
-        if report.folded
-        else "with learnable element positions"
-    )
-    folding = (
-        "The model is folded: the kernels are constructed once and for all, and stand in plain convolutions of the "
-        "windows' sizes; no positions are left to be learnt. "
-    )
-    shown = f"![Where the elements are in their windows]({PICTURE})\n\n" * (PICTURE in pictures)
-    shown += f"`{PAGE}` shows positions and kernels.\n\n" * (PAGE in pictures)
-    return (
-        f"---\nlibrary_name: timm\ntags:\n- image-classification\n- timm\n- dcls\n---\n"
-        f"# {name} {title} (DCLS)\n\n"
-        f"Convolutions of {name} are replaced by dilated convolutions with learnable spacings "
-        f"([arXiv:2112.03740](https://arxiv.org/abs/2112.03740)): each has a few weights, at learned positions in a "
-        f"larger window. {folding * report.folded}"
-        f"Made by dcls-convert {__version__}.\n\n"
-        f"{shown}{report_markdown(report)}\n## Loading\n\n"
-        f"Where this folder is `dcls-model` below:\n\n```python\n{loading.format(folder='dcls-model')}```\n\n"
-        f"{files}\n"
-    )
-
-
-def loading_code(model: str | None) -> str:
-    """The lines that load a folder, to be formatted with `folder`, for the plan's `model`."""
-    kind = (model or "").partition(":")[0]
-    if kind == "timm":
-        return (
-            "import timm\nimport dcls_convert  # registers the architecture with timm\n\n"
-            'model = timm.create_model("local-dir:{folder}", pretrained=True, num_classes=10)\n'
-        )
-    how = "" if kind in REGISTRIES else ", trust_code=True" if model else ", model=unconverted"
-    built = "" if kind in REGISTRIES or model else "  # which is built as before"
-    return f'import dcls_convert\n\nmodel = dcls_convert.load_converted("{{folder}}"{how}){built}\n'
-
-
-def training_code(model: str | None, *, trained: bool) -> str:
-    """As `loading_code`, with an optimizer, at a rate for trained weights or others, and lines that save the result."""
-    lr = "1e-4" if trained else "1e-3"
-    imports, _, loading = loading_code(model).partition("\n\n")
-    return (
-        f"import torch\n{imports}\n\n{loading}"
-        f"parameters = dcls_convert.tuning.param_groups(model, lr={lr})  # keeps weight decay off the positions\n"
-        "optimizer = torch.optim.AdamW(parameters)\n"
-        "...  # train\n"
-        'dcls_convert.save_converted(model, "{folder}", "{folder}-tuned")\n'
-    )
-
-
 def save_trained(model: nn.Module, plan: ConversionPlan | str | Path | None, folder: Path) -> None:
     """A model as a folder, in place of an older one: converted, or without a plan in timm's format if it is timm's.
 
@@ -265,3 +213,52 @@ def save_trained(model: nn.Module, plan: ConversionPlan | str | Path | None, fol
             save_for_hf(model, str(partial), safe_serialization=True)
         else:
             save_model(model, str(partial / WEIGHTS), metadata=dict(FORMAT_METADATA))
+
+
+def write_files(
+    model: nn.Module,
+    plan: ConversionPlan,
+    folder: Path,
+    config: Mapping[str, Any],
+    texts: Mapping[str, str],
+    *,
+    fingerprint: bool = True,
+) -> None:
+    """Fill an empty folder: the config, the other texts by name, and the weights, which hold the config's hash."""
+    outputs = take_fingerprint(model, plan.input_size) if fingerprint else None
+    aliases = alias_names(model)
+    storages = set[int]()
+    tensors: dict[str, Tensor] = {}  # every one once, on the CPU, each in memory of its own
+    for name, tensor in model.state_dict().items():
+        if name not in aliases:
+            ready = tensor.detach().cpu().contiguous()
+            storage = ready.untyped_storage().data_ptr()
+            # A copy where another tensor has the same memory.
+            tensors[name] = ready.clone() if storage in storages and ready.numel() else ready
+            storages.add(storage)
+    config_text = write_json({**config, METADATA_KEY: {"tensors": tensors_hash(tensors.items())}})
+    for name, text in {CONFIG: config_text, **texts}.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="")
+    stamp = Stamp(
+        version=__version__, config=config_hash(json.loads(config_text)), fingerprint=outputs
+    )
+    metadata = {METADATA_KEY: stamp.to_json(), **FORMAT_METADATA}
+    save_file(tensors, folder / WEIGHTS, metadata=metadata)
+    _sort_metadata_(folder / WEIGHTS)
+    # The usual permissions, which safetensors does not give.
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
+
+
+def _sort_metadata_(path: Path) -> None:
+    """Sort the metadata of a safetensors file: the library's order changes from run to run.
+
+    The header is JSON behind its length, a little-endian integer of eight bytes.
+    """
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length  # the same entries, without what fills the header up
+        file.seek(8)
+        file.write(text.ljust(length))

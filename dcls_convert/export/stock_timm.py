@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.folder import CARD, WEIGHTS, not_of_a_checkpoint, write_files
-from ..checkpoints.save import loading_code, model_card, save_converted, timm_config
+from ..checkpoints.card import loading_code, model_card
+from ..checkpoints.folder import CARD, WEIGHTS, not_of_a_checkpoint
+from ..checkpoints.save import save_converted, timm_config, write_files
 from ..errors import DclsConvertError, ModelError
 from ..networks.outputs import ComparisonError, check_equal
 from ..networks.sites import find_convs

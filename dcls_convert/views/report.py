@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..checkpoints.save import training_code
+from ..checkpoints.card import training_code
 from ..depthwise.geometry import size_text
 from ..errors import filled, printable, shown
 from ..layers.interpolation import find_interpolation
