@@ -10,7 +10,7 @@ from . import console
 from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, number, option
 
 if TYPE_CHECKING:
-    from ..export.folding import Folded
+    from ..export.folded_model import Folded
 
 FORMAT_HELP = (
     "timm: a folder, which timm loads by itself where its architecture allows. onnx, pt2: one file."
@@ -57,7 +57,7 @@ def fold(
 
     Positions are no longer learnable then. Outputs stay the same, which is checked before anything is written.
     """
-    from ..export.formats import fold_checkpoint
+    from ..export.fold import fold_checkpoint
     from ..records import write_json
 
     with console.steps(str(checkpoint), quiet=quiet) as notify:
@@ -118,7 +118,7 @@ def _description(folded: "Folded") -> str:
 def _file_description(folded: "Folded") -> str:
     """ "ONNX model of opset 20 for images of 3x224x224, any number at a time"."""
     from ..depthwise.geometry import size_text
-    from ..export.formats import FORMATS
+    from ..export.fold import FORMATS
 
     text = FORMATS[folded.format].noun
     if folded.opset is not None:

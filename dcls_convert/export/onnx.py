@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from ..networks.outputs import tensors_in
 from ..options import DEFAULT_OPSET
-from .folding import Exported, ExportFormat, Folded, Folding, export_file, metadata
+from .folded_model import Exported, ExportFormat, Folded, Folding, export_file, metadata
 
 BOUND = 1e-3  # relative error; onnxruntime has other kernels, and folds constants beforehand
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"  # onnxruntime 1.29 and later, which else sends names of models to its makers

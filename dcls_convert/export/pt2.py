@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from ..records import write_json
-from .folding import FOLDING_BOUND, Exported, ExportFormat, Folded, Folding, export_file, metadata
+from .folded_model import (
+    FOLDING_BOUND,
+    Exported,
+    ExportFormat,
+    Folded,
+    Folding,
+    export_file,
+    metadata,
+)
 
 METADATA = "metadata.json"  # name among the file's `extra_files`
 LOADING = 'import torch\n\nmodel = torch.export.load("{folder}").module()\n'

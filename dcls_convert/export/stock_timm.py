@@ -23,7 +23,7 @@ from ..networks.weights import alias_names, load_file
 from ..output import new_folder
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport, measure_report
-from .folding import FOLDING_BOUND, ExportFormat, Folded, Folding, run_model
+from .folded_model import FOLDING_BOUND, ExportFormat, Folded, Folding, run_model
 
 # Parts of the names of timm's arguments for kernel sizes: kernel_size, kernel_sizes, kernels,
 # local_conv_size.

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dcls_convert import DclsConvertError, ModelError, load_converted
 from dcls_convert.checkpoints.folder import CONFIG
 from dcls_convert.checkpoints.inspection import inspect_folder
-from dcls_convert.export.formats import fold_checkpoint
+from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.networks.source import ModelSource, build_model, check_source, known_source
 
 from ..conftest import TINY

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 import dcls_convert.export
 from dcls_convert import convert_, fold_to_dense_, load_converted, save_converted
 from dcls_convert.errors import DclsConvertError
-from dcls_convert.export.folding import BATCHES
-from dcls_convert.export.formats import FORMATS, fold_checkpoint
+from dcls_convert.export.fold import FORMATS, fold_checkpoint
+from dcls_convert.export.folded_model import BATCHES
 from dcls_convert.networks.outputs import relative_error
 
 from ..checkpoints.folders import IMAGE
@@ -152,7 +152,7 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
         model.stage[1].weight.data.mul_(2)
         return count
 
-    monkeypatch.setattr(dcls_convert.export.formats, "fold_to_dense_", fold_wrongly)
+    monkeypatch.setattr(dcls_convert.export.fold, "fold_to_dense_", fold_wrongly)
     with pytest.raises(DclsConvertError, match="folding: the outputs' relative error is"):
         fold_checkpoint(checkpoints / "Plain", "timm", tmp_path / "out", trust_code=True)
     assert list(tmp_path.iterdir()) == []
@@ -175,7 +175,7 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
 )
 def test_refusals_come_before_any_work(tmp_path, checkpoints, monkeypatch, arguments, says):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    monkeypatch.setattr(dcls_convert.export.formats, "load_converted", None)
+    monkeypatch.setattr(dcls_convert.export.fold, "load_converted", None)
     (tmp_path / "in").symlink_to(checkpoints / "Plain")
     (tmp_path / "notes.txt").write_text("mine")
     out, err = run("fold", *arguments.split(), code=2)

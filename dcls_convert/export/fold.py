@@ -18,7 +18,7 @@ from ..output import check_output, not_a_file
 from ..progress import Notify, silent
 from ..surgery.fold import fold_to_dense_
 from . import onnx, pt2, stock_timm
-from .folding import BATCHES, FOLDING_BOUND, ExportFormat, Folded, Folding, run_model
+from .folded_model import BATCHES, FOLDING_BOUND, ExportFormat, Folded, Folding, run_model
 
 FORMATS: dict[str, ExportFormat] = {
     "timm": stock_timm.FORMAT,
