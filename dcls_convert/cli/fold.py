@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..options import DEFAULT_OPSET, OPSETS, FoldFormat
 from ..tables import counted
 from . import console
-from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, number, option
+from .arguments import OUTPUT, CheckpointFolder, Force, Json, Quiet, TrustCode, number, option
 
 if TYPE_CHECKING:
     from ..export.folded_model import Folded
@@ -33,7 +33,7 @@ OPSET = number(
 
 
 def fold(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointFolder,
     format: Annotated[FoldFormat, option(OUTPUT, FORMAT_HELP)] = "timm",
     output: Annotated[
         Path | None,

@@ -1,17 +1,21 @@
 """`dcls-convert inspect`: where a checkpoint's elements are."""
 
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from ..files import check_images, check_picture, check_weights_file
 from ..options import FigureName
 from ..output import check_output, new_file, not_a_file
 from . import console
-from .arguments import OUTPUT, Checkpoint, Force, Json, TrustCode, image_size, option, refuse
+from .arguments import OUTPUT, CheckpointFolder, Force, Json, TrustCode, image_size, option, refuse
+
+if TYPE_CHECKING:
+    from ..checkpoints.inspection import Inspection
+    from ..views.page import Pictures
 
 PICTURES = "Pictures"  # a group of --help
-HTML_HELP = "Write a page of pictures: positions, kernels, effective receptive field, cost."
-PICTURE_HELP = "Draw one figure into a .png, .svg or .pdf (extra plot)."
+PAGE_HELP = "Write a page of pictures: positions, kernels, effective receptive field, cost."
+FIGURE_HELP = "Draw one figure into a .png, .svg or .pdf (extra plot)."
 HISTORY = option(PICTURES, "What a PositionTracker wrote in training.", metavar="positions.jsonl")
 FIELD = "for the effective receptive field"
 IMAGES = option(PICTURES, f"Images {FIELD}.", metavar="FOLDER", show_default="seeded noise")
@@ -21,13 +25,13 @@ ORIGINAL = option(
 
 
 def inspect(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointFolder,
     json_: Json = False,
     plan: Annotated[
         bool, option(OUTPUT, "Print the checkpoint's plan as JSON instead.", "--plan")
     ] = False,
-    html: Annotated[Path | None, option(PICTURES, HTML_HELP, metavar="FILE")] = None,
-    picture: Annotated[Path | None, option(PICTURES, PICTURE_HELP, metavar="FILE")] = None,
+    html: Annotated[Path | None, option(PICTURES, PAGE_HELP, metavar="FILE")] = None,
+    picture: Annotated[Path | None, option(PICTURES, FIGURE_HELP, metavar="FILE")] = None,
     figure: Annotated[FigureName, option(PICTURES, "Which one --picture draws.")] = "positions",
     history: Annotated[Path | None, HISTORY] = None,
     images: Annotated[Path | None, IMAGES] = None,
@@ -38,13 +42,9 @@ def inspect(
     force: Force = False,
     trust_code: TrustCode = False,
 ) -> None:
-    """Show where a checkpoint's elements are: at the window's border, overlapping, how far from the centre."""
+    """Show where a checkpoint's elements are: at the border, overlapping, far from the centre."""
     outputs = [path for path in (html, picture) if path is not None]
-    drawn: tuple[str, ...] = ()
-    if html is not None:
-        drawn = get_args(FigureName)
-    elif picture is not None:
-        drawn = (figure,)
+    drawn = _figures(html, picture, figure)
     describes_field = images or original or input_size
     refuse(
         (plan and json_, "--plan and --json exclude each other; the plan is JSON"),
@@ -62,48 +62,91 @@ def inspect(
             "or --picture with --figure receptive-field",
         ),
     )
-    if picture is not None:
-        check_picture(picture, "--picture")
-    if images is not None:
-        check_images(images, "images")
-    for path, what in ((original, "original"), (history, "history")):
-        if path is not None:
-            check_weights_file(path, what)
+    _check_files(picture, images, original, history)
     for path in outputs:
         check_output(path, force=force, foreign=not_a_file)
-    with console.steps(checkpoint, "reading", lines=bool(outputs)) as notify:
-        from ..checkpoints.folder import read_plan
-        from ..checkpoints.inspection import inspect_folder
-        from ..views.inspection import inspection_view
 
-        if outputs:
-            from ..views.page import page, pictures_of_folder
-            from ..views.plot import draw
+    with console.steps(checkpoint, "reading", lines=bool(outputs)) as notify:
+        from ..checkpoints.folder import open_checkpoint
+
+        opened = open_checkpoint(checkpoint)
+        if plan:
+            text = opened.plan.to_json()
+        elif outputs:
+            from ..views.page import pictures_of_folder
             from ..views.receptive_field import FieldOptions
 
             fields = None
             if "receptive-field" in drawn:
                 fields = FieldOptions(images, original, input_size)
             pictures = pictures_of_folder(
-                checkpoint, fields, history, notify, console.note, trust_code=trust_code
+                opened, fields, history, notify, console.note, trust_code=trust_code
             )
             inspection = pictures.inspection
             notify("writing")
-            for path in outputs:
-                with new_file(path, force=force) as partial:
-                    if path is html:
-                        content = page(pictures).encode()
-                    else:
-                        content = draw(pictures, figure, path.suffix)
-                    partial.write_bytes(content)
-        elif not plan:
-            inspection = inspect_folder(checkpoint)
+            _write(pictures, html, picture, figure, force=force)
+        else:
+            from ..checkpoints.inspection import inspect_checkpoint
+
+            inspection = inspect_checkpoint(opened)
     if plan:
-        console.write(read_plan(checkpoint).to_json())
+        console.write(text)
     elif json_:
         console.write(inspection.to_json())
     else:
-        lines = [f"Wrote {path} ({path.stat().st_size / 1e6:.2f} MB)." for path in outputs]
-        if lines:
-            lines = ["", *lines]
-        console.show(inspection_view(inspection), *lines)
+        _show(inspection, outputs)
+
+
+def _figures(html: Path | None, picture: Path | None, figure: str) -> tuple[str, ...]:
+    """The figures that are drawn: all on a page, one as a picture."""
+    if html is not None:
+        return get_args(FigureName)
+    if picture is not None:
+        return (figure,)
+    return ()
+
+
+def _check_files(
+    picture: Path | None, images: Path | None, original: Path | None, history: Path | None
+) -> None:
+    """Refuse a picture that could not be drawn, and files that are not there."""
+    if picture is not None:
+        check_picture(picture, "--picture")
+    if images is not None:
+        check_images(images, "images")
+    if original is not None:
+        check_weights_file(original, "original")
+    if history is not None:
+        check_weights_file(history, "history")
+
+
+def _write(
+    pictures: "Pictures",
+    html: Path | None,
+    picture: Path | None,
+    figure: FigureName,
+    *,
+    force: bool,
+) -> None:
+    """Write the page, and draw the figure."""
+    from ..views.page import page
+    from ..views.plot import draw
+
+    if html is not None:
+        with new_file(html, force=force) as partial:
+            partial.write_bytes(page(pictures).encode())
+    if picture is not None:
+        with new_file(picture, force=force) as partial:
+            partial.write_bytes(draw(pictures, figure, picture.suffix))
+
+
+def _show(inspection: "Inspection", outputs: list[Path]) -> None:
+    """The inspection as a table, and the files that were written."""
+    from ..views.inspection import inspection_view
+
+    lines = []
+    for path in outputs:
+        lines.append(f"Wrote {path} ({path.stat().st_size / 1e6:.2f} MB).")
+    if lines:
+        lines = ["", *lines]
+    console.show(inspection_view(inspection), *lines)

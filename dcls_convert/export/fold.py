@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoints.folder import not_of_a_checkpoint, read_plan, read_preprocessing
-from ..checkpoints.load import load_converted
+from ..checkpoints.folder import not_of_a_checkpoint, open_checkpoint
+from ..checkpoints.load import load_checkpoint
 from ..depthwise.geometry import size_text
 from ..errors import CheckpointError, DclsConvertError, shown
 from ..networks.outputs import check_equal
@@ -51,7 +51,8 @@ def fold_checkpoint(
         raise DclsConvertError(f"--opset {opset}: give an integer from {OPSETS[0]} to {OPSETS[-1]}")
     row = FORMATS[format]
     output = output or Path(checkpoint.resolve().name + row.suffix)
-    plan = read_plan(checkpoint)
+    opened = open_checkpoint(checkpoint)
+    plan = opened.plan
     if not row.is_file and output.resolve() == checkpoint.resolve():
         raise CheckpointError(
             f"output {output} is the checkpoint itself, whose positions would be lost"
@@ -74,7 +75,7 @@ def fold_checkpoint(
     unconverted = None
     if model is not None:
         unconverted = build_model(resolve_model(model), trust_code=True)
-    converted = load_converted(checkpoint, model=unconverted, trust_code=trust_code)
+    converted = load_checkpoint(opened, model=unconverted, trust_code=trust_code)
     params_before = sum(p.numel() for p in converted.parameters())
     all_images = torch.randn(
         max(BATCHES), *plan.input_size, generator=torch.Generator().manual_seed(SEED)
@@ -100,7 +101,7 @@ def fold_checkpoint(
         Folding(
             model=converted,
             plan=plan,
-            preprocessing=read_preprocessing(checkpoint),
+            preprocessing=opened.preprocessing,
             opset=opset,
             images=images,
             outputs=outputs,

@@ -12,9 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..checkpoints.folder import WEIGHTS, read_folder, read_tensors, the_plan
-from ..checkpoints.inspection import Inspection, inspect_folder, inspect_positions
-from ..checkpoints.load import buildable, load_converted
+from ..checkpoints.folder import Checkpoint
+from ..checkpoints.inspection import (
+    Inspection,
+    inspect_positions,
+    inspect_state,
+    plan_with_positions,
+)
+from ..checkpoints.load import rebuild
 from ..errors import DclsConvertError, one_line, printable
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
@@ -71,7 +76,7 @@ def _pictures(
 
 
 def pictures_of_folder(
-    folder: Path,
+    checkpoint: Checkpoint,
     fields: FieldOptions | None,
     history: Path | None,
     notify: Notify,
@@ -79,22 +84,24 @@ def pictures_of_folder(
     *,
     trust_code: bool,
 ) -> Pictures:
-    """Kernels are those of the stored weights where the model needs `trust_code` and does not get it."""
+    """Pictures of a checkpoint.
+
+    If the model needs `trust_code` and does not get it, kernels are those of the stored weights.
+    """
     track = None if history is None else read_history(history)
-    inspection = inspect_folder(folder)
-    config = read_folder(folder)
-    plan = the_plan(config)
+    plan = plan_with_positions(checkpoint)
     model = None
     reason = None
     try:
-        source = buildable(config, trust_code=trust_code)
+        source = checkpoint.source(trust_code=trust_code)
     except DclsConvertError as error:
         reason = one_line(error)
-        state: Mapping[str, Tensor] = dict(read_tensors(folder / WEIGHTS))
+        state: Mapping[str, Tensor] = checkpoint.read_state()
     else:
         notify("loading")
-        model = load_converted(folder, trust_code=trust_code)
+        model = rebuild(checkpoint, source)
         state = model.state_dict()
+    inspection = inspect_state(checkpoint, state)
     notify("drawing positions and kernels")
     seen = None
     if fields is not None and model is not None:
