@@ -11,7 +11,7 @@ import timm
 import torch
 from timm.models import save_for_hf
 
-import dcls_convert.export
+import dcls_convert.export.stock_timm
 from dcls_convert import load_converted, predict_report
 from dcls_convert.checkpoints.folder import CARD, CONFIG, FILES, REPORT, WEIGHTS
 from dcls_convert.errors import DclsConvertError
