@@ -1,5 +1,6 @@
 """`dcls-convert inspect`: where a checkpoint's elements are."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -10,8 +11,9 @@ from . import console
 from .arguments import OUTPUT, CheckpointFolder, Force, Json, TrustCode, image_size, option, refuse
 
 if TYPE_CHECKING:
+    from ..checkpoints.folder import Checkpoint
     from ..checkpoints.inspection import Inspection
-    from ..views.page import Pictures
+    from ..progress import Notify
 
 PICTURES = "Pictures"  # a group of --help
 PAGE_HELP = "Write a page of pictures: positions, kernels, effective receptive field, cost."
@@ -22,6 +24,92 @@ IMAGES = option(PICTURES, f"Images {FIELD}.", metavar="FOLDER", show_default="se
 ORIGINAL = option(
     PICTURES, "Weights of the network before conversion, to compare with.", metavar="FILE"
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PictureOptions:
+    """The options of the command that are about pictures."""
+
+    html: Path | None
+    picture: Path | None
+    figure: FigureName
+    history: Path | None
+    images: Path | None
+    original: Path | None
+    input_size: Any
+
+    @property
+    def outputs(self) -> list[Path]:
+        """Files to write."""
+        return [path for path in (self.html, self.picture) if path is not None]
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The figures that are drawn: all on a page, one as a picture."""
+        if self.html is not None:
+            return get_args(FigureName)
+        if self.picture is not None:
+            return (self.figure,)
+        return ()
+
+    def check(self) -> None:
+        """Refuse options without effect, a picture that could not be drawn, and missing files."""
+        describes_field = self.images or self.original or self.input_size
+        refuse(
+            (
+                self.figure != "positions" and self.picture is None,
+                "--figure says what --picture draws",
+            ),
+            (
+                self.figure == "history" and self.history is None,
+                "--figure history needs --history",
+            ),
+            (
+                self.history and "history" not in self.figures,
+                "--history is for --html, or --picture with --figure history",
+            ),
+            (
+                describes_field and "receptive-field" not in self.figures,
+                "--images, --original and --input-size are for --html, "
+                "or --picture with --figure receptive-field",
+            ),
+        )
+        if self.picture is not None:
+            check_picture(self.picture, "--picture")
+        if self.images is not None:
+            check_images(self.images, "images")
+        if self.original is not None:
+            check_weights_file(self.original, "original")
+        if self.history is not None:
+            check_weights_file(self.history, "history")
+
+    def draw(
+        self,
+        checkpoint: "Checkpoint",
+        notify: "Notify",
+        *,
+        force: bool,
+        trust_code: bool,
+    ) -> "Inspection":
+        """Write the pictures of a checkpoint; the statistics of its positions."""
+        from ..views.page import page, pictures_of_folder
+        from ..views.plot import draw
+        from ..views.receptive_field import FieldOptions
+
+        fields = None
+        if "receptive-field" in self.figures:
+            fields = FieldOptions(self.images, self.original, self.input_size)
+        pictures = pictures_of_folder(
+            checkpoint, fields, self.history, notify, console.note, trust_code=trust_code
+        )
+        notify("writing")
+        if self.html is not None:
+            with new_file(self.html, force=force) as partial:
+                partial.write_bytes(page(pictures).encode())
+        if self.picture is not None:
+            with new_file(self.picture, force=force) as partial:
+                partial.write_bytes(draw(pictures, self.figure, self.picture.suffix))
+        return pictures.inspection
 
 
 def inspect(
@@ -43,51 +131,35 @@ def inspect(
     trust_code: TrustCode = False,
 ) -> None:
     """Show where a checkpoint's elements are: at the border, overlapping, far from the centre."""
-    outputs = [path for path in (html, picture) if path is not None]
-    drawn = _figures(html, picture, figure)
-    describes_field = images or original or input_size
+    pictures = PictureOptions(
+        html=html,
+        picture=picture,
+        figure=figure,
+        history=history,
+        images=images,
+        original=original,
+        input_size=input_size,
+    )
+    outputs = pictures.outputs
     refuse(
         (plan and json_, "--plan and --json exclude each other; the plan is JSON"),
         (plan and outputs, "--plan prints the plan alone; omit --html and --picture"),
         (force and not outputs, "--force replaces the file of --html or --picture"),
-        (figure != "positions" and picture is None, "--figure says what --picture draws"),
-        (figure == "history" and history is None, "--figure history needs --history"),
-        (
-            history and "history" not in drawn,
-            "--history is for --html, or --picture with --figure history",
-        ),
-        (
-            describes_field and "receptive-field" not in drawn,
-            "--images, --original and --input-size are for --html, "
-            "or --picture with --figure receptive-field",
-        ),
     )
-    _check_files(picture, images, original, history)
+    pictures.check()
     for path in outputs:
         check_output(path, force=force, foreign=not_a_file)
 
     with console.steps(checkpoint, "reading", lines=bool(outputs)) as notify:
         from ..checkpoints.folder import open_checkpoint
+        from ..checkpoints.inspection import inspect_checkpoint
 
         opened = open_checkpoint(checkpoint)
         if plan:
             text = opened.plan.to_json()
         elif outputs:
-            from ..views.page import pictures_of_folder
-            from ..views.receptive_field import FieldOptions
-
-            fields = None
-            if "receptive-field" in drawn:
-                fields = FieldOptions(images, original, input_size)
-            pictures = pictures_of_folder(
-                opened, fields, history, notify, console.note, trust_code=trust_code
-            )
-            inspection = pictures.inspection
-            notify("writing")
-            _write(pictures, html, picture, figure, force=force)
+            inspection = pictures.draw(opened, notify, force=force, trust_code=trust_code)
         else:
-            from ..checkpoints.inspection import inspect_checkpoint
-
             inspection = inspect_checkpoint(opened)
     if plan:
         console.write(text)
@@ -95,49 +167,6 @@ def inspect(
         console.write(inspection.to_json())
     else:
         _show(inspection, outputs)
-
-
-def _figures(html: Path | None, picture: Path | None, figure: str) -> tuple[str, ...]:
-    """The figures that are drawn: all on a page, one as a picture."""
-    if html is not None:
-        return get_args(FigureName)
-    if picture is not None:
-        return (figure,)
-    return ()
-
-
-def _check_files(
-    picture: Path | None, images: Path | None, original: Path | None, history: Path | None
-) -> None:
-    """Refuse a picture that could not be drawn, and files that are not there."""
-    if picture is not None:
-        check_picture(picture, "--picture")
-    if images is not None:
-        check_images(images, "images")
-    if original is not None:
-        check_weights_file(original, "original")
-    if history is not None:
-        check_weights_file(history, "history")
-
-
-def _write(
-    pictures: "Pictures",
-    html: Path | None,
-    picture: Path | None,
-    figure: FigureName,
-    *,
-    force: bool,
-) -> None:
-    """Write the page, and draw the figure."""
-    from ..views.page import page
-    from ..views.plot import draw
-
-    if html is not None:
-        with new_file(html, force=force) as partial:
-            partial.write_bytes(page(pictures).encode())
-    if picture is not None:
-        with new_file(picture, force=force) as partial:
-            partial.write_bytes(draw(pictures, figure, picture.suffix))
 
 
 def _show(inspection: "Inspection", outputs: list[Path]) -> None:
