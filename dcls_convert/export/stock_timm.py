@@ -160,6 +160,10 @@ def _values(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:
         of_stage = kept.setdefault(site.stage, set())
         if site.kind == "depthwise":
             of_stage.update(site.kernel_size)
-    sizes = [converted[stage] or kept[stage] for stage in converted]
-    if all(len(of_stage) == 1 for of_stage in sizes):
-        yield [min(of_stage) for of_stage in sizes]
+    sizes: list[int] = []
+    for stage, of_stage in converted.items():
+        stage_sizes = of_stage or kept[stage]
+        if len(stage_sizes) != 1:
+            return
+        sizes += stage_sizes
+    yield sizes
