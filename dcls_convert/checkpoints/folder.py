@@ -84,6 +84,7 @@ class Checkpoint:
 
     @property
     def weights(self) -> Path:
+        """The weights file, which may be missing."""
         return self.folder / WEIGHTS
 
     @property

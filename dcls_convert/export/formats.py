@@ -21,6 +21,7 @@ class ExportFormat:
 
     @property
     def is_file(self) -> bool:
+        """Whether one file is written, and no folder."""
         return self.suffix.startswith(".")
 
 
