@@ -21,7 +21,6 @@ Augmentation = Literal["none", "light", "strong"]
 AuthorsVersion = Literal["v0", "v1"]  # of the authors' layers without sigma; surgery/authors.py
 Kind = Literal["depthwise", "grouped", "dense"]  # of a convolution, by its groups
 Sort = Literal["name", "params", "macs", "count", "layers"]  # how models are sorted
-FoldFormat = Literal["timm", "onnx", "pt2"]
 FigureName = Literal["positions", "kernels", "receptive-field", "history"]
 
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)

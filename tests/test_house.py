@@ -23,6 +23,7 @@ from packaging.utils import canonicalize_name
 import dcls_convert
 from dcls_convert import options
 from dcls_convert.cli import app
+from dcls_convert.export.formats import EXPORT_FORMATS
 from dcls_convert.layers import interpolation
 
 PACKAGE = Path(dcls_convert.__file__).parent
@@ -51,7 +52,6 @@ FOREIGN = {
     "torchvision": {"networks"},
     "safetensors": {"output", "networks", "checkpoints"},
     "typer": {"cli"},
-    "onnxruntime": {"export"},
     "matplotlib": {"views"},
     "accelerate": {"tuning"},
     "scipy": {"compare"},
@@ -171,6 +171,16 @@ def test_a_library_has_its_own_rooms(library):
         assert all(deferred for module, deferred in uses if module not in TRAINS), (
             "imported before it is used"
         )
+
+
+@pytest.mark.parametrize(
+    "library", sorted({package for row in EXPORT_FORMATS.values() for package in row.packages})
+)
+def test_a_formats_packages_are_imported_by_exports_when_they_are_called(library):
+    for module, imports in IMPORTS.items():
+        for name, own, deferred in imports:
+            if room(name) == library and not own:
+                assert (room(module), deferred) == ("export", True)
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER if (PACKAGE / name).is_dir()])

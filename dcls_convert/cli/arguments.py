@@ -234,7 +234,9 @@ def image_size(panel: str, help: str) -> Any:
 
 
 # What several commands take.
-Checkpoint = Annotated[Path, checkpoint_argument("CHECKPOINT", "A folder that dcls-convert wrote.")]
+CheckpointFolder = Annotated[
+    Path, checkpoint_argument("CHECKPOINT", "A folder that dcls-convert wrote.")
+]
 SIZE_OF_IMAGES_HELP = "Size of images, for MACs, exports and training; without it, the model's own."
 InputSize = Annotated[Any, image_size(OUTPUT, SIZE_OF_IMAGES_HELP)]
 Json = Annotated[bool, option(OUTPUT, "Print one JSON object.", "--json")]

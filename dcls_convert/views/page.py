@@ -15,9 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..checkpoints.folder import WEIGHTS, read_folder, read_tensors, the_plan
-from ..checkpoints.inspection import Inspection, inspect_folder, inspect_positions
-from ..checkpoints.load import buildable, load_converted
+from ..checkpoints.folder import Checkpoint
+from ..checkpoints.inspection import (
+    Inspection,
+    inspect_positions,
+    inspect_state,
+    plan_with_positions,
+)
+from ..checkpoints.load import rebuild
 from ..errors import DclsConvertError, one_line, printable
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
@@ -73,7 +78,7 @@ def _pictures(
 
 
 def pictures_of_folder(
-    folder: Path,
+    checkpoint: Checkpoint,
     fields: FieldOptions | None,
     history: Path | None,
     notify: Notify,
@@ -81,10 +86,10 @@ def pictures_of_folder(
     *,
     trust_code: bool,
 ) -> Pictures:
-    """Pictures of a checkpoint folder.
+    """Pictures of a checkpoint.
 
     Args:
-        folder: A folder that this program wrote.
+        checkpoint: Of a folder that this program wrote.
         fields: How to find effective receptive fields; None: without them.
         history: What a `PositionTracker` wrote; None: no history.
         notify: Is told what is done next.
@@ -95,20 +100,19 @@ def pictures_of_folder(
     track = None
     if history is not None:
         track = read_history(history)
-    inspection = inspect_folder(folder)
-    config = read_folder(folder)
-    plan = the_plan(config)
+    plan = plan_with_positions(checkpoint)
     model = None
     reason = None
     try:
-        source = buildable(config, trust_code=trust_code)
+        source = checkpoint.source(trust_code=trust_code)
     except DclsConvertError as error:
         reason = one_line(error)
-        state: Mapping[str, Tensor] = dict(read_tensors(folder / WEIGHTS))
+        state: Mapping[str, Tensor] = checkpoint.read_state()
     else:
         notify("loading")
-        model = load_converted(folder, trust_code=trust_code)
+        model = rebuild(checkpoint, source)
         state = model.state_dict()
+    inspection = inspect_state(checkpoint, state)
     notify("drawing positions and kernels")
     drawn_fields = None
     if fields is not None and model is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..checkpoints.save import training_code
+from ..checkpoints.card import training_code
 from ..depthwise.geometry import size_text
 from ..errors import filled, printable, shown
 from ..layers.interpolation import find_interpolation

@@ -27,7 +27,7 @@ from dcls_convert.checkpoints.folder import (
     config_hash,
 )
 from dcls_convert.errors import CheckpointError, DclsConvertError, ModelError
-from dcls_convert.export.formats import fold_checkpoint
+from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.surgery.fold import fold_to_dense_
 
 from ..command_line import run

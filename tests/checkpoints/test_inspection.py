@@ -12,7 +12,7 @@ from torch import nn
 import dcls_convert
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion
 from dcls_convert.checkpoints.folder import read_plan
-from dcls_convert.checkpoints.inspection import inspect_folder, position_sets
+from dcls_convert.checkpoints.inspection import position_sets
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.position_statistics import (
     border_share,
@@ -24,7 +24,7 @@ from dcls_convert.surgery.fold import fold_to_dense_
 
 from ..command_line import run
 from ..conftest import TINY
-from .folders import IMAGE, convert, edit_tensors, save
+from .folders import IMAGE, convert, edit_tensors, inspect_folder, save
 
 
 @pytest.mark.parametrize(

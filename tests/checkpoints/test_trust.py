@@ -19,13 +19,12 @@ from hypothesis import strategies as st
 
 from dcls_convert import DclsConvertError, ModelError, load_converted
 from dcls_convert.checkpoints.folder import CONFIG
-from dcls_convert.checkpoints.inspection import inspect_folder
-from dcls_convert.export.formats import fold_checkpoint
+from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.networks.source import ModelSource, build_model, check_source, known_source
 
 from ..conftest import TINY
 from ..hub import upload
-from .folders import edit_json, places, problems, seal, verify
+from .folders import edit_json, inspect_folder, places, problems, seal, verify
 
 # What a folder may try: the plan's model, and its arguments. CANARY is a file that must not appear
 # or be opened, canary_module a module that must not be imported.

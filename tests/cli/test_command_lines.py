@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dcls_convert.cli.app import app
+from dcls_convert.export.formats import EXPORT_FORMATS
 
 from ..command_line import ended
 
@@ -38,7 +39,7 @@ NEVER = {
     "--help",
     "--trust-code",
 }
-EXPORTERS = {"onnx", "pt2"}  # compile code of their own
+EXPORTERS = {name for name, row in EXPORT_FORMATS.items() if row.is_file}  # which compile code
 REPLACEABLE = {"good", "out", "empty", "file", "weights.pth", "rules.yaml"}  # with --force
 RIGHT = [
     (OWN, "--dilated-size", "9", *SMALL),

@@ -153,9 +153,9 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     assert all(run.top1[-1] == 25 * run.right.count("1") for run in comparison.runs)
     assert all(run.top1_before in (0, 25, 50, 75, 100) for run in comparison.runs)
     assert f"{comparison.arms[0].top1_before:.2f}" in out
-    for run in range(1, 7):
+    for number in range(1, 7):
         for epoch in (1, 2):
-            assert f"run {run} of 6, " in err
+            assert f"run {number} of 6, " in err
             assert err.count(f": epoch {epoch} of 2, top-1") == 6
     assert comparison.missing == ()
     assert comparison.arms[1].distance > 0
