@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from .errors import did_you_mean
 
-Interpolation = Literal["bilinear", "triangle", "gaussian"]
+# Their records are in layers/interpolation.py.
+InterpolationName = Literal["bilinear", "triangle", "gaussian"]
 Scope = Literal["auto", "model", "stage", "layer", "error"]
 Tie = Literal["stage", "none"]
 Init = Literal["auto", "random", "largest", "fit", "exact"]
@@ -24,13 +25,14 @@ Sort = Literal["name", "params", "macs", "count", "layers"]  # how models are so
 FoldFormat = Literal["timm", "onnx", "pt2"]
 FigureName = Literal["positions", "kernels", "receptive-field", "history"]
 
-INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
+INTERPOLATION_NAMES: tuple[str, ...] = get_args(InterpolationName)
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 TIES: tuple[str, ...] = get_args(Tie)
 INITS: tuple[str, ...] = get_args(Init)
 POSITIONS: tuple[str, ...] = get_args(Positions)
 
 AUTO = "auto"
+DEFAULT_INTERPOLATION: InterpolationName = "bilinear"  # the paper's
 # A scope for trained kernels: each tie group gets as many elements as its kernels need.
 ERROR: Scope = "error"
 # As many elements as the old kernel has cells, at the places of these cells: the same function.
@@ -65,7 +67,7 @@ class PlanOptions:
     scope: Scope = "auto"  # what one count is solved for; "error" with images, else "model"
     tie: Tie = "stage"  # which layers share their positions
     budget: float | str = DEFAULT_BUDGET  # percent of the replaced weights: 80, "80%"
-    interpolation: Interpolation | None = None  # for rules that state none; None: bilinear
+    interpolation: InterpolationName | None = None  # for rules that state none; None: bilinear
     strict: bool = False  # refuse if a matching convolution cannot take the size
 
 

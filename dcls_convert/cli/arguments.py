@@ -17,7 +17,7 @@ from ..files import check_folder, check_images, check_weights_file
 from ..options import (
     AUTO,
     DEFAULT_BUDGET,
-    INTERPOLATIONS,
+    DEFAULT_INTERPOLATION,
     LEAST_PERCENT,
     MOST_COUNT,
     MOST_PERCENT,
@@ -25,7 +25,7 @@ from ..options import (
     MOST_SLOWER,
     MOST_WINDOW,
     PLAN_PARAMETERS,
-    Interpolation,
+    InterpolationName,
     PlanOptions,
     Scope,
     Tie,
@@ -275,7 +275,7 @@ PLANNING: dict[str, Any] = {
         ),
     ],
     "interpolation": Annotated[
-        Interpolation | None, option(HOW_MANY, HOW_HELP, show_default=INTERPOLATIONS[0])
+        InterpolationName | None, option(HOW_MANY, HOW_HELP, show_default=DEFAULT_INTERPOLATION)
     ],
     "strict": Annotated[bool, option(WHAT, STRICT_HELP, "--strict")],
 }

@@ -41,7 +41,7 @@ class DclsConvNd(Tied):
     """What the DCLS layers of 1, 2 and 3 dimensions share.
 
     Parameters of a layer: `weight` (O, I, E), `positions` (A, O, I, E) in cells from the kernel
-    centre, `sigma` (as positions; triangle and Gaussian only) and `bias` (O). A dense axis of D
+    centre, `sigma` (as positions; only if the interpolation has one) and `bias` (O). A dense axis of D
     cells stands before E: (O, I, D, E).
 
     Args:
@@ -51,7 +51,7 @@ class DclsConvNd(Tied):
             the input's size (2-D only).
         kernel_count: Weighted elements in one kernel (with dense axes, in each of their cells).
         dilated_kernel_size: Window in which elements may move, in cells.
-        interpolation: "bilinear", "triangle" or "gaussian", see `construct_kernel`.
+        interpolation: How an element spreads over the cells: one of `options.INTERPOLATION_NAMES`.
         dense_axes: Spatial axes along which nothing is learnt: all their cells are weighted, as in
             an ordinary kernel.
 

@@ -31,6 +31,9 @@ class Interpolation:
     # In cells. None: the interpolation has no sigma, and `profile` and `slope` get a sigma of 1.
     min_sigma: float | None = None
     initial_sigma: float | None = None  # cells
+    # Versions of the authors' package whose elements are spread in the same way; none: the package
+    # does not know this interpolation.
+    authors_versions: tuple[str, ...] = ()
     # Whether an element at the centre of a cell lies in that cell alone, with the initial sigma.
     exact_on_cells: bool = False
     # Optional, only without sigma: a faster way to construct the kernel.
@@ -178,6 +181,7 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
         hat=True,
         exact_on_cells=True,
         construct=bilinear_kernel,
+        authors_versions=("v0", "v1"),
     ),
     "triangle": Interpolation(
         profile=_triangle,
@@ -186,10 +190,15 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
         exact_on_cells=True,
         min_sigma=1.0,
         initial_sigma=1.0,
+        authors_versions=("max",),
     ),
     # With a smaller sigma, an element between two cells would lose its gradient. DCLS 0.1.1 adds
     # 0.27 to its parameter, which starts at 0.23.
     "gaussian": Interpolation(
-        profile=_gaussian, slope=_gaussian_slope, min_sigma=0.27, initial_sigma=0.5
+        profile=_gaussian,
+        slope=_gaussian_slope,
+        min_sigma=0.27,
+        initial_sigma=0.5,
+        authors_versions=("gauss",),
     ),
 }

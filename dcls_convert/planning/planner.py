@@ -23,9 +23,10 @@ from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, OldConv, Skipped, kinds_of_convs
 from ..options import (
     AUTO,
+    DEFAULT_INTERPOLATION,
     ERROR,
     EXACT,
-    INTERPOLATIONS,
+    INTERPOLATION_NAMES,
     MOST_SLOWER,
     MOST_WINDOW,
     SCOPES,
@@ -150,7 +151,7 @@ def _check_options(options: PlanOptions) -> None:
             raise PlanError(
                 f"dilated size {shown(repr(size))} must be a positive integer, or one for each side"
             )
-    choices = {"scope": SCOPES, "tie": TIES, "interpolation": (None, *INTERPOLATIONS)}
+    choices = {"scope": SCOPES, "tie": TIES, "interpolation": (None, *INTERPOLATION_NAMES)}
     for name, allowed in choices.items():
         value = getattr(options, name)
         if value not in allowed:
@@ -278,7 +279,7 @@ def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
 
 def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
     """Refuse rules with which new layers could not start as exactly the old function."""
-    exact = [name for name in INTERPOLATIONS if find_interpolation(name).exact_on_cells]
+    exact = [name for name in INTERPOLATION_NAMES if find_interpolation(name).exact_on_cells]
     for index, rule in enumerate(rules.rules):
         if rule.kernel_count not in (None, AUTO):
             raise RuleError(
@@ -286,7 +287,7 @@ def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
                 f"states kernel_count {rule.kernel_count}, "
                 "but an exact start needs as many elements as the old kernel has cells"
             )
-        used = rule.interpolation or interpolation or INTERPOLATIONS[0]
+        used = rule.interpolation or interpolation or DEFAULT_INTERPOLATION
         if rule.skip is None and used not in exact:
             raise PlanError(
                 f"{used} interpolation spreads an element over several cells, wherever it lies; "
@@ -390,7 +391,7 @@ def _draft(site: ConvSite, rules: RuleSet, index: int, options: PlanOptions) -> 
         **from_site,
         dilated_size=window,
         dense_axes=dense_axes,
-        interpolation=rule.interpolation or options.interpolation or INTERPOLATIONS[0],
+        interpolation=rule.interpolation or options.interpolation or DEFAULT_INTERPOLATION,
         kernel_count=_stated_count(site, dense_axes, rule, options),
         tie_group=None,
         rule=rules.label(index),

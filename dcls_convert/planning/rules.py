@@ -16,7 +16,7 @@ from yaml.constructor import ConstructorError
 from ..depthwise.geometry import size_text
 from ..errors import RuleError, did_you_mean, one_line, printable, shown
 from ..files import builtin_rules, read_bytes
-from ..options import AUTO, INTERPOLATIONS, MOST_COUNT, MOST_SIDE, Interpolation, Kind
+from ..options import AUTO, INTERPOLATION_NAMES, MOST_COUNT, MOST_SIDE, InterpolationName, Kind
 
 if TYPE_CHECKING:
     from ..networks.sites import ConvSite  # which imports torch
@@ -168,7 +168,9 @@ other keys say."""
     kernel_count: Annotated[int, Field(ge=1, le=MOST_COUNT)] | Literal["auto"] | None = Field(
         None, description=f"an integer from 1 to {MOST_COUNT}, or auto"
     )
-    interpolation: Interpolation | None = Field(None, description=" or ".join(INTERPOLATIONS))
+    interpolation: InterpolationName | None = Field(
+        None, description=" or ".join(INTERPOLATION_NAMES)
+    )
     dense_axes: list[Annotated[int, Field(ge=0, le=2)]] | None = Field(
         None, description="a list of spatial axes (0 is the first) along which nothing is learnt"
     )

@@ -1,7 +1,8 @@
 """Elements and positions trained with the authors' package (DCLS, on PyPI `dcls`), in our layers.
 
-Upstream spellings (P, SIG, "max") stand in this file alone. Layers are named as in the model to
-convert.
+Upstream spellings of entries (P, SIG) stand in this file alone; which version of the package
+corresponds to which interpolation is stated by the records in layers/interpolation.py. Layers are
+named as in the model to convert.
 
 Axes: O output channels, I input channels per group, E kernel elements, A spatial axes.
 """
@@ -17,7 +18,7 @@ from ..depthwise.geometry import size_text
 from ..errors import CheckpointError
 from ..fitting.groups import make_layers
 from ..layers.conv_classes import PLAIN, find_form
-from ..layers.interpolation import Interpolation, find_interpolation
+from ..layers.interpolation import INTERPOLATIONS, Interpolation, find_interpolation
 from ..networks.weights import load_weights_, not_finite
 from ..options import AuthorsVersion
 from ..planning.plan import ConversionPlan, LayerCounts, LayerPlan
@@ -143,10 +144,12 @@ def element_state(
 ) -> dict[str, Tensor]:
     """Weights, positions and sigmas of the plan's layers, by their names in the converted model."""
     if version is not None and weights.has_sigma:
+        versions_of = _versions_by_interpolation(has_sigma=True)
         raise CheckpointError(
-            f"{weights.where}: has {_SIGMA} entries, so it is of version max or gauss "
-            f"(--interpolation triangle or gaussian); --authors-version {version} is for files "
-            "without"
+            f"{weights.where}: has {_SIGMA} entries, "
+            f"so it is of version {' or '.join(versions_of.values())} "
+            f"(--interpolation {' or '.join(versions_of)}); "
+            f"--authors-version {version} is for files without"
         )
     released = version in (None, RELEASED_VERSION)
     ours = {layer.name: _translate(layer, weights, released) for layer in plan.layers}
@@ -215,18 +218,7 @@ def _find_elements(layer: LayerPlan, weights: AuthorsWeights) -> dict[str, Tenso
             f"{weights.where}: has no elements for {layer.name}, which is to be converted"
         )
     elements = found[0]
-    needs_sigma = find_interpolation(layer.interpolation).has_sigma
-    if _SIGMA in elements and not needs_sigma:
-        raise CheckpointError(
-            f"{weights.where}: {layer.name} has a {_SIGMA}, so its interpolation is triangle "
-            "(their version max) or gaussian (gauss), which the file does not say; "
-            "use --interpolation"
-        )
-    if _SIGMA not in elements and needs_sigma:
-        raise CheckpointError(
-            f"{weights.where}: {layer.name} has no {_SIGMA}, so its interpolation is bilinear, "
-            f"not {layer.interpolation}"
-        )
+    _check_interpolation(layer, has_sigma=_SIGMA in elements, where=weights.where)
     shape = tuple(elements[_POSITIONS].shape)
     if shape != layer.position_shape:
         raise CheckpointError(
@@ -234,6 +226,37 @@ def _find_elements(layer: LayerPlan, weights: AuthorsWeights) -> dict[str, Tenso
             f"the model needs {layer.position_shape}"
         )
     return elements
+
+
+def _check_interpolation(layer: LayerPlan, *, has_sigma: bool, where: str) -> None:
+    """Refuse an interpolation that no version of the package with such entries has."""
+    versions_of = _versions_by_interpolation(has_sigma=has_sigma)
+    if layer.interpolation in versions_of:
+        return
+    if not has_sigma:
+        raise CheckpointError(
+            f"{where}: {layer.name} has no {_SIGMA}, "
+            f"so its interpolation is {' or '.join(versions_of)}, not {layer.interpolation}"
+        )
+    choices: list[str] = []
+    for name, version in versions_of.items():
+        if choices:
+            choices.append(f"{name} ({version})")
+        else:
+            choices.append(f"{name} (their version {version})")
+    raise CheckpointError(
+        f"{where}: {layer.name} has a {_SIGMA}, so its interpolation is {' or '.join(choices)}, "
+        "which the file does not say; use --interpolation"
+    )
+
+
+def _versions_by_interpolation(*, has_sigma: bool) -> dict[str, str]:
+    """The interpolations that the package has, with or without sigma, and their versions there."""
+    versions_of = {}
+    for name, interpolation in INTERPOLATIONS.items():
+        if interpolation.authors_versions and interpolation.has_sigma == has_sigma:
+            versions_of[name] = " or ".join(interpolation.authors_versions)
+    return versions_of
 
 
 def _spread_sum(
