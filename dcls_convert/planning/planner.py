@@ -250,7 +250,7 @@ def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
 
 def _why_unused(rule: Rule, convs: ModelConvs) -> str:
     """Why a rule claims no site: earlier rules do, or it matches none."""
-    if any(rule.match.mismatch(site) is None for site in convs.sites):
+    if any(rule.match.matches(site) for site in convs.sites):
         return "earlier rules claim all that it matches"
     reason = "no convolution of the model matches it"
     if rule.match.stage is not None:

@@ -88,10 +88,10 @@ def _holds(stated: Any, value: Any) -> bool:
     return all(side == stated for side in values)
 
 
-def _any_matches(names: Sequence[str | None], globs: Sequence[str]) -> bool:
+def _any_matches(names: Sequence[str], globs: Sequence[str]) -> bool:
     for name in names:
         for glob in globs:
-            if name is not None and fnmatch.fnmatchcase(name, glob):
+            if fnmatch.fnmatchcase(name, glob):
                 return True
     return False
 
@@ -105,6 +105,8 @@ _AXES = f"{_SIDE} for all axes, or a list with one for each"
 class Match(_Strict):
     """What a convolution must be for the rule to claim it; everything stated must hold."""
 
+    # A predicate bears the name of the attribute of ConvSite that it is about; `path` alone does
+    # not, it is about `names`.
     path: Globs | None = Field(None, description=f"{_GLOB}, for the module's qualified name")
     stage: Globs | None = Field(
         None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem"
@@ -129,14 +131,26 @@ class Match(_Strict):
     in_channels: Positive | Range | None = Field(None, description=_NUMBER)
     out_channels: Positive | Range | None = Field(None, description=_NUMBER)
 
+    def matches(self, site: "ConvSite") -> bool:
+        """Whether all predicates hold."""
+        return self.mismatch(site) is None
+
     def mismatch(self, site: "ConvSite") -> str | None:
-        """The first predicate that `site` fails, in words; None if all hold."""
+        """The first predicate that `site` fails, in words; None if all hold.
+
+        A predicate about something that is not known of the site, as the output size of a
+        convolution that is never called, does not hold.
+        """
         for predicate in type(self).model_fields:
             stated = getattr(self, predicate)
-            # Except for `path`, a predicate is named as the attribute of ConvSite that it is about.
+            if stated is None:
+                continue
             attribute = "names" if predicate == "path" else predicate
             value = getattr(site, attribute)
-            if stated is not None and not _holds(stated, value):
+            # A stage of None is known: the site lies outside of all stages.
+            if value is None and predicate != "stage":
+                return f"{predicate} is not known"
+            if value is None or not _holds(stated, value):
                 return f"{predicate} is {_in_words(value)}, not {_in_words(stated)}"
         return None
 
@@ -371,14 +385,26 @@ def claim_sites(
     rule_of: dict[str, int] = {}
     reasons: dict[str, str] = {}
     for site in sites:
-        mismatches = [rule.match.mismatch(site) for rule in rules.rules]
-        if None in mismatches:
-            rule_of[site.name] = mismatches.index(None)
-        elif len(mismatches) == 1:
-            reasons[site.name] = f"not matched (rule {rules.label(0)!r}: {mismatches[0]})"
+        index = _first_match(rules, site)
+        if index is None:
+            reasons[site.name] = f"not matched ({_why_unclaimed(rules, site)})"
         else:
-            reasons[site.name] = f"not matched (none of {len(mismatches)} rules)"
+            rule_of[site.name] = index
     return rule_of, reasons
+
+
+def _first_match(rules: RuleSet, site: "ConvSite") -> int | None:
+    for index, rule in enumerate(rules.rules):
+        if rule.match.matches(site):
+            return index
+    return None
+
+
+def _why_unclaimed(rules: RuleSet, site: "ConvSite") -> str:
+    """Why no rule matches a site: what fails in the only rule, or that all rules fail."""
+    if len(rules.rules) > 1:
+        return f"none of {len(rules.rules)} rules"
+    return f"rule {rules.label(0)!r}: {rules.rules[0].match.mismatch(site)}"
 
 
 def rules_schema() -> dict[str, Any]:
