@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..options import AUTO, Kind, PlanOptions, Sort
+from ..options import Kind, PlanOptions, Sort
 from . import console
 from .arguments import Csv, InputSize, Json, argument, number, option, refuse, with_records
 from .completion import complete_models
@@ -52,9 +52,10 @@ def models(
     with console.steps("models", every=SECONDS_A_LINE) as notify:
         from ..compare.survey import chosen_rows, names_matching, survey_models
         from ..planning.planner import check_overruled
+        from ..planning.rules import RuleSet
         from ..views.survey import failure_lines, summary_line, survey_csv, survey_json, survey_view
 
-        if options.rules != AUTO:
+        if isinstance(options.rules, RuleSet):  # a rule file or set, not auto
             check_overruled(options.rules, options)  # once, not in every model
         names = names_matching(pattern)
         done: Counter[bool] = Counter()  # of models, by whether they failed

@@ -172,7 +172,7 @@ def _json_arguments(model_args: dict[str, Any] | None) -> dict[str, Any]:
         raise PlanError(f"model_args cannot be kept in a JSON file: {one_line(error)}") from error
 
 
-def _find_rules(rules: Any, convs: ModelConvs) -> RuleSet:
+def _find_rules(rules: RuleSet | str | Path | Mapping[str, Any], convs: ModelConvs) -> RuleSet:
     if isinstance(rules, RuleSet):
         return rules
     if rules == AUTO:
@@ -262,9 +262,9 @@ def _why_unused(rule: Rule, convs: ModelConvs) -> str:
 def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
     """Refuse (RuleError) an option without effect, because every rule states its own value."""
     given: dict[str, str] = {}  # key of a rule -> the option's name in messages
-    if options.dilated_size not in (None, AUTO):
+    if options.dilated_size != AUTO:
         given["dilated_size"] = "dilated size"
-    if options.kernel_count not in (None, AUTO, EXACT):
+    if options.kernel_count not in (AUTO, EXACT):
         given["kernel_count"] = "kernel count"
     if options.interpolation is not None:
         given["interpolation"] = "interpolation"
@@ -361,15 +361,18 @@ def _draft_layers(
     """
     if options.kernel_count == EXACT:
         _check_exact(rules, options.interpolation)
+    size: int | Sequence[int] | None = None
     if options.dilated_size == AUTO:
-        options = replace(options, dilated_size=_recommended_size(convs, rules, rule_of))
+        size = _recommended_size(convs, rules, rule_of)
+    else:
+        size = options.dilated_size
     drafts: list[LayerPlan] = []
     refused: list[Skipped] = []
     for site in convs.sites:
         if site.name not in rule_of:
             continue
         try:
-            drafts.append(_draft(site, rules, rule_of[site.name], options))
+            drafts.append(_draft(site, rules, rule_of[site.name], size, options))
         except PlanError as error:
             refused.append(Skipped(name=site.name, type=site.type, reason=str(error)))
     if refused and (options.strict or not drafts):
@@ -380,11 +383,22 @@ def _draft_layers(
     return drafts, refused
 
 
-def _draft(site: ConvSite, rules: RuleSet, index: int, options: PlanOptions) -> LayerPlan:
-    """A layer without tie group; its count is UNSOLVED if neither rule nor option states one."""
+def _draft(
+    site: ConvSite,
+    rules: RuleSet,
+    index: int,
+    size: int | Sequence[int] | None,
+    options: PlanOptions,
+) -> LayerPlan:
+    """A layer without tie group; its count is UNSOLVED if neither rule nor option states one.
+
+    Args:
+        index: Of the rule that claims the site.
+        size: The window where the rule states none; None if rules or their defaults state all.
+    """
     rule = rules.rules[index]
-    size: Any = rule.dilated_size or options.dilated_size or rules.defaults.dilated_size
-    window, dense_axes = _window(site, size, rule)
+    stated_size: Any = rule.dilated_size or size or rules.defaults.dilated_size
+    window, dense_axes = _window(site, stated_size, rule)
     from_site = taken_from(site, LayerPlan)
     from_site["stage"] = rule.stage_of(site.name) or site.stage
     return LayerPlan(
