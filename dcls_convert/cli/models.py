@@ -51,7 +51,7 @@ def models(
     refuse((json_ and csv, "--json and --csv exclude each other"))
     with console.steps("models", every=SECONDS_A_LINE) as notify:
         from ..compare.survey import chosen_rows, names_matching, survey_models
-        from ..planning.planner import check_overruled
+        from ..planning.claims import check_overruled
         from ..planning.rules import RuleSet
         from ..views.survey import failure_lines, summary_line, survey_csv, survey_json, survey_view
 
