@@ -76,8 +76,8 @@ class Argument:
     word: str = ""  # what may be typed instead of an integer or a number
     unit: str = ""  # what may stand behind an integer or a number
     shown_default: str | None = None  # in --help, if the field's default does not say it
-    # Options that, once stated, leave this one without effect: by the other field's name, the reason
-    # as a verb and its object, such as "states the count".
+    # Options that, once stated, leave this one without effect: by the other field's name, the
+    # reason as a verb and its object, such as "states the count".
     idle_beside: Mapping[str, str] = field(default_factory=dict)
 
 
