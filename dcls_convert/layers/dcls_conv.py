@@ -137,7 +137,10 @@ class DclsConvNd(Tied):
         return tuple(value for _ in range(self.dims))
 
     def _one_per_axis(self, name: str, value: IntOrTuple, least: int) -> tuple[int, ...]:
-        sizes = tuple(value) if isinstance(value, Sequence) else self._on_every_axis(value)
+        if isinstance(value, Sequence):
+            sizes = tuple(value)
+        else:
+            sizes = self._on_every_axis(value)
         all_allowed = all(type(size) is int and size >= least for size in sizes)
         if len(sizes) != self.dims or not all_allowed:
             raise ValueError(
@@ -362,23 +365,7 @@ class DclsConvNd(Tied):
         padding = self.padding
         if is_uneven(padding):
             kernel, padding = _with_even_padding(kernel, padding)
-        make: Callable[..., Conv] = self.conv_class
-        options: dict[str, Any] = {"padding": padding, "padding_mode": self.padding_mode}
-        if padding == DYNAMIC_SAME:
-            from timm.layers.conv2d_same import Conv2dSame as make
-
-            options = {}
-        conv = make(
-            self.in_channels,
-            self.out_channels,
-            tuple(kernel.shape[2:]),
-            stride=self.stride,
-            dilation=self.dilation,
-            groups=self.groups,
-            **options,
-            bias=False,
-            device="meta",  # there, initialisation draws from no generator
-        )
+        conv = self._new_plain_conv(tuple(kernel.shape[2:]), padding)
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
         bias = self.bias
         if bias is not None and not isinstance(bias, nn.Parameter):  # pruned or parametrised
@@ -386,6 +373,26 @@ class DclsConvNd(Tied):
         conv.bias = bias
         carry_over_(self, conv, but=_OWN_ATTRIBUTES)
         return conv
+
+    def _new_plain_conv(self, kernel_size: tuple[int, ...], padding: Padding) -> Conv:
+        """A convolution with the layer's other arguments, on the meta device and without bias."""
+        make: Callable[..., Conv] = self.conv_class
+        options: dict[str, Any] = {"padding": padding, "padding_mode": self.padding_mode}
+        if padding == DYNAMIC_SAME:
+            from timm.layers.conv2d_same import Conv2dSame as make
+
+            options = {}  # Conv2dSame pads by itself, with zeros
+        return make(
+            self.in_channels,
+            self.out_channels,
+            kernel_size,
+            stride=self.stride,
+            dilation=self.dilation,
+            groups=self.groups,
+            **options,
+            bias=False,
+            device="meta",  # there, initialisation draws from no generator
+        )
 
     def extra_repr(self) -> str:
         """The arguments of the layer, without those at their defaults."""
