@@ -269,10 +269,13 @@ def _planning_argument(option_field: Field[Any]) -> Any:
             return Annotated[Any, option(panel, help, parser=parse_size_or_auto, **settings)]
         case "rules":
             return Annotated[str, option(panel, help, autocompletion=complete_rules, **settings)]
+    kind: type[Any] = int
+    if stated.form == "number":
+        kind = float
     return Annotated[
         Any,
         number(
-            int if stated.form == "integer" else float,
+            kind,
             stated.least,
             stated.most,
             panel,

@@ -1,8 +1,10 @@
 """Which rule converts which convolution, and the errors of rules that convert nothing."""
 
+from dataclasses import fields
+
 from ..errors import NothingMatchesError, PlanError, RuleError
 from ..networks.sites import ModelConvs, Skipped, kinds_of_convs
-from ..options import AUTO, EXACT, PlanOptions
+from ..options import EXACT, PlanOptions
 from .rules import AUTO_RULES, Rule, RuleSet, claim_sites, load_rules
 
 
@@ -13,6 +15,7 @@ def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list
         The index of the rule, by the name of each site to convert; and the other convolutions.
 
     Raises:
+        PlanError: The model is itself a convolution.
         RuleError: A rule claims no site.
         NothingMatchesError: No site would be converted.
     """
@@ -69,17 +72,14 @@ def _why_unused(rule: Rule, convs: ModelConvs) -> str:
 
 def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
     """Refuse (RuleError) an option without effect, because every rule states its own value."""
-    given: dict[str, str] = {}  # key of a rule -> the option's name in messages
-    if options.dilated_size != AUTO:
-        given["dilated_size"] = "dilated size"
-    if options.kernel_count not in (AUTO, EXACT):
-        given["kernel_count"] = "kernel count"
-    if options.interpolation is not None:
-        given["interpolation"] = "interpolation"
     converting = [rule for rule in rules.rules if rule.skip is None]
-    for key, option in given.items():
+    for option in fields(options):
+        key = option.name
+        # An exact start refuses rules that state a count: `_check_exact` of the planner.
+        if key not in Rule.model_fields or getattr(options, key) in (option.default, EXACT):
+            continue
         if all(getattr(rule, key) is not None for rule in converting):
             raise RuleError(
                 f"{rules.source}: every rule states its own {key}, "
-                f"so the {option} given has no effect"
+                f"so the {key.replace('_', ' ')} given has no effect"
             )

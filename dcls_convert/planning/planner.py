@@ -18,7 +18,6 @@ from ..options import (
     SCOPES,
     TIES,
     PlanOptions,
-    Scope,
     takes_plan_options,
 )
 from .budget import UNSOLVED, parse_percent, solve_counts
@@ -96,19 +95,13 @@ def make_plan(
             "convert_ and dcls-convert MODEL can"
         )
     _check_options(options)
-    scope: Scope = "model" if options.scope == AUTO else options.scope
+    scope = options.scope
+    if scope == AUTO:
+        scope = "model"
     share = parse_percent(options.budget)
     arguments = _json_arguments(model_args)
     rules = _find_rules(options.rules, convs)
-    rule_of, skipped = claim_convs(rules, convs)
-    check_overruled(rules, options)
-
-    drafts, refused = _draft_layers(convs, rules, rule_of, options)
-    skipped += refused
-    if known_counts is not None:
-        drafts = with_known_counts(drafts, known_counts, options.tie, skipped)
-    if options.tie == "stage":
-        drafts = with_tie_groups(drafts)
+    drafts, skipped = _draft_model(convs, rules, options, known_counts)
     layers, units = solve_counts(drafts, scope, share)
 
     from_convs = taken_from(convs, ConversionPlan)
@@ -131,9 +124,12 @@ def make_plan(
 
 
 def _check_options(options: PlanOptions) -> None:
+    """Refuse (PlanError) values that no model allows."""
     size = options.dilated_size
     if size != AUTO:
-        sides = size if isinstance(size, Sequence) else [size]
+        sides: Sequence[object] = [size]
+        if isinstance(size, Sequence):
+            sides = size
         if not sides or any(type(side) is not int or side < 1 for side in sides):
             raise PlanError(
                 f"dilated size {shown(repr(size))} must be a positive integer, or one for each side"
@@ -201,6 +197,21 @@ def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
                 f"{used} interpolation spreads an element over several cells, wherever it lies; "
                 f"an exact start needs {' or '.join(exact)}"
             )
+
+
+def _draft_model(
+    convs: ModelConvs, rules: RuleSet, options: PlanOptions, known_counts: LayerCounts | None
+) -> tuple[list[LayerPlan], list[Skipped]]:
+    """Drafts of all layers, with their tie groups; and the convolutions that stay."""
+    rule_of, skipped = claim_convs(rules, convs)
+    check_overruled(rules, options)
+    drafts, refused = _draft_layers(convs, rules, rule_of, options)
+    skipped += refused
+    if known_counts is not None:
+        drafts = with_known_counts(drafts, known_counts, options.tie, skipped)
+    if options.tie == "stage":
+        drafts = with_tie_groups(drafts)
+    return drafts, skipped
 
 
 def _draft_layers(

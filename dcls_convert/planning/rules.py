@@ -145,8 +145,10 @@ class Match(_Strict):
             stated = getattr(self, predicate)
             if stated is None:
                 continue
-            attribute = "names" if predicate == "path" else predicate
-            value = getattr(site, attribute)
+            if predicate == "path":
+                value = site.names
+            else:
+                value = getattr(site, predicate)
             # A stage of None is known: the site lies outside of all stages.
             if value is None and predicate != "stage":
                 return f"{predicate} is not known"
@@ -345,7 +347,9 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
     # Also RecursionError of deep nesting, and ValueError of a wrong escape sequence.
     except Exception as error:
         mark = getattr(error, "problem_mark", None)
-        place = f" line {mark.line + 1}:" if mark else ""
+        place = ""
+        if mark:
+            place = f" line {mark.line + 1}:"
         problem = getattr(error, "problem", None) or f"{type(error).__name__}: {one_line(error)}"
         message = f"{source}:{place} not valid YAML: {shown(problem, MOST_SHOWN)}"
         raise RuleError(message) from error
@@ -454,7 +458,9 @@ def _describe(location: Sequence[int | str]) -> tuple[str, str, type[BaseModel] 
             if model is not None:
                 allowed = f"a mapping with {', '.join(model.model_fields)}"
         elif model is not None and step in model.model_fields:
-            place += f".{step}" if place else step
+            if place:
+                place += "."
+            place += step
             allowed = str(model.model_fields[step].description)
             model = _NESTED.get(step)
         else:
