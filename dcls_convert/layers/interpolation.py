@@ -23,7 +23,11 @@ Profile = Callable[[Tensor, Tensor, int], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interpolation:
-    """One way to spread an element along an axis of the window."""
+    """One way to spread an element along an axis of the window.
+
+    A new one needs `profile` and `slope`, and both sigmas if elements have a width. All other
+    fields are faster forms or properties of the shipped ones.
+    """
 
     # How much of the element each cell gets, before it is normalised; differentiable.
     profile: Profile
