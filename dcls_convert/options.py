@@ -199,16 +199,25 @@ class PlanOptions:
         for option in fields(self):
             for other, reason in argument_of(option).idle_beside.items():
                 if option.name in stated and other in stated:
-                    names = " and ".join(map(shown, self._all_idle_beside(other)))
-                    return f"{shown(other)} {reason}, so {names} would have no effect"
+                    names = [shown(name) for name in self._all_idle_beside(other)]
+                    return f"{shown(other)} {reason}, so {_enumerated(names)} would have no effect"
         return None
 
     def _all_idle_beside(self, other: str) -> list[str]:
+        """Names of all options, stated or not, that `other` leaves without effect; sorted."""
         names = []
         for option in fields(self):
             if other in argument_of(option).idle_beside:
                 names.append(option.name)
         return sorted(names)
+
+
+def _enumerated(names: Sequence[str]) -> str:
+    """ "a, b and c"."""
+    *first, last = names
+    if not first:
+        return last
+    return f"{', '.join(first)} and {last}"
 
 
 def plan_parameters(record: type[PlanOptions]) -> list[inspect.Parameter]:

@@ -83,9 +83,7 @@ def test_a_planning_option_is_one_field_of_the_record():
 
 def test_an_option_that_another_one_leaves_without_effect_is_named():
     stated = WiderOptions(min_count=5, kernel_count=7)
-    message = (
-        "kernel_count states the count, so budget and min_count and scope would have no effect"
-    )
+    message = "kernel_count states the count, so budget, min_count and scope would have no effect"
     assert stated.idle_message(str) == message
     assert WiderOptions(min_count=5).idle_message(str) is None
     assert WiderOptions(kernel_count=7).idle_message(str) is None
