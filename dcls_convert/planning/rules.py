@@ -29,6 +29,8 @@ MOST_SHOWN = 200  # characters of a text from the file, in a message
 
 
 class _Strict(BaseModel):
+    """A mapping in a rule file: no unknown keys, no key without a value, no converted types."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     @field_validator("*", mode="before")
@@ -262,10 +264,12 @@ class RuleSet(_Strict):
 
     @property
     def source(self) -> str:
+        """The file or name of the rules, for messages and the plan."""
         return self._source
 
     @property
     def text(self) -> str:
+        """The rules as YAML: as they were given, or written from the record."""
         return self._text or yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False)
 
     def label(self, index: int) -> str:
@@ -309,6 +313,7 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML in which a duplicate key is an error, and Python's own errors have a line number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """As in SafeLoader, but an error for a duplicate key."""
         keys: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -321,6 +326,7 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """As in SafeLoader, but Python's own errors get the line number."""
         try:
             value = super().construct_object(node, deep)
             if isinstance(value, int | str):
