@@ -196,7 +196,7 @@ def _padding_modules(conv: nn.Module) -> set[str]:
 
 
 def _why_weight_unknown(conv: nn.Module, form: ConvForm) -> str | None:
-    """A reason if other parameters than those that the form names are there, or some are missing."""
+    """A reason if the parameters are not weight, bias and those that the form names."""
     parameters = {name for name, _ in conv.named_parameters(recurse=False, remove_duplicate=False)}
     expected: set[str] = set()
     for name in ("weight", "bias", *form.parameters):

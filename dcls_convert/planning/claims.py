@@ -49,8 +49,10 @@ def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list
 
 def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
     """A message with what the model has instead, and which of the shipped rules would match."""
-    commonest = kinds_of_convs(convs).most_common(4)
-    has = ", ".join(f"{count} {kind}" for kind, count in commonest) or "no convolution at all"
+    kinds: list[str] = []
+    for kind, count in kinds_of_convs(convs).most_common(4):
+        kinds.append(f"{count} {kind}")
+    has = ", ".join(kinds) or "no convolution at all"
     message = f"nothing in the model matches rules {rules.source!r}; it has {has}"
     for name in AUTO_RULES:
         rule_of, _ = claim_sites(load_rules(name), convs.sites)
@@ -61,11 +63,14 @@ def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
 
 def _why_unused(rule: Rule, convs: ModelConvs) -> str:
     """Why a rule claims no site: earlier rules do, or it matches none."""
-    if any(rule.match.matches(site) for site in convs.sites):
+    if any(map(rule.match.matches, convs.sites)):
         return "earlier rules claim all that it matches"
     reason = "no convolution of the model matches it"
     if rule.match.stage is not None:
-        stages = dict.fromkeys(site.stage for site in convs.sites if site.stage)
+        stages: list[str] = []
+        for site in convs.sites:
+            if site.stage and site.stage not in stages:
+                stages.append(site.stage)
         reason += f"; its stages are {', '.join(stages) or 'not known'}"
     return reason
 

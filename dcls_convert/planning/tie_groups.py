@@ -41,7 +41,9 @@ def group_layers(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
         )
         by_key.setdefault(key, []).append(draft)
     groups = [members for members in by_key.values() if len(members) > 1]
-    groups_in_stage = Counter(members[0].stage for members in groups)
+    groups_in_stage: Counter[str | None] = Counter()
+    for members in groups:
+        groups_in_stage[members[0].stage] += 1
     named: dict[str, list[LayerPlan]] = {}
     for members in groups:
         first = members[0]
