@@ -142,10 +142,10 @@ class WholeSignatures(griffe.Extension):
         if "planning" in func.parameters:
             del func.parameters["planning"]
             for one in (one for one in PLAN_PARAMETERS if one.name not in func.parameters):
-                kind, annotation = (
-                    griffe.ParameterKind.keyword_only,
-                    inspect.formatannotation(one.annotation),
-                )
+                kind = griffe.ParameterKind.keyword_only
+                annotation = one.annotation
+                if not isinstance(annotation, str):
+                    annotation = inspect.formatannotation(annotation)
                 default = repr(one.default)
                 func.parameters.add(
                     griffe.Parameter(one.name, annotation=annotation, kind=kind, default=default)

@@ -277,4 +277,4 @@ def test_a_function_that_takes_planning_options_shows_them_all():
 
 
 def test_options_name_all_interpolations():
-    assert options.INTERPOLATIONS == tuple(interpolation.INTERPOLATIONS)
+    assert options.INTERPOLATION_NAMES == tuple(interpolation.INTERPOLATIONS)

@@ -5,7 +5,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -16,26 +16,20 @@ from ..errors import DclsConvertError, shown
 from ..files import check_folder, check_images, check_weights_file
 from ..options import (
     AUTO,
-    DEFAULT_BUDGET,
-    INTERPOLATIONS,
-    LEAST_PERCENT,
+    HOW_MANY_ELEMENTS,
     MOST_COUNT,
-    MOST_PERCENT,
     MOST_SIDE,
-    MOST_SLOWER,
-    MOST_WINDOW,
     PLAN_PARAMETERS,
-    Interpolation,
+    WHAT_TO_CONVERT,
     PlanOptions,
-    Scope,
-    Tie,
+    argument_of,
 )
 from ..pipeline.request import ConversionRequest
 from .completion import complete_files, complete_models, complete_rules
 
 # Groups of options in --help.
-WHAT = "What to convert"
-HOW_MANY = "How many elements"
+WHAT = WHAT_TO_CONVERT
+HOW_MANY = HOW_MANY_ELEMENTS
 WHERE = "Where they start"
 OUTPUT = "Output"
 RUNNING = "How to run"
@@ -263,42 +257,58 @@ MEAN_HELP = (
     "without it, as the model states."
 )
 STD_HELP = "Standard deviation, likewise."
-COUNT_HELP = "Elements in a kernel; auto: as many as the budget admits."
-SCOPE_HELP = "What one count is solved for; auto: error with --calibrate, else model."
-SIZE_HELP = (
-    "Window in which elements move: 17 or 17x9 cells; auto: the largest, "
-    f"{MOST_WINDOW} at most, that adds at most {MOST_SLOWER:g} % to the MACs."
-)
-BUDGET_HELP = "Parameters for the new kernels, in percent of the weights that they replace."
-RULES_HELP = (
-    "Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones where there are none."
-)
-HOW_HELP = "How an element spreads over the cells."
-STRICT_HELP = "Fail where a layer cannot take the size, instead of skipping it."
-PLANNING: dict[str, Any] = {
-    "dilated_size": Annotated[
-        Any, option(HOW_MANY, SIZE_HELP, metavar="N|HxW|auto", parser=parse_size_or_auto)
-    ],
-    "kernel_count": Annotated[
-        Any, number(int, 1, MOST_COUNT, HOW_MANY, COUNT_HELP, word=AUTO, metavar=f"N|{AUTO}")
-    ],
-    "rules": Annotated[
-        str, option(WHAT, RULES_HELP, metavar="FILE|NAME|auto", autocompletion=complete_rules)
-    ],
-    "scope": Annotated[Scope, choice(Scope, HOW_MANY, SCOPE_HELP)],
-    "tie": Annotated[Tie, choice(Tie, HOW_MANY, "Which layers share their positions.")],
-    "budget": Annotated[
-        float,
+
+
+def planning_arguments(record: type[PlanOptions]) -> dict[str, Any]:
+    """The annotations that make typer options of a record's fields, by the name of the field."""
+    annotations = {}
+    for option_field in fields(record):
+        annotations[option_field.name] = _planning_argument(option_field)
+    return annotations
+
+
+def _typed(name: str) -> str:
+    """What is typed for the option of a field: "--kernel-count" for "kernel_count"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _planning_argument(option_field: Field[Any]) -> Any:
+    stated = argument_of(option_field)
+    panel = stated.group
+    help = stated.help
+    settings: dict[str, Any] = {}
+    if stated.metavar is not None:
+        settings["metavar"] = stated.metavar
+    if stated.shown_default is not None:
+        settings["show_default"] = stated.shown_default
+    match stated.form:
+        case "flag":
+            return Annotated[bool, option(panel, help, _typed(option_field.name))]
+        case "word":
+            words = option_field.type
+            if type(None) in get_args(words):  # Literal[...] | None
+                words = get_args(words)[0]
+            return Annotated[option_field.type, choice(words, panel, help, **settings)]
+        case "size":
+            return Annotated[Any, option(panel, help, parser=parse_size_or_auto, **settings)]
+        case "rules":
+            return Annotated[str, option(panel, help, autocompletion=complete_rules, **settings)]
+    kind: type[Any] = int
+    if stated.form == "number":
+        kind = float
+    return Annotated[
+        Any,
         number(
-            float, LEAST_PERCENT, MOST_PERCENT, HOW_MANY, BUDGET_HELP, unit="%", metavar="PERCENT"
+            kind,
+            stated.least,
+            stated.most,
+            panel,
+            help,
+            word=stated.word,
+            unit=stated.unit,
+            **settings,
         ),
-    ],
-    "interpolation": Annotated[
-        Interpolation | None,
-        choice(Interpolation, HOW_MANY, HOW_HELP, show_default=INTERPOLATIONS[0]),
-    ],
-    "strict": Annotated[bool, option(WHAT, STRICT_HELP, "--strict")],
-}
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,10 +364,11 @@ def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> C
     kernel_count="auto", ..., pattern=None)`; a `network: Network` becomes its fields, with those
     of `PlanOptions` in place of its `options`. Fields in `but` are no arguments, and keep defaults.
     """
+    annotations = planning_arguments(PlanOptions)
     planning = []
     for parameter in PLAN_PARAMETERS:
         if parameter.name not in but:
-            planning.append(parameter.replace(annotation=PLANNING[parameter.name]))
+            planning.append(parameter.replace(annotation=annotations[parameter.name]))
     network_fields = inspect.signature(Network, eval_str=True).parameters
     network = []
     for name, parameter in network_fields.items():
@@ -388,15 +399,13 @@ def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> C
 def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
     """Read the rules; refuse an option that would have no effect beside another one."""
     options = PlanOptions(**values)
-    states_budget = options.budget != DEFAULT_BUDGET or options.scope != PlanOptions().scope
-    if options.kernel_count != AUTO and states_budget:
-        raise DclsConvertError(
-            "--kernel-count states the count, so --budget and --scope would have no effect"
-        )
-    if options.rules != AUTO:
+    conflict = options.idle_message(_typed)
+    if conflict is not None:
+        raise DclsConvertError(conflict)
+    if values["rules"] != AUTO:
         from ..planning.rules import load_rules
 
-        options = replace(options, rules=load_rules(options.rules))
+        options = replace(options, rules=load_rules(values["rules"]))
     return options
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..options import AUTO, Kind, PlanOptions, Sort
+from ..options import Kind, PlanOptions, Sort
 from . import console
 from .arguments import (
     RUNNING,
@@ -91,9 +91,10 @@ def _survey(
     """A row for each model whose name the pattern matches; tells how many are done."""
     with console.steps("models", every=SECONDS_BETWEEN_LINES) as notify:
         from ..compare.survey import names_matching, survey_models
-        from ..planning.planner import check_overruled
+        from ..planning.claims import check_overruled
+        from ..planning.rules import RuleSet
 
-        if options.rules != AUTO:
+        if isinstance(options.rules, RuleSet):  # a rule file or set, not auto
             check_overruled(options.rules, options)  # once, not in every model
         names = names_matching(pattern)
         done = 0

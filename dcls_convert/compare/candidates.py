@@ -24,7 +24,7 @@ from ..pipeline.conversion import convert_network
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.resolved import ResolvedRequest, resolve
 from ..planning.plan import taken_from
-from ..planning.planner import larger_sizes
+from ..planning.windows import larger_sizes
 from ..reports.report import predict_report
 from .sweep import Asked, AskedSize, Sweep, SweepRow, TimingSettings, choose, with_dominated
 from .timing import converted_copy, measure, summary

@@ -77,8 +77,15 @@ def test_parameters_have_the_shapes_and_starting_values_of_the_paper(interpolati
     assert abs(layer.positions.std().item() - 0.5) < 0.01
     bound = 1 / math.sqrt(32 * 8 * 9)
     assert bound * 0.99 < layer.weight.abs().max() <= bound
-    start = {"bilinear": None, "triangle": 1.0, "gaussian": 0.5}[interpolation]  # DCLS 0.1.1
+    start = INTERPOLATIONS[interpolation].initial_sigma
     assert layer.sigma is None if start is None else (layer.sigma == start).all()
+
+
+@pytest.mark.parametrize(
+    ("interpolation", "start"), [("bilinear", None), ("triangle", 1.0), ("gaussian", 0.5)]
+)
+def test_sigmas_start_as_in_dcls_0_1_1(interpolation, start):
+    assert INTERPOLATIONS[interpolation].initial_sigma == start
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field
 from torch import nn
 
 from dcls_convert.errors import DclsConvertError, NothingMatchesError, RuleError
@@ -16,8 +17,12 @@ from dcls_convert.networks.sites import ConvSite, find_convs
 from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rules import (
+    _NESTED,
     Match,
+    Range,
     Rule,
+    RuleSet,
+    Size,
     builtin_rules,
     choose_rules,
     claim_sites,
@@ -101,6 +106,43 @@ def test_no_pattern_is_the_stage_of_what_is_outside_of_stages():
         "stage is none" in claim_sites(rules_of({"match": {"stage": "*"}}), [outside])[1][SITE.name]
     )
     assert claim_sites(rules_of({}), [outside])[0] == {SITE.name: 0}
+
+
+class _WiderMatch(Match):
+    """With a predicate more, as CONTRIBUTING.md says that one is added."""
+
+    output_size: Size | Range | None = Field(None, description="a size, or {min: N, max: N}")
+
+
+class _WiderRule(Rule):
+    match: _WiderMatch = Field(_WiderMatch(), description="a mapping of predicates")
+
+
+class _WiderRuleSet(RuleSet):
+    rules: list[_WiderRule] = Field(min_length=1, description="a list of rules")
+
+
+def test_a_new_predicate_is_one_typed_field(monkeypatch):
+    nested = {**_NESTED, "rules": _WiderRule, "match": _WiderMatch}
+    monkeypatch.setattr("dcls_convert.planning.rules.RuleSet", _WiderRuleSet)
+    monkeypatch.setattr("dcls_convert.planning.rules._NESTED", nested)
+    small = {"name": "small", "match": {"output_size": {"max": 7}}}
+    # It matches, and its reasons are those of all predicates.
+    assert claim_sites(rules_of(small), [SITE]) == ({SITE.name: 0}, {})
+    large = replace(SITE, output_size=(4, 8))
+    assert claim_sites(rules_of(small), [large])[1] == {
+        SITE.name: "not matched (rule 'small': output_size is 4x8, not to 7)"
+    }
+    # A convolution that is never called has no output size, which matches no predicate.
+    never_called = replace(SITE, output_size=None)
+    assert claim_sites(rules_of(small), [never_called])[1] == {
+        SITE.name: "not matched (rule 'small': output_size is not known)"
+    }
+    assert claim_sites(rules_of({}), [never_called])[0] == {SITE.name: 0}
+    # The file format, its messages and its schema know the predicate.
+    with pytest.raises(RuleError, match=r"output_size: found 'wide'; allowed is a size, or"):
+        rules_of({"match": {"output_size": "wide"}})
+    assert "output_size" in rules_schema()["$defs"]["_WiderMatch"]["properties"]
 
 
 def test_the_first_rule_that_matches_claims(net):

@@ -7,6 +7,7 @@ Axes: O output channels, I input channels per group, E kernel elements, A spatia
 import copy
 import functools
 import re
+from dataclasses import replace
 
 import DCLS.construct.modules as authors
 import pytest
@@ -19,6 +20,7 @@ import dcls_convert
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConvNd
+from dcls_convert.layers.interpolation import INTERPOLATIONS
 from dcls_convert.networks.weights import with_names_of
 from dcls_convert.planning.rules import parse_rules
 from dcls_convert.surgery.authors import sort_weights
@@ -31,7 +33,7 @@ FLOAT64_ATOL = 1e-10  # their normaliser, were it left out, would make 1e-7
 FLOAT32_TOLERANCE = 1e-5
 COUNT = 5
 SMALL = ("--input-size", "3x32x32")  # for speed
-INTERPOLATIONS = {"v0": "bilinear", "v1": "bilinear", "max": "triangle", "gauss": "gaussian"}
+INTERPOLATION_OF = {"v0": "bilinear", "v1": "bilinear", "max": "triangle", "gauss": "gaussian"}
 
 
 def random_places_(layer, generator):
@@ -129,7 +131,7 @@ LAYERS = [
         (dims, version, (side,) * dims)
         for dims in (1, 2, 3)
         for side in (7, 6)
-        for version in INTERPOLATIONS
+        for version in INTERPOLATION_OF
     ),
     (2, "v0", (5, 8)),
     (3, "v0", (3, 6, 7)),
@@ -171,7 +173,7 @@ def test_layers_are_those_of_the_authors(dims, version, size, groups):
         {f"0.{name}": tensor for name, tensor in theirs.state_dict().items()},
         dilated_size=size,
         rules=parse_rules("format: 1\nrules:\n- match: {kernel_size: {min: 2}}\n"),
-        interpolation=INTERPOLATIONS[version],
+        interpolation=INTERPOLATION_OF[version],
         version="v1" if version == "v1" else None,
     )
     x = torch.randn(
@@ -429,6 +431,24 @@ def test_what_does_not_fit_is_one_line_and_leaves_the_model_alone(version, kind)
     assert "\n" not in line
     assert all(part in line for part in says.split(" | ")), line
     assert state_of(model) == before
+
+
+@pytest.mark.parametrize(
+    ("version", "like", "says"),
+    [
+        ("gauss", "gaussian", "has a SIG, so its interpolation is triangle"),
+        ("v0", "bilinear", "has no SIG, so its interpolation is bilinear, not bell"),
+    ],
+)
+def test_an_interpolation_that_their_package_lacks_is_refused_for_their_files(
+    monkeypatch, version, like, says
+):
+    ours_alone = replace(INTERPOLATIONS[like], authors_versions=())
+    monkeypatch.setitem(INTERPOLATIONS, "bell", ours_alone)
+    monkeypatch.setattr("dcls_convert.planning.planner.INTERPOLATION_NAMES", tuple(INTERPOLATIONS))
+    state = authors_convnext(version).state_dict()
+    with pytest.raises(CheckpointError, match=says):
+        convert_(convnext(), state, interpolation="bell")
 
 
 def test_a_version_of_a_file_without_elements_is_refused():
