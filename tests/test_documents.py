@@ -214,7 +214,8 @@ def run_program(arguments: list[str]) -> tuple[int, str]:
             run, capture_output=True, text=True, env=environment, timeout=120, check=False
         )
         return done.returncode, done.stdout + done.stderr
-    printed, code = io.StringIO(), 0
+    printed = io.StringIO()
+    code = 0
     with (
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
@@ -326,7 +327,9 @@ def hooks():
 
 def test_the_reference_has_every_command_option_rule_and_name(hooks):
     """Held against what the program prints, the schema, and the public names."""
-    command_line, rules, names = hooks.command_line(), hooks.rules(), hooks.python_names()
+    command_line = hooks.command_line()
+    rules = hooks.rules()
+    names = hooks.python_names()
     commands = re.findall(r"^## dcls-convert ?(.*)$", command_line, re.MULTILINE)
     assert {"", "convert", "rules check"} < set(commands)
     for command, section in zip(commands, command_line.split("\n## "), strict=True):

@@ -47,7 +47,8 @@ def test_what_a_new_user_writes_first(tmp_path, monkeypatch):
     folded.
     """
     monkeypatch.chdir(tmp_path)
-    images, labels = torch.randn(2, 3, 64, 64), torch.tensor([1, 7])
+    images = torch.randn(2, 3, 64, 64)
+    labels = torch.tensor([1, 7])
     torch.save(torchvision.models.resnet18().state_dict(), "weights.pth")
 
     model = torchvision.models.resnet18()
@@ -66,7 +67,8 @@ def test_what_a_new_user_writes_first(tmp_path, monkeypatch):
     assert all(not torch.equal(tensor, start[name]) for name, tensor in model.named_parameters())
 
     dcls_convert.save_converted(model, report.plan, "resnet18-dcls5")
-    loaded, outputs = dcls_convert.load_converted("resnet18-dcls5").eval(), model.eval()(images)
+    loaded = dcls_convert.load_converted("resnet18-dcls5").eval()
+    outputs = model.eval()(images)
     assert torch.equal(loaded(images), outputs)
     assert verify_folder("resnet18-dcls5", rebuild=rebuild_here).ok
     dcls_convert.fold_to_dense_(loaded)
@@ -110,7 +112,8 @@ def images(tmp_path):
 
 @pytest.mark.slow
 def test_a_folder_of_images(finetune, images, capsys):
-    name, options = "test_efficientnet", ["--data", images, *SMALL]
+    name = "test_efficientnet"
+    options = ["--data", images, *SMALL]
     more = ["--repulsive", "1", "--augmentation", "strong", "--lr", "0.003"]
     finetune(name, "--dilated-size", "7", *options, *more, pictures=True)
     run = Path("runs") / name
@@ -233,7 +236,8 @@ def test_a_teacher_that_does_not_fit_is_refused(refused, unlabelled, tmp_path):
 
 def test_a_temperature_goes_from_the_divergence_to_the_distance_of_centred_outputs():
     ours, theirs = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
-    log_ours, log_theirs = ours.log_softmax(1), theirs.log_softmax(1)
+    log_ours = ours.log_softmax(1)
+    log_theirs = theirs.log_softmax(1)
     divergence = (log_theirs.exp() * (log_theirs - log_ours)).sum(1).mean()
     torch.testing.assert_close(soft_target_loss(ours, theirs, 1.0), divergence)
     left = ours - theirs

@@ -87,7 +87,9 @@ def test_what_appears_meanwhile_is_replaced_by_force_alone(
     tmp_path, monkeypatch, kind, force, late
 ):
     """Whether it comes before the last look at the name, or between that look and the renaming."""
-    path, check, calls = tmp_path / "out", output.check_output, itertools.count()
+    path = tmp_path / "out"
+    check = output.check_output
+    calls = itertools.count()
 
     def checked(*arguments, **options):
         check(*arguments, **options)
@@ -108,7 +110,8 @@ def test_what_appears_meanwhile_is_replaced_by_force_alone(
 
 
 def test_files_written_beside_a_file_are_published_before_it(tmp_path, monkeypatch):
-    order, publish = [], output._publish
+    order = []
+    publish = output._publish
     monkeypatch.setattr(
         output, "_publish", lambda new, *rest: (order.append(new.name), publish(new, *rest))
     )
@@ -147,7 +150,9 @@ def cut_short(write, step, act, after=False):
 
     Whether it came to that, and failed.
     """
-    moments, reached, failed = itertools.count(1), [], False
+    moments = itertools.count(1)
+    reached = []
+    failed = False
 
     def look(*event):
         if is_step(after, *event) and next(moments) == step:

@@ -31,7 +31,8 @@ class Failing(TorchDispatchMode):
 
     def __init__(self, at=None):
         super().__init__()
-        self.at, self.seen = at, 0
+        self.at = at
+        self.seen = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen += 1
@@ -126,7 +127,8 @@ def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
 def test_a_failure_after_layers_are_in_place_takes_them_out_again(monkeypatch, place, call):
     model = small()
     loaded, resolved = resolved_for(model, "authors")
-    before, calls = state_of(model), itertools.count(1)
+    before = state_of(model)
+    calls = itertools.count(1)
     function = pkgutil.resolve_name(f"dcls_convert.{place}")
 
     def fail(*arguments, **options):

@@ -38,7 +38,8 @@ def terminal(monkeypatch):
     "images", [None, [torch.ones(2, 3, 32, 32)]], ids=["kernels", "calibrated"]
 )
 def test_a_fit_tells_of_every_layer_in_order(images):
-    model, told = net(), []
+    model = net()
+    told = []
     plan = plan_conversion(find_convs(model, (3, 32, 32)), dilated_size=9)
     apply_plan_(model, plan, init="fit", calibration=images, notify=lambda *step: told.append(step))
     solving = "calibrating" if images else "fitting"

@@ -64,7 +64,8 @@ def outputs(model, channels=3):
 
 
 def same_states(first, second):
-    ours, theirs = first.state_dict(), second.state_dict()
+    ours = first.state_dict()
+    theirs = second.state_dict()
     return list(ours) == list(theirs) and all(
         torch.equal(ours[name], theirs[name]) for name in ours
     )
@@ -145,7 +146,8 @@ class Allocated(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.memories, self.most = {}, 0  # none is taken for freed: an upper bound
+        self.memories = {}
+        self.most = 0  # none is taken for freed: an upper bound
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

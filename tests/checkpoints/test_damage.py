@@ -190,7 +190,8 @@ def test_the_hash_of_a_config_depends_on_all_that_matters(folders):
     dcls-convert.
     """
     text = (folders / "good" / CONFIG).read_text()
-    right, free = config_hash(json.loads(text)), set()
+    right = config_hash(json.loads(text))
+    free = set()
     for *above, last in places(json.loads(text)):
         data = inner = json.loads(text)
         for step in above:

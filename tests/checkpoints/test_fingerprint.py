@@ -70,11 +70,13 @@ def test_the_model_stays_as_it_was_and_its_outputs_do_not_depend_on_the_process(
     buffers = list(model.buffers())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     flags = {name: module.training for name, module in model.named_modules()}
-    first, threads = take_fingerprint(model, IMAGE), torch.get_num_threads()
+    first = take_fingerprint(model, IMAGE)
+    threads = torch.get_num_threads()
     with torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16):
         torch.manual_seed(123)
         torch.set_num_threads(threads + 2)
-        other, after = take_fingerprint(model, IMAGE), torch.get_num_threads()
+        other = take_fingerprint(model, IMAGE)
+        after = torch.get_num_threads()
     torch.set_num_threads(threads)
     assert (other, after) == (first, threads + 2)
     assert first.outputs

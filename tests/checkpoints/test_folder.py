@@ -54,7 +54,8 @@ def own():
 
 
 def test_an_existing_folder_is_refused_before_the_model_is_converted(tmp_path):
-    model, other = own(), own()
+    model = own()
+    other = own()
     report = convert_and_save_(model, tmp_path / "out", dilated_size=9, init="random")
     assert same_states(load_converted(tmp_path / "out", model=own()), model)
     with pytest.raises(CheckpointError, match="pass the unconverted one"):
@@ -84,10 +85,8 @@ def test_a_meta_model_that_the_caller_has_is_taken(converted, tmp_path, monkeypa
 def test_a_loaded_model_is_the_saved_one(tmp_path, name, size, args):
     model, plan = convert(name, size, args=args)
     folder = save(tmp_path / "out", model, plan, fingerprint=False)
-    loaded, by_timm = (
-        load_converted(folder),
-        timm.create_model(f"local-dir:{folder}", pretrained=True),
-    )
+    loaded = load_converted(folder)
+    by_timm = timm.create_model(f"local-dir:{folder}", pretrained=True)
     channels = args.get("in_chans", 3)
     for other in (loaded, by_timm):
         assert same_states(other, model)
@@ -134,7 +133,8 @@ def test_dtype_is_kept_and_compared_in_and_channels_may_come_last(tmp_path):
 
 
 def test_timm_loads_with_another_head_and_other_input_channels(folder):
-    model, name = load_converted(folder), f"local-dir:{folder}"
+    model = load_converted(folder)
+    name = f"local-dir:{folder}"
     fine = timm.create_model(
         name, pretrained=True, num_classes=10, drop_path_rate=0.1, act_layer=nn.ReLU
     )
@@ -192,7 +192,8 @@ def test_features_only_gives_the_features_of_the_whole_model(tmp_path, name, siz
     dense = timm.create_model(name, features_only=True).eval()
     x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
-        maps, shapes = features.eval()(x), [tuple(f.shape) for f in dense(x)]
+        maps = features.eval()(x)
+        shapes = [tuple(f.shape) for f in dense(x)]
         intermediates = model.forward_intermediates(x, intermediates_only=True)
     assert [tuple(f.shape) for f in maps] == shapes
     assert torch.equal(maps[-1], intermediates[-1])

@@ -116,7 +116,8 @@ def test_damage_is_one_line(folder, edit, says):
 def test_the_command_has_a_row_for_every_tensor_in_text_and_json(folders, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     folder = folders / "gauss"
-    plan, inspection = read_plan(folder), inspect_folder(folder)
+    plan = read_plan(folder)
+    inspection = inspect_folder(folder)
     out, err = run("inspect", folder)
     assert err == ""
     assert max(map(len, out.splitlines()[1:])) <= 80  # the first has the folder's name

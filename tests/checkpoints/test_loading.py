@@ -50,7 +50,8 @@ def tensors_of(model):
 
 
 def check_equal_tensors(filled, ordinary):
-    ours, theirs = tensors_of(filled), tensors_of(ordinary)
+    ours = tensors_of(filled)
+    theirs = tensors_of(ordinary)
     assert ours.keys() == theirs.keys()
     for place, tensor in theirs.items():
         mine = ours[place]
@@ -108,7 +109,8 @@ def test_the_users_own_code_is_run_once(monkeypatch):
 
 
 def test_a_view_in_a_file_does_not_share_its_memory_with_the_model():
-    whole, views = torch.arange(8.0), nn.Linear(4, 1, device="meta")
+    whole = torch.arange(8.0)
+    views = nn.Linear(4, 1, device="meta")
     assert assign_weights_(
         views, {"weight": whole[:4].reshape(1, 4), "bias": whole[4:5].half()}, "file"
     )

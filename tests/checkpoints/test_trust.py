@@ -106,7 +106,8 @@ def watched():
 
 def ways(folder):
     """Every way in that builds a model, by name."""
-    local, remote = f"local-dir:{folder}", "hf-hub:me/evil"
+    local = f"local-dir:{folder}"
+    remote = "hf-hub:me/evil"
     return {
         "load_converted": lambda: load_converted(folder),
         "fold": lambda: fold_checkpoint(folder, "timm", folder.parent / f"folded-{folder.name}"),
@@ -132,7 +133,8 @@ def test_no_way_in_runs_imports_opens_or_downloads_what_a_folder_names(
 
     def change(config):
         plan = config["model_args"]["plan"]
-        plan["model"], plan["model_args"] = name, args
+        plan["model"] = name
+        plan["model_args"] = args
         config["model_args"] = {**args, "plan": plan}
 
     edit_json(folder / CONFIG, change)
@@ -219,7 +221,8 @@ def test_plain_arguments_of_registered_models_alone_are_allowed():
 
 
 def test_a_folders_arguments_cannot_ask_for_a_network_without_end(monkeypatch):
-    tries, create_model = [], timm.create_model
+    tries = []
+    create_model = timm.create_model
     monkeypatch.setattr(
         timm,
         "create_model",

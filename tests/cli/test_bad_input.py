@@ -19,7 +19,8 @@ from dcls_convert.errors import shown
 from ..command_line import NET, run
 from ..conftest import TINY  # 9 depthwise 7x7 convolutions, first stages.0.blocks.0.conv_dw
 
-MISTAKE, NOTHING_MATCHES = 2, 3
+MISTAKE = 2
+NOTHING_MATCHES = 3
 SMALL = ("--input-size", "3x32x32")  # for speed
 SIZED = (
     NET,

@@ -63,13 +63,15 @@ def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained, tmp_pa
     plan = plan_conversion(find_convs(old, (3, 32, 32)), dilated_size=5)
     images = torch.cat(calibrate(old, plan, trained / "images").held_out)
     with torch.no_grad():
-        one, other = old(images), new(images)
+        one = old(images)
+        other = new(images)
         moved = old(torch.cat([images[..., :1], images[..., :-1]], dim=-1))
     for agreed, new in ((outcome, other), (outcome["shifted"], moved)):
         assert agreed["output_error"] == pytest.approx(
             float((one - new).norm() / one.norm()), rel=1e-3
         )
         assert agreed["same_top1"] == float((one.argmax(1) == new.argmax(1)).double().mean())
-        one, new = one.double(), new.double()
+        one = one.double()
+        new = new.double()
         kl = (one.softmax(1) * (one.log_softmax(1) - new.log_softmax(1))).sum(1).mean()
         assert agreed["kl"] == pytest.approx(float(kl), rel=1e-3, abs=1e-7)

@@ -11,7 +11,8 @@ from .trained import write_trained
 
 pytestmark = pytest.mark.processes
 
-MODEL, PICTURE = "timm:test_efficientnet", ("inspect", "calibrated", "--picture")
+MODEL = "timm:test_efficientnet"
+PICTURE = ("inspect", "calibrated", "--picture")
 WEIGHTS = ("--checkpoint", "weights.safetensors")
 FITTED = (*WEIGHTS, "--calibrate", "images", "--scope", "error", "--budget", "80%")
 COMMANDS = (

@@ -159,7 +159,8 @@ def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
 
 
 def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
-    measure, calls = candidates.measure, itertools.count(1)
+    measure = candidates.measure
+    calls = itertools.count(1)
 
     def interrupted(model, images, *, amp):
         if next(calls) == 8:

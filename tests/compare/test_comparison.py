@@ -211,7 +211,8 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
 def test_a_run_that_was_killed_goes_on(tmp_path):
     options = ("--sizes", "9", "--epochs", "3", "--seeds", "1")
     compare(*options, "--output", "whole")
-    real, calls = Training._train_update, 0
+    real = Training._train_update
+    calls = 0
 
     def killed(*arguments):
         nonlocal calls
@@ -332,7 +333,8 @@ def test_a_network_that_does_not_take_the_images_is_no_bug():
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "RGB"), (3, "L")])
 def test_images_have_the_channels_that_the_network_takes(channels, mode):
-    data, size = open_images(Path("images")), (channels, 32, 32)
+    data = open_images(Path("images"))
+    size = (channels, 32, 32)
     set_transforms_(data, timm.create_model("test_convnext", in_chans=channels), size)
     for part in (data.train, data.test):
         assert part.transform(Image.new(mode, (40, 40))).shape == size
@@ -361,7 +363,8 @@ def test_folders_of_classes_alone_are_split_class_by_class(tmp_path):
 
 
 def test_shards_give_the_runs_that_a_folder_of_the_same_images_gives(tmp_path):
-    folder, splits = open_images(tmp_path / "images"), {}
+    folder = open_images(tmp_path / "images")
+    splits = {}
     for split, images in (("train", folder.train), ("validation", folder.test)):
         names = [f"{split}-0.tar", f"{split}-1.tar"]
         half = len(images) // 2
@@ -406,7 +409,8 @@ def test_shards_give_the_runs_that_a_folder_of_the_same_images_gives(tmp_path):
 
 
 def test_images_that_cannot_be_read_are_named_and_left_out_and_classes_must_be_learnt(tmp_path):
-    folder, said = tmp_path / "images", []
+    folder = tmp_path / "images"
+    said = []
     whole = open_images(folder, note=said.append)
     assert said == []
     image = next((folder / "train/light").iterdir())

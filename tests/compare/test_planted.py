@@ -15,7 +15,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),  # timm leaves images open
 ]
-SIDE, IMAGES = 24, 96  # pixels; two thirds are to train on
+SIDE = 24
+IMAGES = 96  # pixels; two thirds are to train on
 NETWORK = """
 from torch import nn
 
@@ -32,7 +33,8 @@ def lagged_noise(lags: tuple[int, int], *, shuffled: bool) -> None:
     """For each class, noise in which a pixel is the opposite of that so many columns before it."""
     draw = random.Random(0)
     for index in range(IMAGES):
-        lag, pixels = lags[index % 2], []
+        lag = lags[index % 2]
+        pixels = []
         for _ in range(SIDE):
             row = [draw.choice((0, 255)) for _ in range(lag)]
             for column in range(lag, SIDE):
@@ -84,5 +86,6 @@ def test_the_same_network_twice_differs_by_nothing(compared):
     found = compared("--ablate --position-lr-scale 0 --epochs 1 --seeds 2").runs
     runs = {(run.arm.kind, run.seed): run for run in found}
     for seed in range(2):
-        moving, frozen = runs["converted", seed], runs["frozen", seed]
+        moving = runs["converted", seed]
+        frozen = runs["frozen", seed]
         assert (moving.loss, moving.top1, moving.right) == (frozen.loss, frozen.top1, frozen.right)

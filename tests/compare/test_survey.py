@@ -207,7 +207,8 @@ def test_json_and_csv_tell_every_field_of_a_row():
         getattr(FULL, x.name) != getattr(empty, x.name) or x.name == "status" for x in fields(FULL)
     )
     text = survey_json([FULL, empty], PlanOptions(dilated_size=9), pattern="*", input_size=None)
-    data, lines = json.loads(text), list(csv.DictReader(io.StringIO(survey_csv([FULL, empty]))))
+    data = json.loads(text)
+    lines = list(csv.DictReader(io.StringIO(survey_csv([FULL, empty]))))
     assert {"pattern": "*", "dilated_size": 9, "rules": "auto", "budget": 100.0}.items() <= data[
         "options"
     ].items()

@@ -13,7 +13,8 @@ def test_models_share_what_is_not_converted_and_no_parameter_changes():
     model = timm.create_model("test_efficientnet").eval()
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     plan = plan_conversion(find_convs(model, (3, 32, 32)), dilated_size=5)
-    converted, images = converted_copy(model, plan), torch.randn(2, 3, 32, 32)
+    converted = converted_copy(model, plan)
+    images = torch.randn(2, 3, 32, 32)
     own = {id(parameter) for parameter in model.parameters()}
     for name, parameter in converted.named_parameters():
         layer = name.rpartition(".")[0] in {layer.name for layer in plan.layers}

@@ -186,7 +186,8 @@ def test_a_model_that_harms_its_process_is_a_row_with_a_plain_reason(monkeypatch
     assert exit_code("models", "--json", "--jobs", "2", "--timeout", SECONDS_A_MODEL) == 1
     out, err = capfd.readouterr()
     models = json.loads(out)["models"]
-    good, bad = models[1::2], models[::2]
+    good = models[1::2]
+    bad = models[::2]
     assert all(row == good[0] and row["status"] == "planned" for row in good)
     for row, (_, reason) in zip(bad, HOSTILE.values(), strict=True):
         assert row["status"] == "failed"

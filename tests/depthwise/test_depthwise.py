@@ -37,7 +37,8 @@ def going(way):
 
     Yields the paddings of all that went it.
     """
-    paddings, module = [], {"onednn": onednn, "matmul": matmul}[way]
+    paddings = []
+    module = {"onednn": onednn, "matmul": matmul}[way]
     convolve = module.depthwise
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onednn, "most_columns", lambda: LIMIT)
@@ -71,14 +72,17 @@ def geometries(draw, most=24):
     padding = tuple(draw(st.integers(0, size + 1)) for size in window)
     least = [max(1, size - 2 * pad) for size, pad in zip(window, padding, strict=True)]
     side = tuple(draw(st.integers(low, low + most)) for low in least)
-    flags, counts, parts = st.booleans(), st.integers(1, 3), st.sampled_from([1, 2**29])
+    flags = st.booleans()
+    counts = st.integers(1, 3)
+    parts = st.sampled_from([1, 2**29])
     options = {"last": flags, "bias": flags, "channels": counts, "batch": counts, "part": parts}
     return geometry(window, padding, side, **draw(st.fixed_dictionaries(options)))
 
 
 def tensors(geometry, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    channels, kernels = geometry["channels"], geometry["channels"] * geometry["each"]
+    channels = geometry["channels"]
+    kernels = geometry["channels"] * geometry["each"]
     input = torch.randn(
         geometry["batch"], channels, *geometry["side"], dtype=torch.float64, generator=generator
     )
@@ -281,7 +285,8 @@ def test_memory_is_that_on_paper(monkeypatch, most):
     30 inputs.
     """
     monkeypatch.setattr(matmul, "MOST_BYTES", most)
-    patches, bank = 4 * 8 * 16 * 900, 4 * 196 * 900  # bytes of a channel
+    patches = 4 * 8 * 16 * 900
+    bank = 4 * 196 * 900  # bytes of a channel
     channels = min(96, most // (patches + 4 * 8 * 16 * 196 + bank))
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -298,7 +303,8 @@ def test_memory_is_that_on_paper(monkeypatch, most):
 
 def steps(model, images):
     """The outputs of training steps, and the gradients of each."""
-    optimizer, results = torch.optim.SGD(model.parameters(), lr=0.01), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    results = []
     for _ in range(3):
         optimizer.zero_grad()
         output = model(images)

@@ -28,7 +28,8 @@ class Sizes(TorchDispatchMode):
 
     def __init__(self, given):
         super().__init__()
-        self.given, self.kept = {tensor.untyped_storage().data_ptr() for tensor in given}, {}
+        self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
+        self.kept = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

@@ -45,7 +45,8 @@ def inputs(size, channels=(2, 3), count=4, seed=0):
     """weight (*C, E), positions (A, *C, E): on and between cells, inside the window, at its border,
     and beyond.
     """
-    weight, generator = randn(*channels, count, seed=seed), torch.Generator().manual_seed(seed + 1)
+    weight = randn(*channels, count, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
     anywhere = torch.rand(len(size), *weight.shape, generator=generator, dtype=torch.float64) - 0.5
     anywhere *= 1.4 * torch.tensor(size).view(-1, *[1] * weight.dim())
     whole = torch.rand(anywhere.shape, generator=generator) < 0.4

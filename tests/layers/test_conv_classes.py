@@ -62,7 +62,8 @@ def test_a_dense_grid_of_elements_is_the_old_layer_with_its_gradients_there_and_
     conv_class, shape
 ):
     conv = built(conv_class, shape)
-    other, image = copy.deepcopy(conv), randn(2, 6, 9, 9)
+    other = copy.deepcopy(conv)
+    image = randn(2, 6, 9, 9)
     layer, folded = there_and_back(other, SIZES)
     assert find_form(folded).weight is None
     assert isinstance(folded, Conv2dSame) is (layer.padding == DYNAMIC_SAME)
@@ -149,8 +150,10 @@ def registered(monkeypatch):
 def test_a_registered_class_and_what_inherits_its_forward_is_converted_without_loss(
     registered, conv_class
 ):
-    model, image = nn.Sequential(conv_class(3, 4, 3, padding=1)).double(), randn(1, 3, 8, 8)
-    expected, temperature = model(image), model[0].temperature
+    model = nn.Sequential(conv_class(3, 4, 3, padding=1)).double()
+    image = randn(1, 3, 8, 8)
+    expected = model(image)
+    temperature = model[0].temperature
     convert_(model, dilated_size=7, kernel_count=9, rules=RULES, input_size=(3, 8, 8))
     assert model[0].temperature is temperature
     close(model(image), expected)

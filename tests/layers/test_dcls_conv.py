@@ -65,7 +65,8 @@ def test_signature_is_that_of_the_convolution_but_for_the_window(dims):
 @every_interpolation
 def test_parameters_have_the_shapes_and_starting_values_of_the_paper(interpolation):
     options = {"kernel_count": 9, "dilated_kernel_size": (5, 8, 7), "interpolation": interpolation}
-    layer, state = DclsConv3d(64, 32, **options, groups=2, dense_axes=(1,)), torch.get_rng_state()
+    layer = DclsConv3d(64, 32, **options, groups=2, dense_axes=(1,))
+    state = torch.get_rng_state()
     layer.reset_parameters(torch.Generator().manual_seed(0))
     assert torch.equal(state, torch.get_rng_state())
     assert layer.weight.shape == (32, 32, 8, 9)
@@ -140,8 +141,11 @@ def conv_geometries(draw):
         return tuple(draw(st.lists(st.integers(low, high), min_size=dims, max_size=dims)))
 
     largest = 5 if dims < 3 else 3
-    kernel_size, dilation, grown = sizes(1, largest), sizes(1, 2), sizes(0, 2 if dims < 3 else 1)
-    stride, groups = sizes(1, 3), draw(st.integers(1, 3))
+    kernel_size = sizes(1, largest)
+    dilation = sizes(1, 2)
+    grown = sizes(0, 2 if dims < 3 else 1)
+    stride = sizes(1, 3)
+    groups = draw(st.integers(1, 3))
     padding = draw(
         st.one_of(st.integers(0, 2), st.just(sizes(0, 2)), st.sampled_from(["valid", "same"]))
     )
@@ -174,7 +178,8 @@ def conv_geometries(draw):
 @even_same
 @given(geometry=conv_geometries(), more=st.integers(0, 2))
 def test_as_many_elements_as_cells_give_the_same_layer(geometry, more):
-    conv, cells = seeded(geometry.conv(geometry.kernel_size)), math.prod(geometry.kernel_size)
+    conv = seeded(geometry.conv(geometry.kernel_size))
+    cells = math.prod(geometry.kernel_size)
     layer = DCLS_LAYERS[geometry.dims].from_conv(
         conv, kernel_count=cells + more, dilated_kernel_size=geometry.window
     )
@@ -250,7 +255,8 @@ def test_fusing_keeps_the_output_and_leaves_a_plain_convolution(
         dense_axes=dense_axes,
         **geometry.options,
     )
-    fused, plain = scattered(layer).fuse(), geometry.conv(geometry.window)
+    fused = scattered(layer).fuse()
+    plain = geometry.conv(geometry.window)
     assert type(fused) is CONV_CLASSES[geometry.dims]
     close(fused(geometry.input), layer(geometry.input))
     # It cannot be told from one that was made as such.
@@ -271,7 +277,8 @@ def test_state_of_the_convolution_is_kept_there_and_back(dtype, device, training
     conv = nn.Conv2d(2, 4, (3, 4), dtype=dtype, device=device).train(training)
     conv.weight.requires_grad_(trainable[0])
     conv.bias.requires_grad_(trainable[1])
-    conv.note, generator = "kept", torch.get_rng_state()
+    conv.note = "kept"
+    generator = torch.get_rng_state()
     layer = DclsConv2d.from_conv(
         conv, kernel_count=5, dilated_kernel_size=(5, 8), interpolation="gaussian"
     )
@@ -294,7 +301,8 @@ def test_state_of_the_convolution_is_kept_there_and_back(dtype, device, training
 
 
 def test_hooks_go_along_and_their_handles_still_remove_them():
-    conv, calls = seeded(nn.Conv2d(2, 4, (3, 4))), []
+    conv = seeded(nn.Conv2d(2, 4, (3, 4)))
+    calls = []
 
     def hook(*arguments):
         calls.append(type(arguments[0]))
@@ -377,9 +385,12 @@ def strayed(**options):
 
 
 def test_training_and_saving_bring_positions_back_into_the_window_and_evaluation_takes_the_border():
-    layer, x = strayed().eval(), randn(1, 2, 9, 9)
+    layer = strayed().eval()
+    x = randn(1, 2, 9, 9)
     before = [parameter.detach().clone() for parameter in layer.parameters()]
-    expected, positions, saved = layer(x), layer.positions, copy.deepcopy(layer)
+    expected = layer(x)
+    positions = layer.positions
+    saved = copy.deepcopy(layer)
     assert all(torch.equal(*pair) for pair in zip(before, layer.parameters(), strict=True))
     saved.state_dict()
     close(layer.train()(x), expected)
@@ -425,7 +436,8 @@ def test_exports_hold_no_scattered_additions(interpolation):
 
 @pytest.mark.slow
 def test_an_exported_program_changes_no_positions_and_gives_the_output_of_training():
-    layer, x = strayed(padding=(2, 4)), randn(1, 2, 9, 9)
+    layer = strayed(padding=(2, 4))
+    x = randn(1, 2, 9, 9)
     exported = torch.export.export(copy.deepcopy(layer), (x,)).module()
     before = copy.deepcopy(list(exported.parameters()))
     close(exported(x), layer(x))

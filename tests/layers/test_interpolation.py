@@ -307,7 +307,8 @@ def elements_anywhere(draw):
 
     def drawn(like, values):
         """A number for each axis and element, the same in all kernels."""
-        axes, count = like.shape[0], like.shape[-1]
+        axes = like.shape[0]
+        count = like.shape[-1]
         numbers = draw(st.lists(values, min_size=axes * count, max_size=axes * count))
         return (
             torch.tensor(numbers, dtype=torch.float64)
@@ -353,7 +354,8 @@ def test_a_position_that_is_not_a_number_shows_in_its_kernel_alone(interpolation
     positions[axis, 0, 0, 1] = math.nan
     broken = replace(old, positions=positions)
     with as_on_a_gpu(form):
-        kernel, healthy = broken.kernel(), old.kernel()
+        kernel = broken.kernel()
+        healthy = old.kernel()
         assert kernel[0, 0].isnan().any()
         kernel[0, 0] = healthy[0, 0]
         assert torch.equal(kernel, healthy)
@@ -381,7 +383,8 @@ def test_kernels_are_computed_in_float32_at_least_and_rounded_once(interpolation
 def test_on_a_gpu_kernel_and_gradients_are_those_of_the_cpu(some, form):
     toward = random_like(some.kernel())
     with as_on_a_gpu(form):
-        kernel, gradients = some.kernel(), some.gradients(toward)
+        kernel = some.kernel()
+        gradients = some.gradients(toward)
     close(kernel, some.kernel())
     close(gradients, some.gradients(toward), 10 * FLOAT64_ATOL)
 

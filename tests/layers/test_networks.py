@@ -56,7 +56,8 @@ def test_positions_and_elements_pass_through_memory_formats(case):
     make = functools.partial(layer_class, 4, 4, kernel_count=3, **options)
     model = last_two_tied(layer_class.conv_class(3, 4, 3), make(), make())
     images = randn(1, 3, *[16] * layer_class.dims, dtype=torch.float32)
-    expected, before = model(images), copy.deepcopy(model.state_dict())
+    expected = model(images)
+    before = copy.deepcopy(model.state_dict())
     for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         one.to(memory_format=memory_format)
         torch.testing.assert_close(
@@ -70,7 +71,8 @@ def test_positions_and_elements_pass_through_memory_formats(case):
 
 
 def test_torchvision_extracts_features_without_the_owner_of_positions():
-    model, images = nn.Sequential(stage((5, 7), 5, 5)), randn(1, 2, 9, 9, dtype=torch.float32)
+    model = nn.Sequential(stage((5, 7), 5, 5))
+    images = randn(1, 2, 9, 9, dtype=torch.float32)
     expected = {"0.1": model[0][:2](images), "0.2": model(images)}
     extractor = create_feature_extractor(model, list(expected))
     for one in (extractor, copy.deepcopy(extractor)):
@@ -90,14 +92,17 @@ def test_torchvision_extracts_features_without_the_owner_of_positions():
 )
 def test_compiled_layers_keep_their_positions_inside_as_others_do(backend, sizes):
     torch.compiler.reset()
-    start, images, results = stage(*sizes), randn(1, 2, 9, 9, dtype=torch.float32), []
+    start = stage(*sizes)
+    images = randn(1, 2, 9, 9, dtype=torch.float32)
+    results = []
     with torch.no_grad():
         for name, parameter in start.named_parameters():
             parameter.mul_(9 if name.endswith(("positions", "shared")) else 0.5)  # far outside
     for compiled in (False, True):
         model = copy.deepcopy(start)
         step = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
-        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.01), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        seen = []
         for _ in range(3):
             optimizer.zero_grad()
             step(images).square().mean().backward()

@@ -95,7 +95,8 @@ def network():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_training_step_never_waits_for_the_gpu(dtype):
-    model, images = network(), torch.randn(32, 6, 40, 40, device="cuda")
+    model = network()
+    images = torch.randn(32, 6, 40, 40, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step():
@@ -116,7 +117,8 @@ def test_a_training_step_never_waits_for_the_gpu(dtype):
 
 
 def test_a_step_can_be_captured_in_a_cuda_graph():
-    model, images = network(), torch.randn(32, 6, 40, 40, device="cuda")
+    model = network()
+    images = torch.randn(32, 6, 40, 40, device="cuda")
     parameters = list(model.parameters())
 
     def step():
@@ -143,10 +145,8 @@ def test_a_step_can_be_captured_in_a_cuda_graph():
 @pytest.mark.parametrize("side", [7, 14, 28])
 def test_wide_windows_are_convolved_as_on_the_cpu(monkeypatch, side, memory_format):
     monkeypatch.setenv(VARIABLE, "matmul")
-    maps, kernel = (
-        randn(3, 5, side, side).to(memory_format=memory_format),
-        randn(5, 1, 17, 17, seed=1),
-    )
+    maps = randn(3, 5, side, side).to(memory_format=memory_format)
+    kernel = randn(5, 1, 17, 17, seed=1)
     results = []
     for device in ("cpu", "cuda"):
         pair = [tensor.to(device).requires_grad_() for tensor in (maps, kernel)]

@@ -41,7 +41,8 @@ def slow_border(elements, size):
 )  # neighbours are exactly a cell apart, and some elements at one place
 def test_statistics_are_those_of_plain_loops(shape, whole, monkeypatch):
     positions = 2 * randn(*shape)
-    positions, size = positions.round() if whole else positions, (5, 8, 1)[: shape[0]]
+    positions = positions.round() if whole else positions
+    size = (5, 8, 1)[: shape[0]]
     kernels = positions.reshape(shape[0], -1, shape[-1]).permute(1, 2, 0).tolist()
     elements = [element for kernel in kernels for element in kernel]
     for most in (1, 7, 40, 1 << 22):

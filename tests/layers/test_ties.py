@@ -130,7 +130,8 @@ def with_gradients(model):
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("prepared", [copy.deepcopy, with_gradients])
 def test_ties_values_and_gradients_survive_conversions(converted, prepared, change):
-    model, options = prepared(converted), CHANGES[change]
+    model = prepared(converted)
+    options = CHANGES[change]
     own = [id(parameter) for parameter in model.parameters()]
     values = [parameter.detach().clone() for parameter in model.parameters()]
     gradients = [copy.deepcopy(parameter.grad) for parameter in model.parameters()]
@@ -166,7 +167,8 @@ def test_tied_positions_are_named_by_their_stage_and_said_to_be_tied(converted):
 
 def test_a_part_copied_alone_has_positions_of_its_own(converted):
     blocks = copy.deepcopy(converted).stages[2].blocks
-    block, shared = blocks[1], blocks.dcls_positions.requires_grad_(False)
+    block = blocks[1]
+    shared = blocks.dcls_positions.requires_grad_(False)
     copied = copy.deepcopy(block)
     assert not copied.conv_dw.is_tied
     assert copied.get_parameter("conv_dw.positions").requires_grad is False

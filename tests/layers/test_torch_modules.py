@@ -69,7 +69,8 @@ CONVERSIONS = [
 
 def configurations(dims):
     """What the layers of so many dimensions are constructed with, by name."""
-    window, odd_window = WINDOWS[dims], ODD_WINDOWS[dims]
+    window = WINDOWS[dims]
+    odd_window = ODD_WINDOWS[dims]
     layer = functools.partial(FunctionInput, 2, 3, kernel_count=3, dilated_kernel_size=window)
     depthwise = functools.partial(layer.func, 3, 3, groups=3, **layer.keywords)
     grouped = functools.partial(layer.func, 4, 2, groups=2, **layer.keywords)
@@ -128,7 +129,8 @@ def plain_convolution(constructor, layer):
     options = dict(constructor.kwargs)
     for name in ("kernel_count", "dilated_kernel_size", "interpolation", "dense_axes"):
         options.pop(name, None)
-    pad, make = nn.Identity(), CONV_CLASSES[layer.dims]
+    pad = nn.Identity()
+    make = CONV_CLASSES[layer.dims]
     if options.get("padding") == DYNAMIC_SAME:
         del options["padding"]
         make = Conv2dSame
@@ -250,7 +252,8 @@ class TestModules(TestCase):
     @modules(INFOS)
     @for_each_configuration
     def test_output_is_that_of_the_plain_convolution(self, example, layer, input):
-        given, before = input.clone(), copy.deepcopy(layer.state_dict())
+        given = input.clone()
+        before = copy.deepcopy(layer.state_dict())
         close(layer(input), example.reference_fn(layer, input), ATOL[input.dtype])
         assert torch.equal(input, given)
         assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
@@ -279,7 +282,8 @@ class TestModules(TestCase):
     @modules(INFOS, allowed_dtypes=[torch.float64], train_eval_mode=TrainEvalMode.train_only)
     @for_each_configuration
     def test_repr_says_with_what_the_layer_was_made(self, example, layer, input):
-        text, channels = repr(layer), f"{layer.in_channels}, {layer.out_channels}"
+        text = repr(layer)
+        channels = f"{layer.in_channels}, {layer.out_channels}"
         assert text.startswith(f"{type(layer).__name__}({channels}, ")
         for name in example.constructor_input.kwargs:
             value = getattr(layer, name) is not None if name == "bias" else getattr(layer, name)
@@ -306,9 +310,11 @@ class TestModules(TestCase):
     @modules(INFOS, allowed_dtypes=[torch.float32], train_eval_mode=TrainEvalMode.train_only)
     @for_each_configuration
     def test_a_saved_state_gives_the_same_layer(self, example, layer, input):
-        expected, state = layer(input), reloaded(layer.state_dict(), weights_only=True)
+        expected = layer(input)
+        state = reloaded(layer.state_dict(), weights_only=True)
         make = functools.partial(built, type(layer), example, dtype=input.dtype)
-        filled, assigned = make(), make(device="meta")
+        filled = make()
+        assigned = make(device="meta")
         own = [id(parameter) for parameter in filled.parameters()]
         filled.load_state_dict(state)
         assert [id(parameter) for parameter in filled.parameters()] == own
@@ -338,7 +344,8 @@ class TestModules(TestCase):
     @for_each_configuration
     def test_layers_are_emptied_and_filled_again(self, example, layer, input):
         layer(input).sum().backward()
-        expected, state = layer(input).detach(), copy.deepcopy(layer.state_dict())
+        expected = layer(input).detach()
+        state = copy.deepcopy(layer.state_dict())
         layer.to_empty(device="meta")
         assert all(one.is_meta and one.grad.is_meta for one in layer.parameters())
         layer.to_empty(device="cpu")

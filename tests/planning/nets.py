@@ -24,7 +24,8 @@ class Net(nn.Module):
     def __init__(self, convs=lambda: [depthwise(), depthwise(), depthwise(5)]):
         super().__init__()
         self.stem = nn.Conv2d(4, 4, 1)
-        self.layer1, self.layer2 = nn.Sequential(*convs()), nn.Sequential(*convs())
+        self.layer1 = nn.Sequential(*convs())
+        self.layer2 = nn.Sequential(*convs())
 
     def forward(self, x):
         return self.layer2(self.layer1(self.stem(x)))

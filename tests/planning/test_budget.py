@@ -64,11 +64,9 @@ def drafts(draw):
     """
     layers = []
     for index in range(draw(st.integers(1, 5))):
-        size, dims, cells = (
-            draw(st.integers(1, 4)),
-            draw(st.integers(1, 3)),
-            draw(st.integers(1, 25)),
-        )
+        size = draw(st.integers(1, 4))
+        dims = draw(st.integers(1, 3))
+        cells = draw(st.integers(1, 25))
         tied = size > 1 and draw(st.booleans())
         group = {
             "stage": draw(st.sampled_from("abc")),

@@ -29,7 +29,8 @@ def printed(cost):
     return f"{params / 1e6:.1f}", f"{macs / 1e9:.1f}"
 
 
-RESNET50, TINY = ("25.6", "4.1"), ("28.6", "4.5")
+RESNET50 = ("25.6", "4.1")
+TINY = ("28.6", "4.5")
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,8 @@ def test_every_change_is_a_difference_and_the_other_way_round():
         "layers": (replace(plan, layers=tuple(rest)), (first.name,)),
     }
     for what, (other, layers) in cases.items():
-        (difference,), (back,) = plan.diff(other), other.diff(plan)
+        (difference,) = plan.diff(other)
+        (back,) = other.diff(plan)
         assert (difference.what, difference.layers) == (back.what, back.layers) == (what, layers)
         assert (difference.one, difference.other) == (back.other, back.one)
         assert difference.one != difference.other

@@ -108,7 +108,8 @@ def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(
 
 def test_layers_outside_of_stages_and_with_tie_none_have_positions_of_their_own():
     model = nn.Module()
-    model.first, model.second = depthwise(), depthwise()
+    model.first = depthwise()
+    model.second = depthwise()
     for plan in (plan_of(model, None), plan_of(Net(), tie="none")):
         assert plan.tie_groups == ()
         assert {layer.tie_group for layer in plan.layers} == {None}
@@ -198,7 +199,8 @@ def test_an_option_that_cannot_be_is_refused(name, value):
 @pytest.mark.parametrize("size", [(13, 3), (19, 17), (23, 33)])
 def test_a_padding_that_does_not_fit_the_input_is_refused_and_any_other_runs(mode, padding, size):
     """Whether it fits is asked of torch."""
-    conv, image = depthwise(3, padding=padding, padding_mode=mode), torch.zeros(1, *IMAGE)
+    conv = depthwise(3, padding=padding, padding_mode=mode)
+    image = torch.zeros(1, *IMAGE)
     layer = DclsConv2d.from_conv(conv, kernel_count=9, dilated_kernel_size=size)
     fits = pytest.raises(PlanError, match=f"^0: {mode} padding of .* does not fit its input of")
     with contextlib.suppress(RuntimeError):

@@ -210,10 +210,8 @@ def test_a_saved_model_is_loaded_again(table, case, converted, tmp_path, monkeyp
     factory = f"{models.__name__}:{case.factory}"
     run(factory, "--dilated-size", case.window, "--input-size", size, "--output", "converted")
     images = case.images(torch.float32)
-    trusted, other = (
-        load_converted("converted", trust_code=True),
-        load_converted("converted", model=case.build()),
-    )
+    trusted = load_converted("converted", trust_code=True)
+    other = load_converted("converted", model=case.build())
     assert relative_error(outputs(trusted, images), outputs(other, images)) == 0
     table.append(row(case, report))
 

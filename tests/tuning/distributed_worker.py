@@ -41,7 +41,8 @@ RUNS = {
     "taught": f"{TAUGHT} --output taught",
     "taught-fsdp": f"{TAUGHT} --output taught-fsdp --fsdp",
 }
-BATCH, STEPS = 4, 2
+BATCH = 4
+STEPS = 2
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -169,7 +170,8 @@ def finetune(options: str, port: int) -> None:
 
 def main(folder: Path, *runs: str) -> None:
     torch.set_num_threads(1)
-    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    processes = int(os.environ["WORLD_SIZE"])
     os.chdir(folder)
     port = int(os.environ["MASTER_PORT"])
     for index, run in enumerate(runs):

@@ -72,7 +72,8 @@ def folder(tmp_path_factory):
     model = timm.create_model(TINY)
     report = dcls_convert.convert_(model, dilated_size=9)
     dcls_convert.save_converted(model, report.plan, folder / "tiny-dcls9")
-    state, run = folder / "killed" / "state.pt", start(folder, "killed")
+    state = folder / "killed" / "state.pt"
+    run = start(folder, "killed")
     try:
         while not state.exists():
             assert not any(process.poll() for process in run)
@@ -102,7 +103,8 @@ trained_alone = functools.cache(train)
 
 @pytest.mark.parametrize(("index", "case"), list(enumerate(CASES)))
 def test_steps_are_those_of_one_process_with_the_whole_batch_and_ties_hold(trained, index, case):
-    alone, first = trained_alone(dataclasses.replace(case, engine="none")), trained[0][index]
+    alone = trained_alone(dataclasses.replace(case, engine="none"))
+    first = trained[0][index]
     for kind in ("state", "averaged"):
         assert list(first[kind]) == list(alone[kind])
         torch.testing.assert_close(first[kind], alone[kind], rtol=0, atol=FLOAT64_ATOL)
@@ -127,7 +129,8 @@ def test_steps_are_those_of_one_process_with_the_whole_batch_and_ties_hold(train
 
 
 def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(folder):
-    resumed, whole = folder / "killed", folder / "whole"
+    resumed = folder / "killed"
+    whole = folder / "whole"
     paths = (resumed / "first.pt", resumed / "state.pt", whole / "state.pt")
     first, state, expected = (torch.load(path, weights_only=True) for path in paths)
     assert first["update"] < state["update"] == 8

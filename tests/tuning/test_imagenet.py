@@ -56,10 +56,8 @@ CHANGED = {
     "--epochs 100": "--epochs {resnet}",
 }
 IMAGES = 8  # for training: one batch of all processes, so an epoch is a step
-FIRST, RESUMED = (
-    {"convnext": 1, "resnet": 2},
-    {"convnext": 3, "resnet": 4},
-)  # epochs; two steps, and four
+FIRST = {"convnext": 1, "resnet": 2}
+RESUMED = {"convnext": 3, "resnet": 4}  # epochs; two steps, and four
 # What stands in for a cluster's programs.
 STUBS = {
     "python": f'exec {sys.executable} "$@"',
@@ -171,7 +169,8 @@ def runs(prepared):
     """
     program(prepared / "alone" / "torchrun", ALONE)
     shared, (tiny, *_) = array_and_commands(CONVNEXT)
-    convnext, done = SLURM + shared + tiny, {}
+    convnext = SLURM + shared + tiny
+    done = {}
     resnet = f"PATH=alone:$PATH\n{TORCHRUN}{RESNET}"
     blocks = {"first": (convnext, FIRST), "resumed": (convnext, RESUMED), "resnet": (resnet, FIRST)}
     for name, (block, epochs) in blocks.items():
@@ -188,7 +187,8 @@ RECIPES = {"first": (4e-3, 0.05, 2), "resumed": (4e-3, 0.05, 4), "resnet": (8e-3
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_positions_learn_as_the_recipe_has_it_and_resuming_goes_on(runs, name):
-    (lr, decay, epochs), (printed, state) = RECIPES[name], runs[name]
+    (lr, decay, epochs) = RECIPES[name]
+    (printed, state) = runs[name]
     groups = state["optimizer"]["param_groups"]
     settings = {
         (group["initial_lr"], group.get("lr_scale", 1), group["weight_decay"]) for group in groups
@@ -276,7 +276,8 @@ def test_small_and_base_differ_from_tiny_in_names_and_drop_path_alone():
 def test_a_job_that_is_told_its_time_is_up_asks_to_be_requeued(cluster):
     subprocess.run(["bash", "-n", cluster / "imagenet.slurm"], check=True)
     program(cluster / "slow" / "torchrun", 'echo "$@" >started\nexec sleep 60')
-    told, requeued = cluster / "started", cluster / "requeued"
+    told = cluster / "started"
+    requeued = cluster / "requeued"
     with started(cluster, "PATH=slow:$PATH exec bash imagenet.slurm train.py --some option") as job:
         wait_for(told)
         rendezvous = "--rdzv-id 7 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:20007"

@@ -31,7 +31,8 @@ class Plain(nn.Module):
         super().__init__()
         make = {"kernel_count": 3, "dilated_kernel_size": (5, 7), "padding": (2, 3)}
         self.first = DclsConv2d(3, 4, interpolation="triangle", **make)
-        self.second, self.third = DclsConv2d(4, 4, **make), DclsConv2d(4, 4, **make)
+        self.second = DclsConv2d(4, 4, **make)
+        self.third = DclsConv2d(4, 4, **make)
         self.shared = nn.Parameter(self.second.positions.detach().clone())
         for layer in (self.second, self.third):
             layer.tie_(self, {"positions": "shared"})
@@ -118,7 +119,8 @@ def test_all_but_the_positions_is_as_timm_has_it(model, options):
     timms = param_groups_weight_decay(
         model, **{"weight_decay": 0.05, **options, "no_weight_decay_list": extra}
     )
-    ours, moving = named(model, tuning.param_groups(model, **options)), moving_names(model)
+    ours = named(model, tuning.param_groups(model, **options))
+    moving = moving_names(model)
     rest = without(ours, moving)
     assert rest == without(named(model, timms), moving)
     apart = [group for group in ours if group not in rest]
@@ -207,7 +209,8 @@ def test_wrapped_models_are_grouped_and_recorded_as_what_they_wrap(tied):
         ]
     finally:
         dist.destroy_process_group()
-    alone, record = named(tied, tuning.param_groups(tied)), tuning.PositionTracker(tied).update(0)
+    alone = named(tied, tuning.param_groups(tied))
+    record = tuning.PositionTracker(tied).update(0)
     for one in wrapped:
         assert unwrapped(one) is tied
         assert tuning.PositionTracker(one).update(0) == record

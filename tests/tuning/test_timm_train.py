@@ -66,7 +66,8 @@ def test_all_but_positions_is_grouped_as_by_timm(options):
 
 
 def test_what_is_grouped_already_and_plain_models_pass_through():
-    plain, tiny = converted("no dcls"), converted("tied")
+    plain = converted("no dcls")
+    tiny = converted("tied")
 
     def the_same(model, *arguments, **options):
         optimizers = [make(*arguments, **options) for make in (creating(), create_optimizer_v2)]
@@ -132,7 +133,9 @@ def test_steps_are_those_with_the_repulsive_loss_in_the_loss_and_clamping(
     options, script, tmp_path, caplog
 ):
     options = {"lr": 0.05, "weight_decay": 0.05, **options}
-    reference, model, track = at_the_border(), at_the_border(), tmp_path / "positions.jsonl"
+    reference = at_the_border()
+    model = at_the_border()
+    track = tmp_path / "positions.jsonl"
 
     def step(loss, epoch):
         return loss + tuning.repulsive_loss(reference) ** 2 if epoch >= 1 else loss

@@ -69,7 +69,8 @@ def test_a_record_holds_the_statistics_of_every_tensor(model):
                 counts[math.floor(value + side // 2 + 0.5)] += 1
             assert list(histogram) == counts
         # The same few elements in every record, evenly spaced.
-        flat, count = positions.flatten(1), len(row.followed[0])
+        flat = positions.flatten(1)
+        count = len(row.followed[0])
         index = [place * flat.shape[1] // count for place in range(count)]
         assert len(set(index)) == count == min(FOLLOWED, flat.shape[1])
         torch.testing.assert_close(torch.tensor(row.followed), flat[:, index], rtol=0, atol=0.00501)
@@ -170,10 +171,8 @@ def test_tensorboard_reads_what_the_record_holds(model, tmp_path):
     assert (speed.step, speed.value) == (5, pytest.approx(row.speed))
     assert "mean_sigma/two.positions" in events.Tags()["scalars"]
     assert "mean_sigma/one.positions" not in events.Tags()["scalars"]
-    drawn, counts = (
-        events.Histograms("positions/one.positions/axis1")[-1].histogram_value,
-        row.histograms[1],
-    )
+    drawn = events.Histograms("positions/one.positions/axis1")[-1].histogram_value
+    counts = row.histograms[1]
     filled = {
         limit - 0.5: n for limit, n in zip(drawn.bucket_limit, drawn.bucket, strict=True) if n
     }

@@ -71,7 +71,8 @@ def view(request, browser, page_file):
     width, scheme = request.param
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = context.new_page()
-    page.problems, page.requests = [], []
+    page.problems = []
+    page.requests = []
     page.on("console", lambda message: page.problems.append(message.text))
     page.on("pageerror", lambda error: page.problems.append(str(error)))
     page.on("request", lambda request: page.requests.append(request.url))
@@ -121,7 +122,8 @@ def test_every_figure_has_a_name_and_is_seen_within_the_page(view):
 def test_choosing_a_kernel_shows_its_elements(view):
     figure = view.locator("figure.layer").first
     canvas, readout, elements = (figure.locator(part) for part in ("canvas", ".readout", "circle"))
-    first, count = readout.inner_text(), elements.count()
+    first = readout.inner_text()
+    count = elements.count()
     assert f"{count} elements" in first
     box = canvas.bounding_box()
     canvas.scroll_into_view_if_needed()

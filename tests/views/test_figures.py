@@ -101,9 +101,11 @@ def test_elements_are_counted_where_they_are():
     layer = model.get_submodule(plan.layers[0].name)
     with torch.no_grad():
         layer.positions.zero_()
-        layer.positions[0, 0, 0, 0], layer.positions[1, 0, 0, 0] = -4.0, 3.0
+        layer.positions[0, 0, 0, 0] = -4.0
+        layer.positions[1, 0, 0, 0] = 3.0
     picture = pictures_of(model, plan).positions[0]
-    fine, middle = picture.bins_per_cell, picture.bins_per_cell // 2
+    fine = picture.bins_per_cell
+    middle = picture.bins_per_cell // 2
     expected = torch.zeros_like(picture.heat)
     expected[middle, 7 * fine + middle] = 1
     expected[4 * fine + middle, 4 * fine + middle] = layer.positions[0].numel() - 1
@@ -123,10 +125,8 @@ def test_a_montage_shows_the_layers_kernels_with_the_most_energy_first(case):
             if kernels.dim() == 3
             else kernels
         )
-        energies, chosen = (
-            kernels.square().flatten(2).sum(2),
-            tuple(zip(*layer.channels, strict=True)),
-        )
+        energies = kernels.square().flatten(2).sum(2)
+        chosen = tuple(zip(*layer.channels, strict=True))
         assert layer.total == energies.numel()
         torch.testing.assert_close(
             energies[chosen], energies.flatten().topk(len(layer.cells)).values

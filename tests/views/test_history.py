@@ -70,7 +70,8 @@ def test_a_damaged_record_is_refused_in_one_line_or_drawn(tracked, tmp_path_fact
     pictures, lines = tracked
     path = tmp_path_factory.getbasetemp() / "damaged.jsonl"
     path.write_bytes(written(edited(lines, changes)))
-    refused, history = "", None
+    refused = ""
+    history = None
     try:
         history = read_history(path)
     except CheckpointError as error:

@@ -101,7 +101,8 @@ def test_a_model_of_the_users_own_is_built_with_trust_only(here, monkeypatch):
     monkeypatch.syspath_prepend(str(here))
     (here / "own_pictures_net.py").write_text(FACTORY)
     run("own_pictures_net:make", *OPTIONS, "--output", "net")
-    data, trusted = page_of("net"), page_of("net", "--trust-code")
+    data = page_of("net")
+    trusted = page_of("net", "--trust-code")
     assert data["fields"] is None
     assert "--trust-code" in data["rawWeights"]
     assert len(trusted["fields"]["maps"]) == 2

@@ -23,7 +23,8 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.scripts = [], []
+        self.tags = []
+        self.scripts = []
         self.feed(text)
         self.close()
 
@@ -79,10 +80,8 @@ def test_hostile_names_stay_text(converted):
     fields = FieldPictures(
         fields=(field_picture(torch.ones(4, 4), HOSTILE, HOSTILE),), notes=(HOSTILE,)
     )
-    positions, kernels = (
-        (replace(pictures.positions[0], row=row),),
-        (replace(pictures.kernels[0], name=HOSTILE),),
-    )
+    positions = (replace(pictures.positions[0], row=row),)
+    kernels = (replace(pictures.kernels[0], name=HOSTILE),)
     hostile = replace(
         pictures,
         name=HOSTILE,
