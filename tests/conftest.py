@@ -19,10 +19,12 @@ TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
 torch.set_num_threads(
     1
 )  # the tensors are small, and on a busy machine two threads wait for one another
-gc.freeze()  # what was imported stays; accelerate searches all else for what nobody refers to, for each network
+# What was imported stays. accelerate searches all else, for each network, for what nobody refers to.
+gc.freeze()
 
 
-# HYPOTHESIS_PROFILE=campaign looks for long, from a new seed each time; the plain tests look at the same few examples.
+# HYPOTHESIS_PROFILE=campaign looks for long, from a new seed each time; the plain tests look at
+# the same few examples.
 _HYPOTHESIS = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("plain", max_examples=20, derandomize=True, **_HYPOTHESIS)
 settings.register_profile("campaign", max_examples=2000, print_blob=True, **_HYPOTHESIS)

@@ -171,7 +171,8 @@ def claim_folder(trainer: Trainer, minutes: float | None) -> None:
     """Write the trainer's settings into a folder that no settings hold for yet.
 
     Settings that are there already stay if they are the same but for epochs that minutes decided:
-    another job of the same comparison has written them. Others were left by a call that ended early.
+    another job of the same comparison has written them. Others were left by a call that ended
+    early.
     """
     trainer.folder.mkdir(parents=True, exist_ok=True)
     path = trainer.folder / SETTINGS
