@@ -20,7 +20,7 @@ from .fitting.groups import make_layers
 from .fitting.images import Calibration, Images, calibrate
 from .fitting.warm_start import fit_seed
 from .networks.outputs import agreement, relative_distance
-from .networks.running import evaluating, reproducible, run, unchanged_on_failure
+from .networks.running import evaluating, full_precision, run, unchanged_on_failure
 from .networks.sites import ModelConvs, find_convs
 from .networks.source import (
     FOREIGN_SOURCES,
@@ -374,7 +374,7 @@ def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
     )
 
 
-@reproducible()
+@full_precision()
 def _answers(
     model: nn.Module, plan: ConversionPlan, batches: Sequence[Tensor]
 ) -> tuple[Any, list[Any]]:

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from ..errors import one_line
 from ..networks.outputs import tensors_in
-from ..networks.running import evaluating, reproducible, seeded
+from ..networks.running import evaluating, full_precision, seeded
 from ..networks.tracing import image_dtype
 from ..options import MOST_PIXELS
 from ..records import Record
@@ -76,7 +76,7 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
         with (
             warnings.catch_warnings(action="ignore"),
             evaluating(model),
-            reproducible(),
+            full_precision(),
             seeded(SEED),
         ):
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -36,5 +36,4 @@ class CalibrationSettings:
 # Sizes of blocks. They change no result but for the order of sums.
 # Of patches; the system takes as long to give larger tensors as to fill them.
 PATCH_FLOATS_AT_ONCE = 1 << 20
-LEAST_PARTS = 16  # of a layer's groups, for as many processors
 ROWS_AT_ONCE = 256  # of the product of one large matrix

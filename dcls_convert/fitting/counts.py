@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
-from ..networks.running import reproducible
+from ..networks.running import full_precision
 from ..networks.sites import ModelConvs
 from ..options import AUTO, ERROR, PlanOptions
 from ..planning.plan import ConversionPlan, LayerCounts
@@ -32,7 +32,7 @@ MEASURE_ALL = 9  # a group with at most so many possible counts is measured at a
 MOST_LINES = 128  # kernel lines by which the error of a group is measured, about
 
 
-@reproducible()
+@full_precision()
 def counts_by_error(
     model: nn.Module,
     convs: ModelConvs,

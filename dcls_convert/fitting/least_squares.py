@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..networks.running import in_parallel
 from .batches import joined, last_summed, like, lines_innermost, product, solved
 from .boxes import Box, spread
 
@@ -38,7 +37,7 @@ CONJUGATE_GRADIENT_STEPS = 6
 # Rows of a line's matrices up to which lines are innermost in memory. A product of larger matrices
 # is worth a call of its own.
 LINES_INNERMOST = 24
-FLOATS_IN_CACHE = 1_000_000  # of matrices, for the lines that a processor works on at once
+FLOATS_IN_CACHE = 1_000_000  # of matrices, for the lines that a CPU works on at once
 TINY = 1e-30  # replaces a divisor of zero
 
 
@@ -207,8 +206,8 @@ class _Run:
             lines_at_once = max(1, FLOATS_IN_CACHE // floats_of_line)
         for _ in range(looks):
             parts = torch.split(lines, lines_at_once)
-            still_gaining = in_parallel(self._refine_part_, parts, lines.device)
-            lines = lines[torch.cat(still_gaining)]
+            still_gaining = torch.cat([self._refine_part_(part) for part in parts])
+            lines = lines[still_gaining]
             if not len(lines):
                 break
 

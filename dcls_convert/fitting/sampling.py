@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..layers.dcls_conv import DclsConvNd
 from .boxes import Box
-from .calibration_settings import LEAST_PARTS, PATCH_FLOATS_AT_ONCE, CalibrationSettings
+from .calibration_settings import PATCH_FLOATS_AT_ONCE, CalibrationSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -52,8 +52,7 @@ class PatchSampler:
     ) -> list[SampledGroups]:
         """All groups in padded images (N, in_channels, *spatial), some groups at a time.
 
-        Which groups come together depends on no number of threads, so no sum does. `first_image` is
-        the number of the first image, since each image is sampled at other places.
+        `first_image` is the number of the first image: each image is sampled at other places.
         """
         patches = self._patches(images)
         if targets is not None:
@@ -126,6 +125,5 @@ class PatchSampler:
 
     def _groups_at_once(self, sampled: list[Tensor]) -> int:
         count = len(sampled[0])
-        most = math.ceil(count / LEAST_PARTS)
         floats = sum(image.numel() for image in sampled)
-        return max(1, min(most, PATCH_FLOATS_AT_ONCE * count // floats))
+        return max(1, PATCH_FLOATS_AT_ONCE * count // floats)

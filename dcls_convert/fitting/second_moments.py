@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..errors import DclsConvertError
 from ..layers.dcls_conv import DclsConvNd
-from ..networks.running import in_parallel
 from .boxes import Box
 from .calibration_settings import ROWS_AT_ONCE, CalibrationSettings
 from .sampling import PatchSampler, SampledGroups
@@ -82,8 +81,8 @@ class SecondMoments:
             device = input.device
             self.sums = torch.zeros(self.groups, side, side, dtype=torch.float64, device=device)
         groups = [self.sampler.groups_in(part) for part in parts]
-        work = list(zip(torch.split(self.sums, groups), parts, strict=True))
-        in_parallel(lambda pair: self._add_products_(*pair), work, input.device)
+        for sums, part in zip(torch.split(self.sums, groups), parts, strict=True):
+            self._add_products_(sums, part)
 
     def _add_products_(self, sums: Tensor, part: SampledGroups) -> None:
         rows = self.sampler.rows(part)
@@ -91,11 +90,9 @@ class SecondMoments:
             sums += rows @ rows.mT
             return
 
-        def add(first: int) -> None:
+        for first in range(0, rows.shape[1], ROWS_AT_ONCE):
             last = first + ROWS_AT_ONCE
             sums[:, first:last, :last] += rows[:, first:last] @ rows[:, :last].mT
-
-        in_parallel(add, range(0, rows.shape[1], ROWS_AT_ONCE), rows.device)
 
     def check(self, name: str) -> None:
         """Refuse (DclsConvertError) values that are not finite, by the layer's name."""

@@ -22,7 +22,7 @@ from ..fitting.images import Calibration, Images, calibrate
 from ..fitting.warm_start import fit_elements, fit_seed
 from ..layers.elements import Elements, first_cells, random_positions
 from ..layers.interpolation import find_interpolation
-from ..networks.running import reproducible, unchanged_on_failure
+from ..networks.running import full_precision, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
@@ -41,7 +41,7 @@ class LayerErrors:
 
 
 @torch.no_grad()
-@reproducible()
+@full_precision()
 def apply_plan_(
     model: nn.Module,
     plan: ConversionPlan,
