@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .eager import is_channels_last
+from .geometry import ceil_div
 
 # Outputs of a patch along an axis. Larger patches read fewer inputs twice, but multiply by more zeros: on paper, 14 is
 # best for windows of 17 on maps of 14 to 56. It does not depend on the batch: all batches are computed alike.
@@ -39,8 +40,8 @@ def _axis(inputs: int, taps: int, padding: int) -> _Axis:
     # A number under torch.compile, too: with symbols for sizes it takes minutes.
     inputs = len(range(inputs))
     outputs = inputs + 2 * padding - taps + 1
-    patches = -(-outputs // MOST_SIDE)
-    side = -(-outputs // patches)
+    patches = ceil_div(outputs, MOST_SIDE)
+    side = ceil_div(outputs, patches)
     seen, hidden = side + taps - 1, 0
     if patches == 1:  # the only patch sees the map, and no padding
         seen, hidden = inputs + 2 * min(padding, 0), max(padding, 0)

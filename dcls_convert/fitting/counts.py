@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ..depthwise.geometry import ceil_div
 from ..errors import PlanError
 from ..networks.running import full_precision
 from ..networks.sites import ModelConvs
@@ -250,7 +251,7 @@ def allocate(costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit:
         errors: The error by count, for each group.
         limit: Parameters of all groups together.
     """
-    unit = max(math.gcd(*costs), _round_up(limit, MOST_UNITS))
+    unit = max(math.gcd(*costs), ceil_div(limit, MOST_UNITS))
     units = limit // unit
     # Least sum of errors of the groups so far, by the units that they may spend.
     least_sum = torch.zeros(units + 1, dtype=torch.float64)
@@ -267,7 +268,7 @@ def allocate(costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit:
     ):
         count = sorted(error_of_count)[int(picks[units_left])]
         chosen.append(count)
-        units_left -= _round_up(cost * count, unit)
+        units_left -= ceil_div(cost * count, unit)
     chosen.reverse()
     return chosen
 
@@ -279,7 +280,7 @@ def _add_group(
     with_group = torch.full_like(least_sum, torch.inf)
     picks = torch.zeros(len(least_sum), dtype=torch.int16)
     for index, count in enumerate(sorted(error_of_count)):
-        spent = _round_up(cost * count, unit)
+        spent = ceil_div(cost * count, unit)
         if spent >= len(least_sum):
             break
         sums = least_sum[: len(least_sum) - spent] + error_of_count[count]
@@ -287,8 +288,3 @@ def _add_group(
         with_group[spent:] = torch.where(better, sums, with_group[spent:])
         picks[spent:][better] = index
     return with_group, picks
-
-
-def _round_up(amount: int, unit: int) -> int:
-    """So many whole units hold the amount."""
-    return (amount + unit - 1) // unit
