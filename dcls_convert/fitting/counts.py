@@ -22,15 +22,12 @@ from ..planning.planner import make_plan
 from ..planning.rules import parse_rules
 from ..progress import Notify
 from .calibrate import CalibrationStatistics, measure_inputs
+from .fit_settings import CountSettings
 from .groups import LayerGroup, make_layers
 from .images import Calibration
 from .warm_start import fit_elements, relative_errors
 
-# Units in which the parameters of a budget are counted; a larger budget takes coarser units.
-MOST_UNITS = 1 << 21
-FIRST_COUNTS = 6  # counts at which the error of a group is measured before the first choice
-MEASURE_ALL = 9  # a group with at most so many possible counts is measured at all of them
-MOST_LINES = 128  # kernel lines by which the error of a group is measured, about
+SETTINGS = CountSettings()
 
 
 @full_precision()
@@ -166,7 +163,7 @@ def sample_lines(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Kernels (O, I, *K) of every n-th channel, and the roots of their input channels.
 
-    MOST_LINES channel pairs are kept, or a few more. Thin out output channels first, then inputs,
+    About `CountSettings.most_lines` channel pairs are kept. Thin out output channels first, then inputs,
     then groups, so that as many groups as possible stay.
 
     Args:
@@ -180,7 +177,7 @@ def sample_lines(
     lines = math.prod(sizes)
     steps = [1, 1, 1]
     for axis in (output_axis, input_axis, group_axis):
-        steps[axis] = max(1, min(sizes[axis], lines // MOST_LINES))
+        steps[axis] = max(1, min(sizes[axis], lines // SETTINGS.most_lines))
         lines //= steps[axis]
     every_group = slice(None, None, steps[group_axis])
     every_output = slice(None, None, steps[output_axis])
@@ -220,11 +217,11 @@ def least_error(groups: Sequence[GroupErrors], limit: int) -> list[int]:
 
 def _first_counts(most: int) -> set[int]:
     """Evenly spaced counts from 1 to the largest; all of them if they are few."""
-    if most <= MEASURE_ALL:
+    if most <= SETTINGS.measure_all:
         return set(range(1, most + 1))
     counts = set()
-    for step in range(FIRST_COUNTS):
-        counts.add(1 + round((most - 1) * step / (FIRST_COUNTS - 1)))
+    for step in range(SETTINGS.first_counts):
+        counts.add(1 + round((most - 1) * step / (SETTINGS.first_counts - 1)))
     return counts
 
 
@@ -242,16 +239,16 @@ def allocate(costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit:
     """For each group, the count among `errors` with the least sum of errors, within a limit.
 
     Exact for any errors, by dynamic programming over the parameters spent: a multiple-choice
-    knapsack. Of equal sums, the one with fewer parameters. If the limit has more than MOST_UNITS
-    units, each group's costs are rounded up to coarser units: the result then stays within the
-    limit, but a better one may exist.
+    knapsack. Of equal sums, the one with fewer parameters. If the limit has more units than
+    `CountSettings.most_units`, each group's costs are rounded up to coarser units: the result then
+    stays within the limit, but a better one may exist.
 
     Args:
         costs: Parameters of one more element, for each group.
         errors: The error by count, for each group.
         limit: Parameters of all groups together.
     """
-    unit = max(math.gcd(*costs), ceil_div(limit, MOST_UNITS))
+    unit = max(math.gcd(*costs), ceil_div(limit, SETTINGS.most_units))
     units = limit // unit
     # Least sum of errors of the groups so far, by the units that they may spend.
     least_sum = torch.zeros(units + 1, dtype=torch.float64)

@@ -12,6 +12,7 @@ from torch import nn
 from dcls_convert import DclsConvertError, convert_, find_convs, plan_conversion
 from dcls_convert.fitting import counts as module
 from dcls_convert.fitting.counts import GroupErrors, allocate, least_error, sample_lines
+from dcls_convert.fitting.fit_settings import CountSettings
 from dcls_convert.planning.rules import parse_rules
 
 from ..conftest import many_examples
@@ -50,7 +51,7 @@ def test_no_other_counts_within_the_limit_have_a_smaller_sum(groups, more):
 
 
 def test_coarse_units_keep_the_limit(monkeypatch):
-    monkeypatch.setattr(module, "MOST_UNITS", 50)
+    monkeypatch.setattr(module, "SETTINGS", CountSettings(most_units=50))
     costs = [97, 61, 13]
     known = [{count: 1 / count for count in range(1, 30)}] * 3
     chosen = allocate(costs, known, 1000)
@@ -203,9 +204,8 @@ def test_some_lines_go_with_the_roots_of_their_input_channels(data):
     )  # (O, I, 1)
     (some,), roots = sample_lines([kernels], channels.reshape(-1, 1, 1), groups)
     left = groups * inputs * outputs
-    assert (
-        min(left, module.MOST_LINES) <= some[..., 0].numel() < max(left + 1, 4 * module.MOST_LINES)
-    )
+    most_lines = CountSettings().most_lines
+    assert min(left, most_lines) <= some[..., 0].numel() < max(left + 1, 4 * most_lines)
     per_group = some.shape[1]
     seen = roots.reshape(-1, 1, per_group).expand(-1, len(some) // (len(roots) // per_group), -1)
     assert torch.equal(seen.reshape(some[..., 0].shape), some[..., 0])

@@ -14,6 +14,7 @@ from dcls_convert import DclsConv2d, convert_
 from dcls_convert.depthwise.geometry import grid_positions
 from dcls_convert.fitting.batches import lines_innermost
 from dcls_convert.fitting.boxes import Box
+from dcls_convert.fitting.fit_settings import FitSettings
 from dcls_convert.fitting.least_squares import _make_problem, _step
 from dcls_convert.fitting.warm_start import fit_elements
 from dcls_convert.layers.construction import construct_kernel
@@ -196,7 +197,7 @@ def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
     torch.manual_seed(0)
     box = Box((5, 5), (1, 1), (9, 9), "bilinear")
     roots = torch.randn(1, 25, 25).double() / 5 if rooted else None
-    problem = _make_problem(torch.randn(1, 3, 25).double(), box, roots)
+    problem = _make_problem(torch.randn(1, 3, 25).double(), box, roots, FitSettings().ridge)
     places = torch.rand(1, 6, 2).double() * 3.9
     state = problem.solve(places)
     gradient = torch.zeros(12, dtype=torch.double)
@@ -212,7 +213,7 @@ def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
             value, getattr(state, name), msg=lambda text, name=name: f"{name}: {text}"
         )
     step = _step(
-        state, torch.full((1,), 1e6, dtype=torch.double)
+        state, torch.full((1,), 1e6, dtype=torch.double), FitSettings()
     ).flatten()  # so damped that it is steepest descent
     assert float(step @ gradient) < 0
 
