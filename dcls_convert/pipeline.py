@@ -296,7 +296,8 @@ class Job:
             after = _answers(model, plan, held_out) if compared else None
         self._say_kept(kept)
         if before is None or after is None:
-            return Conversion(model=model, report=report.with_errors(errors.kernel, errors.output))
+            report = report.with_errors(errors.kernel, errors.output, reasons=errors.reasons)
+            return Conversion(model=model, report=report)
         random, answers = before
         new_random, new = after
         old = answers[: len(held_out)]
@@ -310,7 +311,7 @@ class Job:
             shifted=agreement(old, shifted) if held_out else None,
         )
         moved = None if random is None else relative_distance(random, new_random)
-        report = report.with_errors(errors.kernel, errors.output, outcome)
+        report = report.with_errors(errors.kernel, errors.output, outcome, reasons=errors.reasons)
         return Conversion(model=model, report=report, moved=moved)
 
     def _say_kept(self, names: Sequence[str]) -> None:

@@ -207,6 +207,7 @@ class CalibratedLayer:
         self.box = box
         self.old_forward = conv.forward  # `run_in_step` puts another one in its place
         self._settings = statistics.settings
+        self._calls = statistics.calls[conv]  # in a pass
         self._moments = statistics.by_channel.get(conv)
         # What takes the mean shift: the bias, or the running mean of the BatchNorm behind. None:
         # the layer has neither, and its means stay shifted.
@@ -216,6 +217,7 @@ class CalibratedLayer:
         # (out_channels,): to add to the outputs, so that each channel has the old mean.
         self.mean_shift = layer.weight.new_zeros(layer.out_channels, dtype=torch.float64)
         self.output_error: float | None = None  # |new - old| / |old| of the outputs, once solved
+        self.reasons: tuple[str, ...] = ()  # for an output error that is large, once solved
         self._kernel: Tensor | None = None  # of the old kernel's size, where it holds all elements
 
     @property
@@ -260,6 +262,22 @@ class CalibratedLayer:
         bias = 0.0 if layer.bias is None else layer.bias.double()
         self.mean_shift = solution.mean_shift - bias
         self.output_error = solution.output_error
+        self.reasons = self._reasons(moments)
+
+    def _reasons(self, moments: SecondMoments) -> tuple[str, ...]:
+        """What keeps the outputs from being as wanted, beyond what the elements can do."""
+        layer = self.layer
+        reasons = []
+        weights = layer.weight[0].numel()  # of an output channel
+        if layer.form.weight is None and moments.places < self._settings.few_places * weights:
+            reasons.append(f"few sampled places ({moments.places:,} for {weights:,} weights)")
+        if self._calls > 1:
+            reasons.append(f"called {self._calls} times in a pass")
+        if layer.form.weight is not None:
+            reasons.append("weights fixed by weight standardisation")
+        if self.shifted is None:
+            reasons.append("no bias or single BatchNorm takes the mean shift")
+        return tuple(reasons)
 
     def _small_kernel(self) -> Tensor:
         """The box of the constructed kernel, which all elements are in: faster to convolve with."""

@@ -30,9 +30,8 @@ class Statistics:
     covariance: Tensor  # (G, R * S, R * S): of x
     cross: Tensor  # (G, Q, R * S): covariance of y and x
     target_variance: Tensor  # (G, Q)
-    energy: (
-        Tensor  # (G, R * S): mean variance of each line's input, at least a share of that of all
-    )
+    # (G, R * S): mean variance of each line's input, at least a share of that of all
+    energy: Tensor
 
 
 class SecondMoments:
@@ -89,10 +88,14 @@ class SecondMoments:
         if self.groups > 1:
             sums += rows @ rows.mT
             return
-
         for first in range(0, rows.shape[1], ROWS_AT_ONCE):
             last = first + ROWS_AT_ONCE
             sums[:, first:last, :last] += rows[:, first:last] @ rows[:, :last].mT
+
+    @property
+    def places(self) -> int:
+        """How many sampled places were added, in all images and calls."""
+        return 0 if self.sums is None else int(self.sums[0, -1, -1])
 
     def check(self, name: str) -> None:
         """Refuse (DclsConvertError) values that are not finite, by the layer's name."""

@@ -5,7 +5,7 @@ learnt axes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ class LayerErrors:
     # |new - old| / |old| of the outputs at the sampled places of a calibration's images, given the
     # input from the layers that are converted already; empty without a calibration.
     output: dict[str, float]
+    # Why a layer's outputs may have lost much; only for layers where a calibration knows a reason.
+    reasons: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -69,7 +71,8 @@ def apply_plan_(
         notify: Called with which layers are next.
 
     Returns:
-        The relative errors of the kernels, and with a calibration of the outputs.
+        The relative errors of the kernels, and with a calibration those of the outputs and reasons
+        for them.
 
     Raises:
         DclsConvertError: The model is not the one that was planned for, or does not take the
@@ -111,7 +114,8 @@ def apply_plan_(
     for layer in calibrated:
         if layer.output_error is not None:
             output_errors[layer.name] = layer.output_error
-    return LayerErrors(kernel=kernel_errors, output=output_errors)
+    reasons = {layer.name: layer.reasons for layer in calibrated if layer.reasons}
+    return LayerErrors(kernel=kernel_errors, output=output_errors, reasons=reasons)
 
 
 def _check_start(plan: ConversionPlan, init: Init, positions: Positions) -> None:

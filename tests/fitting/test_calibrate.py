@@ -24,6 +24,8 @@ from dcls_convert.fitting.calibration_settings import CalibrationSettings
 from dcls_convert.fitting.groups import make_layers
 from dcls_convert.fitting.images import Calibration
 from dcls_convert.progress import silent
+from dcls_convert.tables import as_text
+from dcls_convert.views.report import report_view
 
 from ..planning.nets import state_of
 
@@ -333,6 +335,44 @@ WIRINGS = {
 def test_only_a_norm_that_one_convolution_alone_feeds_takes_its_mean_shift(case):
     wiring, expected = WIRINGS[case]
     assert len(statistics_of(Norms(wiring), photos(2)).running_means) == expected
+
+
+REASONS = {
+    "few places": (network, photos(1, size=3), "few sampled places (9 for 9 weights)"),
+    "two calls": (Shared, photos(4), "called 2 times in a pass"),
+    "fixed weights": (
+        lambda: with_convs(StdConv2d, network()),
+        photos(4),
+        "weights fixed by weight standardisation",
+    ),
+    "no home for the means": (
+        partial(network, norm=False),
+        photos(4),
+        "no bias or single BatchNorm takes the mean shift",
+    ),
+    "none": (network, photos(4), None),
+}
+
+
+@pytest.mark.usefixtures("quick_fit")
+@pytest.mark.parametrize("case", REASONS)
+def test_the_report_says_what_kept_a_layers_outputs_from_being_closer(case):
+    make, images, expected = REASONS[case]
+    options = {"calibration": [images], "dilated_size": 9, "scope": "model", "budget": 60}
+    if case == "fixed weights":
+        options["rules"] = "conv3x3"
+    report = convert_(make(), input_size=tuple(images.shape[1:]), **options)
+    layer = report.layers[0]
+    if expected is None:
+        assert layer.error_reasons == ()
+    else:
+        (reason,) = layer.error_reasons
+        assert reason.startswith(expected)
+    shown = report.to_dict()["layers"][0]
+    assert shown.get("error_reasons", []) == list(layer.error_reasons)
+    lines = as_text(report_view(report, verbose=1))
+    assert f"{layer.name}: {layer.output_error:.3f}" in lines
+    assert expected is None or expected in " ".join(lines.split())
 
 
 def with_convs(conv_class, model):

@@ -68,7 +68,7 @@ def test_rows_and_rest_sum_to_the_total():
 def test_a_number_that_is_not_finite_is_never_written():
     report = report_of("test_convnext")
     with pytest.raises(ValueError, match="JSON"):
-        report.with_errors({report.layers[0].name: float("nan")}, {}).to_json()
+        report.with_errors({report.layers[0].name: float("nan")}, {}, reasons={}).to_json()
 
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "mixnet_s"])
