@@ -20,14 +20,13 @@ from .fitting.groups import make_layers
 from .fitting.images import Calibration, Images, calibrate
 from .fitting.warm_start import fit_seed
 from .networks.outputs import agreement, relative_distance
+from .networks.recognition import known_source, stated_input_size
 from .networks.running import evaluating, full_precision, run, unchanged_on_failure
 from .networks.sites import ModelConvs, find_convs
 from .networks.source import (
     FOREIGN_SOURCES,
     ModelSource,
     build_model,
-    known_source,
-    stated_input_size,
 )
 from .networks.tracing import check_same_shapes
 from .networks.weights import build_with_state, check_weights, read_weights, with_names_of
