@@ -1,4 +1,4 @@
-"""Sizes of convolution windows in plain integers: which fit, and which padding keeps the outputs' size."""
+"""Sizes of convolution windows, in plain integers: which fit, and which padding they need."""
 
 import math
 from collections.abc import Sequence

@@ -66,19 +66,18 @@ def measure_inputs(
     statistics = CalibrationStatistics(
         images=calibration, settings=settings or CalibrationSettings()
     )
-    pairs = [
-        (conv, layer, group)
-        for group in groups
-        for conv, layer in zip(group.convs, group.layers, strict=True)
-    ]
-    convs = [conv for conv, _, _ in pairs]
+    convs: list[Conv] = []
+    for group in groups:
+        convs += group.convs
     with evaluating(model):
         feeders = _count_calls_(model, convs, statistics)
-        for conv, layer, group in pairs:
-            moments = partial(SecondMoments, layer, group.box, settings=statistics.settings)
-            statistics.by_line[conv] = moments(joint=False)
-            if statistics.calls[conv] > 1:
-                statistics.by_channel[conv] = moments(joint=True)
+        for group in groups:
+            for conv, layer in zip(group.convs, group.layers, strict=True):
+                moments = partial(SecondMoments, layer, group.box, settings=statistics.settings)
+                statistics.by_line[conv] = moments(joint=False)
+                if statistics.calls[conv] > 1:
+                    statistics.by_channel[conv] = moments(joint=True)
+        for conv in convs:
             norms: list[Any] = [norm for norm, fed_by in feeders.items() if fed_by == {conv}]
             if len(norms) == 1:
                 statistics.running_means[conv] = norms[0].running_mean
@@ -89,7 +88,10 @@ def measure_inputs(
 def _count_calls_(
     model: nn.Module, convs: Sequence[nn.Module], statistics: CalibrationStatistics
 ) -> dict[nn.Module, set[nn.Module | None]]:
-    """Count the calls of convs in a pass. Returns which convs feed each BatchNorm; None: others do."""
+    """Count the calls of convs in a pass. Returns which convs feed each BatchNorm.
+
+    None stands for anything else that feeds it.
+    """
     feeders: dict[nn.Module, set[nn.Module | None]] = {}
     outputs: list[tuple[nn.Module, Tensor]] = []
 
@@ -170,8 +172,8 @@ def fit_to_outputs_(
             layers[conv] = CalibratedLayer(plan.name, conv, layer, group.box, statistics)
     solved: list[CalibratedLayer] = []
 
-    def answer(conv: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-        """Outputs of all passes: the first half are of the old network, the others of the new one."""
+    def step_all(conv: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+        """Outputs of all passes: first those of the old network, then those of the new one."""
         layer = layers[conv]
         half = len(inputs) // 2
         old_outputs = [layer.old_forward(input) for input in inputs[:half]]
@@ -186,7 +188,7 @@ def fit_to_outputs_(
 
     passes = [partial(forward, model, batch) for batch in statistics.images.batches]
     with evaluating(model):
-        run_in_step(list(statistics.calls), [*passes, *passes], answer)
+        run_in_step(list(statistics.calls), [*passes, *passes], step_all)
     return solved
 
 
@@ -233,8 +235,8 @@ class CalibratedLayer:
             outputs = self.conv._conv_forward(input, self._kernel, self.layer.bias)
         if self.shifted is None:
             return outputs
-        by_channel = self.mean_shift.to(outputs).reshape(-1, *[1] * self.layer.dims)
-        return outputs + by_channel
+        later_axes = [1] * self.layer.dims
+        return outputs + self.mean_shift.to(outputs).reshape(-1, *later_axes)
 
     @torch.no_grad()
     def solve_(self, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:

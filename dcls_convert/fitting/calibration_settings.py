@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationSettings:
-    """Measured on EfficientNet-Lite0 with ImageNet weights (benchmarks/pretrained.py) unless stated.
+    """Unless stated, measured by benchmarks/pretrained.py on a trained EfficientNet-Lite0.
 
     The letters are those of the objective in `solution.py`.
     """
@@ -20,7 +20,7 @@ class CalibrationSettings:
     # The objective.
     damping: float = 1e-2  # a; keeps a kernel close to the old one where the images have no energy
     least_energy: float = 1e-3  # share of the mean energy of all inputs that each input counts with
-    # Of depthwise layers: other images have other means and covariances than the few that calibrate.
+    # Of depthwise layers alone: other images have other means and covariances than these few.
     mean_patch: float = 100.0  # b; the mean patch differs most from image to image
     # c; what all channels of a layer see alike holds for other images
     shared_correlation: float = 0.2

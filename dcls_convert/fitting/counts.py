@@ -163,8 +163,8 @@ def sample_lines(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Kernels (O, I, *K) of every n-th channel, and the roots of their input channels.
 
-    About `CountSettings.most_lines` channel pairs are kept. Thin out output channels first, then inputs,
-    then groups, so that as many groups as possible stay.
+    About `CountSettings.most_lines` channel pairs are kept. Output channels are thinned out first,
+    then inputs, then groups, so that as many groups as possible stay.
 
     Args:
         kernels: (O, I, *K) of each layer.
@@ -260,12 +260,11 @@ def allocate(costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit:
     # From the last group back to the first, along the picks that led to the least sum.
     units_left = int((least_sum == least_sum[-1]).nonzero()[0])
     chosen = []
-    for cost, error_of_count, picks in reversed(
-        list(zip(costs, errors, picks_of_groups, strict=True))
-    ):
-        count = sorted(error_of_count)[int(picks[units_left])]
+    for index in reversed(range(len(costs))):
+        picks = picks_of_groups[index]
+        count = sorted(errors[index])[int(picks[units_left])]
         chosen.append(count)
-        units_left -= ceil_div(cost * count, unit)
+        units_left -= ceil_div(costs[index] * count, unit)
     chosen.reverse()
     return chosen
 

@@ -1,4 +1,4 @@
-"""The constants of a warm start and of counts by error, with their units and where they come from."""
+"""The constants of a warm start and of counts by error, with their units and sources."""
 
 from dataclasses import dataclass
 

@@ -42,10 +42,14 @@ class PatchSampler:
         lines = layer.in_channels
         for axis in layer.dense_axes:
             lines *= layer.kernel_size[axis]
-        self.groups = layer.groups if joint else lines
-        self.length = lines * math.prod(box.sides) // self.groups  # R * S
         # Axes of the views that count groups: channels, and without "joint" the dense axes too.
-        self.group_axes = 1 if joint else 1 + len(layer.dense_axes)
+        if joint:
+            self.groups = layer.groups
+            self.group_axes = 1
+        else:
+            self.groups = lines
+            self.group_axes = 1 + len(layer.dense_axes)
+        self.length = lines * math.prod(box.sides) // self.groups  # R * S
 
     def sample(
         self, images: Tensor, targets: Tensor | None, *, first_image: int
@@ -82,7 +86,9 @@ class PatchSampler:
         dims = self.layer.dims
         first = part.patches[0]
         groups = self.groups_in(part)
-        outputs = part.targets[0].shape[1] if part.targets else 0
+        outputs = 0
+        if part.targets:
+            outputs = part.targets[0].shape[1]
         places = [math.prod(image.shape[-dims:]) for image in part.patches]
         dtype = torch.promote_types(first.dtype, torch.float32)
         rows = first.new_ones(groups, self.length + outputs + 1, sum(places), dtype=dtype)

@@ -57,8 +57,8 @@ class SecondMoments:
         self.groups = self.sampler.groups
         self.length = self.sampler.length  # R * S
         self.images = 0
-        # Of z z', where z is a patch, its wanted outputs, and 1: (G, R * S + Q + 1, same). Of a
-        # single group, the lower half alone.
+        # Sum over places of z z', where z is [patch (R * S), wanted outputs (Q), 1], by group:
+        # (G, R * S + Q + 1, same). A single group has only the lower triangle.
         self.sums: Tensor | None = None
 
     def add(self, input: Tensor, wanted: Tensor | None = None) -> None:
@@ -68,15 +68,17 @@ class SecondMoments:
         """
         if input.dim() < self.layer.dims + 2:
             input = input.unsqueeze(0)
-            wanted = None if wanted is None else wanted.unsqueeze(0)
+            if wanted is not None:
+                wanted = wanted.unsqueeze(0)
         if wanted is not None:
             wanted = wanted.detach()
         padded = self.layer.padded(input.detach())
         parts = self.sampler.sample(padded, wanted, first_image=self.images)
         self.images += len(input)
         if self.sums is None:
-            outputs = 0 if wanted is None else wanted.shape[1] // self.groups
-            side = self.length + outputs + 1
+            side = self.length + 1
+            if wanted is not None:
+                side += wanted.shape[1] // self.groups
             device = input.device
             self.sums = torch.zeros(self.groups, side, side, dtype=torch.float64, device=device)
         groups = [self.sampler.groups_in(part) for part in parts]

@@ -32,16 +32,18 @@ def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] 
     if source.kind == "torchvision":
         return _torchvision_input_size(source.name.partition(":")[2], model)
     usual_channels, *sides = USUAL_INPUT_SIZE
-    channels: list[int] = []
-    dims = len(sides)
-    convs = [module for module in model.modules() if isinstance(module, AnyConv)]
-    convs = [conv for conv in convs if conv.in_channels]  # a lazy convolution has none yet
-    if convs:
-        channels = [conv.in_channels for conv in convs]
-        dims = max(len(conv.kernel_size) for conv in convs)
-    if dims != len(sides):
+    channels: list[int] = []  # input channels of each convolution
+    most_dims = 0
+    for module in model.modules():
+        # A lazy convolution has no channels yet.
+        if isinstance(module, AnyConv) and module.in_channels:
+            channels.append(module.in_channels)
+            most_dims = max(most_dims, len(module.kernel_size))
+    if not channels:
+        return USUAL_INPUT_SIZE
+    if most_dims != len(sides):
         return None
-    if usual_channels in channels or not channels:
+    if usual_channels in channels:
         return USUAL_INPUT_SIZE
     return (channels[0], *sides)
 

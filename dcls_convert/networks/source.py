@@ -13,7 +13,7 @@ import sys
 import urllib.parse
 import urllib.request
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -144,7 +144,8 @@ def _is_registered(kind: str, name: str) -> bool:
 
 
 def _models_of(kind: str) -> list[str]:
-    registry = import_library("timm") if kind == "timm" else import_library("torchvision.models")
+    library = "timm" if kind == "timm" else "torchvision.models"
+    registry = import_library(library)
     return [name for name in registry.list_models() if name != TIMM_ARCHITECTURE]
 
 
@@ -186,26 +187,32 @@ def resolve_model(
                 "let the factory load, or --checkpoint"
             )
         return ModelSource(name=name, args=args)
-    bare_name = name
-    kinds: tuple[str, ...] = REGISTRIES
     if colon:
-        bare_name = rest
-        kinds = (prefix,)
-    kind = next((kind for kind in kinds if _is_registered(kind, bare_name)), None)
-    if kind is None:
-        _explain_wrong_model(name)
-        known: list[str] = []
-        for registry in kinds:
-            known += _models_of(registry)
-        raise ModelError(f"no model {name!r}{did_you_mean(bare_name, known, 3)}")
-    if kind == "timm":
-        _check_timm_tag(bare_name)
-    source = ModelSource(name=f"{kind}:{bare_name}", args=args)
-    if kind == "torchvision" and in_chans is not None:
+        source = ModelSource(name=_registered_name(name, rest, (prefix,)), args=args)
+    else:
+        source = ModelSource(name=_registered_name(name, name, REGISTRIES), args=args)
+    if source.kind == "torchvision" and in_chans is not None:
         raise ModelError(
             f"{source.name} has a fixed number of input channels; --in-chans is for timm"
         )
     return source
+
+
+def _registered_name(name: str, bare_name: str, kinds: Sequence[str]) -> str:
+    """The model's name with the first of these registries that has it: "timm:convnext_tiny".
+
+    ModelError: none has it; the message is about `name`, which is what the user gave.
+    """
+    for kind in kinds:
+        if _is_registered(kind, bare_name):
+            if kind == "timm":
+                _check_timm_tag(bare_name)
+            return f"{kind}:{bare_name}"
+    _explain_wrong_model(name)
+    known: list[str] = []
+    for kind in kinds:
+        known += _models_of(kind)
+    raise ModelError(f"no model {name!r}{did_you_mean(bare_name, known, 3)}")
 
 
 def _check_timm_tag(name: str) -> None:

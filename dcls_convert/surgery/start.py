@@ -38,7 +38,7 @@ class LayerErrors:
     # |new - old| / |old| of the outputs at the sampled places of a calibration's images, given the
     # input from the layers that are converted already; empty without a calibration.
     output: dict[str, float]
-    # Why a layer's outputs may have lost much; only for layers where a calibration knows a reason.
+    # Why a layer's outputs may have lost much; only where a calibration knows a reason.
     reasons: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -142,8 +142,8 @@ def _note_shifted_means(calibrated: Sequence[CalibratedLayer], note: Notify) -> 
     still_shifted = [layer.name for layer in calibrated if layer.shifted is None]
     if still_shifted:
         note(
-            f"{listed(still_shifted)} have neither a bias nor a BatchNorm behind them, so the means "
-            "of their outputs could not be set back to the old ones"
+            f"{listed(still_shifted)} have neither a bias nor a BatchNorm behind them, so the "
+            "means of their outputs could not be set back to the old ones"
         )
 
 
